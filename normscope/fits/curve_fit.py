@@ -1,4 +1,4 @@
-"""CurveFit: one curve at one norm site, with everything that a paper says of it."""
+"""Result of fitting one curve at one norm site, with all numbers that a paper reports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from normscope.fits.curves.known import FREE, Curve
+from normscope.fits.solving.jackknife import Interval
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.records import Tabled, as_json
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,18 +32,18 @@ class CurveFit(Tabled):
         alpha: α, in units of 1/x.
         shift: s; zero where it was not fitted.
         r2: R² about the mean of y.
-        r2_ceiling: held-out R² of the best function of x that was found there,
-            :mod:`normscope.fits.solving.ceiling`; None without folds, or where the grid of bins does not resolve x.
-        folds: what intervals and cross-validation hold out, one at a time.
+        r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.solving.ceiling`); None
+            without folds, or where the grid of bins does not resolve x.
+        folds: unit of the folds that intervals and cross-validation hold out, one at a time.
         rmse: root of the mean squared error, in units of y.
         n_pairs: number of pairs.
-        straight: the pairs do not bend inwards: A and α mean nothing by themselves, only the line that they make does.
-        power_law: likewise of a curve that is no line at its origin: the pairs tell only its power law there,
+        straight: True if the pairs do not bend inwards: only the slope A·α is identified, not A and α.
+        power_law: likewise for a curve that is no line at its origin: only its power law there is identified,
             ``coefficient`` · sign(x)·|x|^p.
-        converged: whether the search for α ended inside its range, and the pairs lie within the grid's.
+        converged: True if the search for α ended inside its range, and the pairs lie within the grid.
         function: f itself.
-        form: what was fitted, in words: ``A, α`` for the default.
-        weights_by: how pairs were weighted: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
+        form: fitted parameters, in words: ``A, α`` for the default.
+        weights_by: weighting of the pairs: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
         channel: number of the channel; None for all.
         sites: module paths of pooled sites.
         r2_cv: R² of held-out folds; None without folds.
@@ -54,16 +53,16 @@ class CurveFit(Tabled):
         largest_error_at: their x.
         saturated: share of the pairs at which |f′| is under 5 % of its largest value.
         reach: α·max|x|.
-        intervals: of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling by those names: 95 %, by a
-            jackknife over the folds; none of a number that the pairs do not tell.
+        intervals: 95 % of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling, by a jackknife over the
+            folds; a number that the pairs do not identify has none.
         parameters: number of free parameters.
-        rank: place among the curves of as many free parameters that were fitted at that site, by held-out error;
-            without folds, by error.
-        in_noise: whether the first of them is better by less than the folds differ; None without folds.
-        best: whether this is the curve that ``best`` stands for.
-        x_repeats: whether many x are equal to the last bit, as those of blank patches: the ceiling is then too low.
-        nothing: why there was nothing to fit, in words; None where there was.
-        norm: what is known of the norm, for whatever takes its place; None of pooled sites.
+        rank: among the curves with as many free parameters fitted at that site, by held-out error; by error without
+            folds.
+        in_noise: True if the first of them is better by less than the folds differ; None without folds.
+        best: True for the curve that ``best`` selected.
+        x_repeats: True if many x are equal to the last bit, as in blank patches: the ceiling is then too low.
+        nothing: reason why there was nothing to fit, in words; None where there was.
+        norm: the norm site, for the function that replaces it; None for pooled sites.
     """
 
     model: str
@@ -71,17 +70,17 @@ class CurveFit(Tabled):
     data: str
     site: str
     curve: str
-    amplitude: float
-    alpha: float
-    shift: float
-    r2: float
-    r2_ceiling: float | None
-    folds: Literal["source", "sample"] | None
-    rmse: float
-    n_pairs: int
-    straight: bool
-    converged: bool
     function: Curve = field(repr=False, compare=False)
+    n_pairs: int
+    amplitude: float = math.nan
+    alpha: float = math.nan
+    shift: float = math.nan
+    r2: float = math.nan
+    rmse: float = math.nan
+    r2_ceiling: float | None = None
+    folds: Literal["source", "sample"] | None = None
+    straight: bool = False
+    converged: bool = False
     form: str = "A, α"
     weights_by: str = "pairs"
     channel: int | None = None
@@ -105,21 +104,21 @@ class CurveFit(Tabled):
 
     @property
     def slope(self) -> float:
-        """Slope at the origin: A·α·f′(s); NaN where only a power law is told, which is flat or vertical at its own."""
+        """Slope at the origin, A·α·f′(s); NaN where only a power law is identified."""
         if self.degenerate or self.power_law or self.curve == FREE:  # whose slope at one point is noise
             return math.nan
         return float(self.derivative(torch.zeros(1)))
 
     @property
     def coefficient(self) -> float:
-        """Factor of the power law that is all that the pairs tell, in units of y/x^p; NaN where they tell more."""
+        """Coefficient of the power law, in units of y/x^p, if only that is identified; otherwise NaN."""
         if not self.power_law:
             return math.nan
         return float(self.amplitude * self.alpha**self.function.power_at_origin * self.function.coefficient_at_origin)
 
     @property
     def doubt(self) -> Literal["not converged", "straight", "power law"] | None:
-        """Why A and α mean nothing by themselves, in words; None where they do."""
+        """Reason why A and α are not identified separately, in words; None if they are."""
         if self.degenerate or self.curve == FREE:
             return None
         if not self.converged:
@@ -138,7 +137,7 @@ class CurveFit(Tabled):
 
     @property
     def of_ceiling(self) -> float | None:
-        """Held-out R² over the ceiling; above 1 where the curve predicts better than the function that was chosen."""
+        """Held-out R² over the ceiling; above 1 if the curve predicts better than the ceiling's function."""
         return self.r2_cv / self.r2_ceiling if self.r2_ceiling and self.r2_cv is not None else None
 
     @property
@@ -159,10 +158,7 @@ class CurveFit(Tabled):
         return self.amplitude * self.function.function(self.alpha * x.double() + self.shift)
 
     def extended(self, x: Tensor) -> Tensor:
-        """Evaluate the fitted curve, or the line or the power law that is all that the pairs tell, likewise.
-
-        For x beyond the pairs', where A and α that mean nothing by themselves may bend it.
-        """
+        """Evaluate the fitted curve, or the line or power law if only that is identified, also beyond the pairs."""
         if not (self.straight or self.power_law):
             return self(x)
         power = self.function.power_at_origin
@@ -176,7 +172,7 @@ class CurveFit(Tabled):
         return self.amplitude * self.alpha * self.function.derivative(self.alpha * x.double() + self.shift)
 
     def as_dict(self) -> dict[str, Any]:
-        """The columns of ``normscope fit --json``; a number that is none becomes None."""
+        """Return the columns of ``normscope fit --json``; a number that is not finite is None."""
         row = {name: as_json(getattr(self, name)) for name in _ATTRIBUTES}
         return row | dict.fromkeys(("amplitude", "alpha", "shift", "C") if self.curve == FREE else ())
 

@@ -50,27 +50,26 @@ def fit(
     Args:
         capture: what :func:`normscope.capture` returned, or the path of its file.
         curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
-            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every curve that is known and has the
-            form, ``free`` for E[y|x] itself, and ``best`` for the one of least held-out error of all that have as many
-            free parameters as tanh.
-        per: ``site``; or ``channel``, of a capture that was taken ``per_channel``.
-        pool: fit sites together: those of one ``placement``, of one ``kind`` (paths that differ in numbers alone), or
-            ``all``.
+            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every built-in curve with the form,
+            ``free`` for E[y|x] itself, and ``best`` for the curve of least held-out error among all with as many free
+            parameters as tanh.
+        per: ``site``; or ``channel``, for a capture taken with ``per_channel``.
+        pool: fit sites together: by ``placement``, by ``kind`` (paths that differ in numbers alone), or ``all``.
         amplitude: ``free``; or ``theory``, where A·f tends to √d, or √(d−1) with centring.
-        theory: fit nothing: A as above, and the slope at the origin that of the token of mean ρ.
+        theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ.
         alpha: fix α; 1 is the ablation without α.
-        shift: fit s too, of every curve, so that all that are compared have the same freedom; erf is then called derf.
-            By default s is fitted of derf alone, which is ranked against no curve without it.
-        weights_by: ``pairs`` alike; by ``gamma``², the error that reaches the next layer, of a capture that was taken
+        shift: fit s for every curve, so that all have the same freedom; erf is then called derf. By default s is
+            fitted for derf alone, which is not ranked against curves without it.
+        weights_by: ``pairs`` alike; by ``gamma``², the error that reaches the next layer, for a capture taken with
             ``by_gamma``; or evenly over ``x``, so that the tails count as much as the centre.
 
     Returns:
-        One :class:`CurveFit` for each site (or channel, or pool) and curve, sites first; a list, of which
-        ``fits["norm"]`` and ``fits["norm", "tanh"]`` are those of a site and that of a curve there.
+        One :class:`CurveFit` for each site (or channel, or pool) and curve, sites first: a list that is also indexed
+        as ``fits["norm"]`` and ``fits["norm", "tanh"]``.
 
     Raises:
         UsageError: if there is no such curve, level or form, or if they contradict one another.
-        DataError: if the capture lacks the sums that they need.
+        DataError: if the capture lacks the sums that are needed.
 
     >>> import normscope, torch
     >>> from torch import nn
@@ -82,20 +81,20 @@ def fit(
     """
     capture = load_capture(capture) if isinstance(capture, (str, Path)) else capture
     form = FitForm(amplitude, theory, alpha, shift)
-    wanted = _wanted(curves, form)
+    requested = _requested(curves, form)
     levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
     for level in levels:
         if form.needs_bound and not math.isfinite(level.bound):
             level.nothing = level.nothing or "no bound on y"
     abouts = [_about(level, capture, weights_by) for level in levels]
     fits = {
-        number: [_nothing(level, one, form, abouts[number]) for one in wanted]
+        number: [_nothing(level, each, form, abouts[number]) for each in requested]
         for number, level in enumerate(levels)
         if level.nothing is not None
     }
     for numbers, problems in batches(levels):
-        fits |= zip(numbers, _fits(problems, wanted, form, [abouts[number] for number in numbers]), strict=True)
-    return Records(one for number in sorted(fits) for one in fits[number])
+        fits |= zip(numbers, _fits(problems, requested, form, [abouts[number] for number in numbers]), strict=True)
+    return Records(each for number in sorted(fits) for each in fits[number])
 
 
 def check_fit(
@@ -107,17 +106,17 @@ def check_fit(
     **form: Any,
 ) -> None:
     """Refuse arguments that :func:`fit` would refuse for any capture; UsageError."""
-    _wanted(curves, FitForm(**form))
+    _requested(curves, FitForm(**form))
     check_levels(per, pool, weights_by)
 
 
-def _wanted(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
+def _requested(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
     """Curves in a form, and then ``free`` and ``best``; UsageError where a curve that was named has no such form."""
     parts = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
     words = {part.strip().lower() for part in parts if isinstance(part, str)}
-    known = [part for part in parts if not isinstance(part, str) or part.strip().lower() not in (FREE, BEST)]
-    every = curves_named(known)
-    for curve in curves_named([part for part in known if isinstance(part, Curve) or part.strip().lower() != "all"]):
+    named = [part for part in parts if not isinstance(part, str) or part.strip().lower() not in (FREE, BEST)]
+    every = curves_named(named)
+    for curve in curves_named([part for part in named if isinstance(part, Curve) or part.strip().lower() != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
     return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words)]
@@ -140,33 +139,25 @@ def _about(level: FitTarget, capture: Capture, weights_by: str) -> Attributes:
     }
 
 
-def _nothing(level: FitTarget, wanted: str | Curve, form: FitForm, about: Attributes) -> CurveFit:
-    """The record of a level with nothing to fit."""
-    curve = wanted if isinstance(wanted, Curve) else replace(CURVES["linear"], name=wanted)
+def _nothing(level: FitTarget, requested: str | Curve, form: FitForm, about: Attributes) -> CurveFit:
+    """Record of a level with nothing to fit."""
+    curve = requested if isinstance(requested, Curve) else replace(CURVES["linear"], name=requested)
     return CurveFit(
         **about,
-        amplitude=math.nan,
-        alpha=math.nan,
-        shift=math.nan,
-        r2=math.nan,
-        rmse=math.nan,
         curve=curve.name,
         function=curve,
         form=form.words(curve),
-        parameters=len(form.parameters(curve)) if isinstance(wanted, Curve) else None,
-        r2_ceiling=None,
-        straight=False,
-        converged=False,
+        parameters=len(form.parameters(curve)) if isinstance(requested, Curve) else None,
         nothing=level.nothing,
     )
 
 
 def _fits(
-    problems: FitBatch, wanted: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
+    problems: FitBatch, requested: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
 ) -> list[list[CurveFit]]:
-    """Fit all that is wanted to a batch; return each level's records."""
-    curves = {curve.name: curve for curve in wanted if isinstance(curve, Curve)}
-    if BEST in wanted:
+    """Fit the requested curves to a batch; return the records of each level."""
+    curves = {curve.name: curve for curve in requested if isinstance(curve, Curve)}
+    if BEST in requested:
         curves = _in_form(curves_named("all"), form) | curves
     rows, held_out = {}, {}
     for name, curve in curves.items():
@@ -176,25 +167,26 @@ def _fits(
         alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
         _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
     of_levels = []
-    for number, (about, top) in enumerate(zip(abouts, ceilings(problems), strict=True)):
+    for number, (shared, top) in enumerate(zip(abouts, ceilings(problems), strict=True)):
+        about = shared | {"r2_ceiling": top.r2 if top else None}
+        of_top = {"r2_ceiling": top.interval} if top and top.interval else {}
         fits = {}
         for name, of_curve in rows.items():
-            intervals = of_curve[number].pop("intervals") | _of_ceiling(top)
-            r2_ceiling = top.r2 if top else None
-            fits[name] = CurveFit(**about, **of_curve[number], r2_ceiling=r2_ceiling, intervals=intervals)
-        if BEST in wanted:
+            intervals = of_curve[number].pop("intervals") | of_top
+            fits[name] = CurveFit(**about, **of_curve[number], intervals=intervals)
+        if BEST in requested:
             parameters = len(form.parameters(CURVES["tanh"]))
-            best = next(one for one in fits.values() if one.rank == 1 and one.parameters == parameters)
+            best = next(each for each in fits.values() if each.rank == 1 and each.parameters == parameters)
             fits[best.curve] = fits[BEST] = replace(best, best=True)
-        if FREE in wanted:
-            fits[FREE] = _free(problems.levels[number], top, about)
-        chosen = [fits[one.name if isinstance(one, Curve) else one] for one in wanted]
-        of_levels.append(list({one.curve: one for one in chosen}.values()))
+        if FREE in requested:
+            fits[FREE] = _free(problems.levels[number], top, about | {"intervals": of_top})
+        chosen = [fits[each.name if isinstance(each, Curve) else each] for each in requested]
+        of_levels.append(list({each.curve: each for each in chosen}.values()))
     return of_levels
 
 
 def _rank(problems: FitBatch, rows: Sequence[Sequence[Attributes]], held_out: Tensor) -> None:
-    """Rank curves of as many free parameters by what they leave of held-out folds, or of all pairs without any.
+    """Rank curves with equally many free parameters by held-out error, or by error without folds.
 
     Args:
         problems: the batch.
@@ -213,12 +205,8 @@ def _rank(problems: FitBatch, rows: Sequence[Sequence[Attributes]], held_out: Te
             row |= {"rank": place, "in_noise": near if tells else None}
 
 
-def _of_ceiling(top: Ceiling | None) -> Attributes:
-    return {"r2_ceiling": top.interval} if top and top.interval else {}
-
-
 def _free(level: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit:
-    """The record of E[y|x] itself, scored on the bins that it is made of, in sample as held out."""
+    """Record of E[y|x] itself, scored on the bins that it is made of."""
     moments = level.moments.sum(0)
     curve = free(moments, level.counts.sum(0), top)
     nodes = nodes_of(moments[None])
@@ -232,9 +220,6 @@ def _free(level: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit:
         amplitude=1.0,
         alpha=1.0,
         shift=0.0,
-        r2_ceiling=top.r2 if top else None,
         r2_cv=top.r2_free if top else None,
-        intervals=_of_ceiling(top),
-        straight=False,
         converged=True,
     )

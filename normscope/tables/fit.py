@@ -25,7 +25,8 @@ from normscope.tables.table import (
 )
 
 if TYPE_CHECKING:
-    from normscope.fits.curve_fit import CurveFit, Interval
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.solving.jackknife import Interval
     from normscope.fits.views.advice import Advice, Layerwise, StartingValue, TokenSlopes
     from normscope.fits.views.comparison import Compared, Comparison, Ratio
 

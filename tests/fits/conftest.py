@@ -75,16 +75,13 @@ def level_of(moments_of):
         moments = torch.stack([moments_of(x[numbers == fold], y[numbers == fold]) for fold in range(8)])
         return FitTarget(
             site="norm",
-            sites=(),
-            channel=None,
             moments=moments,
             counts=moments[:, 0],
-            grid=PAIR_GRID,
-            fold_by=None if folds is None else "source",
             reach=float(np.abs(x).max()),
+            nothing=None,
+            fold_by=None if folds is None else "source",
             bound=bound,
             slope=slope,
-            nothing=None,
         )
 
     return level

@@ -276,10 +276,8 @@ def test_captures_merged_in_any_order_fit_the_same():
     whole = normscope.fit(captured(slice(0, 48)))
     for merged in (one.merge(two).merge(three), three.merge(one.merge(two)), two.merge(three).merge(one)):
         for ours, theirs in zip(normscope.fit(merged), whole, strict=True):
-            numbers = [
-                (found.amplitude, found.alpha, found.r2, found.r2_cv, found.r2_ceiling) for found in (ours, theirs)
-            ]
-            assert numbers[0] == pytest.approx(numbers[1], rel=1e-9)
+            for number in ("amplitude", "alpha", "r2", "r2_cv", "r2_ceiling"):
+                assert getattr(ours, number) == pytest.approx(getattr(theirs, number), rel=1e-9)
             assert ours.intervals["alpha"] == pytest.approx(theirs.intervals["alpha"], rel=1e-6)
 
 
@@ -400,12 +398,8 @@ def test_with_a_shift_all_that_can_have_one_have_it(embedded):
     for found in normscope.fit(embedded["demo_vit"], "all,linear", shift=True):
         assert found.curve not in ("erf", "exproot", "power23_clip")  # the last two rise vertically
         assert found.form.endswith("s") and found.parameters == (2 if found.curve in ("linear", "softcap") else 3)
-    for asked, shift, called in (
-        ("erf", True, "derf"),
-        ("derf", False, "erf"),
-        ("derf", None, "derf"),
-        ("erf", None, "erf"),
-    ):
+    names = (("erf", True, "derf"), ("derf", False, "erf"), ("derf", None, "derf"), ("erf", None, "erf"))
+    for asked, shift, called in names:
         [found] = normscope.fit(embedded["demo_vit"].only(["norm"]), asked, shift=shift)
         assert found.curve == found.as_dict()["curve"] == called
         assert (found.shift != 0) == (called == "derf")

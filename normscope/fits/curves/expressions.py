@@ -1,7 +1,7 @@
 """Curves as users write them: by name, or as a formula such as ``mine=x/(1+abs(x)**3)**(1/3)``.
 
-A formula is parsed by Python's own parser and by nothing else of Python's: its tree is walked once, and what is not
-on the lists below is refused. What comes of it calls torch alone.
+Python's parser reads a formula and nothing evaluates it: its tree is walked once, with the lists below as the only
+allowed nodes. The resulting function calls torch alone.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def curve_from(text: str) -> Curve:
 
 
 class _Reader:
-    """Makes a function of a formula."""
+    """Recursive reader that turns a formula into a function."""
 
     def __init__(self, formula: str) -> None:
         self.formula = formula
@@ -170,26 +170,27 @@ class _Reader:
         """Make a function of x of one node of the tree."""
         if depth > _DEEPEST:
             self.refuse(f"it is nested more than {_DEEPEST} levels deep", node.col_offset)
-        if isinstance(node, ast.Name):
-            return self.named(node)
-        if isinstance(node, ast.Constant):
-            return self.constant(node.value, node)
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return _applied(_OPERATORS[type(node.op)], [self.term(side, depth + 1) for side in (node.left, node.right)])
-        if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-            return _applied(_OPERATORS[type(node.op)], [self.term(node.operand, depth + 1)])
-        if isinstance(node, ast.Call):
-            return _applied(self.called(node), [self.term(argument, depth + 1) for argument in node.args])
-        self.refuse(f"{self.written(node)} means nothing here", node.col_offset)
-
-    def named(self, node: ast.Name) -> Term:
-        if node.id in _VARIABLE:
-            return lambda x: x
-        if node.id in _CONSTANTS:
-            return self.constant(_CONSTANTS[node.id], node)
-        if node.id in _FUNCTIONS:
-            self.refuse(f"the function {node.id} has no brackets after it", node.col_offset)
-        self.refuse(f"there is no {node.id!r}", node.col_offset)
+        match node:
+            case ast.Name(id=name) if name in _VARIABLE:
+                return lambda x: x
+            case ast.Name(id=name) if name in _CONSTANTS:
+                return self.constant(_CONSTANTS[name], node)
+            case ast.Name(id=name) if name in _FUNCTIONS:
+                self.refuse(f"the function {name} has no brackets after it", node.col_offset)
+            case ast.Name(id=name):
+                self.refuse(f"there is no {name!r}", node.col_offset)
+            case ast.Constant(value=value):
+                return self.constant(value, node)
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+                function, arguments = _OPERATORS[type(operator)], [left, right]
+            case ast.UnaryOp(op=operator, operand=operand) if type(operator) in _OPERATORS:
+                function, arguments = _OPERATORS[type(operator)], [operand]
+            case ast.Call(args=arguments):
+                function = self.called(node)
+            case _:
+                self.refuse(f"{self.written(node)} means nothing here", node.col_offset)
+        terms = [self.term(argument, depth + 1) for argument in arguments]
+        return lambda x: function(*(term(x) for term in terms))
 
     def constant(self, value: object, node: ast.expr) -> Term:
         if type(value) not in (int, float):
@@ -229,7 +230,3 @@ class _Reader:
 
     def refuse(self, why: str, column: int) -> NoReturn:
         raise UsageError(f"The formula {self.formula!r} is not understood at column {column + 1}: {why}. {_ALLOWED}")
-
-
-def _applied(function: Callable[..., Tensor], terms: list[Term]) -> Term:
-    return lambda x: function(*(term(x) for term in terms))

@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -116,19 +116,6 @@ class Curve:
         return float((near - at_origin) / _NEAR_ORIGIN**self.power_at_origin)
 
 
-@dataclass(frozen=True)
-class Properties:
-    """Properties of a function, by the names of the attributes of :class:`~normscope.fits.curves.known.Curve`."""
-
-    limit: float | None
-    zero_centred: bool
-    monotone: bool
-    slope_at_origin: float
-    peak: float
-    smooth: bool
-    power_at_origin: float
-
-
 def autograd_of(function: Function) -> Function:
     """Derivative of an elementwise function by torch's autograd, in float64, also where gradients are switched off.
 
@@ -152,8 +139,8 @@ def autograd_of(function: Function) -> Function:
     return derivative
 
 
-def properties_of(function: Function, derivative: Function, name: str) -> Properties:
-    """Measure a function of float64 tensors at ±1e-6 … ±1e6 and at 0.
+def properties_of(function: Function, derivative: Function, name: str) -> dict[str, Any]:
+    """Measure a function of float64 tensors at ±1e-6 … ±1e6 and at 0, by the names of :class:`Curve`'s attributes.
 
     Raises:
         UsageError: if it is no curve: not elementwise, not real, not finite for |u| ≤ 1000, constant, or without a
@@ -167,15 +154,15 @@ def properties_of(function: Function, derivative: Function, name: str) -> Proper
     steps, between = f.diff(), _ROUNDING * torch.maximum(scale[1:], scale[:-1])
     power, at_origin = _at_origin(u, f)
     peak = _supremum(u, slope)
-    return Properties(
-        limit=_supremum(u, f),
-        zero_centred=bool(((f + f.flip(0)).abs() <= _ROUNDING * scale).all()),
-        monotone=bool((steps >= -between).all() or (steps <= between).all()),
-        slope_at_origin=at_origin,
-        peak=math.inf if peak is None or power < 1 - _STRAIGHT else peak,
-        smooth=power >= 1 - _STRAIGHT and not _jumps(derivative, u, slope),
-        power_at_origin=1.0 if abs(power - 1) <= _STRAIGHT else power if math.isfinite(power) else math.nan,
-    )
+    return {
+        "limit": _supremum(u, f),
+        "zero_centred": bool(((f + f.flip(0)).abs() <= _ROUNDING * scale).all()),
+        "monotone": bool((steps >= -between).all() or (steps <= between).all()),
+        "slope_at_origin": at_origin,
+        "peak": math.inf if peak is None or power < 1 - _STRAIGHT else peak,
+        "smooth": power >= 1 - _STRAIGHT and not _jumps(derivative, u, slope),
+        "power_at_origin": 1.0 if abs(power - 1) <= _STRAIGHT else power if math.isfinite(power) else math.nan,
+    }
 
 
 def _values(function: Function, u: Tensor, name: str) -> Tensor:
@@ -406,14 +393,6 @@ CURVES["derf"] = replace(CURVES["erf"], name="derf", source="Derf, arXiv 2512.10
 BY_NAME = {name: curve for curve in CURVES.values() for name in (curve.name, *curve.aliases)}
 
 
-def _own_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"A curve cannot be called {name!r}: take up to 40 letters, digits and _, a letter first.")
-    if name.lower() in BY_NAME or name.lower() in NO_CURVES:
-        raise UsageError(f"A curve of your own cannot be called {name!r}: that name has a meaning already.")
-    return name
-
-
 def curve_of(
     function: Callable[[Tensor], Tensor],
     name: str,
@@ -438,9 +417,13 @@ def curve_of(
     >>> swish.bounded, swish.monotone, swish.slope_at_origin
     (False, False, 0.5)
     """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"A curve cannot be called {name!r}: take up to 40 letters, digits and _, a letter first.")
+    if name.lower() in BY_NAME or name.lower() in NO_CURVES:
+        raise UsageError(f"A curve of your own cannot be called {name!r}: that name has a meaning already.")
     slope = derivative or autograd_of(function)
-    measured = properties_of(function, slope, _own_name(name))
-    return Curve(name, (), formula or f"{name}(u)", function, slope, source, **asdict(measured))
+    measured = properties_of(function, slope, name)
+    return Curve(name, (), formula or f"{name}(u)", function, slope, source, **measured)
 
 
 _IN_JAVASCRIPT = {

@@ -1,7 +1,7 @@
-"""The ceiling, how well a function of x alone can do as far as the pairs tell, and E[y|x] as a curve.
+"""The ceiling, an estimate of how well a function of x alone can do, and E[y|x] as a curve.
 
-The ceiling is the held-out R² of the best function of x that was found, among one fixed set of them, whatever curves
-were asked for: an estimate of 1 − E[Var(y|x)]/Var(y) from below, and no bound.
+The ceiling is the held-out R² of the best function of x among one fixed set, regardless of the curves to fit. It
+estimates 1 − E[Var(y|x)]/Var(y) from below and is not a bound.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.fits.curve_fit import Interval
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.jackknife import interval_of_r2
+from normscope.fits.solving.jackknife import Interval, interval_of_r2
 from normscope.fits.solving.nodes import FitBatch, Nodes, nodes_of
 from normscope.fits.solving.solve import FitForm, Solutions, roughly
 
@@ -60,11 +59,11 @@ def conditional_mean(
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Held-out R² of the best function of x that was found: of pairs that it was neither made of nor chosen by.
+    """Held-out R² of the best function of x, on pairs that neither fitted nor selected it.
 
     Attributes:
         r2: the ceiling.
-        interval: its 95 %, by a jackknife over the folds; None where it has none, as nothing is left to explain.
+        interval: its 95 %, by a jackknife over the folds; None where nothing is left to explain.
         r2_free: the same of E[y|x] alone, in groups of bins.
         least_count: number of pairs that a group of bins must hold for E[y|x] to predict best.
         along_line: whether beyond the outermost groups the line of all pairs predicts better than a constant.
@@ -78,7 +77,7 @@ class Ceiling:
 
 
 def ceilings(problems: FitBatch, diagonal: FitBatch | None = None) -> list[Ceiling | None]:
-    """Held-out R² of the best function of x that was found at each problem.
+    """Return the held-out R² of the best function of x at each problem.
 
     The functions are E[y|x] of all folds but one, piecewise linear between groups of bins, for eight least counts of
     pairs in a group and two ways to go on beyond the outermost; every built-in curve, fitted to those folds; and tanh,
@@ -159,8 +158,8 @@ def _chosen(
         without: likewise of all pairs but one fold's, ``(folds,)``.
         pairs: number of pairs of each fold, likewise.
     """
-    known = np.isfinite(errors).all(1)  # a derivative may be infinite where x is zero
-    errors, handicaps = errors[known], handicaps[known]
+    finite = np.isfinite(errors).all(1)  # a derivative may be infinite where x is zero
+    errors, handicaps = errors[finite], handicaps[finite]
     folds = np.arange(errors.shape[1])
     others = errors.sum(1, keepdims=True) - errors
     best = _first_of_least(others * handicaps[:, None])
@@ -240,7 +239,7 @@ class Piecewise:
 
 
 def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
-    """Σ w (y − E[y|x])² of each fold, E[y|x] being that of all others, in each way to take it: ``(ways, folds)``.
+    """Σ w (y − E[y|x])² of each fold, with E[y|x] from all other folds, in each way to take it: ``(ways, folds)``.
 
     Args:
         sums: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, weighted or not, ``(folds, 6, bins)``.
@@ -257,69 +256,24 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
     count, weight, sum_x, sum_y = (values[filled] for values in (count, weight, sum_x, sum_y))
     first = np.concatenate([[0], np.cumsum(np.count_nonzero(filled, axis=1))])
     both = sum_x + 1j * sum_y  # as one array, whose groups are summed in one go
-    points = _Points.of(held, sum_x / weight, first)
-    scatter = held.scatter.sum(1).numpy()
+    # The pairs of all folds as points, one fold after another, and the last bin of the other folds before each.
+    occupied = held.weight.numpy() > 0
+    x, y, w = (values.numpy()[occupied] for values in (held.x, held.y, held.weight))
+    fold = np.nonzero(occupied)[0]
+    ends = np.cumsum(np.count_nonzero(occupied, axis=1))
+    begins = np.concatenate([[0], ends[:-1]])
+    means = sum_x / weight
+    places = [
+        start + np.searchsorted(means[start:end], x[begin:stop], "right") - 1
+        for (start, end), begin, stop in zip(pairwise(first), begins, ends, strict=True)
+    ]
+    bins = np.maximum(np.concatenate(places), first[fold])
+
     errors: list[Array] = []
     for bounds in _groups(count, first, _LEAST_COUNTS):
         grouped, n = np.add.reduceat(both, bounds[:-1]), np.add.reduceat(weight, bounds[:-1])
-        errors += points.errors(bounds, grouped.real / n, grouped.imag / n, slope)
-    of_ways: Array = np.stack(errors) + scatter
-    return of_ways
-
-
-@dataclass(frozen=True)
-class _Points:
-    """The pairs of all folds as points one fold after another, and between which bins of the other folds each lies.
-
-    Attributes:
-        x: ``(points,)``.
-        y: likewise.
-        weight: likewise.
-        fold: number of each point's fold, likewise.
-        begins: where each fold begins, ``(folds,)``.
-        bin: number of the last bin whose mean x is no larger, or of its fold's first one, ``(points,)``.
-        first: where the bins of all folds but one begin, and where the last ones end, ``(folds + 1,)``.
-    """
-
-    x: Array
-    y: Array
-    weight: Array
-    fold: Places
-    begins: Places
-    bin: Places
-    first: Places
-
-    @classmethod
-    def of(cls, held: Nodes, means: Array, first: Places) -> _Points:
-        """Collect the points that represent the pairs.
-
-        Args:
-            held: the pairs of each fold.
-            means: mean x of the bins of all folds but one, one such set after another, ``(bins,)``.
-            first: as above.
-        """
-        filled = held.weight.numpy() > 0
-        x, y, weight = (values.numpy()[filled] for values in (held.x, held.y, held.weight))
-        fold = np.nonzero(filled)[0]
-        ends = np.cumsum(np.count_nonzero(filled, axis=1))
-        begins = np.concatenate([[0], ends[:-1]])
-        places = [
-            start + np.searchsorted(means[start:end], x[begin:stop], "right") - 1
-            for (start, end), begin, stop in zip(pairwise(first), begins, ends, strict=True)
-        ]
-        return cls(x, y, weight, fold, begins, np.maximum(np.concatenate(places), first[fold]), first)
-
-    def errors(self, bounds: Places, at: Array, mean: Array, slope: Array) -> tuple[Array, Array]:
-        """Σ w (y − prediction)² at the points of each fold, ``(folds,)``: constant beyond all groups, and along a line.
-
-        Args:
-            bounds: where each group of bins begins, and where the last one ends, ``(groups + 1,)``.
-            at: mean x of each group, ``(groups,)``.
-            mean: mean y, likewise.
-            slope: of the line beyond the outermost groups, ``(folds,)``.
-        """
-        group = np.searchsorted(bounds, self.first)
-        group_of_bin = np.repeat(np.arange(len(at)), np.diff(bounds))
+        at, mean = grouped.real / n, grouped.imag / n
+        group = np.searchsorted(bounds, first)
         # Each fold has one piece more than groups: the constant before the first, the lines between, and that beyond.
         pieces = np.ones(len(at), np.intp)
         pieces[group[:-1]] = 2
@@ -330,16 +284,18 @@ class _Points:
         folds = np.arange(len(slope))
         outer[group[:-1] + folds] = outer[group[1:] + folds] = True
         steepness[outer] = 0.0
-        after = group_of_bin[self.bin]
-        piece = after + self.fold + (at[after] <= self.x)
+        after = np.repeat(np.arange(len(at)), np.diff(bounds))[bins]
+        piece = after + fold + (at[after] <= x)
         origin = at[base]
-        off = steepness[piece] * (self.x - origin[piece]) + mean[base][piece] - self.y
-        squares = self.weight * off * off
-        constant = np.add.reduceat(squares, self.begins)
+        off = steepness[piece] * (x - origin[piece]) + mean[base][piece] - y
+        squares = w * off * off
+        errors.append(np.add.reduceat(squares, begins))  # constant beyond all groups
         beyond = np.flatnonzero(outer[piece])
-        off = off[beyond] + slope[self.fold[beyond]] * (self.x[beyond] - origin[piece[beyond]])
-        squares[beyond] = self.weight[beyond] * off * off
-        return constant, np.add.reduceat(squares, self.begins)
+        off = off[beyond] + slope[fold[beyond]] * (x[beyond] - origin[piece[beyond]])
+        squares[beyond] = w[beyond] * off * off
+        errors.append(np.add.reduceat(squares, begins))  # and along a line there
+    of_ways: Array = np.stack(errors) + held.scatter.sum(1).numpy()
+    return of_ways
 
 
 def _groups(n: Array, first: Places, least_counts: Sequence[int]) -> Iterator[Places]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import FREE, Curve
-from normscope.fits.solving.nodes import FitBatch, FitTarget, batches, goodness
+from normscope.fits.curves.known import Curve
+from normscope.fits.solving.nodes import FitBatch, goodness
 from normscope.fits.solving.solve import FitForm, Solutions, least_squares, refined
 
+Interval = tuple[float, float]
 Attributes = dict[str, Any]  # of a CurveFit, by their names
 
-LEVEL = 0.95
 # Student's t at 97.5 %, for 1, 2, … degrees of freedom: folds are eight at most.
 _STUDENT = torch.tensor([torch.nan, 12.70620, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624]).double()
 
@@ -83,10 +81,10 @@ def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
 
 
 def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attributes], Tensor]:
-    """Fit one curve to a batch of problems, in a form that it has, and again without each of their folds.
+    """Fit one curve to a batch of problems, and again without each of their folds.
 
     Returns:
-        Of each problem, attributes of its CurveFit; and the squared error of each fold by what all others gave,
+        Attributes of each problem's CurveFit; and the squared error of each fold under the fit to all others,
         ``(problems, folds)``, zero where there is none.
     """
     nodes, odd = problems.nodes(), form.odd(curve)
@@ -97,7 +95,9 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         solutions = least_squares(objective, problems.coarse(odd=odd))
     solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
     u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
-    errors = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), _steepness(curve, u))
+    slopes = curve.derivative(u).abs()
+    steepness = slopes / curve.peak if math.isfinite(curve.peak) else torch.full_like(slopes, torch.nan)
+    errors = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), steepness)
     held_out, intervals = torch.zeros_like(problems.n_pairs), {}
     r2_cv = torch.full_like(solutions.alpha, torch.nan)
     if problems.occupied.any():
@@ -136,12 +136,6 @@ def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attr
         row["intervals"] = {name: tuple(pair) for name, pair in ends if all(map(math.isfinite, pair))}
         rows.append(row)
     return rows
-
-
-def _steepness(curve: Curve, u: Tensor) -> Tensor:
-    """|f′| over its largest value; NaN where that is infinite."""
-    slope = curve.derivative(u).abs()
-    return slope / curve.peak if math.isfinite(curve.peak) else torch.full_like(slope, torch.nan)
 
 
 def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tensor]:
@@ -187,55 +181,3 @@ def _intervals(
         counts = says.get(name, torch.ones_like(told_apart))
         bounds[name] = torch.stack([low, high], -1).where(counts[:, None], torch.nan)
     return bounds
-
-
-_DEFAULT = FitForm()
-
-
-def without_folds(levels: Sequence[FitTarget], fits: Sequence[CurveFit]) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Fit again without each fold.
-
-    Args:
-        levels: the sites of a capture.
-        fits: what :func:`normscope.fit` made of it; those of another form than its default are left out.
-
-    Returns:
-        By site and curve, for every level with folds: ``alpha`` and ``slope`` without each fold, and the number of
-        ``pairs`` of the fold that is left out, zero where it holds none; float64 ``(folds,)`` each.
-    """
-    by_place = {(one.site, one.curve): one for one in fits}
-    curves = {one.curve: one.function for one in fits if one.curve != FREE}
-    refits = {}
-    for _, problems in batches([level for level in levels if level.fold_by]):
-        for name, curve in curves.items():
-            in_all = [by_place.get((level.site, name)) for level in problems.levels]
-            known = [one for one in in_all if one is not None and one.form == _DEFAULT.words(curve)]
-            if len(known) == len(problems):
-                for level, one in zip(problems.levels, _without_folds(problems, known), strict=True):
-                    refits[level.site, name] = one
-    return refits
-
-
-def _without_folds(problems: FitBatch, fits: Sequence[CurveFit]) -> list[dict[str, Tensor]]:
-    """Fit one curve to each problem without each of its folds."""
-    curve = fits[0].function
-    odd = _DEFAULT.odd(curve)
-    objective = _DEFAULT.objective(problems.without_folds(odd=odd), curve, problems.levels)
-    every = torch.arange(len(problems)).repeat_interleave(problems.folds)
-    others = refined(objective, _solutions(fits).of(every), problems.rough_without_folds(odd=odd))
-    columns = {
-        "alpha": others.alpha,
-        "slope": others.amplitude * others.alpha * curve.derivative(others.shift),
-        "pairs": torch.where(problems.occupied, problems.n_pairs, 0.0),
-    }
-    by_problem = {name: column.view(-1, problems.folds) for name, column in columns.items()}
-    return [{name: values[number] for name, values in by_problem.items()} for number in range(len(problems))]
-
-
-def _solutions(fits: Sequence[CurveFit]) -> Solutions:
-    def column(name: str) -> Tensor:
-        return torch.tensor([getattr(one, name) for one in fits])
-
-    amplitude, alpha, shift = (column(name).double() for name in ("amplitude", "alpha", "shift"))
-    only_power = column("straight") | column("power_law")
-    return Solutions(amplitude, alpha, shift, only_power, column("converged"))

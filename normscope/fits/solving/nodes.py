@@ -34,31 +34,30 @@ class FitTarget:
 
     Attributes:
         site: module path of the norm; of pooled sites, what they have in common.
+        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, float64 ``(folds, 6, bins)``, weighted as requested.
+        counts: number of pairs per fold and bin, float64 ``(folds, bins)``.
+        reach: largest |x|.
+        nothing: reason why there is nothing to fit, in words; None where there is.
+        grid: of the bins.
+        fold_by: unit of the folds; None without folds.
         sites: module paths of the pooled sites; empty for one site.
         channel: number of the channel, or None for all.
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, float64 ``(folds, 6, bins)``, with the weights that were
-            asked for.
-        counts: number of pairs per fold and bin, float64 ``(folds, bins)``.
-        grid: of the bins.
-        fold_by: what the folds are; None where they are no folds.
-        reach: largest |x|.
-        bound: largest possible |y|; infinite where nothing that is known bounds it.
+        bound: largest possible |y|; infinite without a bound.
         slope: of the mean token's line at the origin, (1 − 1/d)/σ with centring and 1/ρ without.
-        nothing: why there is nothing to fit, in words; None where there is.
-        x_repeats: whether many x of the drawn tokens are equal to the last bit, which bins do not tell from others.
+        x_repeats: True if many x of the drawn tokens are equal to the last bit, which bins cannot resolve.
     """
 
     site: str
-    sites: tuple[str, ...]
-    channel: int | None
     moments: Tensor
     counts: Tensor
-    grid: FloatGrid
-    fold_by: Literal["source", "sample"] | None
     reach: float
-    bound: float
-    slope: float
     nothing: str | None
+    grid: FloatGrid = PAIR_GRID
+    fold_by: Literal["source", "sample"] | None = None
+    sites: tuple[str, ...] = ()
+    channel: int | None = None
+    bound: float = math.inf
+    slope: float = math.nan
     x_repeats: bool = False
 
 
@@ -88,9 +87,9 @@ def levels_of(
 
 def check_levels(per: str, pool: str | None, weights_by: str) -> None:
     """Refuse arguments that :func:`levels_of` would refuse, before there is a capture; UsageError."""
-    for what, value, known in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
-        if value is not None and value not in known:
-            raise UsageError(unknown(what, value, known))
+    for what, value, choices in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
+        if value is not None and value not in choices:
+            raise UsageError(unknown(what, value, choices))
     if per == "channel" and (pool or weights_by == "gamma"):
         raise UsageError(
             "Channels are fitted site by site, and γ² is one number in each; leave pool and weights by gamma out."
@@ -103,33 +102,35 @@ def _shared(site: NormSite, pool: str) -> str:
     return kind_of_site(site.name) if pool == "kind" else "all sites"
 
 
+def sums_of(sums: Tensor | None, what: str, site: NormSite, option: str) -> Tensor:
+    """Return optional sums of a capture; DataError with the option to set if they are missing."""
+    if sums is None:
+        raise DataError(
+            f"The capture holds no sums {what} {site.name}; capture again with {option}=True "
+            f"(normscope capture --{option.replace('_', '-')})."
+        )
+    return sums
+
+
 def _of_site(site: NormSite, stats: PairStats, weights_by: str) -> FitTarget:
     moments = stats.moments
     if weights_by == "gamma":
-        if stats.gamma_moments is None:
-            raise DataError(
-                f"The capture holds no sums weighted by γ² of {site.name}; capture again with by_gamma=True "
-                "(normscope capture --by-gamma)."
-            )
-        moments = stats.gamma_moments
+        moments = sums_of(stats.gamma_moments, "weighted by γ² of", site, "by_gamma")
     level = site_level(site, stats, moments)
     return replace(level, counts=stats.moments[:, 0], bound=site.bound, slope=_slope(site, stats))
 
 
 def site_level(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
-    """Sums of pairs of a site, ``(folds, 6, bins)``, as a level that nothing bounds."""
+    """Sums of pairs of a site, ``(folds, 6, bins)``, as a level without a bound on y."""
+    low, high = stats.channel_extremes
     return FitTarget(
         site=site.name,
-        sites=(),
-        channel=None,
         moments=moments,
         counts=moments[:, 0],
-        grid=PAIR_GRID,
-        fold_by=stats.fold_by,
         reach=float(stats.reach.max()) if stats.n_pairs else math.nan,
-        bound=math.inf,
-        slope=math.nan,
-        nothing=_nothing_at(stats, moments),
+        nothing=_degenerate(stats, stats.n_pairs, float(low.min()), float(high.max()))
+        or _nothing_in(moments, "γ is zero"),
+        fold_by=stats.fold_by,
         x_repeats=_repeats(stats.tokens.x),
     )
 
@@ -150,16 +151,13 @@ def _even_over_x(level: FitTarget) -> FitTarget:
     return replace(level, moments=moments, nothing=level.nothing or _nothing_in(moments, "x beyond the grid"))
 
 
-def _nothing_at(stats: PairStats, moments: Tensor) -> str | None:
-    """Reason why there is nothing to fit at a site, from its (weighted) moments; None where there is something."""
-    low, high = stats.channel_extremes
-    if not stats.n_pairs:
+def _degenerate(stats: PairStats, pairs: float, low: float, high: float) -> str | None:
+    """Reason why there is nothing to fit, from the number of pairs and the range of x; None where there may be."""
+    if not pairs:
         return "no finite pair"
-    if bool(low.min() == high.max()):
-        return "all zero" if not float(low.min()) else "constant input"
-    if stats.n_tokens == 1:
-        return "one token"
-    return _nothing_in(moments, "γ is zero")
+    if low == high:
+        return "constant input" if low else "all zero"
+    return "one token" if stats.n_tokens == 1 else None
 
 
 def _nothing_in(moments: Tensor, no_weight: str) -> str | None:
@@ -181,41 +179,25 @@ def _slope(site: NormSite, stats: PairStats) -> float:
 
 
 def _channels(site: NormSite, stats: PairStats) -> list[FitTarget]:
-    if stats.channel_moments is None:
-        raise DataError(
-            f"The capture holds no sums per channel of {site.name}; capture again with per_channel=True "
-            "(normscope capture --per-channel)."
-        )
-    moments = stats.channel_moments.transpose(0, 1)
+    moments = sums_of(stats.channel_moments, "per channel of", site, "per_channel").transpose(0, 1)
     slope = _slope(site, stats)
     n, _, y, _, _, yy = moments.sum(-1).unbind(-1)
     flat = yy - y * y / n.clamp_min(1) <= _NO_SPREAD * yy
     low, high = stats.channel_extremes
-    one_token = stats.n_tokens == 1
-    reasons = [
-        "no finite pair" if not has
-        else ("constant input" if least else "all zero") if least == most
-        else "one token" if one_token
-        else CONSTANT_OUTPUT if level
-        else None
-        for has, least, most, level in zip(n.tolist(), low.tolist(), high.tolist(), flat.tolist(), strict=True)
-    ]  # fmt: skip
-    reach, bound = torch.maximum(low.abs(), high.abs()).tolist(), site.bound
+    columns = zip(n.tolist(), low.tolist(), high.tolist(), flat.tolist(), strict=True)
     return [
         FitTarget(
             site=site.name,
-            sites=(),
-            channel=channel,
             moments=moments[channel, None],
             counts=moments[channel, None, 0],
+            reach=max(abs(least), abs(most)),
+            nothing=_degenerate(stats, pairs, least, most) or (CONSTANT_OUTPUT if is_flat else None),
             grid=CHANNEL_GRID,
-            fold_by=None,
-            reach=reach[channel],
-            bound=bound,
+            channel=channel,
+            bound=site.bound,
             slope=slope,
-            nothing=nothing,
         )
-        for channel, nothing in enumerate(reasons)
+        for channel, (pairs, least, most, is_flat) in enumerate(columns)
     ]
 
 
@@ -224,23 +206,19 @@ def _pooled(name: str, members: Sequence[FitTarget]) -> FitTarget:
     filled = [level for level in members if level.nothing not in ("no finite pair", "γ is zero")]
     used = filled or list(members)
     folds = {level.fold_by for level in used}
-    moments = reduce(torch.add, [level.moments for level in used])
-    counts = reduce(torch.add, [level.counts for level in used])
     n = [float(level.counts.sum()) for level in used]
     slopes = [pairs * level.slope for pairs, level in zip(n, used, strict=True) if level.slope > 0]
     bounds = {level.bound for level in used}
     return FitTarget(
         site=name,
-        sites=tuple(level.site for level in members),
-        channel=None,
-        moments=moments,
-        counts=counts,
-        grid=PAIR_GRID,
-        fold_by=folds.pop() if len(folds) == 1 else None,
+        moments=reduce(torch.add, [level.moments for level in used]),
+        counts=reduce(torch.add, [level.counts for level in used]),
         reach=max(level.reach for level in used),
+        nothing=None if any(level.nothing is None for level in used) else used[0].nothing,
+        fold_by=folds.pop() if len(folds) == 1 else None,
+        sites=tuple(level.site for level in members),
         bound=bounds.pop() if len(bounds) == 1 else math.inf,
         slope=sum(slopes) / sum(n) if sum(n) else math.nan,
-        nothing=None if any(level.nothing is None for level in used) else used[0].nothing,
         x_repeats=any(level.x_repeats for level in used),
     )
 
@@ -278,7 +256,6 @@ class Nodes(Batched):
     total: Tensor
 
     def __len__(self) -> int:
-        """Number of problems."""
         return len(self.x)
 
     def residual(self, predicted: Tensor) -> Tensor:
@@ -353,13 +330,13 @@ def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
     n, x, y, xx, xy, yy = _filled(moments).unbind(1)
     n = n.clamp_min(0)
     filled = n > 0
-    one = torch.where(filled, n, 1.0)
-    mean_x, mean_y = x / one, y / one
-    deviation_x = (xx / one - mean_x.square()).clamp_min(0).sqrt()
+    number = torch.where(filled, n, 1.0)
+    mean_x, mean_y = x / number, y / number
+    deviation_x = (xx / number - mean_x.square()).clamp_min(0).sqrt()
     deviation_x = torch.where(filled & (deviation_x > _ROUNDING * mean_x.abs()), deviation_x, 0.0)
-    variance_y = torch.where(filled, (yy / one - mean_y.square()).clamp_min(0), 0.0)
+    variance_y = torch.where(filled, (yy / number - mean_y.square()).clamp_min(0), 0.0)
     limit = variance_y.sqrt()
-    deviation_y = (xy / one - mean_x * mean_y) / torch.where(deviation_x > 0, deviation_x, torch.inf)
+    deviation_y = (xy / number - mean_x * mean_y) / torch.where(deviation_x > 0, deviation_x, torch.inf)
     deviation_y = deviation_y.clamp(-limit, limit)
     scatter = n * (variance_y - deviation_y.square())
     return Nodes(
@@ -384,11 +361,11 @@ def _filled(moments: Tensor) -> Tensor:
 def _total(moments: Tensor) -> Tensor:
     """Σ (y − ȳ)² of each problem, bin by bin, so that large means cancel nothing."""
     n, _, y, _, _, yy = moments.unbind(1)
-    one = torch.where(n > 0, n, 1.0)
+    number = torch.where(n > 0, n, 1.0)
     pairs = n.sum(-1, keepdim=True)
     mean = y.sum(-1, keepdim=True) / torch.where(pairs > 0, pairs, 1.0)
-    within = (yy - y.square() / one).clamp_min(0)
-    return torch.where(n > 0, within + n * (y / one - mean).square(), 0.0).sum(-1)
+    within = (yy - y.square() / number).clamp_min(0)
+    return torch.where(n > 0, within + n * (y / number - mean).square(), 0.0).sum(-1)
 
 
 TAIL = 0.99  # of the pairs lie nearer to the origin than those in the tails
@@ -457,11 +434,10 @@ class FitBatch:
         grid = levels[0].grid
         self._bins_an_octave = bins_an_octave
         width = 2**grid.mantissa_bits // bins_an_octave
-        self._moments = _stacked([level.moments for level in levels], width)
-        self._counts = _stacked([level.counts for level in levels], width)
+        self._moments = torch.stack([joined(level.moments, width) for level in levels])
+        self._counts = torch.stack([joined(level.counts, width) for level in levels])
 
     def __len__(self) -> int:
-        """Number of problems."""
         return len(self.levels)
 
     @functools.cached_property
@@ -535,11 +511,6 @@ class FitBatch:
         if (name, odd) not in self._nodes:
             self._nodes[name, odd] = nodes_of(moments(), odd=odd)
         return self._nodes[name, odd]
-
-
-def _stacked(sums: Sequence[Tensor], width: int) -> Tensor:
-    """Join so many neighbouring bins of each, and bring all together, ``(levels, …, bins)``."""
-    return torch.stack([joined(one, width) for one in sums] if width > 1 else list(sums))
 
 
 def batches(levels: Sequence[FitTarget]) -> Iterator[tuple[list[int], FitBatch]]:

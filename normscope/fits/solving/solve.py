@@ -127,8 +127,8 @@ class Objective:
     def alone(self) -> Iterator[Objective]:
         """Each problem by itself, on its own points alone: the same to the last digit whatever it was beside."""
         for number in range(len(self.nodes)):
-            one = self.of(torch.tensor([number]))
-            yield replace(one, nodes=one.nodes.filled())
+            single = self.of(torch.tensor([number]))
+            yield replace(single, nodes=single.nodes.filled())
 
     @property
     def may_be_only_power(self) -> bool:
@@ -284,7 +284,7 @@ class FitForm:
         """
         if self.shift is None:
             return curve
-        other = {known.shift_of: known for known in CURVES.values()} if self.shift else CURVES
+        other = {derived.shift_of: derived for derived in CURVES.values()} if self.shift else CURVES
         return other.get(curve.name if self.shift else curve.shift_of or "", curve)
 
     def shifted(self, curve: Curve) -> bool:
@@ -378,7 +378,7 @@ def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
     first_look = objective.on(coarse)
     if len(objective.nodes) > 1 and objective.rugged:
         alone = zip(objective.alone, first_look.alone, strict=True)
-        return joined_solutions([least_squares(one, few.nodes) for one, few in alone])
+        return joined_solutions([least_squares(single, few.nodes) for single, few in alone])
     return _solutions(objective, *_searched(objective, first_look))
 
 
@@ -404,7 +404,7 @@ def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
     if len(objective.nodes) > 1 and objective.rugged:
         near_each = (near.of(torch.tensor([number])) for number in range(len(objective.nodes)))
         alone = zip(objective.alone, near_each, first_look.alone, strict=True)
-        return joined_solutions([refined(one, near_one, few.nodes) for one, near_one, few in alone])
+        return joined_solutions([refined(single, near_single, few.nodes) for single, near_single, few in alone])
     start = torch.stack([near.alpha.log(), near.shift], -1)
     bends = (~near.only_power).nonzero()[:, 0]
     if len(bends) == len(start):
@@ -467,8 +467,8 @@ def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tenso
     """Weighted quantiles of values at the nodes: ``(problems, shares)``."""
     ordered, order = values.sort(-1)
     weight = nodes.weight.gather(-1, order).cumsum(-1)
-    wanted = torch.tensor(shares, dtype=torch.float64) * weight[:, -1:]
-    at = torch.searchsorted(weight, wanted).clamp_max(values.shape[-1] - 1)
+    targets = torch.tensor(shares, dtype=torch.float64) * weight[:, -1:]
+    at = torch.searchsorted(weight, targets).clamp_max(values.shape[-1] - 1)
     return ordered.gather(-1, at)
 
 
@@ -558,8 +558,8 @@ def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, cl
         if free == [0]:
             round_here = inside[kept].nonzero()[:, 0]
             places = todo[kept[round_here]]
-            theta[places], found = _between_kinks(remaining.of(kept[round_here]), theta[places], width[places])
-            kept = kept[torch.ones_like(kept, dtype=torch.bool).index_fill(0, round_here[found], False)]
+            theta[places], solved = _between_kinks(remaining.of(kept[round_here]), theta[places], width[places])
+            kept = kept[torch.ones_like(kept, dtype=torch.bool).index_fill(0, round_here[solved], False)]
         todo = todo[kept]
         if not len(todo):
             break
@@ -578,10 +578,10 @@ def _between_kinks(objective: Objective, lowest: Tensor, width: Tensor) -> tuple
         Theta, and the numbers of the problems whose minimum is found; at the others it is what was given.
     """
     alphas = ((lowest[:, 0] + side * width).exp() for side in (-1, 1))
-    one, other = (objective.slopes(alpha[:, None] * objective.nodes.x) for alpha in alphas)
-    bends = (one - other).abs() <= _NO_KINK * torch.maximum(one.abs(), other.abs())
-    found = bends.all(-1).nonzero()[:, 0]
-    objective, start, width = objective.of(found), lowest[found], width[found]
+    before, after = (objective.slopes(alpha[:, None] * objective.nodes.x) for alpha in alphas)
+    bends = (before - after).abs() <= _NO_KINK * torch.maximum(before.abs(), after.abs())
+    solved = bends.all(-1).nonzero()[:, 0]
+    objective, start, width = objective.of(solved), lowest[solved], width[solved]
     here = first = objective.at(start)
     for _ in range(_LAST_STEPS):
         step = _newton(objective, here, objective.free, _SMALL_STEP)
@@ -590,8 +590,8 @@ def _between_kinks(objective: Objective, lowest: Tensor, width: Tensor) -> tuple
     near = (here.theta - start)[:, 0].abs() <= width
     no_worse = here.residual <= first.residual + _LAST_DIGITS * objective.explainable
     settled = near & no_worse & (step[:, 0].abs() < _SMALL_STEP)
-    found = found[settled]
-    return lowest.index_copy(0, found, here.theta[settled]), found
+    solved = solved[settled]
+    return lowest.index_copy(0, solved, here.theta[settled]), solved
 
 
 def _offsets(axes: int) -> Tensor:

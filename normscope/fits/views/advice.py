@@ -116,16 +116,9 @@ class Advice(Tabled):
         return self.straight + self.not_converged + self.nothing
 
     def as_dict(self) -> dict[str, Any]:
-        """A row of JSON or YAML."""
-        return {
-            "model": self.model,
-            "kind": self.kind,
-            "curve": self.curve,
-            "alpha": as_json(self.alpha),
-            "shift": as_json(self.shift),
-            "amplitude": as_json(self.amplitude),
-            "C": self.C,
-            "sites": self.sites,
+        """Return a row of JSON or YAML."""
+        names = ("model", "kind", "curve", "alpha", "shift", "amplitude", "C", "sites")
+        return {name: as_json(getattr(self, name)) for name in names} | {
             "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},
             "feeds": self.feeds or "unknown",
             "published_alpha": self.published.alpha if self.published else None,
@@ -134,21 +127,20 @@ class Advice(Tabled):
 
 
 def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: str | None = None) -> Records[Advice]:
-    """Start values, kind by kind of site, from the fits to a trained network.
+    """Derive start values for each kind of site from the fits to a trained network.
 
-    The start is the median over the sites of a kind that bend, of α on the log scale, so that 1/α² is the median of C
-    too. α falls by a multiple from the first block to the last, and one site with a few huge activations has an α far
-    below its neighbours': a mean, or a fit to the pairs of all of them together, would follow that one.
+    The start is the median over the sites of a kind that bend, for α on the log scale, so that 1/α² is the median of C
+    too. A mean, or a fit to all pairs together, would follow single sites with a few huge activations, whose α is far
+    below their neighbours'.
 
     Args:
-        fits: of one network, site by site; those of channels and of ``free`` say nothing of a start and are left out.
-        sites: its norm sites, which tell width and placement. Without them nothing published is named for a language
-            model, as it depends on both.
-        family: as ``normscope models`` lists it. Of ``language`` models the published α₀ depends on the width; None
+        fits: of one network, site by site; fits of channels and of ``free`` are left out.
+        sites: its norm sites, for width and placement. Published values for language models need both.
+        family: as ``normscope models`` lists it. For ``language`` models the published α₀ depends on the width; None
             and ``your own`` leave it open.
 
     Returns:
-        Kind by kind in the order of the network, and curve by curve.
+        One record per kind, in the order of the network, and curve.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=8)
@@ -158,29 +150,29 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     """
     by_name = {site.name: site for site in sites}
     groups: dict[tuple[str, str, str], list[CurveFit]] = {}
-    for one in fits:
-        if one.channel is None and one.curve != FREE:
-            groups.setdefault((one.model, kind_of_site(one.site), one.curve), []).append(one)
+    for fit in fits:
+        if fit.channel is None and fit.curve != FREE:
+            groups.setdefault((fit.model, kind_of_site(fit.site), fit.curve), []).append(fit)
     return Records(
-        _advice(kind, of_kind, [by_name[one.site] for one in of_kind if one.site in by_name], family)
+        _advice(kind, of_kind, [by_name[fit.site] for fit in of_kind if fit.site in by_name], family)
         for (_, kind, _), of_kind in groups.items()
     )
 
 
 def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], family: str | None) -> Advice:
-    bent = [one for one in fits if one.told_apart]
+    bent = [fit for fit in fits if fit.told_apart]
     feeds = feeds_of(kind, {site.placement for site in sites})
     return Advice(
         model=fits[0].model,
         kind=kind,
         curve=fits[0].curve,
         sites=len(bent),
-        straight=sum(one.doubt in ("straight", "power law") for one in fits),
-        not_converged=sum(one.doubt == "not converged" for one in fits),
-        nothing=sum(one.degenerate for one in fits),
-        alpha=_middle([one.alpha for one in bent], logarithmic=True),
-        shift=_middle([one.shift for one in bent]),
-        amplitude=_middle([one.amplitude for one in bent]),
+        straight=sum(fit.doubt in ("straight", "power law") for fit in fits),
+        not_converged=sum(fit.doubt == "not converged" for fit in fits),
+        nothing=sum(fit.degenerate for fit in fits),
+        alpha=_middle([fit.alpha for fit in bent], logarithmic=True),
+        shift=_middle([fit.shift for fit in bent]),
+        amplitude=_middle([fit.amplitude for fit in bent]),
         feeds=feeds,
         published=published(family, {site.d for site in sites}, feeds) if fits[0].curve == "tanh" else None,
     )
@@ -229,7 +221,7 @@ def published(family: str | None, widths: set[int], feeds: Feeds | None) -> Publ
     if feeds is None or len(widths) != 1:
         return None
     (width,) = widths
-    nearest = min(BY_WIDTH, key=lambda known: abs(math.log(known / width)))
+    nearest = min(BY_WIDTH, key=lambda wide: abs(math.log(wide / width)))
     attention, other = BY_WIDTH[nearest]
     which = "" if nearest == width else f", the nearest to {width}"
     return Published(attention if feeds == "attention" else other, f"LLaMA of width {nearest}{which}, {feeds}")
@@ -272,18 +264,18 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     >>> layerwise(normscope.fit(seen, "tanh,isru,derf")).curves
     2
     """
-    known = [one for one in fits if one.curve != FREE and math.isfinite(one.r2)]
+    scored = [fit for fit in fits if fit.curve != FREE and math.isfinite(fit.r2)]
     curves: dict[int | None, set[str]] = {}
-    for one in known:
-        curves.setdefault(one.parameters, set()).add(one.curve)
+    for fit in scored:
+        curves.setdefault(fit.parameters, set()).add(fit.curve)
     if not curves or max(map(len, curves.values())) < 2:
         return None
     parameters = max(curves, key=lambda number: (len(curves[number]), number or 0))
     by_site: dict[tuple[str, int | None], dict[str, float]] = {}
-    for one in known:
-        r2_of = by_site.setdefault((one.site, one.channel), {})
-        if one.parameters == parameters:
-            r2_of[one.curve] = one.r2
+    for fit in scored:
+        r2_of = by_site.setdefault((fit.site, fit.channel), {})
+        if fit.parameters == parameters:
+            r2_of[fit.curve] = fit.r2
     sites = list(by_site.values())
     everywhere = [curve for curve in sites[0] if all(curve in r2_of for r2_of in sites)]
     if not everywhere:
@@ -325,12 +317,11 @@ class TokenSlopes(Tabled):
     largest_error: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The columns of ``normscope fit --per token --json``; a number that is none becomes None."""
-        about = ("model", "weights", "data", "site", "n_tokens", "drawn")
-        slopes = {f"slope_{100 * share:g}": slope for share, slope in self.slopes.items()}
-        row = {name: getattr(self, name) for name in about} | slopes
+        """Return the columns of ``normscope fit --per token --json``; a number that is not finite is None."""
+        row = {name: getattr(self, name) for name in ("model", "weights", "data", "site", "n_tokens", "drawn")}
+        row |= {f"slope_{100 * share:g}": slope for share, slope in self.slopes.items()}
         row |= {"ratio": self.ratio, "largest_error": self.largest_error}
-        return {name: as_json(value) for name, value in row.items()}
+        return as_json(row)  # type: ignore[no-any-return]
 
 
 def token_slopes(capture: Capture) -> Records[TokenSlopes]:

@@ -261,7 +261,7 @@ def norm_cards(capture: Capture) -> Records[NormCard]:
     >>> round(card.centring.offset_p50, 1), round(card.centring.mean_share, 2), card.scale.touched
     (5.0, 0.96, 0.0)
     """
-    bends = {one.site: one for one in fit(capture, "tanh")}
+    bends = {each.site: each for each in fit(capture, "tanh")}
     return Records(_card(capture, site, bends[site.name]) for site in capture.sites)
 
 

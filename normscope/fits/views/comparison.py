@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.fits.curve_fit import CurveFit, Interval
+from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
-from normscope.fits.solving.jackknife import interval, student, without_folds
-from normscope.fits.solving.nodes import FitTarget, levels_of, nodes_of
+from normscope.fits.solving.jackknife import Interval, interval, student
+from normscope.fits.solving.nodes import FitBatch, FitTarget, batches, levels_of, nodes_of
+from normscope.fits.solving.solve import FitForm, Solutions, refined
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -103,7 +106,7 @@ class Ratio:
         return None if self.interval is None else self.interval[0] <= 1 <= self.interval[1]
 
 
-Refits = dict[str, torch.Tensor]  # one fit without each of its folds, of :func:`without_folds`
+Refits = dict[str, Tensor]  # alpha and slope without each fold, and pairs of that fold, float64 ``(folds,)``
 
 
 def ratio(
@@ -129,7 +132,7 @@ def ratio(
         whole, without = torch.tensor([value], dtype=torch.float64).log(), (second[name] / first[name]).log()
         low, high = (float(end.exp()) for end in interval(whole, without[None], first["pairs"][None]))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
-    errors = [_log_error(one.intervals.get(name), number) for one, number in zip((base, other), folds, strict=True)]
+    errors = [_log_error(each.intervals.get(name), number) for each, number in zip((base, other), folds, strict=True)]
     width = float(student(torch.tensor(min(folds)))) * math.hypot(*errors)
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
 
@@ -223,8 +226,8 @@ class Comparison:
         """Every site that has no counterpart: its capture, its module path, and the capture that lacks one."""
         return [
             {"capture": capture, "site": site, "lacking_in": lacking}
-            for number, one in enumerate(self.matches, 2)
-            for capture, lacking, sites in ((1, number, one.unmatched[0]), (number, 1, one.unmatched[1]))
+            for number, each in enumerate(self.matches, 2)
+            for capture, lacking, sites in ((1, number, each.unmatched[0]), (number, 1, each.unmatched[1]))
             for site in sites
         ]
 
@@ -289,7 +292,7 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
     """
     first = captures[0]
     matches = [match(first.sites, other.sites) for other in captures[1:]]
-    if not any(one.counterparts for one in matches):
+    if not any(each.counterparts for each in matches):
         raise UsageError(
             f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
         )
@@ -297,9 +300,9 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
     rows = []
     for site, curve in base.fits:
         others = [
-            _against(base, other, number, one.by, (site, one.counterparts[site], curve))
-            for number, (other, one) in enumerate(zip(beside, matches, strict=True), 2)
-            if site in one.counterparts
+            _against(base, other, number, each.by, (site, each.counterparts[site], curve))
+            for number, (other, each) in enumerate(zip(beside, matches, strict=True), 2)
+            if site in each.counterparts
         ]
         first_row = Compared(1, site, base.widths[site], None, base.fits[site, curve])
         rows += [first_row, *others] if others else []
@@ -310,12 +313,36 @@ class _SeenCapture:
     """One capture, by site, and by site and curve."""
 
     def __init__(self, capture: Capture, fits: Sequence[CurveFit]) -> None:
-        levels = levels_of(capture)
         self.stats = capture.stats
-        self.fits = {(one.site, one.curve): one for one in fits}
-        self.levels = {level.site: level for level in levels}
+        self.fits = {(each.site, each.curve): each for each in fits}
+        self.levels = {level.site: level for level in levels_of(capture)}
         self.widths = {site.name: site.d for site in capture.sites}
-        self.refits = without_folds(levels, fits)
+        self.refits: dict[tuple[str, str], Refits] = {}
+        default = [each for each in fits if each.curve != FREE and each.form == FitForm().words(each.function)]
+        for _, problems in batches([level for level in self.levels.values() if level.fold_by]):
+            for curve in dict.fromkeys(each.curve for each in default):
+                of_sites = [self.fits[level.site, curve] for level in problems.levels]
+                self.refits |= {(each.site, curve): refits for each, refits in _without_folds(problems, of_sites)}
+
+
+def _without_folds(problems: FitBatch, fits: Sequence[CurveFit]) -> Iterator[tuple[CurveFit, Refits]]:
+    """Fit one curve to each problem without each of its folds, beginning at the fits to all pairs."""
+    curve, form = fits[0].function, FitForm()
+    odd = form.odd(curve)
+
+    def column(of: Callable[[CurveFit], float]) -> Tensor:
+        return torch.tensor([of(each) for each in fits]).repeat_interleave(problems.folds)
+
+    amplitude, alpha, shift = (column(operator.attrgetter(name)).double() for name in ("amplitude", "alpha", "shift"))
+    only_power = column(lambda each: each.straight or each.power_law)
+    near = Solutions(amplitude, alpha, shift, only_power, column(lambda each: each.converged))
+    objective = form.objective(problems.without_folds(odd=odd), curve, problems.levels)
+    others = refined(objective, near, problems.rough_without_folds(odd=odd))
+    slope = others.amplitude * others.alpha * curve.derivative(others.shift)
+    pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
+    columns = [others.alpha.view_as(pairs), slope.view_as(pairs), pairs]
+    for each, *values in zip(fits, *columns, strict=True):
+        yield each, dict(zip(("alpha", "slope", "pairs"), values, strict=True))
 
 
 def _against(
@@ -324,8 +351,8 @@ def _against(
     site, name, curve = place
     base, beside = first.fits[site, curve], other.fits[name, curve]
     here, there = first.levels[site], other.levels[name]
-    known = (site, curve) in first.refits and (name, curve) in other.refits
-    same = known and _same_inputs(first.stats[site], other.stats[name])
+    refitted = (site, curve) in first.refits and (name, curve) in other.refits
+    same = refitted and _same_inputs(first.stats[site], other.stats[name])
     refits = (first.refits[site, curve], other.refits[name, curve]) if same else None
     how = (base, beside, (_folds(here), _folds(there)), refits)
     return Compared(

@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.errors import DataError
-from normscope.fits.curve_fit import CurveFit, Interval
+from normscope.fits.curve_fit import CurveFit
 from normscope.fits.solving.ceiling import ceilings, conditional_mean
-from normscope.fits.solving.jackknife import interval_of_r2
-from normscope.fits.solving.nodes import FitBatch, Nodes, batches, joined, levels_of, site_level
+from normscope.fits.solving.jackknife import Interval, interval_of_r2
+from normscope.fits.solving.nodes import FitBatch, Nodes, batches, joined, levels_of, site_level, sums_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.formulas import FORMS, Form, form_name
 from normscope.pairs.norms.sites import NormSite
@@ -275,7 +274,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[Gradien
     >>> view.n_tokens, round(view.share, 2), list(view.r2)  # never less than 1 − 2/d
     (64, 0.78, ['tanh', 'isru'])
     """
-    return Records(_view(capture, site, [one for one in fits if one.site == site.name]) for site in capture.sites)
+    return Records(_view(capture, site, [each for each in fits if each.site == site.name]) for site in capture.sites)
 
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
@@ -334,7 +333,7 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
     both = (drawn.uniform, drawn.largest)
     # Bins as they were summed, none joined: a derivative may jump, and there is no search that would take long.
     problems = FitBatch([level], 2**PAIR_GRID.mantissa_bits)
-    of_curves = {one.curve: _of_curve(one, problems) for one in fits}
+    of_curves = {each.curve: _of_curve(each, problems) for each in fits}
     r2_of_x, of_x = _of_x(problems, capture)
     intervals = {**{curve: bounds for curve, (_, bounds) in of_curves.items()}, "of_x": of_x}
     return GradientView(
@@ -344,9 +343,9 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
         n_largest=len(drawn.largest_x),
         folds=level.fold_by,
         share=float(drawn.uniform.share.mean()),
-        least_share=float(torch.cat([one.share for one in both]).amin()),
+        least_share=float(torch.cat([each.share for each in both]).amin()),
         tail_share=float(drawn.uniform.row_share[in_tail].mean()),
-        least_row_share=float(torch.cat([one.row_share for one in both]).amin()),
+        least_row_share=float(torch.cat([each.row_share for each in both]).amin()),
         r2_of_x=r2_of_x,
         r2={curve: r2 for curve, (r2, _) in of_curves.items()},
         intervals={name: bounds for name, bounds in intervals.items() if bounds is not None},
@@ -355,13 +354,7 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
 
 
 def _diagonal_moments(site: NormSite, stats: PairStats) -> Tensor:
-    if stats.diagonal_moments is None:
-        raise DataError(
-            f"The capture holds no sums of the diagonal of the Jacobian of {site.name}; capture again with "
-            "diagonal=True (normscope capture --diagonal)."
-        )
-    moments: Tensor = stats.diagonal_moments
-    return moments
+    return sums_of(stats.diagonal_moments, "of the diagonal of the Jacobian of", site, "diagonal")
 
 
 def _of_curve(fit: CurveFit, problems: FitBatch) -> tuple[float, Interval | None]:

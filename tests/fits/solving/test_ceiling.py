@@ -29,7 +29,7 @@ def moments_of(x, y):
 
 def problems_of(moments, counts=None):
     counts = moments[:, 0] if counts is None else counts
-    [(_, problems)] = batches([FitTarget("norm", (), None, moments, counts, PAIR_GRID, "source", 1.0, 1.0, 1.0, None)])
+    [(_, problems)] = batches([FitTarget("norm", moments, counts, 1.0, None, fold_by="source")])
     return problems
 
 

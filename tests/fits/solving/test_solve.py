@@ -395,13 +395,6 @@ def test_softcap_is_tanh_whose_amplitude_is_the_inverse_scale(solved):
     assert found.amplitude == pytest.approx(cap, rel=1e-5)
 
 
-def test_a_sigmoid_with_an_offset_would_be_tanh():
-    u = np.linspace(-30, 30, 601)
-    np.testing.assert_allclose(
-        CURVES["sigmoid"].function(torch.from_numpy(u)).numpy(), (1 + np.tanh(u / 2)) / 2, rtol=1e-10, atol=1e-13
-    )
-
-
 @pytest.mark.parametrize(
     "form",
     [FitForm(alpha=1.0), FitForm(amplitude="theory"), FitForm(alpha=0.3, shift=True)],

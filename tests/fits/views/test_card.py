@@ -89,9 +89,8 @@ def test_offsets_are_those_of_the_raw_tokens(found, name):
     assert own.offset_p50 == pytest.approx(np.percentile(offsets, 50), rel=tolerance)
     assert own.offset_p95 == pytest.approx(np.percentile(offsets, 95), rel=tolerance)
     share = (x.mean(1).square() / x.square().mean(1)).mean().item()
-    assert own.mean_share == pytest.approx(
-        share, rel=5e-3
-    )  # bins 12 % wide, filled nearly evenly: see test_stated_accuracy
+    # Bins 12 % wide, filled nearly evenly: see test_stated_accuracy.
+    assert own.mean_share == pytest.approx(share, rel=5e-3)
 
 
 def test_what_is_lost_without_centring_is_what_torchs_rmsnorm_makes_of_it(found):
@@ -260,11 +259,7 @@ def test_what_has_no_units_does_not_change_with_those_of_x(seed, octaves, centre
     cards = [cards_of(nn.Sequential(norm), [own])[0]["0"] for own in (x, x * 2.0**octaves)]
     plain, scaled = (card.as_dict() for card in cards)
     for card in (plain, scaled):
-        assert (card["scale"].pop("touched"), card["scale"].pop("holds_to"), card["scale"].pop("holds_to_p50")) == (
-            0,
-            0,
-            0,
-        )
+        assert [card["scale"].pop(name) for name in ("touched", "holds_to", "holds_to_p50")] == [0, 0, 0]
     assert scaled["centring"] == plain["centring"]
     # Powers of two move x by whole bins; sums of squares round alike.
     assert scaled["scale"]["spread"] == pytest.approx(plain["scale"]["spread"], rel=1e-12)
@@ -299,21 +294,14 @@ def test_a_lone_pair_lies_at_its_own_x():
         assert found.below(own * (1 + 1e-9)) - found.below(own * (1 - 1e-9)) == 1
 
 
-class Grouped(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList([nn.GroupNorm(2, 8), nn.BatchNorm1d(8)])
-
-    def forward(self, x):
-        return [norm(x) for norm in self.norms]
-
-
 def test_norms_that_share_statistics_otherwise_are_asked_only_what_has_a_meaning():
     x = torch.randn(10, 8, 30, generator=torch.Generator().manual_seed(0)) + 0.5
     x[4, 5, 17] = 80
-    cards, raw = cards_of(Grouped(), [x])
-    group, batch = cards["norms.0"], cards["norms.1"]
-    rows = raw["norms.0"][0]
+    model = nn.ModuleDict({"group": nn.GroupNorm(2, 8), "batch": nn.BatchNorm1d(8)})
+    model.forward = lambda x: [norm(x) for norm in model.values()]
+    cards, raw = cards_of(model, [x])
+    group, batch = cards["group"], cards["batch"]
+    rows = raw["group"][0]
     lost = (nn.LayerNorm(120, 0, dtype=torch.float64)(rows) - nn.RMSNorm(120, 0, dtype=torch.float64)(rows)).square()
     assert group.centring.change_without == pytest.approx(lost.mean().item(), rel=IN_A_BIN)  # of 20 tokens
     first = group.tails.tokens[0]

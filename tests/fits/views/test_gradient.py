@@ -62,7 +62,7 @@ def observed(module, x, **about):
 
 
 def heavy_tailed(tokens=60):
-    """Fewer tokens than are drawn, so that the drawn ones are all; of different σ and mean, with a massive channel."""
+    """Tokens of different σ and mean, with a massive channel; up to 64 of them are all drawn."""
     x = noise(tokens) * torch.exp(0.7 * noise(tokens, 1, 1)) + 0.3 * noise(tokens, 1, 2)
     x[:, 5] *= 12
     return x
@@ -136,13 +136,6 @@ def test_constants_are_quantiles_over_the_raw_pairs(site):
             assert spread.ratio == pytest.approx(quantiles[2] / quantiles[0], rel=3e-5)
 
 
-def many_tokens(tokens=4000):
-    """Tokens of which any 64 tell little: they differ in scale and mean."""
-    x = noise(tokens) * torch.exp(0.7 * noise(tokens, 1, 1)) + 0.3 * noise(tokens, 1, 2)
-    x[:, 5] *= 12
-    return x
-
-
 def about_the_mean(diagonals, slopes):
     return float(1 - (diagonals - slopes).square().mean() / diagonals.var(correction=0))
 
@@ -157,7 +150,7 @@ CURVES = ("tanh", "isru", "erf", "softsign", "hardtanh")
 
 @pytest.mark.parametrize("norm", [nn.functional.layer_norm, nn.functional.rms_norm], ids=["layer", "rms"])
 def test_r2_is_over_all_tokens_whichever_are_drawn(norm):
-    x = many_tokens()
+    x = heavy_tailed(4000)
     module = nn.LayerNorm(D, eps=1e-2) if norm is nn.functional.layer_norm else nn.RMSNorm(D, eps=1e-2)
     diagonals = torchs_own(norm, x)
     views, off = [], []
@@ -181,7 +174,7 @@ def test_r2_is_over_all_tokens_whichever_are_drawn(norm):
 
 
 def test_intervals_leave_one_fold_of_raw_tokens_out():
-    x = many_tokens(600)
+    x = heavy_tailed(600)
     batches = [
         normscope.Batch((part,), samples=tuple(normscope.Sample(f"{n}", n // 3, n) for n in range(at, at + len(part))))
         for at, part in zip(range(0, 600, 100), x.split(100), strict=True)
@@ -210,7 +203,7 @@ def test_intervals_leave_one_fold_of_raw_tokens_out():
 
 def test_a_derivative_that_is_infinite_where_no_pair_lies_has_an_interval():
     """Bins that one fold alone fills are empty without it, and an empty bin is no pair at x = 0."""
-    seen = normscope.capture(nn.Sequential(nn.RMSNorm(D)), [many_tokens(200)], diagonal=True)
+    seen = normscope.capture(nn.Sequential(nn.RMSNorm(D)), [heavy_tailed(200)], diagonal=True)
     fits = normscope.fit(seen, ["exproot"])
     assert float(fits[0].derivative(torch.zeros(1))) == math.inf
     [view] = gradient(seen, fits)
@@ -219,7 +212,7 @@ def test_a_derivative_that_is_infinite_where_no_pair_lies_has_an_interval():
 
 
 def test_without_folds_there_is_no_interval_and_no_ceiling():
-    seen = normscope.capture(nn.Sequential(nn.LayerNorm(D)), [many_tokens(50)[None]], diagonal=True)
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(D)), [heavy_tailed(50)[None]], diagonal=True)
     [view] = gradient(seen, normscope.fit(seen))
     assert (view.folds, view.intervals) == (None, {})
     assert math.isnan(view.r2_of_x) and all(math.isfinite(r2) for r2 in view.r2.values())
@@ -300,16 +293,23 @@ def test_tokens_without_a_mean_do_not_make_an_rmsnorm_a_layernorm():
     assert gradient(seen, fits)[0].share == pytest.approx(float(shares.mean()), rel=1e-9)
 
 
-def test_a_norm_by_deviation_is_told_from_an_rmsnorm_by_its_slopes():
-    class ByDeviation(nn.Module):
-        eps = 1e-5
+def module_of(normalize, eps, **options):
+    """A registered module that normalizes by a given function."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.eps = eps
 
         def forward(self, x):
-            return std_norm(x, self.eps)[0]
+            return normalize(x, self.eps)[0]
 
-    normscope.register_norm(ByDeviation, normalize=std_norm)
-    x = noise(20) + 2
-    seen, fits, (x, _) = observed(ByDeviation(), x)
+    normscope.register_norm(Own, normalize=normalize, **options)
+    return Own()
+
+
+def test_a_norm_by_deviation_is_told_from_an_rmsnorm_by_its_slopes():
+    seen, fits, (x, _) = observed(module_of(std_norm, 1e-5), noise(20) + 2)
     [view] = gradient(seen, fits)
     truth = torch.stack([jacobian(lambda x: std_norm(x[None], 1e-5)[0][0], row) for row in x])
     shares = truth.diagonal(dim1=1, dim2=2).square().sum(1) / truth.square().sum((1, 2))
@@ -321,13 +321,6 @@ def by_largest(rows, eps):
     return rows * rstd, rstd
 
 
-class ByLargest(nn.Module):
-    eps = 1e-5
-
-    def forward(self, x):
-        return by_largest(x, self.eps)[0]
-
-
 @pytest.mark.parametrize(
     ("module", "x", "reason"),
     [
@@ -335,13 +328,12 @@ class ByLargest(nn.Module):
         (nn.BatchNorm1d(8).eval(), noise(4, 8 * 9).view(4, 8, 9), "running statistics"),
         (nn.LayerNorm(1), noise(9, 1), "one element"),
         (nn.LayerNorm(8), torch.full((9, 8), torch.nan), "no finite token"),
-        (ByLargest(), noise(9), "of no form whose Jacobian is known"),
+        (None, noise(9), "of no form whose Jacobian is known"),
     ],
     ids=["group", "batch", "one", "nan", "unknown"],
 )
 def test_what_is_not_covered_is_named(module, x, reason):
-    normscope.register_norm(ByLargest, normalize=by_largest, centred=False)
-    seen, fits, _ = observed(module, x)
+    seen, fits, _ = observed(module or module_of(by_largest, 1e-5, centred=False), x)
     [view] = gradient(seen, fits)
     assert reason in view.reason
     assert view.n_tokens == 0 and not view.constants and not view.r2
@@ -350,14 +342,8 @@ def test_what_is_not_covered_is_named(module, x, reason):
 
 
 def test_a_clamped_norm_is_an_rmsnorm():
-    class Clamped(nn.Module):
-        eps = 1e-12
-
-        def forward(self, x):
-            return root_mean_square(x, self.eps)[0]
-
-    normscope.register_norm(Clamped, normalize=root_mean_square)
-    views = [gradient(*observed(norm, heavy_tailed())[:2])[0] for norm in (Clamped(), nn.RMSNorm(D, eps=1e-12))]
+    norms = module_of(root_mean_square, 1e-12), nn.RMSNorm(D, eps=1e-12)
+    views = [gradient(*observed(norm, heavy_tailed())[:2])[0] for norm in norms]
     assert views[0].share == pytest.approx(views[1].share, rel=1e-9)
 
 
