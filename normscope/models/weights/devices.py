@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import re
-import shutil
-import subprocess
 import tempfile
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,13 +17,7 @@ from torch import nn
 from normscope.errors import DeviceError, ModelError, UsageError, count, unknown
 from normscope.runtime.processes import Place
 
-if TYPE_CHECKING:
-    import torch
-
-
 DTYPES = ("float32", "bfloat16", "float16")
-_LEAST_DRIVERS = {"11": 450, "12": 525, "13": 580}  # of NVIDIA on Linux, for each version of CUDA
-_SECONDS_TO_ANSWER = 10.0  # for nvidia-smi, which takes some where it wakes up many GPUs, and waits on where one hangs
 KEEP = "keep"
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -35,8 +25,7 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 def resolve_device(spec: str) -> torch.device:
     """Return the device that ``spec`` names, once sure that it is there.
 
-    Of several processes that torchrun started, each has a GPU of its own: that of its number on this machine. Where
-    there is an NVIDIA GPU that torch cannot use, ``auto`` says so in a warning, once.
+    Each process started by torchrun gets its own GPU, numbered by its local rank.
 
     Args:
         spec: ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
@@ -48,13 +37,9 @@ def resolve_device(spec: str) -> torch.device:
     >>> resolve_device("cpu")
     device(type='cpu')
     """
-    import torch
-
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", spec):
         raise UsageError(f"There is no device {spec!r}. A device is auto, cpu, cuda, cuda:N or mps.")
     present, place = _present_devices(), Place.from_environment()
-    if spec == "auto" and present[0] == "cpu" and not _hidden() and (reason := _why_no_cuda()):
-        _warn_of_the_cpu(reason)
     if not place.alone and (spec.startswith("cuda") or spec == "auto") and "cuda:0" in present:
         return torch.device(_own_gpu(spec, present, place))
     if spec == "auto":
@@ -83,8 +68,6 @@ def _own_gpu(spec: str, present: list[str], place: Place) -> str:
 
 def _present_devices() -> list[str]:
     """Name the devices of this machine, the fastest first."""
-    import torch
-
     # GPUs are counted by NVIDIA's library, which sees those too that torch has no driver for.
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if cuda and not torch.cuda.is_available():
@@ -94,61 +77,13 @@ def _present_devices() -> list[str]:
 
 
 def _no_device(spec: str, present: list[str]) -> DeviceError:
-    said = f"There is no device {spec!r} on this machine. There are: {', '.join(present)}."
-    if not spec.startswith("cuda") or "cuda:0" in present:
-        return DeviceError(said)
-    if _hidden():
-        hidden = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r} hides every GPU from torch: unset it."
-        return DeviceError(f"{said} {hidden}" if _driver() else said)
-    return DeviceError(f"{said} {reason}" if (reason := _why_no_cuda()) else said)
-
-
-def _hidden() -> bool:
-    """True if the user hides all GPUs."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
-
-
-def _why_no_cuda() -> str:
-    """Explain why torch cannot use an NVIDIA driver, with a remedy; empty without a driver."""
-    import torch
-
-    driver, cuda = _driver(), torch.version.cuda
-    if not driver:
-        return ""
-    if cuda is None:
-        return (
-            f"nvidia-smi reports an NVIDIA driver, {driver}, but torch {torch.__version__} is built without CUDA: "
-            "install one that is built with it (pytorch.org/get-started)."
-        )
-    begun = (
-        f"nvidia-smi reports the NVIDIA driver {driver}, with which torch {torch.__version__}, built for CUDA {cuda}"
-    )
-    needed = _LEAST_DRIVERS.get(cuda.partition(".")[0])
-    if needed is None or int(driver.partition(".")[0]) >= needed:
-        return f"{begun}, finds no GPU: python -c 'import torch; torch.cuda.init()' says why."
-    return (
-        f"{begun}, cannot run: update the driver to {needed} or later, or install a torch of the same version that is "
-        "built for an older CUDA (pytorch.org/get-started)."
-    )
-
-
-@functools.cache
-def _driver() -> str:
-    """Return the version of NVIDIA's driver as nvidia-smi reports it; nothing where it does not."""
-    if not (command := shutil.which("nvidia-smi")):
-        return ""
-    ask = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(ask, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
-        return ""
-    version = re.match(r"\d+(\.\d+)*", done.stdout.strip())
-    return version.group() if version and done.returncode == 0 else ""
-
-
-@functools.cache
-def _warn_of_the_cpu(reason: str) -> None:
-    warnings.warn(f"{reason} Until then everything runs on the CPU; --device cpu says so too.", stacklevel=3)
+    message = f"There is no device {spec!r} on this machine. There are: {', '.join(present)}."
+    if spec.startswith("cuda") and "cuda:0" not in present:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (AssertionError, RuntimeError) as error:  # no driver, one that is too old, or a torch without CUDA
+            message += f" torch reports: {str(error).strip()}"
+    return DeviceError(message)
 
 
 def dtype_name(name: str) -> str:
@@ -175,8 +110,6 @@ def resolve_dtype(name: str) -> torch.dtype | None:
     >>> resolve_dtype("bfloat16")
     torch.bfloat16
     """
-    import torch
-
     if name == KEEP:
         return None
     dtype: torch.dtype = getattr(torch, dtype_name(name))

@@ -1,11 +1,7 @@
-import time
-import warnings
-
 import pytest
 import torch
 
 from normscope.errors import DeviceError, UsageError
-from normscope.models.weights import devices
 from normscope.models.weights.devices import resolve_device, resolve_dtype
 
 
@@ -20,28 +16,6 @@ def two_gpus(monkeypatch):
 def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-
-
-@pytest.fixture
-def nvidia_smi(no_gpu, monkeypatch, tmp_path):
-    """Put a program of that name on PATH, on a machine whose GPU, if there is one, torch cannot use."""
-
-    def says(script: str, built_for: str | None = "13.0") -> None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(torch.version, "cuda", built_for)
-
-    forget()
-    yield says
-    forget()
-
-
-def forget():
-    devices._driver.cache_clear()
-    devices._warn_of_the_cpu.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -127,68 +101,11 @@ def test_dtypes():
         resolve_dtype("double")
 
 
-ANSWERS = {
-    "too old": (
-        "echo 470.57.02; echo 470.57.02",
-        "13.0",
-        rf"the NVIDIA driver 470\.57\.02, with which torch {torch.__version__.split('+')[0]}\S*, built for CUDA 13\.0, "
-        r"cannot run: update the driver to 580 or later, or install a torch .* older CUDA",
-    ),
-    "one of CUDA 12": (
-        "echo 470.57.02",
-        "12.8",
-        r"built for CUDA 12\.8, cannot run: update the driver to 525 or later",
-    ),
-    "new enough": ("echo 580.95.05", "13.0", r"driver 580\.95\.05, .* finds no GPU: python -c .* says why\."),
-    "of the CPU alone": ("echo 580.95.05", None, r"driver, 580\.95\.05, but torch \S+ is built without CUDA: install"),
-}
+def test_the_reason_is_torchs_own(no_gpu, monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
 
-
-@pytest.mark.parametrize("counted", [0, 2])
-@pytest.mark.parametrize("case", ANSWERS)
-def test_a_driver_that_torch_cannot_use_is_named(nvidia_smi, monkeypatch, case, counted):
-    """NVIDIA's library counts the GPUs of an old driver too, which torch cannot run on."""
-    script, built_for, sentence = ANSWERS[case]
-    nvidia_smi(script, built_for)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: counted)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
     for spec in ("cuda", "cuda:0"):
-        with pytest.raises(DeviceError, match=f"^There is no device '{spec}' on this machine.*{sentence}"):
+        with pytest.raises(DeviceError, match=r"There are: cpu\. torch reports: The NVIDIA driver .* is too old"):
             resolve_device(spec)
-    with pytest.warns(UserWarning, match=f"{sentence}.*everything runs on the CPU") as said:
-        assert [resolve_device("auto") for _ in range(2)] == [torch.device("cpu")] * 2
-    assert len(said) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resolve_device("cpu") == torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        "echo 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9",
-        "exec sleep 60",
-        "echo 470; exit 3",
-    ],
-    ids=["fails", "hangs", "fails with a number"],
-)
-def test_where_nvidia_smi_says_nothing_nothing_is_said_of_a_driver(nvidia_smi, monkeypatch, script):
-    nvidia_smi(script)
-    monkeypatch.setattr(devices, "_SECONDS_TO_ANSWER", 0.5)
-    began = time.monotonic()
-    with pytest.raises(DeviceError, match=r"^There is no device 'cuda' on this machine\. There are: cpu\.$"):
-        resolve_device("cuda")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resolve_device("auto") == torch.device("cpu")
-    assert time.monotonic() - began < 30  # half a second, and what a busy machine adds
-
-
-def test_gpus_that_the_user_hides_are_not_missed(nvidia_smi, monkeypatch):
-    nvidia_smi("echo 580.95.05")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES='' hides every GPU from torch: unset it\.$"):
-        resolve_device("cuda")
