@@ -24,7 +24,8 @@ from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
 from normscope.runtime.network import check_whole, copied, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
-from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.standalone import RMSNorm
 from normscope.swaps.start import RMS_NORM, Fits, Start, norms_of, only, starts
 
 CALIBRATED = "calibrated"
