@@ -40,7 +40,7 @@ from normscope.swaps.bench.whole_network import (
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import module_at
-from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
+from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Case, Latency, Norms, Passes, PublishedReport
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -89,8 +89,8 @@ def bench(
         curves: any curve that needs no fit, by name.
         dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, but on CUDA bfloat16 instead of
             float32, and with ``full`` all three.
-        full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
-            fused, forward.
+        full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network forward:
+            fused where kernels compute a curve, otherwise eager.
         budget: seconds, which decide on the number of rounds and on compiling. The norm gets at least 4 rounds, the
             network 3, which a verdict takes, if they fit into the budget, else 1. None for 15; with ``full`` for no
             limit: 10 rounds of everything.
@@ -138,21 +138,28 @@ def bench(
             cast_batch = batch.to(tensor.device, None if dtype == tensor.dtype else dtype)
             shapes = {site.name: report.shapes[site.name] for site in report.sites}
             whole = ModelBench(cast, cast_batch, outputs, candidates, shapes, warm)
-            a_round = (len(candidates) + len(whole.fused)) * a_pass
+            # A curve's fused row is what the network does by default; its eager row is left to --full.
+            doubled = set() if full else {variant.name for variant in whole.fused}
+            a_round = (len(candidates) + (len(whole.fused) if full else 0)) * a_pass
             rounds = LEAST_SAMPLES if LEAST_SAMPLES * a_round <= budget else whole_network.AT_LEAST
             for_model = 0.0 if full else rounds * a_round
             if not whole.fused:
                 left_out += without_kernels(tensor.device)
             measured += _norm_alone(norm, until, for_model, only, progress, left_out)
+
+            def chosen_case(case: Case, doubled: set[str] = doubled) -> bool:
+                return only(case) and not (case.way == "eager" and case.variant in doubled)
+
             parts = itertools.product(whole.ways, PASSES)
             for ways, passes in parts if full else itertools.islice(parts, 1):
-                if whole.cases(ways, passes, only):
+                if whole.cases(ways, passes, chosen_case):
                     progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
-                    measured += whole.measured(ways, passes, until, only, rounds)
+                    measured += whole.measured(ways, passes, until, chosen_case, rounds)
     if not full:
         others = [name for name in DTYPES if getattr(torch, name) not in chosen]
-        parts_left = "; ".join(["the whole network forward + backward", "the whole network compiled", *others])
-        left_out.append(f"Left to --full: {parts_left}.")
+        parts_left = ["the whole network forward + backward", "the whole network compiled", *others]
+        plain = ["functions with kernels in plain torch, in the whole network"] if whole.fused else []
+        left_out.append(f"Left to --full: {'; '.join(plain + parts_left)}.")
     device = in_words(tensor.device)
     if os.environ.get(VARIABLE) == TRITON and tensor.device.type != "cuda":
         measured = [

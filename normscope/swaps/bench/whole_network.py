@@ -238,9 +238,9 @@ class NormBench:
             modules: dict[str, Callable[[Tensor], Tensor] | None] = {**self._of(way, passes)}
             if way not in FUSED:
                 modules |= dict.fromkeys(self._missing)
-            if way == "eager" and passes == PASSES[0]:
-                modules[COPY] = torch.clone
             chosen += [(self._case(name, way, passes), module) for name, module in modules.items()]
+        if "eager" in ways and passes == PASSES[0]:
+            chosen.append((self._case(COPY, "eager", passes), torch.clone))
         return [(case, module) for case, module in chosen if only(case)]
 
     def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
