@@ -172,16 +172,16 @@ class Pointwise(nn.Module):
         x = with_strides_kept(input, self.keeps)
         inside = torch.promote_types(x.dtype, torch.float32)
         behind = (-self.channel_axis if self.channel_axis < 0 else x.ndim - self.channel_axis) - 1
-        alpha, shift, weight, bias = (
-            None if part is None else (part if part.numel() == 1 else part.view(*part.shape, *[1] * behind)).to(inside)
-            for part in (self.alpha, self.shift, self.weight, self.bias)
-        )
-        u = alpha * x.to(inside)
-        if shift is not None:
-            u = u + shift
-        y = weight * (CURVES[self.curve] if self.table is None else self.table)(u)
-        if bias is not None:
-            y = y + bias
+
+        def along(part: Tensor) -> Tensor:
+            return (part if part.numel() == 1 else part.view(*part.shape, *[1] * behind)).to(inside)
+
+        u = along(self.alpha) * x.to(inside)
+        if self.shift is not None:
+            u = u + along(self.shift)
+        y = along(self.weight) * (CURVES[self.curve] if self.table is None else self.table)(u)
+        if self.bias is not None:
+            y = y + along(self.bias)
         y = y.to(dtype_after(x, self.weight))
         for name in self.activations:
             y = getattr(self, name)(y)
@@ -219,15 +219,14 @@ def put_in(network: nn.Module) -> nn.Module:
     activated = {site["name"] for site in record()["sites"] if site["activated"]}
     for path, module in modules().items():
         norm = network.get_submodule(path)
-        if path in activated:
+        if isinstance(module, Pointwise) and path in activated:
             module.activations = [name for name, _ in _children(norm, _ACTIVATIONS)]
             for name, child in _children(norm, _ACTIVATIONS):
                 module.add_module(name, child)
         module.train(norm.training)
         for parent in list(network.modules()):
-            for name, child in list(parent._modules.items()):
-                if child is norm:
-                    setattr(parent, name, module)
+            for name in [name for name, child in parent._modules.items() if child is norm]:
+                setattr(parent, name, module)
     return network
 
 
