@@ -108,7 +108,9 @@ class Swap:
             (parent, name, norm, module) for _, norm, module in replaced.values() for parent, name in holders.of(norm)
         ]
         uses = Counter(id(module) for _, _, module in replaced.values())
-        shared = [_shared_hooks(*entry, uses[id(entry[2])]) for entry in replaced.values()]
+        shared = []
+        for path, norm, module in replaced.values():  # no comprehension, whose frame warnings would count
+            shared.append(_shared_hooks(path, norm, module, uses[id(module)]))
         self._hooks: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []  # with the replacement's own
         for (_, norm, module), names in zip(replaced.values(), shared, strict=True):
             self._hooks.append((norm, module, {name: getattr(module, name) for name in names}))
