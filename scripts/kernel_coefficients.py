@@ -1,6 +1,6 @@
 """Make the coefficients of the kernels' functions: ``python scripts/kernel_coefficients.py``.
 
-They stand in normscope/swaps/kernels/, in loops.py and cpu_loop.py. Each is that of a polynomial, or of a
+They stand in normscope/swaps/kernels/, in loops.py and cpu.py. Each is that of a polynomial, or of a
 quotient of two, whose largest relative error, in the function that it is for, is the smallest: Lawson's algorithm,
 least squares with weights that grow where the error is large (C. L. Lawson, 1961).
 """

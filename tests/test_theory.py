@@ -22,7 +22,8 @@ from normscope.fits.curves.known import CURVES
 from normscope.fits.views.gradient import constants_by_part, jacobians
 from normscope.pairs.norms import formulas
 from normscope.pairs.norms.formulas import FORMS
-from normscope.swaps.pointwise import DyISRU, DyT, RMSNorm
+from normscope.swaps.pointwise import DyISRU, DyT
+from normscope.swaps.standalone import RMSNorm
 
 PAGE = Path(__file__).parents[1] / "docs" / "theory.md"
 HELD = {}

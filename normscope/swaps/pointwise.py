@@ -1,4 +1,4 @@
-"""Point-wise functions: what takes a norm's place, weight · f(αx + s) + bias with one curve f for each module."""
+"""Point-wise functions that replace norms: weight · f(αx + s) + bias, with one curve f for each module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
 
 from normscope.errors import UsageError
 from normscope.fits.curves.expressions import curves_named
@@ -17,8 +16,7 @@ from normscope.fits.solving.ceiling import Piecewise
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.eager import Parameters
-
-_HALF = (torch.float16, torch.bfloat16)
+from normscope.swaps.standalone import Table, dtype_after, of_each, with_strides_kept
 
 
 class PointwiseFunction(nn.Module):
@@ -46,8 +44,8 @@ class PointwiseFunction(nn.Module):
     in a compiled loop if no gradient is needed; on CUDA in fused kernels, which lack second derivatives, forward mode
     and batched gradients. torch.compile and torch.export trace plain torch unless ``NORMSCOPE_KERNELS=triton``.
 
-    The output has the input's shape and dtype (:func:`dtype_after`). Parameters are named as in the published DyT and
-    Derf layers.
+    The output has the input's shape and dtype, or a half-precision weight's dtype for a float32 input. Parameters are
+    named as in the published DyT and Derf layers.
 
     Raises:
         UsageError: if the curve is unknown or α or s do not match the channels; when called, if the input's channels
@@ -83,7 +81,10 @@ class PointwiseFunction(nn.Module):
         self.curve = curve if isinstance(curve, Curve) else _curve_named(curve)
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
-        self.table = Table(self.curve.function) if isinstance(self.curve.function, Piecewise) else None
+        lines = self.curve.function
+        self.table = None
+        if isinstance(lines, Piecewise):
+            self.table = Table(*map(torch.from_numpy, (lines.at, lines.mean, lines.slopes)))
         self._activate: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.alpha = nn.Parameter(self._one_or_each("alpha", alpha))
         if shift is None and self.curve.shifted:
@@ -104,9 +105,8 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
-        if self.keeps != "all" and not input.is_contiguous():
-            kept = suggest_memory_format(input) if self.keeps == "channels_last" else torch.contiguous_format
-            input = input.contiguous(memory_format=kept)
+        if self.keeps != "all":
+            input = with_strides_kept(input, self.keeps)
         own: dict[str, Any] = self._parameters
         curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
         # As attributes nn.Module finds them last, and where they are parametrized they are nothing else.
@@ -177,13 +177,6 @@ class PointwiseFunction(nn.Module):
         return tensor.reshape(self.normalized_shape)
 
 
-def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Return a norm's output dtype: the input's, but a half weight's for a float32 input, as T5 in float16 expects."""
-    if input.dtype != torch.float32 or weight is None or weight.dtype not in _HALF:
-        return input.dtype
-    return weight.dtype
-
-
 def check_kernels(modules: Iterable[nn.Module]) -> None:
     """Raise UsageError if ``NORMSCOPE_KERNELS`` keeps a point-wise function among the modules from running.
 
@@ -192,42 +185,6 @@ def check_kernels(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, PointwiseFunction):
             by_kernels(module.curve.function_name, module.weight.device, module.weight.dtype)
-
-
-def of_each(module: nn.Module, nested: Tensor) -> Tensor:
-    """Apply a module to each part of a nested tensor, which nn.TransformerEncoder makes of a padded batch."""
-    return torch.nested.as_nested_tensor([module(part) for part in nested.unbind()])
-
-
-class Table(nn.Module):
-    """A function as lines between its points: how E[y|x] itself, which has no formula, is evaluated.
-
-    >>> import numpy as np
-    >>> Table(Piecewise(np.array([0.0, 1.0]), np.array([0.0, 3.0]), beyond=0.0))(torch.tensor([-2.0, 0.5, 9.0]))
-    tensor([0.0000, 1.5000, 3.0000])
-    """
-
-    at: Tensor
-    mean: Tensor
-    slopes: Tensor
-
-    def __init__(self, lines: Piecewise) -> None:
-        super().__init__()
-        for name in ("at", "mean", "slopes"):
-            self.register_buffer(name, torch.from_numpy(getattr(lines, name)).float())
-
-    def forward(self, u: Tensor) -> Tensor:
-        """Evaluate at u, of any shape, float32 or float64."""
-        at, mean, slopes = (table.to(u) for table in (self.at, self.mean, self.slopes))
-        piece = torch.searchsorted(at, u.detach().contiguous())
-        known = (piece - 1).clamp_min(0)
-        return mean[known] + slopes[piece] * (u - at[known])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
-        """Go to another device, but never to half precision: neighbouring points would fall into one."""
-        for name, table in self.named_buffers():
-            setattr(self, name, table.to(fn(table).device))
-        return self
 
 
 def DyT(  # noqa: N802 - the paper's own name
@@ -273,56 +230,3 @@ def _curve_named(name: str) -> Curve:
     if len(curves) != 1:
         raise UsageError(f"{name!r} names {len(curves)} curves; a point-wise function has one of {', '.join(CURVES)}.")
     return curves[0]
-
-
-class RMSNorm(nn.Module):
-    """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
-
-    ``normalized_shape``, ``channel_axis`` and ``in_place_of`` are as in :class:`PointwiseFunction`.
-
-    Args:
-        eps: added under the root, and kept as ``variance_epsilon``; ``eps`` itself is NaN.
-        elementwise_affine: use a weight and a bias, both ``normalized_shape``.
-        bias: use a bias.
-
-    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
-    tensor([[0.8485, 1.1314]])
-    """
-
-    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
-    in_place_of: str = ""
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        *,
-        channel_axis: int = -1,
-        eps: float = 1e-6,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-    ) -> None:
-        super().__init__()
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
-        self.variance_epsilon = eps
-        self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
-
-    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Normalize the input, under whatever name it comes; in float32 at least."""
-        if input is None:
-            (input,) = named.values()
-        if input.is_nested:
-            return of_each(self, input)
-        inside = torch.promote_types(input.dtype, torch.float32)
-        x = input.to(inside) if self.channel_axis == -1 else input.to(inside).movedim(self.channel_axis, -1)
-        weight = None if self.weight is None else self.weight.to(inside)
-        y = nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
-        if self.bias is not None:
-            y = y + self.bias.to(inside)
-        y = y.to(dtype_after(input, self.weight))
-        return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
-
-    def extra_repr(self) -> str:
-        """Say over how many channels."""
-        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.variance_epsilon:g}"

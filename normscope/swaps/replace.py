@@ -1,4 +1,4 @@
-"""Put point-wise functions in the place of a network's norms, and take them out again."""
+"""Swap of a network's norms for point-wise functions, and its reverse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
 from normscope.runtime.network import check_whole, copied, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
-from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.standalone import RMSNorm
 from normscope.swaps.start import RMS_NORM, Fits, Start, norms_of, only, starts
 
 CALIBRATED = "calibrated"
@@ -49,7 +50,7 @@ class Holders:
                     self._places.setdefault(id(child), []).append((parent, name))
 
     def of(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
-        """The modules that hold one, each with the name that it has there."""
+        """Return the parents of a module, each with the module's name there."""
         return self._places.get(id(module), [])
 
 
@@ -101,16 +102,16 @@ class Swap:
         if "" in self.modules:
             raise ModelError(f"The {type(inner).__name__} is itself the norm; put it into an nn.Sequential to swap it.")
         norms = {path: module_at(inner, path) for path in self.modules}
-        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
-        # A module that several parents hold is replaced in each.
-        for path, norm in {id(norm): (path, norm) for path, norm in norms.items()}.values():
-            self._places += [(parent, name, norm, self.modules[path]) for parent, name in holders.of(norm)]
         replaced = {id(norm): (path, norm, self.modules[path]) for path, norm in norms.items()}
+        # A module that several parents hold is replaced in each.
+        self._places = [
+            (parent, name, norm, module) for _, norm, module in replaced.values() for parent, name in holders.of(norm)
+        ]
         uses = Counter(id(module) for _, _, module in replaced.values())
         shared = []
-        for path, norm, module in replaced.values():
+        for path, norm, module in replaced.values():  # no comprehension, whose frame warnings would count
             shared.append(_shared_hooks(path, norm, module, uses[id(module)]))
-        self._hooks: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []  # with what the replacement had before
+        self._hooks: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []  # with the replacement's own
         for (_, norm, module), names in zip(replaced.values(), shared, strict=True):
             self._hooks.append((norm, module, {name: getattr(module, name) for name in names}))
             for name in names:
@@ -118,7 +119,8 @@ class Swap:
         for parent, name, norm, module in self._places:
             module.train(norm.training)
             if isinstance(module, (PointwiseFunction, RMSNorm)):
-                module.in_place_of = _full_name(norm)
+                full_name = f"{type(norm).__module__}.{type(norm).__qualname__}"
+                module.in_place_of = getattr(norm, "in_place_of", "") or full_name
             _put(parent, name, module)
         with torch.no_grad():
             for name, value in (refitted or {}).items():
@@ -167,37 +169,36 @@ def swap(
     outputs: Outputs | None = None,
     progress: Progress = silent,
 ) -> Swap:
-    """Put one point-wise function in the place of each norm of a network, in place.
+    """Replace each norm of a network by one point-wise function, in place.
 
-    The trained weight and bias of each norm are kept: the function's weight is γ·A and its bias β. Hooks of a norm
-    hear what stands in its place, see :class:`Swap`. Nothing else is touched but where ``init`` is ``calibrated``: then
-    functions, and the linear layers beside them, are fitted to what the network gave, see :func:`normscope.calibrate`.
+    The function's weight is γ·A and its bias β, so that the trained weight and bias of the norm are kept. Hooks of a
+    norm run for its replacement, see :class:`Swap`. With ``init="calibrated"``, functions and the linear layers beside
+    them are fitted to the original's outputs, see :func:`normscope.calibrate`; otherwise nothing else changes.
 
     Args:
-        model: the network that was captured, on any device: what :func:`normscope.load` returned, or any module.
+        model: the captured network, on any device: a result of :func:`normscope.load`, or any module.
         curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
-            itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line, or ``rmsnorm`` for
-            the norm without centring.
-        fits: what :func:`normscope.fit` made of the network's capture, one a site or one a channel; the capture itself,
-            which is then fitted with s, and with the weights γ² where it was taken ``by_gamma``; or norm sites alone
+            itself, ``best`` for each site's best curve, ``identity`` (linear), or ``rmsnorm`` for the norm without
+            centring.
+        fits: a result of :func:`normscope.fit` on the network's capture, one per site or channel; the capture itself,
+            which is then fitted with s, and with the weights γ² if it was taken ``by_gamma``; or norm sites alone
             for ``paper`` and ``rmsnorm``, which need no fit.
-        sites: which of them: as ``layers`` of :func:`normscope.capture`, and placements (``"pre-norm"``, ``"final"``).
+        sites: the norms, as ``layers`` of :func:`normscope.capture`, and placements (``"pre-norm"``, ``"final"``).
         init: ``fit``; ``theory``: A and α as they follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
-            which the papers begin training with; ``calibrated``: ``fit``, and from there all that can be had without a
-            gradient.
+            with which the papers begin training; ``calibrated``: ``fit``, and then calibration without gradients.
         learn: of ``calibrated``: batches to learn from, as :func:`normscope.capture` takes them; None for a loaded
-            model's calibration, or where it has none its inputs.
+            model's calibration data, or else its inputs.
         refit: of ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
-        outputs: of ``calibrated``: how to read what the network returns; by default as the loaded model says, or the
+        outputs: of ``calibrated``: how to read the network's output; by default as the loaded model does, or the
             first tensor.
-        progress: of ``calibrated``: called with the stage, what was done of it, and all of it.
+        progress: of ``calibrated``: called with the stage, the steps done and all steps.
 
     Returns:
         A :class:`Swap`: use it in a ``with`` statement to have the network back afterwards, refitted layers too.
 
     Raises:
-        UsageError: if there is no such curve, site, init or fit; if there is nothing to learn from, or what only a
-            calibration takes was passed without one.
+        UsageError: if there is no such curve, site, init or fit; if there is nothing to learn from, or an argument of
+            calibration was passed without it.
         ModelError: if the network does not have the sites, or a norm cannot be replaced.
 
     >>> import normscope
@@ -212,25 +213,11 @@ def swap(
     ['1', '2']
     """
     module = module_of(model)
-    if init == CALIBRATED:
-        return _calibrated(model, curve, fits, sites, learn, refit, outputs, progress)
-    given = {"learn": learn is not None, "refit": refit != NEIGHBOURS, "outputs": outputs is not None}
-    if names := [name for name, there in given.items() if there]:
-        raise UsageError(f"With init={init!r} nothing is calibrated: {names[0]} goes with init='calibrated' alone.")
-    return Swap(module, replacements(model, curve, fits, sites=sites, init=init))
-
-
-def _calibrated(
-    model: nn.Module | LoadedModel,
-    curve: str | Curve,
-    fits: Fits,
-    sites: Layers,
-    learn: Iterable[Any] | None,
-    refit: str,
-    outputs: Outputs | None,
-    progress: Progress,
-) -> Swap:
-    module = module_of(model)
+    if init != CALIBRATED:
+        given = {"learn": learn is not None, "refit": refit != NEIGHBOURS, "outputs": outputs is not None}
+        if names := [name for name, there in given.items() if there]:
+            raise UsageError(f"With init={init!r} nothing is calibrated: {names[0]} goes with init='calibrated' alone.")
+        return Swap(module, replacements(model, curve, fits, sites=sites, init=init))
     if curve == RMS_NORM:
         raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
     if learn is None and not isinstance(model, LoadedModel):
@@ -239,10 +226,10 @@ def _calibrated(
             "normscope.capture takes them, or swap in what normscope.load returned."
         )
     start = replacements(model, curve, fits, sites=sites)
-    found = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
-    made = Swap(module, found.modules, refitted=found.refitted)
-    made.calibration = found.report
-    return made
+    result = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
+    swapped = Swap(module, result.modules, refitted=result.refitted)
+    swapped.calibration = result.report
+    return swapped
 
 
 @dataclass(frozen=True)
@@ -266,12 +253,14 @@ def calibrated(
     """Calibrate a swap, and leave the network and these modules as they are; see :func:`normscope.calibrate`."""
     original = uncompiled(module_of(model))
     student = copied(original)
-    made = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
+    swapped = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
     report = calibrate(model, student, learn, outputs=outputs, refit=refit, progress=progress)
-    made.undo()
-    own = original.get_parameter
-    changed = {name: one.detach() for name, one in student.named_parameters() if not torch.equal(one, own(name))}
-    return Calibration(made.modules, changed, report)
+    swapped.undo()
+    before = original.get_parameter
+    changed = {
+        name: value.detach() for name, value in student.named_parameters() if not torch.equal(value, before(name))
+    }
+    return Calibration(swapped.modules, changed, report)
 
 
 def replacements(
@@ -282,30 +271,30 @@ def replacements(
     sites: Layers = "all",
     init: str = "fit",
 ) -> dict[str, nn.Module]:
-    """Make what :func:`swap` puts in, by module path, and put nothing in.
+    """Make the replacements of :func:`swap`, by module path, and swap nothing.
 
-    Arguments and errors are those of :func:`swap`; of ``calibrated`` they are those of ``fit``, which it begins with.
+    Arguments and errors are those of :func:`swap`, without ``calibrated``.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)
     >>> replacements(network, "dyt", normscope.capture(network), sites="final")
     {'norm': PointwiseFunction(tanh, 64)}
     """
-    inner, wanted = uncompiled(module_of(model)), select_by_placement(norms_of(fits), sites)
+    inner, chosen = uncompiled(module_of(model)), select_by_placement(norms_of(fits), sites)
     check_whole(inner)
-    norms = {norm.name: module_at(inner, norm.name) for norm in wanted}
+    norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)
-    start_values = starts(curve, only(fits, wanted), init)
+    start_values = starts(curve, only(fits, chosen), init)
     return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in start_values}
 
 
 def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
-    """Make the module that takes a norm's place, with the norm's own weight and bias in it.
+    """Make the replacement of a norm, with the norm's weight and bias.
 
     Args:
         norm: the norm; it stays as it is.
-        start: what to put there.
-        where: a tensor whose device and dtype the module gets where the norm has no weight of its own.
+        start: the start values.
+        where: a tensor whose device and dtype the module gets if the norm has no weight.
 
     Raises:
         ModelError: if the norm cannot be replaced.
@@ -377,14 +366,14 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
 
 
 def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
-    """Return a tensor whose device and dtype a module that takes the place of ``module`` gets."""
+    """Return a tensor with the device and dtype of a replacement of ``module``."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     return next(floating, torch.zeros(()) if otherwise is None else otherwise)
 
 
 def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> tuple[str, ...]:
-    """Return the attributes with hooks that a replacement shares with its norm, and warn of hooks that pause."""
+    """Return the hook attributes that a replacement shares with its norm; warn of inactive hooks."""
     if uses > 1 and any(getattr(norm, name) for name in (*PRE_HOOKS, *HOOKS)):
         raise ModelError(
             f"The {type(module).__name__} for {path!r} replaces {uses} norms, and that norm has hooks, which would run "
@@ -411,14 +400,14 @@ def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> t
 
 
 def _put(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Let a module hold another, and call it: what torch.compile made is bound to the one that it was made of."""
+    """Set a child, and rebind a module that torch.compile made of the child before."""
     parent._modules[name] = module
     if name == "_orig_mod":
         parent._initialize()  # type: ignore[operator]
 
 
 def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
-    """Return the sizes of what numbers the channels, and its axis."""
+    """Return the sizes of the channel axes, and the channel axis."""
     if kind.groups is not None:
         return (site.channels,), -kind.unbatched_axes if kind.unbatched_axes else 1
     if isinstance(site.channel_axis, int):
@@ -426,8 +415,3 @@ def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
     if site.channel_axis != tuple(range(-len(site.channel_axis), 0)):
         raise ModelError(f"The norm {site.name} cannot be replaced: its axes {site.channel_axis} are not the last.")
     return site.normalized_shape, -1
-
-
-def _full_name(norm: nn.Module) -> str:
-    """Name the class of a norm; of what took a norm's place before, that norm's."""
-    return getattr(norm, "in_place_of", "") or f"{type(norm).__module__}.{type(norm).__qualname__}"

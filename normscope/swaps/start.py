@@ -1,4 +1,4 @@
-"""Start values: which curve takes a norm's place, and with which A, α and s it begins."""
+"""Start values of the curves that replace norms: A, α and s by fits, theory or the papers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import BEST, FREE, Curve
-from normscope.fits.fit import fit
+from normscope.fits.fit import fit as fit_curves
 from normscope.fits.solving.solve import FitForm
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
@@ -28,10 +28,10 @@ class Start:
 
     Attributes:
         norm: the site.
-        curve: f; None where an RMSNorm takes the norm's place.
-        amplitude: A: float64, one number ``()`` or one a channel ``(channels,)``.
+        curve: f; None for an RMSNorm.
+        amplitude: A in float64: one number ``()`` or one per channel ``(channels,)``.
         alpha: α, likewise.
-        shift: s, likewise; None for a function without one.
+        shift: s, likewise; None for a function without s.
     """
 
     norm: NormSite
@@ -45,47 +45,45 @@ Fits = Capture | Sequence[CurveFit | NormSite]
 
 
 def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
-    """Take start values from a network's own fits, from theory, or as the papers do for training from scratch.
+    """Return start values for each site of the fits, in their order.
 
     Args:
-        curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's own best; ``rmsnorm`` for no
-            curve but the norm without centring.
-        fits: a capture, which is fitted here, with s and with the weights γ² where it has those sums; or fits of it,
-            one a site or one a channel, of which those of this curve are taken; or norm sites alone, where nothing
-            is to be fitted (``paper``, ``rmsnorm``).
+        curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's best curve; ``rmsnorm``.
+        fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of which those of this curve are
+            taken; or norm sites alone if nothing is fitted (``paper``, ``rmsnorm``).
         init: ``fit``; ``theory``: A and α as they follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0.
 
-    Returns:
-        One for each site that the fits are of.
-
     Raises:
-        UsageError: if there is no such curve or init, if there is no fit of this curve, or there was nothing to fit.
+        UsageError: if there is no such curve or init, no fit of this curve, or nothing was fitted.
     """
-    asked = asked_for(curve, init)
-    known, name = (asked, asked.name) if isinstance(asked, Curve) else (None, asked)
+    requested = asked_for(curve, init)
+    function = requested if isinstance(requested, Curve) else None
+    name = requested if isinstance(requested, str) else requested.name
     if init == "paper" or name == RMS_NORM:
-        return [_alike(norm, known) for norm in norms_of(fits)]
+        one = torch.ones((), dtype=torch.float64)
+        shift = 0 * one if function and function.shifted else None
+        return [Start(norm, function, one, PAPER_ALPHA * one, shift) for norm in norms_of(fits)]
     if isinstance(fits, Capture):
-        fits = fitted(fits, asked, init)
+        fits = fitted(fits, requested, init)
     elif init == "theory":
         raise UsageError("Start values from theory are made of a capture, not of fits; pass the capture.")
-    curve_fits = [one for one in fits if isinstance(one, CurveFit)]
-    wanted = [one for one in curve_fits if (one.best if name == BEST else one.curve == name)]
-    if not wanted and known is not None:  # a fit with a shift is a fit of erf, under the name derf
-        wanted = [one for one in curve_fits if one.function.function_name == known.function_name]
-    if not wanted:
+    curve_fits = [fit for fit in fits if isinstance(fit, CurveFit)]
+    chosen = [fit for fit in curve_fits if (fit.best if name == BEST else fit.curve == name)]
+    if not chosen and function is not None:  # a fit with a shift is a fit of erf, under the name derf
+        chosen = [fit for fit in curve_fits if fit.function.function_name == function.function_name]
+    if not chosen:
         raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
     sites: dict[str, list[CurveFit]] = {}
-    for one in wanted:
-        sites.setdefault(one.site, []).append(one)
+    for fit in chosen:
+        sites.setdefault(fit.site, []).append(fit)
     return [_of_fits(of_site) for of_site in sites.values()]
 
 
 def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
-    """Look up what is to be swapped in: a curve, or ``free``, ``best`` or ``rmsnorm``, which are none.
+    """Return a curve by its name; ``free``, ``best`` and ``rmsnorm`` as they are.
 
     Raises:
-        UsageError: if there is no such curve or init, or if these do not go together.
+        UsageError: if there is no such curve or init, or they cannot be combined.
 
     >>> asked_for("DyISRU").name, asked_for("best")
     ('isru', 'best')
@@ -101,27 +99,26 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
 def fitted(
     capture: Capture, curve: str | Curve, init: str = "fit", *, per: str = "site", shift: bool | None = True
 ) -> list[CurveFit]:
-    """Fit a curve the way a swap takes it: with s, and by what reaches the next layer where the capture knows it.
+    """Fit a curve for a swap: with s, and weighted by γ² if the capture has those sums.
 
-    Trained norms see tokens whose mean is not zero; without s a curve through the origin puts all of it into an error.
+    Tokens of trained norms have means other than zero; without s a curve through the origin makes them an error.
 
     Args:
         capture: with ``by_gamma``, for weights γ².
         curve: a curve or its name, ``free`` or ``best``.
         init: ``fit`` or ``theory``, which fits nothing.
         per: ``site`` or ``channel``, see :func:`normscope.fit`.
-        shift: whether s is fitted; None for derf's alone. Of softcap, whose A is 1/α, and of curves that rise
-            vertically s is not.
+        shift: fit s; None for derf's alone. softcap, whose A is 1/α, and curves that rise vertically have none.
     """
     curve = curve if curve in (FREE, BEST) else _one_curve(curve)
     if init == "theory":
-        return fit(capture, [curve], theory=True)
+        return fit_curves(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
     has_shift = not (
         isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or FitForm(shift=True).refusal(curve))
     )
     own_shift = shift if has_shift else None
-    return fit(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")
+    return fit_curves(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")
 
 
 def norms_of(fits: Fits) -> list[NormSite]:
@@ -130,16 +127,16 @@ def norms_of(fits: Fits) -> list[NormSite]:
     Raises:
         UsageError: if there is none, or if a fit pools several.
     """
-    norms = [_norm_of(one) for one in (fits.sites if isinstance(fits, Capture) else fits)]
+    norms = [_norm_of(fit) for fit in (fits.sites if isinstance(fits, Capture) else fits)]
     if not norms:
         raise UsageError("There is no norm site to swap: pass a capture, fits of one, or norm sites.")
     return sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index)
 
 
 def only(fits: Fits, norms: Sequence[NormSite]) -> Fits:
-    """The fits of some norm sites."""
+    """Return the fits of some norm sites."""
     names = [norm.name for norm in norms]
-    return fits.only(names) if isinstance(fits, Capture) else [one for one in fits if _norm_of(one).name in names]
+    return fits.only(names) if isinstance(fits, Capture) else [fit for fit in fits if _norm_of(fit).name in names]
 
 
 def _one_curve(curve: str | Curve) -> Curve:
@@ -149,17 +146,12 @@ def _one_curve(curve: str | Curve) -> Curve:
     return curves[0]
 
 
-def _norm_of(one: CurveFit | NormSite) -> NormSite:
-    if isinstance(one, NormSite):
-        return one
-    if one.norm is None:
-        raise UsageError(f"The fit of {one.site} pools several sites; a swap takes one fit a site, or one a channel.")
-    return one.norm
-
-
-def _alike(norm: NormSite, curve: Curve | None) -> Start:
-    one = torch.ones((), dtype=torch.float64)
-    return Start(norm, curve, one, PAPER_ALPHA * one, 0 * one if curve and curve.shifted else None)
+def _norm_of(fit: CurveFit | NormSite) -> NormSite:
+    if isinstance(fit, NormSite):
+        return fit
+    if fit.norm is None:
+        raise UsageError(f"The fit of {fit.site} pools several sites; a swap takes one fit a site, or one a channel.")
+    return fit.norm
 
 
 def _of_fits(fits: Sequence[CurveFit]) -> Start:
@@ -174,11 +166,11 @@ def _of_fits(fits: Sequence[CurveFit]) -> Start:
             )
         amplitude, alpha, shift = (_numbers([first], name)[0] for name in ("amplitude", "alpha", "shift"))
     else:
-        ordered = sorted(fits, key=lambda one: one.channel or 0)
-        if [one.channel for one in ordered] != list(range(norm.channels)):
+        ordered = sorted(fits, key=lambda fit: fit.channel or 0)
+        if [fit.channel for fit in ordered] != list(range(norm.channels)):
             raise UsageError(f"The fits of {first.site} are not one for each of its {norm.channels} channels.")
-        # A channel that is constant in these data has no slope; it gives its offset alone.
-        idle = torch.tensor([one.degenerate for one in ordered])
+        # A channel that is constant in these data has no slope, only its offset.
+        idle = torch.tensor([fit.degenerate for fit in ordered])
         amplitude = _numbers(ordered, "amplitude").masked_fill(idle, 0.0)
         alpha = _numbers(ordered, "alpha").masked_fill(idle, 1.0)
         shift = _numbers(ordered, "shift").masked_fill(idle, 0.0)
@@ -187,4 +179,4 @@ def _of_fits(fits: Sequence[CurveFit]) -> Start:
 
 
 def _numbers(fits: Sequence[CurveFit], name: str) -> Tensor:
-    return torch.tensor([getattr(one, name) for one in fits], dtype=torch.float64)
+    return torch.tensor([getattr(fit, name) for fit in fits], dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 import normscope
 from normscope.errors import ModelError
 from normscope.pairs.norms.trace import find_norms
-from normscope.swaps.bench.whole_network import Variant, commonest, norm_bench
+from normscope.swaps.bench.whole_network import NormBench, Variant, commonest
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
@@ -349,7 +349,7 @@ def test_a_norm_is_timed_alone_without_its_hooks(model):
     x = torch.randn(2, 4)
     norm = commonest(find_norms(model, normscope.Batch((x,))))
     heard.clear()
-    timed = norm_bench(model, [Variant("tanh", {"norm": f})], norm, x)
+    timed = NormBench(model, [Variant("tanh", {"norm": f})], norm, x)
     for module in timed.modules.values():
         module(timed.buffers[0].x)
     assert not heard

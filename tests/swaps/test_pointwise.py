@@ -361,7 +361,7 @@ def test_ddp_trains_every_parameter(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda width: trained("tanh", torch.float32), None], ids=["pointwise", "rmsnorm"])
 def test_torchs_fused_encoder_does_not_take_it_for_a_layer_norm(make):
-    from normscope.swaps.pointwise import RMSNorm
+    from normscope.swaps.standalone import RMSNorm
 
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 12, batch_first=True)

@@ -209,6 +209,6 @@ NORMS: dict[str, Row] = {
     "torchvision.ops.misc.FrozenBatchNorm2d": _batch_norm("FrozenBatchNorm2d", own_precision=True),
     "torchvision.transforms.transforms.Normalize": _NO_STATISTIC,
     "torchvision.transforms.v2._misc.Normalize": _NO_STATISTIC,
-    "normscope.swaps.pointwise.RMSNorm": _in_a_norms_place,
+    "normscope.swaps.standalone.RMSNorm": _in_a_norms_place,
     "normscope.swaps.pointwise.PointwiseFunction": _pointwise,
 }

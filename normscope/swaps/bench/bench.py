@@ -35,13 +35,12 @@ from normscope.swaps.bench.whole_network import (
     compiled,
     computed,
     every,
-    norm_bench,
     variants,
 )
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import module_at
-from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport
+from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Case, Latency, Norms, Passes, PublishedReport
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,37 +68,37 @@ def bench(
 ) -> BenchReport:
     """Time a network's native norms, an RMSNorm, the identity and point-wise functions in their places.
 
-    The norm alone is the commonest class and shape among the network's norms at this batch, on random values; its
-    GB/s count x and y forward, and x, y, dy and dx forward + backward. The whole network runs on the batch, forward +
-    backward to the gradients of all parameters, of a sum of squares of its output. All of it in eval mode. What is
-    compared is timed in turns; only a network that is compiled as a whole is compiled anew for each variant, one after
-    the other. What torch.compile holds of other modules is forgotten.
+    The norm alone is the most common class and shape among the network's norms at this batch, on random values. Its
+    GB/s count x and y forward, and x, y, dy and dx forward + backward. The whole network runs on the batch, in eval
+    mode; its backward pass computes the gradients of all parameters of a sum of squares of its output. Compared cases
+    are timed in turns, but a network compiled as a whole is compiled anew for each variant, one after the other. What
+    torch.compile holds of other modules is forgotten.
 
-    Eager and compiled, point-wise functions are plain torch on every device. Where normscope's kernels would compute
-    them (:mod:`normscope.swaps.kernels.choice`), they are timed so too: ``fused``, alone and in the eager network, and
-    of ``full`` ``compile + fused``, in the compiled one; on the CPU, forward and eager alone.
+    Eager and compiled, point-wise functions are plain torch on every device. ``fused``, normscope's kernels
+    (:mod:`normscope.swaps.kernels.choice`) compute them, alone and in the eager network; ``compile + fused``, of
+    ``full``, in the compiled network. On the CPU they are timed forward and eager alone.
 
-    On the CPU by torch.utils.benchmark; on CUDA by triton.testing.do_bench and by a CUDA graph's replay that rotates
-    buffers beyond the L2 cache.
+    The timer is torch.utils.benchmark on the CPU; triton.testing.do_bench and a CUDA graph's replay over buffers
+    beyond the L2 cache on CUDA.
 
     Args:
-        model: the network: what :func:`normscope.load` returned, or any module; it is left as found, to the bit.
-            Trained weights do not change how fast it is.
-        batch: what it runs on, on its device and in its dtype. None for a loaded model's first; on a CPU, where a whole
-            one would leave time for one pass, of its first sample.
+        model: the network: a result of :func:`normscope.load`, or any module; it is left as found, to the bit.
+            Trained weights do not change its speed.
+        batch: its input, on its device and in its dtype. None for a loaded model's first batch; on a CPU, for the
+            first sample of that.
         curves: any curve that needs no fit, by name.
-        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, on CUDA for
-            bfloat16 in the place of float32, and of ``full`` for all three.
-        full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network eager and
-            fused, forward.
-        budget: seconds that decide on the number of rounds, and whether there is time to compile; the fewest rounds are
-            taken even so: of the norm 4; of the network as many as a verdict takes, 3, where these fit into the budget,
-            and else 1. None for 15, and of ``full`` for no limit: 10 rounds of everything.
-        outputs: how to read what the network returns; a loaded model says it, and
+        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, but on CUDA bfloat16 instead of
+            float32, and with ``full`` all three.
+        full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network forward:
+            fused where kernels compute a curve, otherwise eager.
+        budget: seconds, which decide on the number of rounds and on compiling. The norm gets at least 4 rounds, the
+            network 3, which a verdict takes, if they fit into the budget, else 1. None for 15; with ``full`` for no
+            limit: 10 rounds of everything.
+        outputs: how to read the network's output; a loaded model brings its own.
         about: model, weights and data, for the report.
-        only: whether a case is timed, of those that are otherwise; of the norm alone it is asked before there is a
-            timer. Without the native norm's no row has a ratio or a verdict.
-        progress: called with what is timed next, 0 and 1, as nothing tells how far it is.
+        only: selects the cases to time; for the norm alone it is asked before there is a timer. Without the native
+            norm's row no row has a ratio or a verdict.
+        progress: called with the next step, 0 and 1.
 
     Returns:
         A :class:`BenchReport`; ``left_out`` says what was not timed.
@@ -120,37 +119,55 @@ def bench(
     """
     model, batch, about, outputs = _first_batch(model, batch, about, outputs)
     tensor = _tensor_of(model)
-    wanted = _dtypes(dtypes, full, tensor)
+    chosen = _dtypes(dtypes, full, tensor)
     budget = (math.inf if full else BUDGET) if budget is None else budget
     inner = uncompiled(model)
     measured: list[Measured] = []
-    left_out: list[str] = [] if dtypes or full or wanted == [tensor.dtype] else [_BY_DEFAULT]
+    left_out: list[str] = [] if dtypes or full or chosen == [tensor.dtype] else [_BY_DEFAULT]
     with left_as_found(inner, timed=True), compilations():
         progress("looking for norms", 0, 1)
         report, a_pass = warmed(lambda: find_norms(inner, batch), tensor.device)
         until = time.monotonic() - a_pass + budget
-        for dtype in wanted:
+        for dtype in chosen:
             cast = inner if dtype == tensor.dtype else copy.deepcopy(inner).to(dtype)
             candidates = variants(cast, report.sites, curves)
             check_kernels([module for variant in candidates for module in variant.modules.values()])
-            norm = norm_bench(cast, candidates, commonest(report), tensor.new_empty(0, dtype=dtype))
+            norm = NormBench(cast, candidates, commonest(report), tensor.new_empty(0, dtype=dtype))
             # On the CPU the network has just run in its own dtype; no need to warm it up again, at seconds a pass.
             warm = full or tensor.device.type != "cpu" or dtype != tensor.dtype
             cast_batch = batch.to(tensor.device, None if dtype == tensor.dtype else dtype)
             shapes = {site.name: report.shapes[site.name] for site in report.sites}
             whole = ModelBench(cast, cast_batch, outputs, candidates, shapes, warm)
-            a_round = (len(candidates) + len(whole.fused)) * a_pass
+            # A curve's fused row is what the network does by default; its eager row is left to --full.
+            doubled = set() if full else {variant.name for variant in whole.fused}
+            a_round = (len(candidates) + (len(whole.fused) if full else 0)) * a_pass
             rounds = LEAST_SAMPLES if LEAST_SAMPLES * a_round <= budget else whole_network.AT_LEAST
             for_model = 0.0 if full else rounds * a_round
             if not whole.fused:
                 left_out += without_kernels(tensor.device)
             measured += _norm_alone(norm, until, for_model, only, progress, left_out)
-            measured += _whole_network(whole, full, rounds, until, only, progress)
+
+            def chosen_case(case: Case, doubled: set[str] = doubled) -> bool:
+                return only(case) and not (case.way == "eager" and case.variant in doubled)
+
+            parts = itertools.product(whole.ways, PASSES)
+            for ways, passes in parts if full else itertools.islice(parts, 1):
+                if whole.cases(ways, passes, chosen_case):
+                    progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
+                    measured += whole.measured(ways, passes, until, chosen_case, rounds)
     if not full:
-        left_out.append(_without_full([str(dtype).removeprefix("torch.") for dtype in wanted]))
+        others = [name for name in DTYPES if getattr(torch, name) not in chosen]
+        parts_left = ["the whole network forward + backward", "the whole network compiled", *others]
+        plain = ["functions with kernels in plain torch, in the whole network"] if whole.fused else []
+        left_out.append(f"Left to --full: {'; '.join(plain + parts_left)}.")
     device = in_words(tensor.device)
     if os.environ.get(VARIABLE) == TRITON and tensor.device.type != "cuda":
-        measured = [_interpreted(row) if row.case.way in FUSED else row for row in measured]
+        measured = [
+            dataclasses.replace(row, note="; ".join(filter(None, (INTERPRETED, row.note))))
+            if row.case.way in FUSED
+            else row
+            for row in measured
+        ]
         device = f"{device}; fused {INTERPRETED}"
     return BenchReport(about, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
 
@@ -158,13 +175,13 @@ def bench(
 def _first_batch(
     model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
 ) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
-    """The module, a batch to time it on, what is known of both, and how outputs are read."""
-    module, batches, said, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
+    """Return the module, a batch to time it on, a description of both, and the outputs' reader."""
+    module, batches, described, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
     if batch is None:
         batch = next(iter(batches))
         batch = batch.first_sample() if _tensor_of(module).device.type == "cpu" else batch
-        said["data"] = f"{count(len(batch.samples), 'sample')} of {said['data']}"
-    return module, batch, said, outputs
+        described["data"] = f"{count(len(batch.samples), 'sample')} of {described['data']}"
+    return module, batch, described, outputs
 
 
 def in_words(device: torch.device) -> str:
@@ -182,10 +199,10 @@ def in_words(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[None]:
-    """Let one code object be compiled for every curve, dtype and pass, and forget all of it afterwards.
+    """Allow one code object to be compiled for every curve, dtype and pass, and forget all of it afterwards.
 
-    Beyond torch's own limit of 8 it would run uncompiled, without a word. The processor's flags say which instructions
-    it has; inductor would compile a program for each and start it, which takes 10 seconds and more.
+    Beyond torch's limit of 8 it would silently run uncompiled. Inductor reads the CPU's instruction sets from its
+    flags, instead of compiling a program for each, which takes 10 seconds and more.
     """
     dynamo = {"recompile_limit": _COMPILATIONS, "accumulated_recompile_limit": _COMPILATIONS}
     try:
@@ -200,7 +217,7 @@ def _norm_alone(
 ) -> Iterator[Measured]:
     took = 0.0
     for ways, passes in itertools.product(norm.ways, PASSES):
-        if not norm.any(ways, passes, only):
+        if not norm.cases(ways, passes, only):
             continue
         # A compiler that was started goes on; with the backward pass it takes twice as long, and the network waits.
         ends = time.monotonic() + (0.0 if passes == PASSES[0] else 2 * took + for_model)
@@ -213,23 +230,8 @@ def _norm_alone(
         took = time.monotonic() - begun
 
 
-def _whole_network(
-    whole: ModelBench, full: bool, rounds: int, until: float, only: Only, progress: Progress
-) -> Iterator[Measured]:
-    parts = itertools.product(whole.ways, PASSES)
-    for ways, passes in parts if full else itertools.islice(parts, 1):
-        if not whole.any(ways, passes, only):
-            continue
-        progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
-        yield from whole.measured(ways, passes, until, only, rounds)
-
-
-def _interpreted(row: Measured) -> Measured:
-    return dataclasses.replace(row, note="; ".join(note for note in (INTERPRETED, row.note) if note))
-
-
 def without_kernels(device: torch.device) -> list[str]:
-    """A remark that nothing is timed with kernels, where one would expect them."""
+    """Remark on missing timings with kernels, where a user would expect them."""
     if os.environ.get(VARIABLE) == EAGER:
         return [f"Fused by normscope's kernels: {VARIABLE}={EAGER} leaves them out."]
     if device.type == "cuda":
@@ -238,25 +240,16 @@ def without_kernels(device: torch.device) -> list[str]:
     return []
 
 
-def _without_full(dtypes: Sequence[str]) -> str:
-    others = [name for name in DTYPES if name not in dtypes]
-    parts = ["the whole network forward + backward", "the whole network compiled", *others]
-    return f"Left to --full: {'; '.join(parts)}."
-
-
 def _dtypes(names: Sequence[str] | None, full: bool, of_network: Tensor) -> list[torch.dtype]:
-    if names is None:
-        if not full and of_network.device.type == "cuda" and of_network.dtype == torch.float32:
-            return [torch.bfloat16]
-        return (
-            list(dict.fromkeys([of_network.dtype, *(getattr(torch, name) for name in DTYPES)]))
-            if full
-            else [of_network.dtype]
-        )
-    for name in names:
+    for name in names or ():
         if name not in DTYPES:
             raise UsageError(unknown("dtype", name, DTYPES))
-    return [getattr(torch, name) for name in dict.fromkeys(names)]
+    if names is not None:
+        return [getattr(torch, name) for name in dict.fromkeys(names)]
+    if full:
+        return list(dict.fromkeys([of_network.dtype, *(getattr(torch, name) for name in DTYPES)]))
+    on_gpu = of_network.device.type == "cuda" and of_network.dtype == torch.float32
+    return [torch.bfloat16 if on_gpu else of_network.dtype]
 
 
 def _tensor_of(model: nn.Module) -> Tensor:
@@ -267,14 +260,13 @@ def _tensor_of(model: nn.Module) -> Tensor:
 
 TOKENS, PASSES_TIMED = 4096, 100
 _GB = 1e9
-# 6.74 billion weights of two bytes; their gradients, and without recomputation what the backward pass of 4096 tokens
-# needs besides.
-_FORWARD_BYTES, _BACKWARD_BYTES = 16 * _GB, 70 * _GB
+# 6.74 billion weights of two bytes; their gradients, and the activations that a backward pass of 4096 tokens needs.
+_NEEDED: dict[Passes, float] = {"forward": 16 * _GB, "forward + backward": 70 * _GB}
 _NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
 
 
 def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
-    """Why the table cannot be repeated on a device, in a sentence; None where it can.
+    """Return why the published table is not repeated on a device, in a sentence; None if it can be.
 
     >>> why_not(torch.device("cpu"))
     'The published table is not repeated on the cpu: LLaMA 7B takes 13.5 GB of weights and 100 passes over 4096 tokens, which are hours without CUDA.'
@@ -284,15 +276,13 @@ def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
             f"The published table is not repeated on the {device.type}: LLaMA 7B takes 13.5 GB of weights and "
             f"{PASSES_TIMED} passes over {TOKENS} tokens, which are hours without CUDA."
         )
-    there, needed = torch.cuda.get_device_properties(device).total_memory, _FORWARD_BYTES
-    if passes != "forward":
-        needed = _BACKWARD_BYTES
-    if there < needed:
-        return (
-            f"The published table's passes {passes} are not run: they need {needed / _GB:.0f} GB for 13.5 GB of weights"
-            f" and what else a pass over {TOKENS} tokens keeps, and the device has {there / _GB:.0f} GB."
-        )
-    return None
+    memory, needed = torch.cuda.get_device_properties(device).total_memory, _NEEDED[passes]
+    if memory >= needed:
+        return None
+    return (
+        f"The published table's passes {passes} are not run: they need {needed / _GB:.0f} GB for 13.5 GB of weights"
+        f" and what else a pass over {TOKENS} tokens keeps, and the device has {memory / _GB:.0f} GB."
+    )
 
 
 def published(
@@ -305,88 +295,66 @@ def published(
     outputs: Outputs | None = None,
     progress: Progress = silent,
 ) -> PublishedReport:
-    """Repeat the published table with a network: the time of its norms, and its own, over so many passes.
+    """Repeat the published table with a network: seconds of its norms, and of all of it, over ``n_passes`` passes.
 
-    The norms' time is that of each class and shape alone, times how many there are.
+    The norms' time is that of each class and shape alone, times their number.
 
     Args:
         model: ``llama_7b`` in bfloat16, with any weights; it is left as found. Another causal language model of
-            transformers is timed just so, and is another table.
-        curves: what takes the norms' places.
-        tokens: of one sequence, drawn at random.
-        n_passes: of each number.
-        on_cpu: run it without CUDA too, with as many passes as are asked for.
-        outputs: how to read what the network returns.
+            transformers is timed likewise, and is another table.
+        curves: replacements of the norms.
+        tokens: length of one random sequence.
+        n_passes: passes per number.
+        on_cpu: run it on a CPU too.
+        outputs: how to read the network's output.
         progress: as of :func:`bench`.
 
     Raises:
-        DeviceError: where :func:`why_not` says why, unless ``on_cpu``.
+        DeviceError: if :func:`why_not` has a reason, unless ``on_cpu``.
     """
     where = next(model.parameters())
     reason = why_not(where.device)
     if reason and not (on_cpu and where.device.type == "cpu"):
         raise DeviceError(reason)
     batch = of_tokens(model, tokens)
-    notes = _differences(where, tokens, n_passes)
+    ours = {"tokens": tokens, "passes": n_passes, "dtype": str(where.dtype).removeprefix("torch.")}
+    theirs = {"tokens": TOKENS, "passes": PASSES_TIMED, "dtype": "bfloat16"}
+    notes = [f"Ours has {key} {ours[key]}, the paper {theirs[key]}." for key in ours if ours[key] != theirs[key]]
     rows: list[Latency] = []
     with left_as_found(model, timed=True), compilations():
         report = find_norms(model, batch)
-        candidates = [one for one in variants(model, report.sites, curves) if one.name in (NATIVE, *curves)]
-        shapes = [(site.name, site.kind, tuple(report.shapes[site.name])) for site in report.sites]
-        by_name = {name: shape for name, _, shape in shapes}
-        whole = ModelBench(model, batch, outputs or Outputs(), candidates, by_name, True)
+        candidates = [each for each in variants(model, report.sites, curves) if each.name in (NATIVE, *curves)]
+        alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        for site in report.sites:
+            alike.setdefault((site.kind, tuple(report.shapes[site.name])), []).append(site.name)
+        norms = [Norm(names[0], kind, shape, len(names)) for (kind, shape), names in alike.items()]
+        shapes = {site.name: tuple(report.shapes[site.name]) for site in report.sites}
+        whole = ModelBench(model, batch, outputs or Outputs(), candidates, shapes, True)
         if not whole.fused:
             notes += without_kernels(where.device)
-        for way, passes, one in itertools.product(_NORMS, PASSES, candidates):
-            if way == "fused" and one not in whole.by_kernels(way, passes):
+        for way, passes, variant in itertools.product(_NORMS, PASSES, candidates):
+            if way == "fused" and variant not in whole.by_kernels(way, passes):
                 continue
-            too_little = why_not(where.device, passes) if where.is_cuda else None
-            if too_little:
+            if where.is_cuda and (too_little := why_not(where.device, passes)):
                 notes.append(too_little)
                 continue
-            progress(f"{one.name}, {way} norms, {n_passes} passes {passes}", 0, 1)
-            placed = _compiled(model, one, [name for name, *_ in shapes]) if way == "compile" else one
+            progress(f"{variant.name}, {way} norms, {n_passes} passes {passes}", 0, 1)
+            placed = variant
+            if way == "compile":  # each norm by itself, as in the paper
+                modules = variant.modules or {name: module_at(model, name) for name in shapes}
+                placed = Variant(variant.name, {name: compiled(module) for name, module in modules.items()})
+            layer = 0.0
             with computed(way):
-                layer = _norms_seconds(model, one, way, passes, shapes, n_passes)
-                rows.append(Latency(one.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))
+                for norm in norms:
+                    alone = NormBench(model, [variant], norm, where.detach())
+                    layer += alone.seconds(variant.name, way, passes, n_passes) * norm.sites
+                rows.append(Latency(variant.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))
     return PublishedReport(in_words(where.device), tuple(rows), tokens, n_passes, tuple(dict.fromkeys(notes)))
 
 
 def of_tokens(model: nn.Module, number: int) -> Batch:
-    """Return one sequence of so many random tokens for a causal language model of transformers, on its device."""
+    """Return one sequence of random tokens for a causal language model of transformers, on its device."""
     numbers = torch.Generator().manual_seed(0)
     vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
     ids = torch.randint(vocabulary, (1, number), generator=numbers).to(next(model.parameters()).device)
     return Batch((), {"input_ids": ids, "use_cache": False}, (Sample("random tokens", 0, 0),))
-
-
-def _differences(where: torch.Tensor, tokens: int, n_passes: int) -> list[str]:
-    ours = {"tokens": tokens, "passes": n_passes, "dtype": str(where.dtype).removeprefix("torch.")}
-    theirs = {"tokens": TOKENS, "passes": PASSES_TIMED, "dtype": "bfloat16"}
-    return [f"Ours has {name} {ours[name]}, the paper {theirs[name]}." for name in ours if ours[name] != theirs[name]]
-
-
-def _compiled(model: nn.Module, one: Variant, names: Sequence[str]) -> Variant:
-    """The same, each norm compiled by itself: what the paper compiles."""
-    norms: Mapping[str, nn.Module] = one.modules or {name: module_at(model, name) for name in names}
-    return Variant(one.name, {name: compiled(module) for name, module in norms.items()}, one.note)
-
-
-def _norms_seconds(
-    model: nn.Module,
-    one: Variant,
-    norms: Norms,
-    passes: Passes,
-    shapes: Sequence[tuple[str, str, tuple[int, ...]]],
-    n_passes: int,
-) -> float:
-    """Seconds of all norms by themselves: one of each class and shape, times their number."""
-    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for name, kind, shape in shapes:
-        alike.setdefault((kind, shape), []).append(name)
-    total = 0.0
-    for (kind, shape), names in alike.items():
-        norm = Norm(names[0], kind, shape, len(names))
-        bench = norm_bench(model, [one], norm, next(model.parameters()).detach())
-        total += bench.seconds(one.name, norms, passes, n_passes) * len(names)
-    return total

@@ -1,4 +1,4 @@
-"""Timers on CPU and CUDA, and what their samples say beside the norm that would be replaced."""
+"""Timers on CPU and CUDA, and verdicts on samples relative to the native norm's."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def spread(samples: Sequence[float]) -> TimeQuantiles:
 
 
 def blocks(run: Run) -> list[float]:
-    """Time something short with torch.utils.benchmark, on all threads: seconds a call, one sample a block of calls."""
+    """Time a short call with torch.utils.benchmark, on all threads: seconds per call, one sample per block."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return list(timer.blocked_autorange(min_run_time=_BLOCK_SECONDS).times)
 
 
 def once(run: Run, clock: Callable[[], float] = clock) -> list[float]:
-    """Time one call of something long, without a warm-up; CUDA is waited for.
+    """Time one long call without warm-up, synchronized with CUDA.
 
     >>> once(lambda: None, iter([3.0, 5.0]).__next__)
     [2.0]
@@ -80,7 +80,7 @@ def once(run: Run, clock: Callable[[], float] = clock) -> list[float]:
 
 
 def repeated(run: Run, number: int, clock: Callable[[], float] = clock) -> float:
-    """Time so many calls together: the seconds of all of them.
+    """Return the seconds of ``number`` calls together.
 
     >>> repeated(lambda: None, 3, iter([3.0, 5.0]).__next__)
     2.0
@@ -92,9 +92,7 @@ def repeated(run: Run, number: int, clock: Callable[[], float] = clock) -> float
 
 
 def warmed(run: Callable[[], Result], device: torch.device, clock: Callable[[], float] = clock) -> tuple[Result, float]:
-    """Return what a call returns, and the seconds that it takes: on CUDA those of a second one, waited for.
-
-    The first starts the device up and loads its libraries, for seconds.
+    """Return a call's result and seconds; on CUDA those of a second call, as the first loads libraries for seconds.
 
     >>> warmed(lambda: "done", torch.device("cpu"), iter([3.0, 5.0]).__next__)
     ('done', 2.0)
@@ -271,21 +269,11 @@ def _timing(row: Measured) -> Timing:
     case = {each.name: getattr(row.case, each.name) for each in dataclasses.fields(Case)}
     if not row.samples:
         return Timing(**case, verdict=NOT_RUN, compile_seconds=row.compile_seconds, note=row.note)
-    times = spread(row.samples)
-    nbytes = row.case.nbytes
+    times, nbytes = spread(row.samples), row.case.nbytes
     # The identity is an empty CUDA graph, whose replays a clock may not see.
     rate = None if nbytes is None or times.median == 0 else nbytes / times.median / 1e9
-    return Timing(
-        **case,
-        samples=tuple(row.samples),
-        minimum=times.minimum,
-        median=times.median,
-        p20=times.p20,
-        p80=times.p80,
-        gb_per_s=rate,
-        compile_seconds=row.compile_seconds,
-        note=row.note,
-    )
+    seconds, samples = dataclasses.asdict(times), tuple(row.samples)
+    return Timing(**case, **seconds, samples=samples, gb_per_s=rate, compile_seconds=row.compile_seconds, note=row.note)
 
 
 def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], float | None]) -> Timing:
@@ -316,9 +304,8 @@ def verdict(samples: Sequence[float], native: Sequence[float]) -> str:
     return word if min(len(samples), len(native)) >= LEAST_SAMPLES else TOO_FEW
 
 
-def _below(one: TimeQuantiles, other: TimeQuantiles) -> bool:
-    """True if the first took less time, at its minimum and nearly always; medians lie between p20 and p80."""
-    return one.minimum < other.minimum and one.p80 < other.p20
+def _below(left: TimeQuantiles, right: TimeQuantiles) -> bool:
+    return left.minimum < right.minimum and left.p80 < right.p20  # between which the medians lie
 
 
 def _setting(case: Case) -> tuple[str, ...]:
@@ -326,5 +313,4 @@ def _setting(case: Case) -> tuple[str, ...]:
 
 
 def _reference(case: Case) -> tuple[str, ...]:
-    _, *others = _setting(case)
-    return BESIDE.get(case.way, case.way), *others
+    return BESIDE.get(case.way, case.way), *_setting(case)[1:]

@@ -1,16 +1,18 @@
-"""A network's norms against their replacements: variants to time, the norm alone, and the whole network."""
+"""Timings of a network's norms and their replacements: the norm alone, and the whole network."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import functools
 import math
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +49,12 @@ AT_LEAST, NORM_AT_LEAST, AT_MOST = 1, 4, 10  # samples: of the network, of the n
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing that takes the norms' places.
+    """Replacements of the norms.
 
     Attributes:
         name: ``native`` for the norms themselves, ``rmsnorm``, ``identity``, or a curve as it was asked for.
-        modules: what goes where, by module path; none for ``native``.
-        note: which norms it cannot replace, and why.
+        modules: by module path; none for ``native``.
+        note: the norms that it cannot replace, and why.
     """
 
     name: str
@@ -61,20 +63,28 @@ class Variant:
 
 
 def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence[str]) -> list[Variant]:
-    """Make the norms' replacements, on the norms' device and in their dtype: native, rmsnorm, identity, the curves.
+    """Make replacements on the norms' device and in their dtype: native, rmsnorm, identity and the curves.
 
-    Args:
-        model: the network; nothing is put in.
-        sites: its norm sites.
-        curves: names, or names separated by commas.
+    The network stays as it is; ``curves`` are names, or names separated by commas.
 
     Raises:
-        UsageError: if there is no such curve, or if it is one that has to be fitted (``free``, ``best``).
+        UsageError: if there is no such curve, or if it has to be fitted (``free``, ``best``).
     """
     asked = split_names(curves) if isinstance(curves, str) else curves
     names = dict.fromkeys((RMS_NORM, IDENTITY, *(name.strip().lower() for name in asked)))
     names.pop(NATIVE, None)
-    return [Variant(NATIVE, {}), *(_variant(model, sites, name) for name in names)]
+    made = [Variant(NATIVE, {})]
+    for name in names:
+        modules: dict[str, nn.Module] = {}
+        reasons: list[str] = []
+        for site in sites:
+            try:
+                modules |= replacements(model, name, [site], init="paper")
+            except ModelError as error:
+                reasons.append(str(error))
+        note = f"{len(reasons)} of {len(sites)} norms left as they are: {reasons[0]}" if reasons else ""
+        made.append(Variant(name, modules, note))
+    return made
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -83,21 +93,29 @@ def compiled(module: nn.Module) -> nn.Module:
 
 
 def fused(name: str, module: nn.Module, shape: Sequence[int], passes: Passes) -> dict[str, nn.Module]:
-    """Return modules that do in one kernel what a replacement does, by what they are called; only ways that exist.
+    """Return modules that compute a replacement in one kernel, by name.
 
-    The replacement itself, where :func:`has_kernel` says so; Liger's DyT (github.com/linkedin/Liger-Kernel) on CUDA,
-    where it is installed.
+    The replacement itself, if :func:`has_kernel`; and Liger's DyT (github.com/linkedin/Liger-Kernel) on CUDA, if it is
+    installed.
     """
-    return ({name: module} if has_kernel(module, shape, passes) else {}) | _ligers(name, module)
+    modules = {name: module} if has_kernel(module, shape, passes) else {}
+    if not (isinstance(module, PointwiseFunction) and module.curve.name == "tanh" and find_spec("liger_kernel")):
+        return modules
+    if not module.weight.is_cuda or module.channel_axis != -1 or module.weight.ndim != 1 or module.shift is not None:
+        return modules
+    layer: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
+        module.weight.numel(), beta=module.bias is not None, init_alpha=module.alpha.detach().item()
+    )
+    return {**modules, f"{name}, Liger": layer.to(module.weight.device, module.weight.dtype)}
 
 
 def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes, way: Way = "fused") -> bool:
     """True if normscope's kernels compute a module on its device, in its dtype, for an input of this shape.
 
-    The CPU's loop does forward alone, and not under torch.compile.
+    The CPU's loop computes the forward pass alone, and not under torch.compile.
 
     Raises:
-        UsageError: if ``NORMSCOPE_KERNELS`` says nothing that there is, or asks for kernels that cannot run here.
+        UsageError: if ``NORMSCOPE_KERNELS`` is invalid, or asks for kernels that cannot run here.
     """
     if not isinstance(module, PointwiseFunction) or module.curve.function_name not in choice.CURVES:
         return False
@@ -109,10 +127,10 @@ def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes, way: Way
 
 @contextlib.contextmanager
 def computed(way: Way) -> Iterator[None]:
-    """Compute networks within the block as a way says.
+    """Context in which networks are computed in a way.
 
-    Point-wise functions by kernels where it is fused, else by plain torch; parts that were compiled before as they are
-    where it is compiled, else by plain torch as well. In a compiled network, kernels are there only if asked for.
+    Kernels compute point-wise functions if the way is fused, otherwise plain torch. Compiled parts run as compiled if
+    the way is, otherwise eagerly. A compiled network calls kernels only on request.
     """
     with contextlib.ExitStack() as choices:
         if way not in FUSED:
@@ -122,29 +140,6 @@ def computed(way: Way) -> Iterator[None]:
         if way in ("eager", "fused"):
             choices.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-def _ligers(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    if not (isinstance(module, PointwiseFunction) and module.curve.name == "tanh" and find_spec("liger_kernel")):
-        return {}
-    if not module.weight.is_cuda or module.channel_axis != -1 or module.weight.ndim != 1 or module.shift is not None:
-        return {}
-    layer: nn.Module = import_module("liger_kernel.transformers.dyt").LigerDyT(
-        module.weight.numel(), beta=module.bias is not None, init_alpha=module.alpha.detach().item()
-    )
-    return {f"{name}, Liger": layer.to(module.weight.device, module.weight.dtype)}
-
-
-def _variant(model: nn.Module, sites: Sequence[NormSite], name: str) -> Variant:
-    modules: dict[str, nn.Module] = {}
-    reasons: list[str] = []
-    for site in sites:
-        try:
-            modules |= replacements(model, name, [site], init="paper")
-        except ModelError as error:
-            reasons.append(str(error))
-    note = f"{len(reasons)} of {len(sites)} norms left as they are: {reasons[0]}" if reasons else ""
-    return Variant(name, modules, note)
 
 
 def require_gradients(module: nn.Module) -> list[torch.Tensor]:
@@ -182,7 +177,6 @@ class Buffers:
 
 Call = Callable[[Buffers], object]
 Only = Callable[[Case], bool]
-Key = TypeVar("Key", bound=Hashable)
 
 
 def every(case: Case) -> bool:
@@ -191,78 +185,91 @@ def every(case: Case) -> bool:
 
 
 def commonest(report: NormReport) -> Norm:
-    """The class and shape that most norms of a network have; of several equally common, the first called."""
-    counted = Counter((site.kind, tuple(report.shapes[site.name])) for site in report.sites)
-    (kind, shape), number = counted.most_common(1)[0]
-    first = next(site for site in report.sites if (site.kind, tuple(report.shapes[site.name])) == (kind, shape))
-    return Norm(first.name, kind, shape, number)
+    """Return the most common class and shape of a network's norms; of equally common ones, the first called."""
+    names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for site in report.sites:
+        names.setdefault((site.kind, tuple(report.shapes[site.name])), []).append(site.name)
+    (kind, shape), alike = max(names.items(), key=lambda item: len(item[1]))
+    return Norm(alike[0], kind, shape, len(alike))
 
 
-@dataclass(frozen=True)
 class NormBench:
-    """The modules that are timed, and the buffers that they are timed on.
+    """The norm alone and its replacements, on random values.
+
+    Args:
+        model: the network, in the dtype that is timed; it is left as it is.
+        candidates: its :func:`variants`.
+        norm: the norm.
+        where: a tensor whose device and dtype the buffers get.
 
     Attributes:
-        norm: which.
         modules: the native norm's copy and its replacements, by variant, all with gradients required.
-        missing: why a variant has no module here.
-        buffers: one set, or on CUDA as many as are larger together than four times the L2 cache.
+        buffers: one set; on CUDA as many as are together larger than four times the L2 cache.
     """
 
-    norm: Norm
-    modules: dict[str, nn.Module]
-    missing: dict[str, str]
-    buffers: list[Buffers]
+    def __init__(self, model: nn.Module, candidates: Sequence[Variant], norm: Norm, where: Tensor) -> None:
+        modules = {variant.name: variant.modules.get(norm.name) for variant in candidates}
+        modules[NATIVE] = module_at(model, norm.name)
+        self.norm = norm
+        self.modules = {name: _without_hooks(module) for name, module in modules.items() if module is not None}
+        self._missing = {variant.name: variant.note for variant in candidates if modules[variant.name] is None}
+        generator = torch.Generator(where.device).manual_seed(_SEED)
+
+        def noise() -> Tensor:
+            values = torch.randn(norm.shape, generator=generator, device=where.device, dtype=torch.float32)
+            return values.to(where.dtype)
+
+        number, nbytes = 1, bytes_moved("forward", math.prod(norm.shape), where.element_size())
+        if where.is_cuda:
+            number = sets_beyond_cache(nbytes, cache_of(where.device))
+        self.buffers = [Buffers(noise().requires_grad_(), noise()) for _ in range(number)]
 
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:
-        """The ways that exist, those together that are compared and so timed in turns."""
+        """The ways that exist; those that are compared, and so timed in turns, are together."""
         return (("eager", "fused") if self._of("fused", PASSES[0]) else ("eager",)), ("compile",)
 
-    def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
-        """True if any of these cases is to be timed."""
-        names = {way: [COPY, *self._of(way, passes), *self.missing] for way in ways}
-        return any(only(self._case(name, way, passes, "")) for way in ways for name in names[way])
+    def cases(
+        self, ways: Sequence[Way], passes: Passes, only: Only = every
+    ) -> list[tuple[Case, Callable[[Tensor], Tensor] | None]]:
+        """Return the cases of some ways with their modules; None for a variant without a module."""
+        chosen = []
+        for way in ways:
+            modules: dict[str, Callable[[Tensor], Tensor] | None] = {**self._of(way, passes)}
+            if way not in FUSED:
+                modules |= dict.fromkeys(self._missing)
+            chosen += [(self._case(name, way, passes), module) for name, module in modules.items()]
+        if "eager" in ways and passes == PASSES[0]:
+            chosen.append((self._case(COPY, "eager", passes), torch.clone))
+        return [(case, module) for case, module in chosen if only(case)]
 
     def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
-        """Time every variant in turns.
-
-        Args:
-            ways: some of ``eager``, ``compile`` and ``fused``.
-            passes: which.
-            until: as of :func:`normscope.swaps.bench.timing.in_turns`.
-            only: whether a case is timed.
-        """
-
-        def wanted(name: str, way: Way) -> bool:
-            return only(self._case(name, way, passes, ""))
-
-        plain = [way for way in ways if way not in FUSED]
-        missing = [(name, way, why) for way in plain for name, why in self.missing.items() if wanted(name, way)]
-        rows = [self._not_run(name, way, passes, why) for name, way, why in missing]
-        ready: dict[tuple[Way, str], tuple[Call, float | None]] = {}
-        theirs = [(way, *named) for way in ways for named in self._of(way, passes).items()]
-        modules = {(way, name): module for way, name, module in theirs if wanted(name, way)}
-        for (way, name), module in modules.items():
+        """Time the cases of some ways in turns, ``until`` as in :func:`normscope.swaps.bench.timing.in_turns`."""
+        rows: list[Measured] = []
+        samplers: dict[Case, Sampler] = {}
+        failed: dict[Case, str] = {}
+        compile_seconds: dict[Case, float | None] = {}
+        for case, module in self.cases(ways, passes, only):
+            if module is None:
+                rows.append(Measured(case, note=self._missing[case.variant]))
+                continue
             try:
-                with computed(way):
-                    ready[way, name] = self._prepared(module, way, passes)
+                with computed(case.way):
+                    run, seconds = self._prepared(module, case.way, passes)
             except Exception as error:  # of a compiler, or of a norm in a dtype that it does not take
-                rows.append(self._not_run(name, way, passes, first_line(error)))
-        if "eager" in ways and passes == PASSES[0] and wanted(COPY, "eager"):
-            ready["eager", COPY] = (lambda buffers: buffers.x.clone()), None
-        samplers = {(*key, timer): one for key, (run, _) in ready.items() for timer, one in self._timers(key[0], run)}
-        failed: dict[tuple[Way, str, str], str] = {}
-        kept_going = {key: _noting(key, one, failed) for key, one in samplers.items()}
-        samples = in_turns(kept_going, at_least=NORM_AT_LEAST, at_most=AT_MOST, until=until)
-        for key, times in samples.items():
-            way, name, timer = key
-            case, why = self._case(name, way, passes, timer), failed.get(key, "")
-            rows.append(Measured(case, () if why else times, ready[way, name][1], why))
-        return rows
+                rows.append(Measured(case, note=first_line(error)))
+                continue
+            for timer, sampler in self._timers(run):
+                timed = dataclasses.replace(case, timer=timer)
+                samplers[timed], compile_seconds[timed] = _noting(timed, sampler, failed), seconds
+        samples = in_turns(samplers, at_least=NORM_AT_LEAST, at_most=AT_MOST, until=until)
+        return rows + [
+            Measured(case, () if case in failed else times, compile_seconds[case], failed.get(case, ""))
+            for case, times in samples.items()
+        ]
 
     def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
-        """Time so many calls of one variant together, after one that is not timed."""
+        """Time ``number`` calls of one variant together, after an untimed call."""
         run, _ = self._prepared(self.modules[variant], way, passes)
         return repeated(lambda: run(self.buffers[0]), number)
 
@@ -270,58 +277,33 @@ class NormBench:
         if way not in FUSED:
             return self.modules
         kernels = [fused(*named, self.norm.shape, passes) for named in self.modules.items()]
-        return {called: kernel for found in kernels for called, kernel in found.items()}
+        return {name: kernel for of_module in kernels for name, kernel in of_module.items()}
 
-    def _prepared(self, module: nn.Module, way: Way, passes: Passes) -> tuple[Call, float | None]:
+    def _prepared(self, module: Callable[[Tensor], Tensor], way: Way, passes: Passes) -> tuple[Call, float | None]:
         """Return the timed call, after a first run, and the seconds of that run if it compiled."""
         called = torch.compile(module, fullgraph=True, dynamic=False) if way == "compile" else module
-        run = _step(called, require_gradients(module), passes)
+        parameters = require_gradients(module) if isinstance(module, nn.Module) else []
+
+        def both(buffers: Buffers) -> object:
+            with torch.enable_grad():
+                y = called(buffers.x)
+                return torch.autograd.grad(y, [buffers.x, *parameters], buffers.dy, allow_unused=True)
+
+        run: Call = (lambda buffers: called(buffers.x)) if passes == "forward" else both
         [first] = once(lambda: run(self.buffers[0]))
         return run, first if way == "compile" else None
 
-    def _timers(self, way: Way, run: Call) -> list[tuple[str, Sampler]]:
-        timers: dict[str, Sampler] = {"blocks": lambda: blocks(lambda: run(self.buffers[0]))}
+    def _timers(self, run: Call) -> list[tuple[str, Sampler]]:
         if self.buffers[0].x.is_cuda:
-            timers = {
-                "do_bench": lambda: flushed(lambda: run(self.buffers[0])),
-                "graph": lambda: replayed(run, self.buffers),
-            }
-        return [(timer, _computed(way, sampler)) for timer, sampler in timers.items()]
+            on_gpu: list[tuple[str, Sampler]] = [("do_bench", lambda: flushed(lambda: run(self.buffers[0])))]
+            return [*on_gpu, ("graph", lambda: replayed(run, self.buffers))]
+        return [("blocks", lambda: blocks(lambda: run(self.buffers[0])))]
 
-    def _not_run(self, variant: str, way: Way, passes: Passes, why: str) -> Measured:
-        return Measured(self._case(variant, way, passes, ""), note=why)
-
-    def _case(self, variant: str, way: Way, passes: Passes, timer: str) -> Case:
+    def _case(self, variant: str, way: Way, passes: Passes) -> Case:
         x = self.buffers[0].x
         nbytes = bytes_moved(passes, x.numel(), x.element_size())
         dtype = str(x.dtype).removeprefix("torch.")
-        return Case(variant, way, "norm", passes, dtype, timer, self.norm.shape, self.norm.sites, nbytes)
-
-
-def norm_bench(model: nn.Module, candidates: Sequence[Variant], norm: Norm, where: Tensor) -> NormBench:
-    """Copy the norm and its replacements, and fill the buffers with random values.
-
-    Args:
-        model: the network, in the dtype that is timed; it is left as it is.
-        candidates: what :func:`normscope.swaps.bench.whole_network.variants` made of it.
-        norm: which one.
-        where: a tensor whose device and dtype the buffers get.
-    """
-    native = module_at(model, norm.name)
-    modules = {one.name: one.modules.get(norm.name) for one in candidates}
-    modules[NATIVE] = native
-    there = {name: _without_hooks(module) for name, module in modules.items() if module is not None}
-    notes = {one.name: one.note for one in candidates}
-    missing = {name: notes[name] for name, module in modules.items() if module is None}
-    generator = torch.Generator(where.device).manual_seed(_SEED)
-
-    def noise() -> Tensor:
-        return torch.randn(norm.shape, generator=generator, device=where.device, dtype=torch.float32).to(where.dtype)
-
-    number, nbytes = 1, bytes_moved("forward", math.prod(norm.shape), where.element_size())
-    if where.is_cuda:
-        number = sets_beyond_cache(nbytes, cache_of(where.device))
-    return NormBench(norm, there, missing, [Buffers(noise().requires_grad_(), noise()) for _ in range(number)])
+        return Case(variant, way, "norm", passes, dtype, "", self.norm.shape, self.norm.sites, nbytes)
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
@@ -331,44 +313,25 @@ def _without_hooks(module: nn.Module) -> nn.Module:
 
 
 def first_line(error: Exception) -> str:
-    """The name of an error and the first line of its message."""
+    """Return the name of an error and the first line of its message."""
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}"
 
 
-def _computed(way: Way, sampler: Sampler) -> Sampler:
-    def sample() -> list[float]:
-        with computed(way):
-            return sampler()
-
-    return sample
-
-
-def _noting(key: Key, sampler: Sampler, failed: dict[Key, str]) -> Sampler:
-    """Let the others be timed where one cannot: not all that runs can be captured in a CUDA graph."""
+def _noting(case: Case, sampler: Sampler, failed: dict[Case, str]) -> Sampler:
+    """Note a case that fails, for example in a CUDA graph, so that the others are timed."""
 
     def sample() -> list[float]:
-        if key in failed:
+        if case in failed:
             return []
         try:
-            return sampler()
+            with computed(case.way):
+                return sampler()
         except Exception as error:
-            failed[key] = first_line(error)
+            failed[case] = first_line(error)
             return []
 
     return sample
-
-
-def _step(module: Callable[..., Tensor], parameters: Sequence[Tensor], passes: Passes) -> Call:
-    if passes == "forward":
-        return lambda buffers: module(buffers.x)
-
-    def both(buffers: Buffers) -> object:
-        with torch.enable_grad():
-            y = module(buffers.x)
-            return torch.autograd.grad(y, [buffers.x, *parameters], buffers.dy, allow_unused=True)
-
-    return both
 
 
 _COMPILED_PASSES = 10
@@ -379,15 +342,15 @@ _Pass = Callable[[Batch], object]
 
 @dataclass(frozen=True)
 class ModelBench:
-    """The network and what is put into it.
+    """The whole network and its variants.
 
     Attributes:
         model: in the dtype that is timed.
         batch: likewise.
-        outputs: how to read what the network returns.
+        outputs: how to read the network's output.
         candidates: the variants.
         shapes: of the input of each norm.
-        warm: whether a pass of each goes before those that are timed.
+        warm: run each variant once before it is timed.
     """
 
     model: nn.Module
@@ -399,96 +362,87 @@ class ModelBench:
 
     @property
     def fused(self) -> list[Variant]:
-        """Return the modules that kernels compute, forward, in an eager network."""
+        """The variants that kernels compute, forward, in an eager network."""
         return self.by_kernels("fused", PASSES[0])
 
     @property
     def ways(self) -> tuple[tuple[Way, ...], ...]:
-        """The ways that exist, those together that are timed in turns."""
+        """The ways that exist; those that are timed in turns are together."""
         if not self.fused:
             return ("eager",), ("compile",)
         both: Way = "compile + fused"
         return ("eager", "fused"), ("compile",), *([(both,)] if self.by_kernels(both, PASSES[0]) else [])
 
-    def any(self, ways: Sequence[Way], passes: Passes, only: Only) -> bool:
-        """True if any of these cases is to be timed."""
-        return any(only(self._case(one, way, passes)) for way in ways for one in self._of(way, passes))
+    def cases(self, ways: Sequence[Way], passes: Passes, only: Only = every) -> list[tuple[Case, Variant]]:
+        """Return the cases of some ways with their variants."""
+        of_ways = [
+            (self._case(variant, way, passes), variant)
+            for way in ways
+            for variant in (self.by_kernels(way, passes) if way in FUSED else self.candidates)
+        ]
+        return [(case, variant) for case, variant in of_ways if only(case)]
 
     def measured(
         self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every, rounds: int = AT_LEAST
     ) -> list[Measured]:
-        """Time every variant: in turns, or, where each is compiled by itself, one after the other.
-
-        Arguments are those of :meth:`normscope.swaps.bench.whole_network.NormBench.measured`, and ``rounds``, those in
-        turns that are taken whatever the time.
-        """
-        every_case = [(one, self._case(one, way, passes)) for way in ways for one in self._of(way, passes)]
-        cases = [(one, case) for one, case in every_case if only(case)]
-        there = [(one, case) for one, case in cases if one.modules or one.name == NATIVE]
-        rows = [Measured(case, note=one.note) for one, case in cases if (one, case) not in there]
-        if "eager" not in ways:
-            return rows + [self._compiled(one, case) for one, case in there]
+        """Time the cases of some ways: in turns, at least ``rounds`` times, or each compiled by itself."""
+        rows: list[Measured] = []
         samplers: dict[Case, Sampler] = {}
-        for one, case in there:
-            failure = self._failure(one, case) if self.warm else None
-            if failure is None:
-                samplers[case] = self._sampler(one, case)
+        notes, failed = {}, dict[Case, str]()
+        for case, variant in self.cases(ways, passes, only):
+            notes[case] = variant.note
+            if not variant.modules and variant.name != NATIVE:
+                rows.append(Measured(case, note=variant.note))
+            elif "eager" in ways:
+                samplers[case] = _noting(case, functools.partial(self._sample, variant, case), failed)
             else:
-                rows.append(Measured(case, note=failure))
+                rows.append(self._compiled(variant, case))
+        if self.warm:
+            for sampler in samplers.values():
+                sampler()
         samples = in_turns(samplers, at_least=rounds, at_most=AT_MOST, until=until)
-        return rows + [Measured(case, samples[case], note=one.note) for one, case in there if case in samples]
+        return rows + [
+            Measured(case, () if case in failed else times, note=failed.get(case, notes[case]))
+            for case, times in samples.items()
+        ]
 
-    def seconds(self, one: Variant, passes: Passes, number: int) -> float:
-        """Time so many passes with one variant together, after one that is not timed."""
-        with self._placed(one, self.model, passes) as run:
+    def seconds(self, variant: Variant, passes: Passes, number: int) -> float:
+        """Time ``number`` passes with one variant together, after an untimed pass."""
+        with self._placed(variant, self.model, passes) as run:
             run(self.batch.copied())
             batches = iter([self.batch.copied() for _ in range(number)])
             return repeated(lambda: run(next(batches)), number)
 
-    def _of(self, way: Way, passes: Passes) -> Sequence[Variant]:
-        return self.by_kernels(way, passes) if way in FUSED else self.candidates
-
     def by_kernels(self, way: Way, passes: Passes) -> list[Variant]:
-        """Return the modules that kernels compute in a way and pass, at one norm at least."""
+        """Return the variants that kernels compute in a way and pass, at one norm at least."""
         return [
-            one
-            for one in self.candidates
-            if any(has_kernel(module, self.shapes[name], passes, way) for name, module in one.modules.items())
+            variant
+            for variant in self.candidates
+            if any(has_kernel(module, self.shapes[name], passes, way) for name, module in variant.modules.items())
         ]
 
-    def _sampler(self, one: Variant, case: Case) -> Sampler:
-        def sample() -> list[float]:
-            with computed(case.way), self._placed(one, self.model, case.passes) as run:
-                return _timed(run, self.batch)
+    def _sample(self, variant: Variant, case: Case) -> list[float]:
+        with self._placed(variant, self.model, case.passes) as run:
+            return _timed(run, self.batch)
 
-        return sample
-
-    def _failure(self, one: Variant, case: Case) -> str | None:
-        """Run it once, untimed, and return why it fails, if it does: not every network runs in every dtype."""
-        try:
-            self._sampler(one, case)()
-        except Exception as error:
-            return first_line(error)
-        return None
-
-    def _compiled(self, one: Variant, case: Case) -> Measured:
+    def _compiled(self, variant: Variant, case: Case) -> Measured:
         """Compile the network anew, and time its first pass apart."""
         torch._dynamo.reset()
         called = compiled(self.model)
         try:
-            with computed(case.way), self._placed(one, called, case.passes) as run:
+            with computed(case.way), self._placed(variant, called, case.passes) as run:
                 [compile_seconds] = _timed(run, self.batch)
                 samples = [seconds for _ in range(_COMPILED_PASSES) for seconds in _timed(run, self.batch)]
         except Exception as error:
             return Measured(case, note=first_line(error))
         finally:
             torch._dynamo.reset()
-        return Measured(case, samples, compile_seconds, one.note)
+        return Measured(case, samples, compile_seconds, variant.note)
 
     @contextlib.contextmanager
-    def _placed(self, one: Variant, called: nn.Module, passes: Passes) -> Iterator[_Pass]:
-        """Put the variant in, and give what runs the network; everything is as it was afterwards."""
-        with Swap(self.model, one.modules):
+    def _placed(self, variant: Variant, called: nn.Module, passes: Passes) -> Iterator[_Pass]:
+        """Swap the variant in, and yield a function that runs the network; restore everything afterwards."""
+        with Swap(self.model, variant.modules):
             if passes == "forward":
                 yield lambda batch: call(called, batch)
                 return
@@ -505,15 +459,15 @@ class ModelBench:
             output = self.outputs.read(call(called, batch), batch)
             return torch.autograd.grad(output.float().square().sum(), parameters, allow_unused=True)
 
-    def _case(self, one: Variant, way: Way, passes: Passes) -> Case:
+    def _case(self, variant: Variant, way: Way, passes: Passes) -> Case:
         values = (*self.batch.args, *self.batch.kwargs.values())
         shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
         dtype = next((part.dtype for part in self.model.parameters() if part.is_floating_point()), torch.float32)
-        name, sites = str(dtype).removeprefix("torch."), len(self.shapes) if one.name == NATIVE else len(one.modules)
-        return Case(one.name, way, "model", passes, name, _TIMER, shape, sites)
+        name, sites = str(dtype).removeprefix("torch."), len(self.shapes if variant.name == NATIVE else variant.modules)
+        return Case(variant.name, way, "model", passes, name, _TIMER, shape, sites)
 
 
 def _timed(run: _Pass, batch: Batch) -> list[float]:
-    """Time one pass over a copy of the batch, which the network may change; the copy is not timed."""
-    lent = batch.copied()
-    return once(lambda: run(lent))
+    """Time one pass over a copy of the batch, which the network may modify; copying is not timed."""
+    copied = batch.copied()
+    return once(lambda: run(copied))

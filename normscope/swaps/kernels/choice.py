@@ -1,4 +1,4 @@
-"""Who computes a point-wise function: Triton's kernels on CUDA, numba's loop on the CPU, plain torch, or as asked."""
+"""Choice between Triton's kernels, the CPU's compiled loop and plain torch for a point-wise function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from normscope.runtime.launches import cannot_be_met, why_no_launcher
 
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LOOP_FROM = 2**13  # elements: of fewer, plain torch is done before the loop's call has begun
+LOOP_FROM = 2**13  # elements: for fewer, plain torch is faster than the call of the loop
 _LOOP_DTYPES = (torch.float32, torch.bfloat16)
 _LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
@@ -40,24 +40,17 @@ _KEY = os.environ.encodekey(VARIABLE) if hasattr(os.environ, "encodekey") else V
 
 
 def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if Triton's kernels compute a curve.
+    """True if Triton's kernels compute a curve for an input on a device in a dtype.
 
-    They do on CUDA, for tanh, isru and erf in float32, bfloat16 and float16, where Triton is installed and
-    can build what launches its kernels: where it cannot, plain torch computes, after a warning. What torch.compile and
-    torch.export make is plain torch, which the compiler merges with what surrounds it. The environment variable
-    ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere, ``triton`` for the kernels alone,
-    compiled or not. The straight line, which benchmarks measure the others by, is plain torch's whatever it says, and
-    what torch.func transforms (vmap, grad, …) is where the variable says nothing. torch.compile reads the variable when
-    it compiles, and compiles anew where it has changed since; but where it was not set then, what is set later changes
-    nothing in what is compiled already.
-
-    Args:
-        curve: its name.
-        device: that the input is on.
-        dtype: of the input.
+    They compute tanh, isru and erf on CUDA in float32, bfloat16 and float16, if Triton is installed and can build its
+    launchers; otherwise plain torch computes, after a warning. torch.compile and torch.export trace plain torch, which
+    a compiler merges with its neighbours. ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere,
+    ``triton`` for the kernels alone, compiled or not. The straight line is always plain torch, and so are
+    transforms of torch.func (vmap, grad, …) unless the variable is set. torch.compile compiles anew if the variable
+    changes, but not if it was unset at first.
 
     Raises:
-        UsageError: if the variable says something else, or asks for kernels where there are none.
+        UsageError: if the variable has another value, or asks for kernels that do not exist.
 
     >>> by_kernels("tanh", torch.device("cpu"), torch.float32)
     False
@@ -81,17 +74,11 @@ def asked_for_plain_torch() -> bool:
 
 
 def loop_for(curve: str, device: torch.device, dtype: torch.dtype, elements: int) -> ModuleType | None:
-    """Return :mod:`normscope.swaps.kernels.cpu`, whose compiled loop computes a curve; None where plain torch does.
+    """Return :mod:`normscope.swaps.kernels.cpu` if its loop computes a curve; None for plain torch.
 
-    It does on the CPU, for tanh, isru and erf of so many elements or more (:data:`LOOP_FROM`) in float32 and bfloat16,
-    where numba works (a warning says where it does not) and ``NORMSCOPE_KERNELS`` is not set. What torch.compile,
-    torch.export and torch.jit.trace make is plain torch.
-
-    Args:
-        curve: its name.
-        device: that the input is on.
-        dtype: of the input.
-        elements: their number.
+    The loop computes tanh, isru and erf on the CPU, of at least :data:`LOOP_FROM` elements in float32 or bfloat16, if
+    numba works (otherwise there is a warning) and ``NORMSCOPE_KERNELS`` is not set. torch.compile, torch.export and
+    torch.jit.trace see plain torch.
 
     >>> loop_for("softsign", torch.device("cpu"), torch.float32, 10**6)
     """
@@ -117,7 +104,7 @@ def _loop() -> ModuleType | None:
 
 @contextlib.contextmanager
 def asking_for(word: str) -> Iterator[None]:
-    """Let ``NORMSCOPE_KERNELS`` say a word within, whatever it says without.
+    """Context in which ``NORMSCOPE_KERNELS`` has a value.
 
     >>> with asking_for("eager"):
     ...     os.environ["NORMSCOPE_KERNELS"]
@@ -135,7 +122,7 @@ def asking_for(word: str) -> Iterator[None]:
 
 
 def plain_torch() -> contextlib.AbstractContextManager[None]:
-    """Let plain torch compute every point-wise function within, whatever ``NORMSCOPE_KERNELS`` says.
+    """Context in which plain torch computes every point-wise function.
 
     >>> with plain_torch():
     ...     by_kernels("tanh", torch.device("cuda"), torch.float32)
@@ -163,7 +150,6 @@ def unseen(*tensors: Tensor | None) -> bool:
 
 
 def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why the kernels cannot compute it; empty where they can."""
     if curve not in CURVES:
         return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
     if dtype not in DTYPES:
@@ -174,7 +160,7 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def why_not_on(device: torch.device) -> str:
-    """Why no kernel runs on a device; empty where they do."""
+    """Return why no kernel runs on a device; empty if kernels run."""
     if not _with_triton():
         return "Triton is not installed"
     if device.type == "cpu" and not interpreted():

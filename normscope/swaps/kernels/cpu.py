@@ -1,36 +1,223 @@
-"""Point-wise functions on the CPU in one pass over memory: what the compiled loop takes, and the call.
+"""Point-wise functions on the CPU in one pass over memory: tanh, isru and erf in loops that numba vectorizes.
 
-Rows are shared out among as many threads as torch has been given. No element depends on another, nor on its place, so
-that the result is the same to the bit whatever their number.
+Of the liberties that a compiler may take with floats it has one, ``contract``: a product and a sum may be one rounding
+instead of two. Nothing is reordered or assumed finite, so that NaN, infinities and the sign of zero stay what they are.
+The bounds count one relative error of at most ε = 2⁻²⁴ for each operation; where two become one they hold all the more.
+All compiled code is in this file: numba keeps what it compiled until this file changes, and sees no other.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.pairs.sums.binning.compiled_loops import threads
-from normscope.swaps.kernels import cpu_loop
+from normscope.pairs.sums.binning.compiled_loops import compiled, threads
 from normscope.swaps.kernels.choice import unseen
 from normscope.swaps.kernels.eager import Parameters
 
+TANH, ISRU, ERF = 0, 1, 2
+_CURVES = {"tanh": TANH, "isru": ISRU, "erf": ERF}
 _A_THREAD = 2**17  # elements, at least: below it, a further thread costs more than it saves
-_CURVES = {"tanh": cpu_loop.TANH, "isru": cpu_loop.ISRU, "erf": cpu_loop.ERF}
 _NONE = np.full(1, -0.0, np.float32)  # a shift or bias that there is not
+_AT_ONCE = 1024  # elements, at least, for which α, s, weight and bias are laid out: they stay in the first-level cache
+
+_f4, _i4 = np.float32, np.int32
+_ONE, _TWO = _f4(1), _f4(2)
+_LOG2_E = _f4(1.4426950408889634)
+# ln 2 = high + low, where any whole number up to 32 times the first is exact: it has 15 bits.
+_LN_2_HIGH, _LN_2_LOW = _f4(0.693145751953125), _f4(1.42860677e-06)
+_WHOLE = _f4(1.5 * 2**23)  # next to it float32 has whole numbers alone: what is added is rounded, into the lowest bits
+_TANH_IS_ALL = _f4(19)  # 2|u| beyond which tanh u is ±1
+_ROOT_IS_ALL = _f4(1e9)  # |u| beyond which u / √(1 + u²) is ±1, and whose square does not overflow
+_ERF_IS_ALL = _f4(3.92)  # |u| beyond which erf u is ±1
+# e^r − 1 ≈ r + r²·(c₀ + c₁r + …) for |r| ≤ ½ ln 2, and erf u ≈ u·P(u²)/Q(u²): of the smallest largest relative error.
+# scripts/kernel_coefficients.py makes these.
+EXPM1 = (0.49999997, 0.16666539, 0.041667223, 0.00836718082, 0.00138824061)
+ERF_OVER = (1.12837911, 0.190407589, 0.0527488664, 0.00376566313, 0.000284883485, 2.05007541e-06)
+ERF_UNDER = (1.0, 0.502077043, 0.114109568, 0.0149693098, 0.00116254622, 3.80916317e-05)
+_E0, _E1, _E2, _E3, _E4 = map(_f4, EXPM1)
+_P0, _P1, _P2, _P3, _P4, _P5 = map(_f4, ERF_OVER)
+_Q0, _Q1, _Q2, _Q3, _Q4, _Q5 = map(_f4, ERF_UNDER)
+
+_MAGNITUDE, _SIGN = _i4(0x7FFFFFFF), _i4(-(2**31))
+_EXPONENT_OF_ONE, _INFINITY = _i4(127 << 23), _i4(255 << 23)
+
+_fused = compiled(fastmath={"contract"})
+
+
+@intrinsic
+def _bits(typing_context: Any, number: Any) -> Any:
+    """Return a float32 number's bits as int32."""
+    return types.int32(types.float32), lambda _, builder, __, args: builder.bitcast(args[0], ir.IntType(32))
+
+
+@intrinsic
+def _float(typing_context: Any, bits: Any) -> Any:
+    """Return the float32 number of these bits."""
+    return types.float32(types.int32), lambda _, builder, __, args: builder.bitcast(args[0], ir.FloatType())
+
+
+@_fused
+def _tanh(u: Any) -> Any:
+    """Return tanh u as m/(m + 2), m = e^v − 1, v = 2|u|, to a relative error of 6.2ε at most; it is never beyond ±1.
+
+    v = k·ln 2 + r with whole k, and m = 2^k·p + (2^k − 1) with p = e^r − 1 = r + r²·q. What m is off by, relative,
+    counts by 2/(m + 2) in the quotient; the sum m + 2 and the quotient itself add ε each.
+    k = 0: r is exact, q is off by less than 2ε (its last sum and first coefficient), and r²·q, at most 0.15 of p, by
+    4ε. With p's own sum and the polynomial's 0.3ε that is less than 2ε: 4ε in all.
+    k ≥ 1: r is off by 0.35ε, p by 2ε·|p| besides, 2^k times as much is m, whose sum adds ε. That is the most where m is
+    the least of these, at k = 1 and r = −0.35: m = 0.41 is off by 5ε, which counts 4.2ε; then 6.2ε in all.
+    """
+    bits: Any = _bits(u)  # type: ignore[call-arg]
+    magnitude = _float(_i4(bits & _MAGNITUDE))
+    v = magnitude + magnitude
+    v = _TANH_IS_ALL if v > _TANH_IS_ALL else v
+    rounded = v * _LOG2_E + _WHOLE
+    k = rounded - _WHOLE
+    r = (v - k * _LN_2_HIGH) - k * _LN_2_LOW
+    p = ((((_E4 * r + _E3) * r + _E2) * r + _E1) * r + _E0) * (r * r) + r
+    power = _float(_i4(_i4(_bits(rounded) << _i4(23)) + _EXPONENT_OF_ONE))
+    m = power * p + (power - _ONE)
+    return _float(_i4(_bits(m / (m + _TWO)) | _i4(bits & _SIGN)))
+
+
+@_fused
+def _isru(u: Any) -> Any:
+    """Return u / √(1 + u²) to a relative error of 3ε: half of those of u² and the sum, the root's, the quotient's.
+
+    It is never beyond ±1: the root of u², rounded, is |u| to the bit, and 1 more under it makes it no smaller.
+    """
+    u = _ROOT_IS_ALL if u > _ROOT_IS_ALL else (-_ROOT_IS_ALL if u < -_ROOT_IS_ALL else u)
+    return u / _f4(math.sqrt(_ONE + u * u))
+
+
+@_fused
+def _erf(u: Any) -> Any:
+    """Return erf u to a relative error of 19ε at most; it is never beyond ±1.
+
+    The formula is off by 0.32ε. All terms of both polynomials are positive: each sum and product adds ε times what it
+    holds of the whole, which is the most at the end, u² = 15.4, 6.9ε above and 7.7ε below the line. Coefficients add ½ε
+    each, u² as much in the quotient, the last product and the quotient ε each.
+    """
+    u = _ERF_IS_ALL if u > _ERF_IS_ALL else (-_ERF_IS_ALL if u < -_ERF_IS_ALL else u)
+    s = u * u
+    over = ((((_P5 * s + _P4) * s + _P3) * s + _P2) * s + _P1) * s + _P0
+    under = ((((_Q5 * s + _Q4) * s + _Q3) * s + _Q2) * s + _Q1) * s + _Q0
+    y = u * over / under
+    y = _ONE if u >= _ERF_IS_ALL or y > _ONE else y
+    return -_ONE if u <= -_ERF_IS_ALL or y < -_ONE else y
+
+
+def _widened(number: Any) -> Any:
+    """Return float32 of a float32 number, or of bfloat16's bits."""
+
+
+def _narrowed(number: Any, into: Any) -> Any:
+    """Return what an array of float32, or of bfloat16's bits, takes of a float32 number: bfloat16 to the nearest."""
+
+
+@overload(_widened, strict=False)  # types in a signature are none that numba knows
+def _of_widened(number: Any) -> Any:
+    if number == types.float32:
+        return lambda number: number
+    return lambda number: _float(_i4(_i4(number) << _i4(16)))  # type: ignore[call-arg]
+
+
+@overload(_narrowed, strict=False)
+def _of_narrowed(number: Any, into: Any) -> Any:
+    if into.dtype == types.float32:
+        return lambda number, into: number
+
+    def narrowed(number: Any, into: Any) -> Any:
+        bits: Any = _bits(number)  # type: ignore[call-arg]
+        half = _i4(_i4(0x7FFF) + _i4(_i4(bits >> _i4(16)) & _i4(1)))  # of two that are as near, the even one
+        nearest = _i4(_i4(bits + half) >> _i4(16))
+        return np.int16(nearest) if _i4(bits & _MAGNITUDE) <= _INFINITY else np.int16(0x7FC0)
+
+    return narrowed
+
+
+@_fused
+def _apply(curve: int, x: Any, y: Any, alpha: Any, shift: Any, weight: Any, bias: Any) -> None:
+    """Fill y with weight · f(αx + s) + bias, of which each is an array as long as y at least."""
+    if curve == TANH:
+        for j in range(y.size):
+            y[j] = _narrowed(weight[j] * _tanh(alpha[j] * _widened(x[j]) + shift[j]) + bias[j], y)
+    elif curve == ISRU:
+        for j in range(y.size):
+            y[j] = _narrowed(weight[j] * _isru(alpha[j] * _widened(x[j]) + shift[j]) + bias[j], y)
+    else:
+        for j in range(y.size):
+            y[j] = _narrowed(weight[j] * _erf(alpha[j] * _widened(x[j]) + shift[j]) + bias[j], y)
+
+
+@_fused
+def _lay_out(part: Any, into: Any) -> None:
+    """Repeat a parameter, of one number or one a channel, until the array is full."""
+    for first in range(0, into.size, part.size):
+        for j in range(min(part.size, into.size - first)):
+            into[first + j] = part[j]
+
+
+@_fused
+def fill(
+    curve: int, x: Any, y: Any, alpha: Any, shift: Any, weight: Any, bias: Any, inner: int, start: int, stop: int
+) -> None:
+    """Fill y with weight · f(αx + s) + bias, for some of its lines.
+
+    A line is all channels at one position; or, where more than one element of a channel lie side by side, those.
+
+    Args:
+        curve: TANH, ISRU or ERF.
+        x: all elements as they lie in memory, float32, or the bits of bfloat16 as int16.
+        y: takes the result, likewise.
+        alpha: one number, or one a channel, float32.
+        shift: likewise. −0 where there is none: added to anything, it leaves even the sign of zero.
+        weight: likewise.
+        bias: likewise; −0 where there is none.
+        inner: how many elements of one channel lie side by side.
+        start: the first line that is filled.
+        stop: the one after the last.
+    """
+    channels = max(alpha.size, shift.size, weight.size, bias.size)
+    if inner == 1:
+        width = channels * max(1, _AT_ONCE // channels)
+        laid_out = np.empty((4, width), np.float32)
+        _lay_out(alpha, laid_out[0])
+        _lay_out(shift, laid_out[1])
+        _lay_out(weight, laid_out[2])
+        _lay_out(bias, laid_out[3])
+        for first in range(start * channels, stop * channels, width):
+            last = min(first + width, stop * channels)
+            _apply(curve, x[first:last], y[first:last], laid_out[0], laid_out[1], laid_out[2], laid_out[3])
+        return
+    width = min(inner, _AT_ONCE)
+    laid_out = np.empty((4, width), np.float32)
+    for line in range(start, stop):
+        channel = line % channels
+        laid_out[0], laid_out[1] = alpha[channel % alpha.size], shift[channel % shift.size]
+        laid_out[2], laid_out[3] = weight[channel % weight.size], bias[channel % bias.size]
+        for first in range(line * inner, (line + 1) * inner, width):
+            last = min(first + width, (line + 1) * inner)
+            _apply(curve, x[first:last], y[first:last], laid_out[0], laid_out[1], laid_out[2], laid_out[3])
 
 
 def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tensor | None:
     """Return weight · f(αx + s) + bias, computed in float32; None to leave it to plain torch.
 
     The loop takes contiguous float32 and bfloat16 tensors if no gradient is needed and no dispatch mode, tensor
-    subclass or functorch transform is active. Plain torch reports parameters that do not fit. ``curve`` is ``tanh``,
-    ``isru`` or ``erf``; ``behind`` counts the axes of x after the channels.
+    subclass or functorch transform is active. Plain torch reports parameters that do not fit. Rows are shared among
+    torch's threads; the result is the same to the bit whatever their number. ``curve`` is ``tanh``, ``isru`` or
+    ``erf``; ``behind`` counts the axes of x after the channels.
 
     >>> one = torch.ones(1)
     >>> with torch.no_grad():
@@ -48,25 +235,18 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
         return None
     y = torch.empty_like(x)
     inner = math.prod(x.shape[end:])
-    numbers = [_NONE if part is None else _numbers(part) for part in parts]
+    numbers = [_NONE if part is None else part.detach().float().numpy().reshape(-1) for part in parts]
     lines = x.numel() // (inner if inner > 1 else max(part.size for part in numbers))
-    arguments = (_CURVES[curve], _elements(x), _elements(y), *numbers, inner)
+    bits = torch.int16 if x.dtype == torch.bfloat16 else x.dtype
+    elements = (tensor.detach().view(bits).numpy().reshape(-1) for tensor in (x, y))
+    arguments = (_CURVES[curve], *elements, *numbers, inner)
     number = min(torch.get_num_threads(), x.numel() // _A_THREAD, lines)
     if number < 2:
-        cpu_loop.fill(*arguments, 0, lines)
+        fill(*arguments, 0, lines)
         return y
     first, *shares = itertools.pairwise(lines * share // number for share in range(number + 1))
-    waiting = [threads().submit(cpu_loop.fill, *arguments, *share) for share in shares]
-    cpu_loop.fill(*arguments, *first)
-    for done in waiting:
-        done.result()
+    futures = [threads().submit(fill, *arguments, *share) for share in shares]
+    fill(*arguments, *first)
+    for future in futures:
+        future.result()
     return y
-
-
-def _elements(tensor: Tensor) -> NDArray[np.float32 | np.int16]:
-    bits = tensor.detach().view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor.detach()
-    return bits.numpy().reshape(-1)
-
-
-def _numbers(part: Tensor) -> NDArray[np.float32]:
-    return part.detach().float().numpy().reshape(-1)

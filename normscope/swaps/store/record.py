@@ -1,4 +1,4 @@
-"""swap.json, the record of a saved swap, read with every value checked."""
+"""Record of a saved swap, swap.json, read with every value checked."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class SwappedSite:
 
     Attributes:
         name: module path.
-        norm: full name of the class of the norm that stood there.
-        curve: name of f; ``NAME=FORMULA`` of one that a formula made; ``free``, whose table is among the tensors; or
-            ``rmsnorm``.
-        normalized_shape: sizes of the axes that number the channels.
-        channel_axis: the axis that numbers them.
-        per_channel: whether each channel has an α of its own.
-        shift: whether there is an s.
-        elementwise_affine: whether the weight is one a channel.
-        bias: whether there is one.
-        activated: whether it goes on as the norm's class does, which activates.
-        eps: of ``rmsnorm``; None of any other.
+        norm: full class name of the replaced norm.
+        curve: name of f; ``NAME=FORMULA`` for a formula; ``free``, whose table is among the tensors; or ``rmsnorm``.
+        normalized_shape: sizes of the channel axes.
+        channel_axis: the channel axis.
+        per_channel: each channel has its own α.
+        shift: there is an s.
+        elementwise_affine: each channel has its own weight.
+        bias: there is a bias.
+        activated: an activation follows, as in the norm's class.
+        eps: of ``rmsnorm``; otherwise None.
+        keeps: strides that the output takes over from the input, see :class:`normscope.PointwiseFunction`.
     """
 
     name: str
@@ -55,16 +55,17 @@ class SwappedSite:
     bias: bool
     activated: bool
     eps: float | None
+    keeps: str = "none"
 
 
 @dataclass(frozen=True)
 class KeptNorm:
-    """A norm that was left as it is, and what it is worth: the median error at the output.
+    """A norm that was not replaced, with the median output error it decides.
 
     Attributes:
         name: module path.
-        swapped: with it swapped too, the norms before it in the list being kept; None where not finite.
-        kept: with it kept as well.
+        swapped: the error if it is replaced too, with the norms before it in the list kept; None where not finite.
+        kept: the error with it kept as well.
     """
 
     name: str
@@ -80,14 +81,14 @@ class SwapRecord:
         model: the name that :func:`normscope.load` takes.
         weights: the resolved checkpoint and revision of the network before the swap.
         data: what the start values were learned from.
-        func: what was asked for: a curve, ``free``, ``best``, ``rmsnorm``.
-        init: where the start values are from, None where it was not said.
-        healed: number of steps it was healed by; None for none.
+        func: the requested curve, ``free``, ``best`` or ``rmsnorm``.
+        init: the swap initialization, or None.
+        healed: number of healing steps; None for none.
         sha256: of the file of tensors.
         versions: of Python and the libraries.
-        tied: tensors that are others under another name, and so not written twice.
-        sites: what stands where.
-        kept: norms that were chosen to be left as they are, the one that is worth most first; None where nothing chose.
+        tied: second names of tensors, which are written once.
+        sites: the replacements.
+        kept: norms that were chosen to be kept, the most valuable first; None if there was no choice.
     """
 
     model: str
@@ -104,14 +105,14 @@ class SwapRecord:
 
     @property
     def description(self) -> str:
-        """Say in a few words what it is."""
+        """Summary in a few words."""
         healed = f", healed in {count(self.healed, 'step')}" if self.healed else ""
         place = f"{self.func} in place of {count(len(self.sites), 'norm')}"
         kept = f", {count(len(self.kept), 'norm')} kept" if self.kept else ""
         return f"{place}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
 
     def as_json(self) -> str:
-        """Write it as swap.json has it."""
+        """Return the content of swap.json."""
         document = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
         return json.dumps(sealed(document), indent=2, allow_nan=False) + "\n"
 
@@ -126,11 +127,7 @@ def _is_name(value: Any) -> bool:
     return is_text(value) and value != "" and "\0" not in value
 
 
-def _is_eps(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
-
-
-def _is_drift(value: Any) -> bool:
+def _is_size(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
 
 
@@ -145,9 +142,10 @@ _SITE: dict[str, Callable[[Any], bool]] = {
     "normalized_shape": lambda value: is_shape(value) and len(value) <= _MOST_AXES,
     "channel_axis": lambda value: is_int(value) and -_MOST_AXES <= value < _MOST_AXES,
     **dict.fromkeys(("per_channel", "shift", "elementwise_affine", "bias", "activated"), is_bool),
-    "eps": _is_eps,
+    "eps": _is_size,
+    "keeps": lambda value: value in ("all", "channels_last", "none"),
 }
-_KEPT: dict[str, Callable[[Any], bool]] = {"name": _is_name, "swapped": _is_drift, "kept": _is_drift}
+_KEPT: dict[str, Callable[[Any], bool]] = {"name": _is_name, "swapped": _is_size, "kept": _is_size}
 _SWAP: dict[str, Callable[[Any], bool]] = {
     "model": _is_name,
     **dict.fromkeys(("weights", "data", "func", "sha256"), is_text),
@@ -155,12 +153,14 @@ _SWAP: dict[str, Callable[[Any], bool]] = {
     "healed": lambda value: value is None or is_count(value),
     **dict.fromkeys(("versions", "tied"), _are_texts),
     "sites": lambda value: isinstance(value, list) and value != [],
-    "kept": lambda value: value is None or (isinstance(value, list) and all(isinstance(one, dict) for one in value)),
+    "kept": lambda value: (
+        value is None or (isinstance(value, list) and all(isinstance(entry, dict) for entry in value))
+    ),
 }
 
 
 def read_record(folder: str | Path) -> SwapRecord:
-    """Read what a saved swap says of itself; its tensors are not looked at.
+    """Read the record of a saved swap, without its tensors.
 
     Raises:
         ModelError: if there is none, or it is damaged, of another kind or of another format version.
@@ -193,12 +193,12 @@ def read_record(folder: str | Path) -> SwapRecord:
 
 
 def damaged(folder: Path, why: str) -> ModelError:
-    """The error that says what is wrong with a saved swap."""
+    """Error for a saved swap that is not as it was written."""
     return ModelError(f"The swap in {folder} is damaged: {why}.")
 
 
 def curve_named(text: str) -> Curve:
-    """Return the curve that :func:`written` wrote; none that has a table, nor ``rmsnorm``.
+    """Return a curve by the name or formula in swap.json.
 
     Raises:
         ValueError: if there is none.
@@ -214,7 +214,7 @@ def curve_named(text: str) -> Curve:
 
 
 def _record(document: Mapping[str, Any]) -> SwapRecord:
-    values = checked({"kept": None, **document}, _SWAP, "swap")  # the first folders do not say it
+    values = checked({"kept": None, **document}, _SWAP, "swap")  # folders of the first versions lack it
     sites = tuple(_site(entry) for entry in values.pop("sites"))
     kept = values.pop("kept")
     kept = None if kept is None else tuple(KeptNorm(**checked(entry, _KEPT, "norm that is kept")) for entry in kept)
@@ -227,9 +227,8 @@ def _site(entry: Any) -> SwappedSite:
     if not isinstance(entry, dict):
         raise ValueError(f"one of its sites is {entry!r:.60}")
     shape = entry.get("normalized_shape")
-    site = SwappedSite(
-        **checked({**entry, "normalized_shape": tuple(shape) if isinstance(shape, list) else shape}, _SITE, "site")
-    )
+    shape = tuple(shape) if isinstance(shape, list) else shape
+    site = SwappedSite(**checked({"keeps": "none", **entry, "normalized_shape": shape}, _SITE, "site"))
     if (site.eps is not None) != (site.curve == RMS_NORM):
         raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
     if site.curve not in (FREE, RMS_NORM):

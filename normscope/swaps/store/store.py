@@ -1,4 +1,4 @@
-"""Swapped networks as folders: a safetensors file of all tensors and swap.json, which says what was put where."""
+"""Swapped networks as folders: a safetensors file of all tensors, and swap.json with the replacements."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
 from normscope.runtime.network import uncompiled
-from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
+from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
+from normscope.swaps.standalone import RMSNorm
 from normscope.swaps.start import RMS_NORM
+from normscope.swaps.store.export import export
 from normscope.swaps.store.record import (
     ALSO,
-    CODE,
-    CONFIG,
     FILES,
     RECORD,
     TENSORS,
@@ -38,7 +38,6 @@ from normscope.swaps.store.record import (
     damaged,
     read_record,
 )
-from normscope.swaps.store.standalone import standalone
 
 
 def save_swapped(
@@ -51,29 +50,29 @@ def save_swapped(
     healed: int | None = None,
     kept: KeepReport | None = None,
 ) -> Path:
-    """Write a network with all that was swapped in, so that :func:`normscope.load_swapped` gives it back.
+    """Write a swapped network as a folder that :func:`normscope.load_swapped` reads.
 
-    The folder appears whole or not at all. A swap that was there before is replaced; a folder that holds anything else
-    is not. ``model.safetensors`` and ``swap.json`` are what is loaded. For processes without normscope there is
-    ``pointwise.py``, plain PyTorch that makes the same network of them and says how in its first lines. Of a network of
-    transformers, timm or diffusers there is its library's ``config.json``, too.
+    The folder appears whole or not at all. It replaces a swap that was there before, but no folder with other files.
+    ``model.safetensors`` and ``swap.json`` are loaded. Processes without normscope import ``pointwise.py``, plain
+    PyTorch that makes the same network; its first lines are an example. Networks of transformers, timm and diffusers
+    get their library's ``config.json`` too.
 
     Args:
         model: the network with point-wise functions in the place of norms, see :func:`normscope.swap`.
-        folder: where to.
+        folder: its path.
         about: ``model``, the name that :func:`normscope.load` took; ``weights``, the checkpoint before the swap; and
             ``data``, which the start values were learned from. :attr:`LoadedModel.about` has all three.
-        func: what was swapped in; by default, the curves that are there.
-        init: where the start values are from: ``fit``, ``theory``, ``paper``.
-        healed: number of steps that the network was healed by.
-        kept: what :func:`normscope.keep` returned, where it chose which norms to leave.
+        func: the name of the swap; by default, of its curves.
+        init: the swap initialization: ``fit``, ``theory``, ``paper``.
+        healed: number of healing steps.
+        kept: the report of :func:`normscope.keep`, if it chose which norms to keep.
 
     Returns:
         The folder.
 
     Raises:
-        ModelError: if nothing was swapped, or the network holds something besides tensors with values.
-        UsageError: if a curve is a Python function of yours, which no file holds, or it cannot be written there.
+        ModelError: if nothing was swapped, or the network's state contains anything but tensors with values.
+        UsageError: if a curve is a Python function of yours, which cannot be written, or the folder cannot.
 
     >>> import tempfile
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -108,30 +107,23 @@ def save_swapped(
             kept=None if kept is None else _kept(kept),
         )
         (partial / RECORD).write_text(record.as_json(), encoding="utf-8")
-        _write_standalone(model, record, tensors, partial)
+        for name, text in export(model, record).items():
+            (partial / name).write_text(text, encoding="utf-8")
     return Path(folder)
 
 
-def _write_standalone(model: nn.Module, record: SwapRecord, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write what those read who have no normscope."""
-    code, config = standalone(model, record, tensors)
-    (folder / CODE).write_text(code, encoding="utf-8")
-    if config is not None:
-        (folder / CONFIG).write_text(config, encoding="utf-8")
-
-
 def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
-    """Put into a fresh network what :func:`save_swapped` wrote, in place: modules and all tensors.
+    """Restore a folder of :func:`save_swapped` into a fresh network, in place: modules and all tensors.
 
     Nothing of the folder is run or unpickled, and every value in it is checked.
 
     Args:
-        model: of the same architecture, its norms in their places; its weights do not matter. It stays on its device
-            and in its dtype, and as it was if an error is raised.
-        folder: what was written.
+        model: of the same architecture, with its norms; its weights do not matter. It keeps its device and dtype, and
+            is unchanged if an error is raised.
+        folder: the folder.
 
     Returns:
-        What the folder says of itself.
+        The folder's record.
 
     Raises:
         ModelError: if there is no swap, it is damaged or of another format version, or it does not fit the network.
@@ -160,25 +152,25 @@ def _was_put(module: nn.Module) -> TypeGuard[PointwiseFunction | RMSNorm]:
 
 
 def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:
-    """Describe what was put in."""
-    is_function = isinstance(module, PointwiseFunction)
+    function = module if isinstance(module, PointwiseFunction) else None
     return SwappedSite(
         name=path,
         norm=module.in_place_of,
-        curve=_written(module.curve, path) if isinstance(module, PointwiseFunction) else RMS_NORM,
+        curve=RMS_NORM if function is None else _written(function.curve, path),
         normalized_shape=module.normalized_shape,
         channel_axis=module.channel_axis,
-        per_channel=isinstance(module, PointwiseFunction) and module.per_channel,
-        shift=isinstance(module, PointwiseFunction) and module.shift is not None,
-        elementwise_affine=module.weight is not None and (not is_function or module.weight.numel() > 1),
+        per_channel=function is not None and function.per_channel,
+        shift=function is not None and function.shift is not None,
+        elementwise_affine=module.weight is not None and (function is None or module.weight.numel() > 1),
         bias=module.bias is not None,
-        activated=isinstance(module, PointwiseFunction) and module.activated,
+        activated=function is not None and function.activated,
         eps=module.variance_epsilon if isinstance(module, RMSNorm) else None,
+        keeps="none" if function is None else function.keeps,
     )
 
 
 def _written(curve: Curve, path: str) -> str:
-    """A curve in writing, to be made again: its name, or its formula if that is what it computes."""
+    """Return a curve's name in swap.json: its own, or with its formula if that computes the same."""
     if isinstance(curve.function, Piecewise):
         return FREE
     if CURVES.get(curve.name) == curve:
@@ -199,7 +191,7 @@ def _written(curve: Curve, path: str) -> str:
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the state dict as safetensors takes it, each tensor once, and under which other names there are any.
+    """Return the state dict as safetensors takes it, each tensor once, and the second names of tensors.
 
     safetensors' own save_model refuses several views of one storage, and writes other bytes of one network each time.
     """
@@ -242,16 +234,16 @@ def _read(folder: Path, record: SwapRecord) -> dict[str, Tensor]:
 def _module(
     model: nn.Module, site: SwappedSite, tensors: Mapping[str, Tensor], where: Tensor, folder: Path
 ) -> nn.Module:
-    """Make what stands at a site; the file's tensors are not in it yet."""
+    """Make the module of a site, without the file's tensors."""
     try:
         norm = module_at(model, site.name)
     except ModelError as error:
         raise ModelError(
             f"The swap in {folder} has something at {site.name}, where this {type(model).__name__} has no module."
         ) from error
-    was, there = site.norm.rpartition(".")[2], type(norm).__name__  # libraries move classes from file to file
-    if was != there:
-        raise ModelError(f"The swap in {folder} replaced a {was} at {site.name}, where this network has a {there}.")
+    name, there = site.norm.rpartition(".")[2], type(norm).__name__  # libraries move classes from file to file
+    if name != there:
+        raise ModelError(f"The swap in {folder} replaced a {name} at {site.name}, where this network has a {there}.")
     _check_shapes(site, tensors, folder)
     shape, axis = site.normalized_shape, site.channel_axis
     affine, bias = site.elementwise_affine, site.bias
@@ -280,17 +272,16 @@ def _module(
 
 
 def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Compare what swap.json says with the tensors, before anything of a size that only it names is made."""
+    """Compare swap.json with the tensors before anything is made whose size only swap.json names."""
     shape = site.normalized_shape
     alpha = shape if site.per_channel else (1,)
-    wanted: dict[str, tuple[int, ...]] = {}
-    if site.curve != RMS_NORM:
-        wanted = {"alpha": alpha, "weight": shape if site.elementwise_affine else (1,)}
-    elif site.elementwise_affine:
-        wanted = {"weight": shape}
-    wanted |= {"shift": alpha} if site.shift else {}
-    wanted |= {"bias": shape} if site.bias else {}
-    for name, sizes in wanted.items():
+    is_norm = site.curve == RMS_NORM
+    weight = shape if site.elementwise_affine else None if is_norm else (1,)
+    shift, bias = alpha if site.shift else None, shape if site.bias else None
+    expected = {"alpha": None if is_norm else alpha, "weight": weight, "shift": shift, "bias": bias}
+    for name, sizes in expected.items():
+        if sizes is None:
+            continue
         tensor = tensors.get(f"{site.name}.{name}")
         if tensor is None or tensor.shape != sizes:
             what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {sizes}"
@@ -309,11 +300,11 @@ def _table(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> Cu
 
 def _load(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Copy all tensors into the network, or none."""
-    wanted = model.state_dict()
-    misfits = [f"{name} is missing" for name in wanted if name not in tensors]
-    misfits += [f"{name} is not in the network" for name in tensors if name not in wanted]
-    for name in wanted.keys() & tensors.keys():
-        mine, theirs = wanted[name], tensors[name]
+    state = model.state_dict()
+    misfits = [f"{name} is missing" for name in state if name not in tensors]
+    misfits += [f"{name} is not in the network" for name in tensors if name not in state]
+    for name in state.keys() & tensors.keys():
+        mine, theirs = state[name], tensors[name]
         if mine.shape != theirs.shape:
             misfits.append(f"{name} is {tuple(theirs.shape)} and should be {tuple(mine.shape)}")
         elif mine.is_floating_point() != theirs.is_floating_point():

@@ -24,7 +24,7 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
 from normscope.swaps.bench.timing import Measured, bytes_moved, judged, once
-from normscope.swaps.bench.whole_network import NormBench, commonest, fused, norm_bench, variants
+from normscope.swaps.bench.whole_network import NormBench, commonest, fused, variants
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
 
@@ -248,7 +248,7 @@ def test_the_network_is_left_as_it_was_found(net, batch, compiled, quick):
 def test_what_is_timed_is_the_norm_and_its_gradients(net, batch, monkeypatch):
     """By autograd on the module itself: what the timed call returns."""
     found = find_norms(net, batch)
-    timed = norm_bench(net, variants(net, found.sites, ["dyt"]), commonest(found), torch.zeros(0))
+    timed = NormBench(net, variants(net, found.sites, ["dyt"]), commonest(found), torch.zeros(0))
     returned = {}
     monkeypatch.setattr(whole_network, "blocks", lambda run: [returned.setdefault(len(returned), run()) is None])
     timed.measured(["eager"], BOTH, 0.0)
@@ -310,7 +310,7 @@ def test_a_network_that_does_not_run_in_a_dtype_is_a_row_that_says_why(net, batc
 @pytest.mark.slow
 def test_compiled_for_real(net, batch):
     found = find_norms(net, batch)
-    timed = norm_bench(net, variants(net, found.sites, "dyt")[::3], commonest(found), torch.zeros(0))
+    timed = NormBench(net, variants(net, found.sites, "dyt")[::3], commonest(found), torch.zeros(0))
     with torch.no_grad(), compilations():
         rows = timed.measured(["compile"], FORWARD, 0.0)
     assert [row.case.variant for row in rows] == ["native", "dyt"]

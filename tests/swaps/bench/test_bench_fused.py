@@ -209,8 +209,8 @@ def test_on_the_cpu_the_loop_is_timed_where_it_computes(monkeypatch):
     """Forward, in an eager network, of as many elements as it takes; nowhere else is there anything fused."""
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     batch_of = Batch((torch.randn(choice.LOOP_FROM // 6 + 1, 3),))
-    lines, forward = [], cpu.cpu_loop.fill
-    monkeypatch.setattr(cpu.cpu_loop, "fill", lambda *args: (lines.append(args[-1]), forward(*args)))
+    lines, forward = [], cpu.fill
+    monkeypatch.setattr(cpu, "fill", lambda *args: (lines.append(args[-1]), forward(*args)))
     backend = mock.patch.object(torch, "compile", lambda module, **_: module)
     with backend:
         report = bench(net(), batch_of, ["dyt", "softsign"], full=True, dtypes=["float32"], budget=0)

@@ -20,9 +20,10 @@ from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.drift import paired_passes
 from normscope.swaps.drift.drift import calibrations, drift, passes
 from normscope.swaps.drift.paired_passes import KeptEnds
-from normscope.swaps.pointwise import DyISRU, DyT, RMSNorm
+from normscope.swaps.pointwise import DyISRU, DyT
 from normscope.swaps.replace import replacements
 from normscope.swaps.reports import END, OUTPUT
+from normscope.swaps.standalone import RMSNorm
 
 CLASSES = Outputs("classes")
 

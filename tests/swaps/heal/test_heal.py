@@ -25,7 +25,8 @@ from normscope.swaps.heal import heal as heal_module
 from normscope.swaps.heal import stages, targets, training
 from normscope.swaps.heal.targets import TrainingTargets, drawn, pooled_loss, steps_of
 from normscope.swaps.heal.training import TrainedParameters
-from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.standalone import RMSNorm
 
 SITES = ["blocks.0.1", "blocks.1.1"]
 

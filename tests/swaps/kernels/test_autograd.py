@@ -214,15 +214,3 @@ def test_what_is_kept_for_backward_is_autograds(driver, known):
     for reentrant in (True, False):
         checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
         assert kernels(driver) == ["forward", "forward", "backward", "add_slots"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_changes_nothing(driver, dtype):
-    layer, x = used(DyT(C), torch.randn(8, C, dtype=dtype, requires_grad=True))
-    driver.launches.clear()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
-        y.sum().backward()
-    assert y.dtype == x.grad.dtype == dtype
-    assert {part.grad.dtype for part in layer.parameters()} == {torch.float32}
-    assert kernels(driver) == ["forward", "backward", "add_slots"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
-from truth import DEVICE, GPU, agree, for_a_gpu, hold_in_pieces, parameters, truth_there
+from truth import DEVICE, GPU, for_a_gpu, hold_in_pieces, parameters
 
 from normscope.swaps.kernels.eager import Gradients, layout_of
 from normscope.swaps.kernels.launch import backward_launches, forward_launch
@@ -64,25 +64,3 @@ def test_every_element_and_nothing_beside(name):
     hold_in_pieces(curve, x, own, y, dy, made, 0)
     for around in (around_y, around_dx):
         assert (around[:BESIDE] == SENTINEL).all() and (around[-BESIDE:] == SENTINEL).all()
-
-
-def test_rows_further_apart_than_2_to_the_31st():
-    """Row by row, as if a part of a much larger tensor were given."""
-    rows, width = 3, 4096 if GPU else 16
-    apart = FULL + 8
-    whole = torch.full((apart * (rows - 1) + 4 * width,), torch.nan, dtype=HALF, device=DEVICE)
-    places = [whole.as_strided((rows, width), (apart, 1), at * width) for at in range(4)]
-    x, dy, y, dx = places
-    x.copy_(drawn((rows, width), 0))
-    dy.copy_(drawn((rows, width), 1))
-    own = parameters("erf", (width,), HALF)
-    made = Gradients(dx, None, None, None, None)
-    forward_launch(x, y, own, layout_of([x, y], 1, 2), "erf").run()
-    for launch in backward_launches(dy, x, own, made, layout_of([dy, x, dx], 1, 2), "erf"):
-        launch.run()
-    held = truth_there("erf", x, own, 0, dy)
-    for quantity, there in (("y", y), ("x", dx)):
-        agree(there, held[quantity], "erf", HALF, quantity)
-    for place in places:
-        place.fill_(torch.nan)
-    assert all(piece.isnan().all() for piece in whole.split(2**28))

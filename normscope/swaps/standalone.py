@@ -1,0 +1,266 @@
+"""Point-wise functions and swapped networks in plain PyTorch, without normscope.
+
+A swapped folder contains this file as ``pointwise.py``, after instructions for its network. It imports torch and
+safetensors, and reads ``swap.json`` and ``model.safetensors`` beside it. It is under the MIT License.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
+
+FOLDER = Path(__file__).parent
+WEIGHTS = FOLDER / "model.safetensors"
+CURVES: dict[str, Callable[[Tensor], Tensor]] = {}  # f by the name in swap.json; a folder's copy fills it at its end
+_ACTIVATIONS = ("drop", "act", "activation")  # children of timm's norms, and of BiT's, that run after the affine step
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def number(value: float) -> Tensor:
+    """Return a constant of a formula; unlike Python's own numbers it may overflow and be divided by zero."""
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def cbrt(x: Tensor) -> Tensor:
+    """Return the real cube root."""
+    return torch.sign(x) * x.abs().pow(1 / 3)
+
+
+def clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Limit x to a range."""
+    return torch.minimum(torch.maximum(x, low), high)
+
+
+def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Return a norm's output dtype: the input's, but a half weight's for a float32 input, as T5 in float16 expects."""
+    if input.dtype != torch.float32 or weight is None or weight.dtype not in _HALF:
+        return input.dtype
+    return weight.dtype
+
+
+def with_strides_kept(input: Tensor, keeps: str) -> Tensor:
+    """Return the input in the memory layout that the replaced norm's output has."""
+    if keeps == "all" or input.is_contiguous():
+        return input
+    kept = suggest_memory_format(input) if keeps == "channels_last" else torch.contiguous_format
+    return input.contiguous(memory_format=kept)
+
+
+def of_each(module: nn.Module, nested: Tensor) -> Tensor:
+    """Apply a module to each part of a nested tensor, which nn.TransformerEncoder makes of a padded batch."""
+    return torch.nested.as_nested_tensor([module(part) for part in nested.unbind()])
+
+
+class Table(nn.Module):
+    """Piecewise linear function of points; its outer pieces have no end.
+
+    >>> lines = Table(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 3.0]), torch.tensor([0.0, 3.0, 0.0]))
+    >>> lines(torch.tensor([-2.0, 0.5, 9.0]))
+    tensor([0.0000, 1.5000, 3.0000])
+    """
+
+    at: Tensor
+    mean: Tensor
+    slopes: Tensor
+
+    def __init__(self, at: Tensor, mean: Tensor, slopes: Tensor) -> None:
+        super().__init__()
+        for name, values in (("at", at), ("mean", mean), ("slopes", slopes)):
+            self.register_buffer(name, values.float())
+
+    def forward(self, u: Tensor) -> Tensor:
+        """Evaluate at u, of any shape, float32 or float64."""
+        at, mean, slopes = (part.to(u) for part in (self.at, self.mean, self.slopes))
+        piece = torch.searchsorted(at, u.detach().contiguous())
+        left = (piece - 1).clamp_min(0)
+        return mean[left] + slopes[piece] * (u - at[left])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
+        """Move to another device, but never to half precision, in which neighbouring points would coincide."""
+        for name, part in self.named_buffers():
+            setattr(self, name, part.to(fn(part).device))
+        return self
+
+
+class RMSNorm(nn.Module):
+    """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
+
+    Args:
+        normalized_shape: sizes of the channel axes.
+        channel_axis: the channel axis, if ``normalized_shape`` is one number; several numbers are the last axes.
+        eps: added under the root, and kept as ``variance_epsilon``; ``eps`` itself is NaN.
+        elementwise_affine: use a weight and a bias, both ``normalized_shape``.
+        bias: use a bias.
+
+    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
+    tensor([[0.8485, 1.1314]])
+    """
+
+    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
+    in_place_of: str = ""  # full class name of the norm that it replaced
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        channel_axis: int = -1,
+        eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
+
+    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
+        """Normalize the input, in float32 at least; libraries call norms with keywords of several names."""
+        if input is None:
+            (input,) = named.values()
+        if input.is_nested:
+            return of_each(self, input)
+        inside = torch.promote_types(input.dtype, torch.float32)
+        x = input.to(inside) if self.channel_axis == -1 else input.to(inside).movedim(self.channel_axis, -1)
+        weight = None if self.weight is None else self.weight.to(inside)
+        y = nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
+        if self.bias is not None:
+            y = y + self.bias.to(inside)
+        y = y.to(dtype_after(input, self.weight))
+        return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
+
+    def extra_repr(self) -> str:
+        """Return the channels and eps."""
+        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.variance_epsilon:g}"
+
+
+class Pointwise(nn.Module):
+    """Elementwise weight · f(alpha · x + shift) + bias, computed in float32 at least.
+
+    alpha and shift are one number, (1,), or one per channel; weight is one per channel or one number, (1,). The
+    arguments are the entries of a site in swap.json; a :class:`Table` takes the place of a curve without a formula.
+    """
+
+    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
+
+    def __init__(self, site: dict[str, Any], table: Table | None = None) -> None:
+        super().__init__()
+        shape, self.channel_axis, self.curve = tuple(site["normalized_shape"]), site["channel_axis"], site["curve"]
+        self.keeps, self.table = site.get("keeps", "none"), table
+        self.activations: Sequence[str] = ()  # names of children that run afterwards
+        self.alpha = nn.Parameter(torch.full(shape if site["per_channel"] else (1,), 0.5))
+        self.shift = nn.Parameter(torch.zeros(self.alpha.shape)) if site["shift"] else None
+        self.weight = nn.Parameter(torch.ones(shape if site["elementwise_affine"] else (1,)))
+        self.bias = nn.Parameter(torch.zeros(shape)) if site["bias"] else None
+
+    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
+        """Apply the function; libraries call norms with keywords of several names."""
+        if input is None:
+            (input,) = named.values()
+        if input.is_nested:
+            return of_each(self, input)
+        x = with_strides_kept(input, self.keeps)
+        inside = torch.promote_types(x.dtype, torch.float32)
+        behind = (-self.channel_axis if self.channel_axis < 0 else x.ndim - self.channel_axis) - 1
+
+        def along(part: Tensor) -> Tensor:
+            return (part if part.numel() == 1 else part.view(*part.shape, *[1] * behind)).to(inside)
+
+        u = along(self.alpha) * x.to(inside)
+        if self.shift is not None:
+            u = u + along(self.shift)
+        y = along(self.weight) * (CURVES[self.curve] if self.table is None else self.table)(u)
+        if self.bias is not None:
+            y = y + along(self.bias)
+        y = y.to(dtype_after(x, self.weight))
+        for name in self.activations:
+            y = getattr(self, name)(y)
+        return y
+
+    def extra_repr(self) -> str:
+        """Return the curve."""
+        return str(self.curve)
+
+
+def record() -> dict[str, Any]:
+    """Return swap.json."""
+    facts: dict[str, Any] = json.loads((FOLDER / "swap.json").read_text(encoding="utf-8"))
+    return facts
+
+
+def modules() -> dict[str, nn.Module]:
+    """Make the modules that replace norms, by the norms' paths; their weights are not loaded yet."""
+    return {site["name"]: _module(site) for site in record()["sites"]}
+
+
+def _module(site: dict[str, Any]) -> nn.Module:
+    if site["curve"] == "rmsnorm":
+        options = {name: site[name] for name in ("channel_axis", "eps", "elementwise_affine", "bias")}
+        return RMSNorm(site["normalized_shape"], **options)
+    if site["curve"] != "free":
+        return Pointwise(site)
+    with safe_open(WEIGHTS, framework="pt") as tensors:
+        parts = (tensors.get_slice(f"{site['name']}.table.{name}").get_shape() for name in ("at", "mean", "slopes"))
+        return Pointwise(site, Table(*map(torch.zeros, parts)))
+
+
+def put_in(network: nn.Module) -> nn.Module:
+    """Put these modules in the place of a network's norms, in place; their weights are not loaded yet."""
+    activated = {site["name"] for site in record()["sites"] if site["activated"]}
+    for path, module in modules().items():
+        norm = network.get_submodule(path)
+        if isinstance(module, Pointwise) and path in activated:
+            module.activations = [name for name, _ in _children(norm, _ACTIVATIONS)]
+            for name, child in _children(norm, _ACTIVATIONS):
+                module.add_module(name, child)
+        module.train(norm.training)
+        for parent in list(network.modules()):
+            for name in [name for name, child in parent._modules.items() if child is norm]:
+                setattr(parent, name, module)
+    return network
+
+
+def _children(norm: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
+    return [(name, child) for name in names if isinstance(child := getattr(norm, name, None), nn.Module)]
+
+
+def swapped(network: nn.Module, weights: str | Path = WEIGHTS) -> nn.Module:
+    """Make the swapped network of one that has its norms, in place; its own weights do not matter.
+
+    Raises RuntimeError, or AttributeError, if it is of another architecture.
+    """
+    tensors = load_file(weights)
+    tensors |= {name: tensors[kept] for name, kept in record()["tied"].items()}
+    put_in(network)
+    for name, value in network.state_dict(keep_vars=True).items():
+        if name in tensors:
+            value.data = value.data.to(tensors[name].dtype)
+    network.load_state_dict(tensors)
+    return network.eval()
+
+
+def register(library: Any) -> None:
+    """Let AutoModel of transformers load the folder, whose config.json has a model type of its own."""
+    facts = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
+    names = facts["pointwise"]
+
+    def made(self: Any, config: Any) -> None:
+        base.__init__(self, config, **names["options"])
+        put_in(self)
+
+    config = type("PointwiseConfig", (getattr(library, names["config"]),), {"model_type": facts["model_type"]})
+    base = getattr(library, names["model"])
+    kept = {*(getattr(base, "_keep_in_fp32_modules_strict", None) or ()), "table"}
+    content = {"config_class": config, "_keep_in_fp32_modules_strict": kept, "__init__": made}
+    library.AutoConfig.register(facts["model_type"], config)
+    library.AutoModel.register(config, type("PointwiseModel", (base,), content))
