@@ -17,8 +17,9 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import normscope
 from normscope.errors import ModelError, UsageError
+from normscope.swaps.calibrate.swap import swap
 from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
-from normscope.swaps.replace import Swap, replacements, swap
+from normscope.swaps.replace import Swap, replacements
 
 WIDTH = 16
 DEMOS = ("demo_vit", "demo_wav2vec2", "demo_dit")

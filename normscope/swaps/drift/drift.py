@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.entries import taken_once
@@ -20,11 +21,11 @@ from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
+from normscope.swaps.calibrate.swap import CALIBRATED, calibrated
 from normscope.swaps.distances import Configuration, Tallies
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality.measures import Judge, QualityFunction
-from normscope.swaps.replace import CALIBRATED, Calibration, calibrated
 from normscope.swaps.reports import Drift, DriftCalibration, DriftReport
 
 MOST_SAMPLES = 16  # for each site alone and for the cumulative order
@@ -138,34 +139,25 @@ def drift(
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
     sites = list(replacements)
-    if init == CALIBRATED and one_at_a_time and taken_once(batches):
+    if taken_once(batches) and ((init == CALIBRATED and one_at_a_time) or (cumulative and len(sites) > 1)):
+        once = "one_at_a_time=False and cumulative=False" if init == CALIBRATED else "cumulative=False"
         raise DataError(
-            "The batches can be iterated only once, and every calibrated row is measured on all of them; pass a list "
-            "of batches, or one_at_a_time=False and cumulative=False."
-        )
-    if cumulative and len(sites) > 1 and taken_once(batches):
-        raise DataError(
-            "The batches can be iterated only once, and the cumulative order is known after the first time; pass a "
-            "list of batches, or cumulative=False."
+            f"The batches can be iterated only once, and are needed several times; pass a list of batches, or {once}."
         )
     everything = Configuration("all", None, tuple(sites))
     alone = [Configuration("one", path, (path,)) for path in sites] if one_at_a_time else []
-    samples = getattr(batches, "n_samples", None)
-    rows_wanted = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
-    network, stage = uncompiled(model), stage_of(about, func, init)
+    rounds = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
+    network, stage = uncompiled(model), ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
     comparison: PairedPasses | CalibratedPasses
     if init == CALIBRATED:
-        all_of_them = calibrations(len(sites), **rows_wanted)
-        comparison = CalibratedPasses(
-            *(network, batches, replacements, outputs, ranks, learn, refit),
-            progress=progress,
-            stage=stage,
-            of=all_of_them,
-            most=most,
-        )
+        _check(replacements, refit, ranks)
+        counter = StageProgress(progress, stage, calibrations(len(sites), **rounds))
+        passes_with = partial(PairedPasses, network, batches, outputs=outputs, ranks=ALONE, most=most)
+        comparison = CalibratedPasses(network, replacements, learn, outputs, refit, passes_with, progress, counter)
     else:
+        samples = getattr(batches, "n_samples", None)
         asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
-        of = None if samples is None else passes(samples, len(sites), most, **rows_wanted)
+        of = None if samples is None else passes(samples, len(sites), most, **rounds)
         counter = StageProgress(progress, stage, of, ranks.size)
         comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked, most=most)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
@@ -177,17 +169,8 @@ def drift(
         with comparison.swapped(sites):
             judge.add("swapped", network)
     judge.settle(ranks)
-    done = comparison.calibration if isinstance(comparison, CalibratedPasses) else None
-    return replace(report, quality=judge.quality, no_quality=judge.untold, calibration=done)
-
-
-def stage_of(about: Mapping[str, str], func: str, init: str) -> str:
-    """Return what :func:`drift` calls its stage where it reports progress.
-
-    >>> stage_of({"model": "demo_vit"}, "dyt", "fit"), stage_of({}, "", "")
-    ('demo_vit, dyt, fit', 'samples')
-    """
-    return ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
+    calibration = comparison.calibration if isinstance(comparison, CalibratedPasses) else None
+    return replace(report, quality=judge.quality, no_quality=judge.untold, calibration=calibration)
 
 
 def passes(
@@ -203,7 +186,7 @@ def passes(
 
 
 def _cumulative(comparison: PairedPasses | CalibratedPasses, report: DriftReport) -> list[Drift]:
-    """Swap one site after the other; what the first alone does is known already."""
+    """Swap one site after another; the row of the first alone exists already."""
     order = report.least_harmful(len(report.sites))
     first = next(row for row in report.by_site if row.site == order[0])
     more = [Configuration("cumulative", order[n - 1], tuple(order[:n])) for n in range(2, len(order) + 1)]
@@ -224,7 +207,7 @@ class CalibratedPasses:
     """A network with and without its norms, each swap calibrated by itself before it is measured.
 
     Attributes:
-        calibration: what the rows so far were calibrated on; that of all sites comes first.
+        calibration: inputs that the rows so far were calibrated on; that of all sites comes first.
     """
 
     calibration: DriftCalibration | None = None
@@ -233,45 +216,33 @@ class CalibratedPasses:
     def __init__(
         self,
         network: nn.Module,
-        batches: Iterable[Any],
         modules: Mapping[str, nn.Module],
-        outputs: Outputs,
-        ranks: Ranks,
         learn: Iterable[Any] | None,
+        outputs: Outputs,
         refit: str,
-        *,
+        passes_with: Callable[..., PairedPasses],
         progress: Progress,
-        stage: str,
-        of: int,
-        most: int | None,
+        counter: StageProgress,
     ) -> None:
-        """Keep what to swap and to measure, and as much of the inputs to learn from as memory has room for.
+        """Keep the swap, and as much of the inputs to learn from as memory has room for.
 
-        See :func:`normscope.swaps.drift.drift.drift`; ``of`` is how many sites all rows have, see :func:`calibrations`.
+        Arguments are those of :func:`drift`; ``passes_with`` makes the passes with given modules, and ``counter``
+        counts the calibrated sites of all rows.
         """
-        _check(modules, refit, ranks)
-        self._network, self._batches, self._modules, self._outputs = network, batches, modules, outputs
+        self._network, self._modules, self._outputs, self._refit = network, modules, outputs, refit
         self._data = str(getattr(learn, "description", None) or "")
         self._learn, self._left_out = kept_in_memory(unpacked(network, learn)[1])
-        self._refit, self._progress, self._most = refit, progress, most
-        self._counter = StageProgress(progress, stage, of)
+        self._passes_with, self._progress, self._counter = passes_with, progress, counter
 
-    def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
-        """Calibrate each of some swaps and compare, as :meth:`PairedPasses.compared` does.
-
-        Args:
-            wanted: the swaps; the first call has that of all sites first.
-            ends: of trajectories, compared with all sites swapped.
-        """
-        tallies = Tallies(wanted)
-        for number, done in enumerate(wanted):
+    def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
+        """Calibrate each of some swaps and compare, as :meth:`PairedPasses.compared` does; all sites come first."""
+        tallies = Tallies(configurations)
+        for number, done in enumerate(configurations):
             everything = len(done.paths) == len(self._modules)
             passes = self._everything if everything else None
             if passes is None:
-                found, both = self._calibrated(done), (self._network, self._batches)
-                passes = PairedPasses(
-                    *both, found.modules, self._outputs, ALONE, _unheard, {}, found.refitted, self._most
-                )
+                modules, refitted = self._calibrated(done)
+                passes = self._passes_with(modules, refitted=refitted)
                 self._everything = passes if everything else self._everything
             tallies.take(number, passes.compared([done], ends if done.swapped == "all" else None))
         return tallies
@@ -283,34 +254,32 @@ class CalibratedPasses:
         with self._everything.swapped(paths):
             yield
 
-    def _calibrated(self, done: Configuration) -> Calibration:
+    def _calibrated(self, done: Configuration) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
         sites, reached = len(done.paths), 0
 
         def told(stage: str, at: int, of: int | None) -> None:
             nonlocal reached
-            if is_one_step(stage):
-                if self.calibration is None:  # later ones take no more memory than that of all sites
-                    self._progress(stage, at, of)
-                return
-            now = math.floor(sites * at / (of or at or 1))
-            self._counter.add(now - reached)
-            reached = now
+            if not is_one_step(stage):
+                now = math.floor(sites * at / (of or at or 1))
+                self._counter.add(now - reached)
+                reached = now
+            elif self.calibration is None:  # later calibrations take no more memory than that of all sites
+                self._progress(stage, at, of)
 
-        modules = {path: self._modules[path] for path in done.paths}
-        found = calibrated(self._network, modules, self._learn, outputs=self._outputs, refit=self._refit, progress=told)
-        report, before = found.report, self.calibration
-        if before is None:
-            before = DriftCalibration(
-                self._data,
-                self._refit,
-                report.n_learned,
-                report.n_judged,
-                self._left_out + report.left_out,
-                0,
-                report.left,
-            )
+        start = {path: self._modules[path] for path in done.paths}
+        options = {"outputs": self._outputs, "refit": self._refit, "progress": told}
+        modules, refitted, report = calibrated(self._network, start, self._learn, **options)
+        before = self.calibration or DriftCalibration(
+            self._data,
+            self._refit,
+            report.n_learned,
+            report.n_judged,
+            self._left_out + report.left_out,
+            0,
+            report.left,
+        )
         self.calibration = replace(before, restored=before.restored + report.restored)
-        return found
+        return modules, refitted
 
 
 def to_learn_from(
@@ -343,7 +312,3 @@ def _check(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks) -> None:
             )
     if ranks.size > 1:
         raise UsageError(f"Calibration runs in one process, and {ranks.size} measure this drift.")
-
-
-def _unheard(number: int) -> None:
-    """Count nothing: sites are counted, and not the samples that they are measured on."""

@@ -14,7 +14,6 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.pool import Pool, evenly
 from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.distances import Configuration, measure_of
@@ -146,7 +145,7 @@ class _Search:
             raise DataError("There is no batch to choose on.")
         self._sites, self.order = list(modules), list[str]()
         counter = StageProgress(progress, STAGE, None)
-        self._passes = PairedPasses(network, batches, modules, outputs, ALONE, counter.add, {})
+        self._passes = PairedPasses(network, batches, modules, outputs, advance=counter.add)
         (everything,) = self._moved([Configuration("one", self._sites[0], tuple(self._sites))])
         self.steps = [KeepStep(None, 0, len(self._sites), _error(everything))]
 
@@ -162,14 +161,14 @@ class _Search:
             if len(left) == 1:
                 self._put_back(left[0], Quantiles.of([0.0] * self.steps[-1].error.n), 0)
                 continue
-            without = [Configuration("one", path, tuple(one for one in left if one != path)) for path in left]
-            best = min(self._moved(without), key=lambda row: _known(_error(row).p50))
+            without = [Configuration("one", path, tuple(site for site in left if site != path)) for path in left]
+            best = min(self._moved(without), key=lambda row: _error(row).p50)
             assert best.site is not None  # noqa: S101  # as configured
             self._put_back(best.site, _error(best), len(left) - 1)
         return self.steps[kept]
 
-    def _moved(self, wanted: Sequence[Configuration]) -> list[Drift]:
-        rows = self._passes.compared(wanted).rows("", "", self._sites)
+    def _moved(self, configurations: Sequence[Configuration]) -> list[Drift]:
+        rows = self._passes.compared(configurations).rows("", "", self._sites)
         return [row for row in rows if row.at == OUTPUT and not row.part]
 
     def _put_back(self, path: str, moved: Quantiles, left: int) -> None:
@@ -179,10 +178,6 @@ class _Search:
 
 def _error(row: Drift) -> Quantiles:
     return row.relative_l2 if row.kl is None else row.kl
-
-
-def _known(median: float) -> float:
-    return math.inf if math.isnan(median) else median
 
 
 def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dict[int, float]]:
@@ -226,7 +221,7 @@ def _on_held_out(
     network, order = uncompiled(module), report.kept
     left = [tuple(path for path in report.sites if path not in order[:kept]) for kept in range(len(order) + 1)]
     counter = StageProgress(progress, HELD_OUT, None)
-    passes = PairedPasses(network, held_out, modules, outputs, ALONE, counter.add, {})
+    passes = PairedPasses(network, held_out, modules, outputs, advance=counter.add)
     rows = passes.compared([Configuration("one", paths[0], paths) for paths in left]).rows("", "", report.sites)
     moved = [_error(row) for row in rows if row.at == OUTPUT and not row.part]
     judge.add("original", network)

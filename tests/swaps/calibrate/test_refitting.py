@@ -11,7 +11,7 @@ import normscope
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.pool import Pool
-from normscope.swaps.calibrate import neighbours, refitting
+from normscope.swaps.calibrate import closed_form, neighbours, refitting
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.calibrate.closed_form import PENALTIES
 from normscope.swaps.calibrate.refitting import all_to, paused_at, waiting_passes
@@ -237,30 +237,31 @@ def test_a_network_of_rms_norms():
 
 
 def test_layers_of_one_input_share_their_products_and_come_to_the_same(monkeypatch):
-    refitting = __import__("normscope.swaps.calibrate.refitting", fromlist=["Refitting"])
+    """What is changed in place between two layers is another input, as a copy is."""
 
     class Three(nn.Module):
-        def __init__(self):
+        def __init__(self, copied):
             super().__init__()
+            torch.manual_seed(0)
             self.norm, self.a, self.b, self.c = nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
+            self.copied = copied
 
         def forward(self, x):
             y = self.norm(x)
-            a, b = self.a(y), self.b(y)
-            return a * b + self.c(y.mul_(2))
+            of_b = y.clone() if self.copied else y
+            a, b = self.a(y), self.b(of_b)
+            return a * b + self.c((y.clone() if self.copied else y).mul_(2))
 
-    torch.manual_seed(0)
-    original = Three().requires_grad_(False)
     learn = batches(6, lambda generator, size: torch.randn(size, 5, 8, generator=generator) * 2)
-    states, shared = [], []
-    is_same = refitting._Taken.is_same
-    for sharing in (lambda one, other: shared.append(is_same(one, other)) or shared[-1], lambda one, other: False):
-        monkeypatch.setattr(refitting._Taken, "is_same", sharing)
+    states, grams, gram = [], [], closed_form._gram
+    monkeypatch.setattr(closed_form, "_gram", lambda h: grams.append(1) or gram(h))
+    for copied in (False, True):
+        original = Three(copied).requires_grad_(False)
         swapped = copy.deepcopy(original)
         swapped.norm = normscope.PointwiseFunction("tanh", 8, alpha=0.2)
         calibrate(original, swapped, learn)
         states.append(swapped.state_dict())
-    assert shared == [True, False]  # what is changed in place between two layers is another input
+    assert len(grams) == 2 * (2 + 3)  # over the inputs to learn from, and over those that decide
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 

@@ -21,8 +21,8 @@ from normscope.inputs.pool import Pool
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
 from normscope.swaps.distances import output_errors
-from normscope.swaps.heal import heal as heal_module
-from normscope.swaps.heal import stages, targets, training
+from normscope.swaps.heal import heal as stages
+from normscope.swaps.heal import targets, training
 from normscope.swaps.heal.targets import TrainingTargets, drawn, pooled_loss, steps_of
 from normscope.swaps.heal.training import TrainedParameters
 from normscope.swaps.pointwise import PointwiseFunction, RMSNorm
@@ -332,10 +332,12 @@ class _Clock:
 
     def __init__(self, monkeypatch, of_calibration, of_step, of_measuring):
         self.now, self.steps, self.rates = 1000.0, 0, []
-        for module in (heal_module, stages, training):
+        for module in (stages, training):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now), raising=False)
         self._slow(monkeypatch, stages, "calibrate", lambda: of_calibration)
-        self._slow(monkeypatch, stages.OutputErrors, "of", lambda: of_measuring)
+        errors = type("SlowErrors", (stages.OutputErrors,), {})  # calibration measures by the plain ones
+        monkeypatch.setattr(stages, "OutputErrors", errors)
+        self._slow(monkeypatch, errors, "of", lambda: of_measuring)
         self._slow(monkeypatch, stages, "output_errors", lambda: of_measuring)
         self._slow(monkeypatch, TrainingTargets, "gradients", lambda: of_step(self.steps))
         step = torch.optim.AdamW.step
