@@ -135,7 +135,7 @@ def drift(
         ends = getattr(model.inputs if batches is None else batches, "ends", None)
     loaded = model
     model, batches, about, outputs = unpacked(model, batches, about, outputs)
-    judge = Judge.of(loaded, quality, batches, outputs, progress)
+    judge = Judge(loaded, quality, batches, outputs, progress)
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
     sites = list(replacements)

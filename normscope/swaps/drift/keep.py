@@ -216,7 +216,7 @@ def _on_held_out(
     progress: Progress,
 ) -> KeepReport:
     """Measure drift and quality for each number of norms up to those kept."""
-    judge = Judge.of(model, quality, held_out, outputs, progress)
+    judge = Judge(model, quality, held_out, outputs, progress)
     module, held_out, _, outputs = unpacked(model, held_out, None, outputs)
     network, order = uncompiled(module), report.kept
     left = [tuple(path for path in report.sites if path not in order[:kept]) for kept in range(len(order) + 1)]

@@ -145,7 +145,7 @@ def heal(
     sites = swapped_sites(teacher, student)
     _check_parameters(student)
     reported = list(reported) if taken_once(reported) else reported
-    judge = Judge.of(original, quality, reported, outputs, progress)
+    judge = Judge(original, quality, reported, outputs, progress)
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
         check_asked(path, asked or {})

@@ -31,7 +31,7 @@ MASK, AROUND = 39, (37, 38)
 
 
 def judged(task, module, batches, outputs):
-    judge = Judge(task, batches, outputs, silent)
+    judge = Judge(module, task, batches, outputs, silent)
     judge.add("original", module)
     return judge
 
@@ -197,12 +197,6 @@ def test_a_perplexity_that_is_not_finite_is_infinite_and_none_in_json():
     assert report.as_dict()["quality"]["scores"]["swapped"]["value"] is None
 
 
-def judged_once(task, module, batches, outputs):
-    judge = Judge(task, batches, outputs, silent)
-    judge.add("original", module)
-    return judge
-
-
 @pytest.fixture(scope="module")
 def digits():
     return normscope.load("demo_vit", device="cpu")
@@ -239,14 +233,14 @@ def test_top_1_is_scikit_learns_accuracy_before_and_after(digits):
 
 def test_samples_that_share_a_source_get_no_interval():
     batch = Batch((torch.eye(4),), samples=tuple(Sample("one photograph", 0, n, label=n) for n in range(4)))
-    score = judged_once(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
+    score = judged(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
     assert (score.value, score.interval) == (1.0, None)
 
 
 def test_equal_names_in_two_data_sets_are_independent_sources():
     samples = tuple(Sample(f"{n % 2}.png", n % 2, n % 2, data="ab"[n // 2], label=n) for n in range(4))
     batch = Batch((torch.eye(4),), samples=samples)
-    score = judged_once(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
+    score = judged(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
     expected = stats.binomtest(4, 4).proportion_ci(0.95, method="wilson")
     assert score.interval == pytest.approx((expected.low, expected.high))
 
@@ -281,8 +275,8 @@ def loaded(module, task=None):
 
 
 def test_batches_are_halved_where_memory_ends():
-    whole = judged_once(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
-    halved = judged_once(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
+    whole = judged(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
+    halved = judged(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
     assert halved == whole and whole.n == 10
 
 
@@ -329,7 +323,7 @@ def test_why_there_is_none_is_said():
 
 def test_the_first_rank_measures_and_all_know():
     report = drift(loaded(Block()), None, {"norm": DyT(4)})
-    judge = Judge(Task("top-1"), [], Outputs("classes"), silent)
+    judge = Judge(Block(), Task("top-1"), [], Outputs("classes"), silent)
 
     class Second(Ranks):
         def told(self, message):
