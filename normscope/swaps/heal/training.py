@@ -34,22 +34,18 @@ Checked = Callable[[TrainingCheck], object]
 
 @dataclass
 class TrainingState:
-    """The state of a healing, all that it resumes from.
+    """State of a healing, from which it resumes.
 
     Attributes:
-        drift: the least median so far, on the inputs that decide.
-        most_p90: the 90th percentile there with the start values, which no state that is kept exceeds.
+        drift: least median so far, on the inputs that decide.
+        most_p90: 90th percentile there with the start values, which no state that is kept exceeds.
         drifts: quantiles of the drift on the held-out inputs, at the start and after each stage.
-        n_held_out: number of the held-out samples.
-        not_refitted: why a layer beside a swapped norm was not calibrated, by path.
-        budget: seconds that the training may take; None where its number of steps is given, and until it begins.
-        seconds: that it took until the last check.
-        step: number of steps done.
-        checks: what they found, in order.
-        left_with: the stage whose state the network was left with; empty until all is done.
-        calibrated: what calibration changed.
-        best: what is trained, in the state of the least drift so far.
-        trained: the :attr:`TrainedParameters.tensors` as they are now; none before the first check.
+        budget: seconds that the training may take; None with a number of steps, and until it begins.
+        seconds: duration of the training until the last check.
+        left_with: stage whose state the network was left with; empty until all is done.
+        calibrated: parameters that calibration changed.
+        best: trained parameters in the state of the least drift so far.
+        trained: present :attr:`TrainedParameters.tensors`; empty before the first check.
         moments: of the optimizer, by its own name for them.
     """
 
@@ -69,12 +65,11 @@ class TrainingState:
     moments: dict[str, Values] = field(default_factory=dict)
 
     def check(self, drift: float, p90: float, loss: float) -> TrainingCheck:
-        """Add a check, which says whether the state is the best so far."""
+        """Add a check, and keep the state if it is the best so far."""
         kept = drift < self.drift and p90 <= self.most_p90
         self.drift = drift if kept else self.drift
-        found = TrainingCheck(self.step, _finite(loss), _finite(drift), kept)
-        self.checks.append(found)
-        return found
+        self.checks.append(TrainingCheck(self.step, _finite(loss), _finite(drift), kept))
+        return self.checks[-1]
 
     @property
     def tensors(self) -> Values:
@@ -104,7 +99,7 @@ class TrainingState:
 
 
 def rate_for(width: int, steps: float) -> float:
-    """The largest learning rate for a network of so many channels, over so many steps.
+    """Return the largest learning rate for a number of channels and of steps.
 
     The first steps at a large rate lose what calibration has found; a short schedule does not win it back.
 
@@ -125,22 +120,22 @@ def train(
     progress: Progress,
     checked: Checked,
 ) -> None:
-    """Go through the rest of a schedule, from where the state stands; the network is left in its best state.
+    """Run the rest of a schedule; the network is left in its best state.
 
-    AdamW without weight decay, its rate rising for the first steps and then falling to nought along a cosine, gradients
-    clipped. A dozen times over the schedule the drift is measured, and the state kept if it is the least so far; it is
-    never stopped early, since much of what such a schedule gains comes at its end. With a budget of seconds in place of
-    steps, rate and checks follow the share of it that has passed.
+    AdamW without weight decay, with a warm-up and a cosine to zero, and clipped gradients. A dozen times over the
+    schedule the drift is measured, and the state kept if it is the least so far. Training never stops early, since
+    much of the gain of such a schedule comes at its end. With a budget of seconds in place of steps, rate and checks
+    follow the share of it that has passed.
 
     Args:
-        state: changed as it goes; it says which state is the best to begin with.
-        trained: what is trained.
+        state: changed as it goes.
+        trained: the parameters.
         width: of the norms, see :func:`rate_for`.
-        steps: of the whole schedule; None where ``state.budget`` says how many seconds it may take.
-        gradients: adds those of the step of this number to the network's parameters, and returns the loss.
+        steps: of the whole schedule; None with ``state.budget``.
+        gradients: adds the gradients of a step's number to the network's parameters, and returns the loss.
         drift: measures its median and 90th percentile, on the inputs that decide.
         saved: called after every check.
-        progress: called after every step with the stage's name, and the steps done and all of them, or the seconds.
+        progress: called after every step with the steps done and all of them, or the seconds.
         checked: called with each check.
     """
     optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
@@ -228,16 +223,9 @@ _ASKED = "asked"
 
 
 def save_checkpoint(path: Path, asked: Mapping[str, Any], settings: Mapping[str, Any], state: TrainingState) -> None:
-    """Write the state of a healing, whole or not at all.
+    """Write the state of a healing, whole or not at all; UsageError if the file cannot be written.
 
-    Args:
-        path: of the file.
-        asked: what :func:`check_asked` compares.
-        settings: what is healed, of what and on what; only the same goes on from it.
-        state: where it stands.
-
-    Raises:
-        UsageError: if it cannot be written there.
+    ``asked`` is for :func:`check_asked`, and ``settings`` identify the network, the inputs and the options.
     """
     tensors = {name: value.cpu().contiguous() for name, value in state.tensors.items()}
     header = {"format": _FORMAT, "version": _VERSION, _ASKED: dict(asked), "settings": dict(settings)}
@@ -245,11 +233,7 @@ def save_checkpoint(path: Path, asked: Mapping[str, Any], settings: Mapping[str,
 
 
 def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a healing with other options, before any work; no file is no checkpoint.
-
-    Args:
-        path: of the file.
-        asked: what tells one healing from others before a network is loaded: options, by name.
+    """Refuse a checkpoint of a healing with other options by name, before any work; no file is no checkpoint.
 
     Raises:
         UsageError: if the checkpoint is of another healing.
@@ -265,16 +249,9 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
 def load_checkpoint(
     path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
 ) -> TrainingState | None:
-    """Read where a healing stands; None where there is no file.
+    """Read a checkpoint, with errors as of :func:`check_asked`; None if there is no file.
 
-    Args:
-        path: of the file.
-        settings: as for :func:`save_checkpoint`.
-        parameters: of the swapped network, which the tensors have to fit.
-
-    Raises:
-        UsageError: if the checkpoint is of another healing.
-        DataError: if the file is damaged, or of another kind or version.
+    The tensors have to fit the parameters of the swapped network.
     """
     if not path.exists():
         return None
@@ -302,9 +279,9 @@ def _check_fits(full: str, value: Tensor, parameters: Mapping[str, nn.Parameter]
         raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}")
 
 
-def _differing(stored: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    known = stored if isinstance(stored, dict) else {}
-    return ((name, known.get(name), value) for name, value in wanted.items() if known.get(name) != value)
+def _differing(stored: Any, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    before = stored if isinstance(stored, dict) else {}
+    return ((name, before.get(name), value) for name, value in settings.items() if before.get(name) != value)
 
 
 def _of_another(path: Path, what: str) -> UsageError:
@@ -317,17 +294,17 @@ _LEAST_ALPHA = 1e-6  # in place of an α of nought, through which nothing could 
 class TrainedParameters:
     """Parameters of a network as training moves them: weight · f(αx + s) + bias as (v/α) · f(α(x + c)) + bias.
 
-    Where a norm is nearly a straight line, weight and α matter by their product alone: trained as they are, α falls
-    and the weight grows, to 10⁵, until one step of α or s destroys the network. The slope v = weight · α, log α and
+    Where a norm is nearly a straight line, weight and α matter by their product alone. Trained directly, α falls and
+    the weight grows, to 10⁵, until one step of α or s destroys the network. The slope v = weight · α, log α and
     c = s/α, a shift of x itself, stay moderate.
 
     Args:
-        network: whose point-wise functions have a weight for each channel.
+        network: with point-wise functions that have a weight for each channel.
         names: of the parameters that are trained; of a function all of them together.
 
     Attributes:
-        tensors: what an optimizer moves, by parameter name: v under the weight's, log α under α's, counted from what it
-            was, and c under the shift's; everything else is the parameter itself.
+        tensors: variables of the optimizer by parameter name: v for the weight, log α relative to its start for α, and
+            c for the shift; other parameters as they are.
 
     >>> function = PointwiseFunction("tanh", 2, alpha=0.5)
     >>> trained = TrainedParameters(function, ["alpha", "weight", "bias"])
@@ -400,10 +377,10 @@ class _Function:
     def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return weight, α and s."""
         alpha = self._begun * tensors[self._alpha].exp()
-        found = {self._weight: tensors[self._weight] / alpha, self._alpha: alpha}
+        values = {self._weight: tensors[self._weight] / alpha, self._alpha: alpha}
         if self._has_shift(tensors):
-            found[self._shift] = tensors[self._shift] * alpha
-        return found
+            values[self._shift] = tensors[self._shift] * alpha
+        return values
 
     def gradients(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return the gradients of v, log α and c, from those of weight, α and s."""
@@ -412,13 +389,13 @@ class _Function:
             return {}
         # As log α grows, so does s = αc; the weight, v/α, falls.
         of_log = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
-        found = {self._weight: weight.grad / alpha}
+        gradients = {self._weight: weight.grad / alpha}
         if self._has_shift(parameters):
             shift = parameters[self._shift]
             of_shift = torch.zeros_like(shift) if shift.grad is None else shift.grad
-            found[self._shift] = of_shift * alpha
+            gradients[self._shift] = of_shift * alpha
             of_log = of_log + shift * of_shift
-        return {**found, self._alpha: of_log}
+        return {**gradients, self._alpha: of_log}
 
     def _has_shift(self, tensors: Mapping[str, Tensor]) -> bool:
         # One shift for the αs of all channels stays as it is.

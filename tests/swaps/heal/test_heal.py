@@ -277,7 +277,7 @@ def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks)
     ends = []
     for batch in (Batch((x[:, :2],), samples=samples), masked):
         lesson = TrainingTargets(original, swapped, Outputs(), SITES[:1], [[batch]])
-        (of_site,) = lesson.targets(0)[0].of_sites[SITES[0]]
+        (of_site,) = lesson.targets(0)[0][1][SITES[0]]
         with torch.no_grad():
             mine = swapped.blocks[0][1](original.blocks[0][0](batch.args[0]))
         ends.append(float(pooled_loss(mine, of_site, batch.valid_at(SITES[0]))))
