@@ -24,7 +24,7 @@ Arranged = tuple[Tensor, Tensor | None]  # (samples, positions, features), and w
 def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
     """View a network's output, whose axis 0 counts samples, as ``(samples, positions, features)``.
 
-    Positions are told apart where they mean something: in logits of tokens, in frames, and where padding lies there.
+    Positions are kept apart in logits of tokens, in frames, and if some are padding.
 
     Raises:
         ModelError: if axis 0 does not count the samples of the batch.
@@ -44,9 +44,7 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
 class SiteLayout:
     """Layout of the output of one norm site; remembers the axis of positions once it is unambiguous.
 
-    Args:
-        path: of the site.
-        of_one_sample: shape of its output of one sample; None where that is not known, and samples come first.
+    ``of_one_sample`` is the shape of its output for one sample; None if unknown, with samples first.
     """
 
     def __init__(self, path: str, of_one_sample: torch.Size | None) -> None:
@@ -54,9 +52,9 @@ class SiteLayout:
         self._position_axis: int | None = None
 
     def by_sample(self, output: Tensor, batch: Batch) -> Arranged:
-        """View it as ``(samples, positions, features)``, with one position where nothing is padded.
+        """View it as ``(samples, positions, features)``, with one position if nothing is padded.
 
-        What does not grow with the number of samples belongs to each of them.
+        An output that does not grow with the number of samples belongs to each of them.
 
         Raises:
             DataError: if it cannot be told which of its elements are padding.
@@ -319,58 +317,41 @@ class Tallies:
 KL, RELATIVE_L2 = "KL divergence", "relative L2"
 
 
-def relative_errors(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Relative L2 of each sample, ‖output − wanted‖ / ‖wanted‖ over all that is not padding.
-
-    Args:
-        output: ``(samples, …)``.
-        wanted: likewise.
-        valid: which positions are data, bool ``(samples, positions)``; None for all, and where the tensors do not have
-            those positions.
-
-    Returns:
-        ``(samples,)``, in the dtype of ``output``, float32 at least.
+def relative_errors(output: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return ‖output − target‖ / ‖target‖ of each sample ``(samples, …)`` without padding, in float32 at least.
 
     >>> relative_errors(torch.tensor([[3.0, 5.0], [1.0, 0.0]]), torch.tensor([[3.0, 4.0], [1.0, 0.0]]))
     tensor([0.2000, 0.0000])
     """
     inside = torch.promote_types(output.dtype, torch.float32)
-    output, wanted = output.to(inside), wanted.to(inside)
+    output, target = output.to(inside), target.to(inside)
     if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
         kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
-        output, wanted = output * kept, wanted * kept
-    norms = vector_norm(wanted.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)
-    errors: Tensor = vector_norm((output - wanted).flatten(1), dim=1) / norms
+        output, target = output * kept, target * kept
+    norms = vector_norm(target.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)
+    errors: Tensor = vector_norm((output - target).flatten(1), dim=1) / norms
     return errors
 
 
-def kl_divergences(output: Tensor, wanted: Tensor, valid: Tensor | None = None) -> Tensor:
-    """KL(wanted ‖ output) of logits in nats, the mean over each sample's positions that are not padding.
+def kl_divergences(output: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return KL(target ‖ output) of logits ``(samples, …, classes)`` in nats, the mean over a sample's valid positions.
 
-    Args:
-        output: ``(samples, …, classes)``.
-        wanted: likewise.
-        valid: as for :func:`relative_errors`.
-
-    Returns:
-        ``(samples,)``, in the dtype of ``output``, float32 at least.
-
-    >>> wanted, output = torch.zeros(1, 2, 2), torch.tensor([[[1.0, 3.0], [9.0, 0.0]]]).log()
-    >>> kl_divergences(output, wanted, torch.tensor([[True, False]]))  # ½ log(½ / ¼) + ½ log(½ / ¾)
+    >>> target, output = torch.zeros(1, 2, 2), torch.tensor([[[1.0, 3.0], [9.0, 0.0]]]).log()
+    >>> kl_divergences(output, target, torch.tensor([[True, False]]))  # ½ log(½ / ¼) + ½ log(½ / ¾)
     tensor([0.1438])
     """
     inside = torch.promote_types(output.dtype, torch.float32)
     if valid is None or output.shape[:2] != valid.shape:
         valid = torch.ones(len(output), 1, dtype=torch.bool).expand(-1, output[0].numel() // output.shape[-1])
     found = []
-    for mine, theirs, kept in zip(output, wanted, valid.to(output.device), strict=True):  # few logits at a time
+    for mine, theirs, kept in zip(output, target, valid.to(output.device), strict=True):  # few logits at a time
         a, b = (x.reshape(-1, x.shape[-1])[kept].to(inside) for x in (theirs, mine))
         found.append(_kl(a, b).mean())
     return torch.stack(found)
 
 
 def measure_of(kind: Kind) -> str:
-    """Name the error by which outputs of a kind are judged: logits by what they say of each class, not by their size.
+    """Name the error by which outputs of a kind are judged: logits by their probabilities, not by their size.
 
     >>> measure_of("tokens"), measure_of("frames")
     ('KL divergence', 'relative L2')
@@ -378,9 +359,9 @@ def measure_of(kind: Kind) -> str:
     return KL if kind in ("classes", "tokens") else RELATIVE_L2
 
 
-def errors_by_kind(output: Tensor, wanted: Tensor, batch: Batch, kind: Kind) -> Tensor:
+def errors_by_kind(output: Tensor, target: Tensor, batch: Batch, kind: Kind) -> Tensor:
     """Return the error of each sample's output that :func:`measure_of` names: ``(samples,)``."""
-    return (kl_divergences if measure_of(kind) == KL else relative_errors)(output, wanted, batch.valid)
+    return (kl_divergences if measure_of(kind) == KL else relative_errors)(output, target, batch.valid)
 
 
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:

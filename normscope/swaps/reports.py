@@ -439,17 +439,16 @@ class Case(Record):
 
     Attributes:
         variant: ``native``, ``rmsnorm``, ``identity``, a curve, or ``copy``: a tensor of the norm's size, copied.
-        way: ``eager``, plain torch; ``compile``, plain torch by torch.compile; ``fused``, by one kernel made for it, in
-            an eager network; ``compile + fused``, by that kernel in a network by torch.compile, to which it is opaque.
+        way: ``eager``, plain torch; ``compile``, torch.compile; ``fused``, one kernel in an eager network;
+            ``compile + fused``, that kernel in a compiled network, to which it is opaque.
         scope: the ``norm`` alone or the whole ``model``.
         passes: ``forward``, without gradients, or ``forward + backward``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         timer: ``blocks`` of torch.utils.benchmark; single ``passes``; on CUDA ``do_bench``, or ``graph``: a CUDA
             graph's replay.
-        shape: of the norm's input; of a whole model, of the first tensor that goes in.
-        sites: how many norms of this class and shape the network has; of a whole model, how many were replaced, and
-            of the native one, how many there are.
-        nbytes: that the norm cannot but move, see :func:`bytes_moved`; None for a whole model.
+        shape: of the norm's input, or of the model's first tensor.
+        sites: number of norms of this class and shape; of a model, number of norms that were replaced, or are native.
+        nbytes: least traffic of the norm, see :func:`bytes_moved`; None for a whole model.
     """
 
     variant: str
@@ -468,22 +467,18 @@ class Timing(Case):
     """Times of one case, and the verdict.
 
     Attributes:
-        samples: seconds of one pass, each; none where it did not run.
-        minimum: of them.
-        median: of them.
+        samples: seconds of single passes; none if it did not run.
+        minimum: of the samples, as the median and the quantiles.
         p20: quantile 0.2, or the sample below it.
         p80: quantile 0.8, or the sample above it.
-        gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model, and of what took no time.
+        gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model.
         share_of_copy: of a same-size copy's GB/s in the same run.
-        ratio: of the median to the native norm's of the same way (of ``fused``, to the eager one's; of
-            ``compile + fused``, to the compiled one's); above 1 is slower.
-        verdict: ``faster`` only where minimum, median and the whole interval from p20 to p80 lie below the native
-            norm's, and ``slower`` where all of them lie above; ``too few passes to tell`` where they do, of fewer than
-            three samples of either; ``alike`` where they do not; ``not run``; or nothing, of the native norm and the
-            copy themselves.
-        compile_seconds: of the first call of what is compiled, the first of all with the start of the compiler; less
-            where torch's cache on disk has it. In no sample.
-        note: what else is to be known: why it did not run, which sites were left as they are.
+        ratio: of the median to the native norm's, which is compiled if the case is; above 1 is slower.
+        verdict: ``faster`` or ``slower`` if minimum, median and the interval from p20 to p80 all are; ``too few passes
+            to tell`` if they are, of fewer than three samples; otherwise ``alike``; ``not run``; or nothing, for the
+            native norm and the copy themselves.
+        compile_seconds: duration of the first call, which no sample contains; less with torch's cache on disk.
+        note: reason why it did not run, or sites that were left as they are.
     """
 
     samples: tuple[float, ...] = ()
@@ -504,9 +499,9 @@ class BenchReport(Tabled, Record):
     """Speed of a network with each point-wise function in the place of its norms.
 
     Attributes:
-        about: model, weights and data, as of :attr:`normscope.inputs.loaded_model.LoadedModel.about`.
-        device: what it ran on, in words.
-        rows: in the order in which they were asked for.
+        about: model, weights and data, see :attr:`normscope.inputs.loaded_model.LoadedModel.about`.
+        device: the device in words.
+        rows: timings, in the order in which they were asked for.
         left_out: what was not timed and why, a sentence each.
     """
 
@@ -525,11 +520,10 @@ class Latency:
 
     Attributes:
         variant: ``native`` (an RMSNorm), or a curve.
-        norms: whether they run ``eager``, each by torch.compile, or ``fused``, by normscope's kernels; the rest is
-            eager.
+        norms: ``eager``, ``compile``, or ``fused``, by normscope's kernels; the rest of the network is eager.
         passes: ``forward``, or ``forward + backward``, which the paper calls training.
-        layer: seconds that the network's norms take by themselves.
-        model: seconds that the whole network takes.
+        layer: seconds of the network's norms.
+        model: seconds of the whole network.
     """
 
     variant: str
@@ -556,13 +550,12 @@ class PublishedReport(Record):
     """Our seconds beside the published ones.
 
     Attributes:
-        device: what ours ran on.
-        rows: ours.
-        published: theirs.
-        source: of theirs.
-        tokens: of the one sequence.
-        n_passes: that each number of ours is of.
-        notes: what differs from the paper's, and what was not run.
+        device: device of our rows.
+        rows: our seconds.
+        published: the paper's seconds, from ``source``.
+        tokens: length of the one sequence.
+        n_passes: number of passes of each of our figures.
+        notes: differences from the paper's setup, and cases that were not run.
     """
 
     device: str

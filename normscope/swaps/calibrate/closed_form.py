@@ -145,10 +145,10 @@ class RefittedLayer:
     Attributes:
         weight: W: float64 ``(channels, features)``.
         bias: b: ``(channels,)``; None for a layer without one.
-        penalty: λ, as a share of the mean square of a centred feature; ∞ where the weight stays and the bias alone is
-            fitted, None where the layer stays as it is.
+        penalty: λ, as a share of the mean square of a centred feature; ∞ if only the bias is fitted, None if the layer
+            stays as it is.
         before: relative L2 error of the layer as it is, on the tokens that decide, of the targets about their mean.
-        after: of the layer with these weights, likewise.
+        after: error of the layer with these weights.
     """
 
     weight: Tensor
@@ -159,13 +159,9 @@ class RefittedLayer:
 
 
 def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | None) -> RefittedLayer:
-    """Fit a layer, with the λ that is best on tokens of other sources, and then to all tokens with that λ.
+    """Fit a layer with weight W₀ and bias b₀ to all tokens, with the λ that is best on the tokens that decide.
 
-    Args:
-        learned: sums with one target, over tokens to learn from.
-        judged: over those that decide.
-        weight: W₀: ``(channels, features)``.
-        bias: b₀: ``(channels,)``; None for a layer without one, which then gets none.
+    A layer without bias gets none.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.randn(400, 3, generator=generator)
@@ -283,15 +279,9 @@ _LEAST_VARIANCE = 1e-10  # of f over a channel's tokens, as a share of its mean 
 
 
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of a point-wise function that come nearest to y, searched from its present ones.
+    """Return the parameters of a point-wise function nearest to a norm's outputs y, searched from its present ones.
 
-    Args:
-        function: it stays as it is.
-        x: what the norm took: float64 ``(tokens, channels)``.
-        y: what it gave.
-
-    Returns:
-        Values by parameter name, in the shape and dtype of the function's.
+    x and y are float64 ``(tokens, channels)``. Values are by parameter name, in the shape and dtype of the function's.
 
     >>> function = PointwiseFunction("tanh", 2, alpha=0.4)
     >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).reshape(100, 2)

@@ -63,40 +63,35 @@ def drift(
     (:func:`normscope.calibrate`): a calibration a row. The network itself has its norms and weights meanwhile.
 
     Args:
-        model: the network, with its norms: what :func:`normscope.load` returned, or any module.
+        model: the network, with its norms: the result of :func:`normscope.load`, or any module.
         batches: held-out inputs, as :func:`normscope.capture` takes them; each is taken while the network is as it
-            was. A few numbers per input are kept. Gone through twice where ``cumulative``. None for a loaded model's
-            own inputs.
-        replacements: what takes the place of which norm, by module path, as
-            :func:`normscope.swaps.replace.replacements` makes it; all sites that are swapped at once.
-        outputs: how to read what the network returns, and what it is; a loaded model says it.
-        ends: yields the samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at
-            the moment of each; they are compared with all sites swapped. Of several ranks each calls it with its own
-            :class:`normscope.inputs.splits.Share`. Trajectories that a loaded model is run on have them.
-        func: what takes the norms' place, and
-        init: with which start values: both stand in every row; ``calibrated`` is done here.
-        learn: of ``calibrated``: inputs to learn from, other ones than the batches; at most a gibibyte of them is kept
-            in memory. None for a loaded model's calibration; where it has none, and no batches are passed, one source
-            of each four of its inputs is measured on, and the others are learned from.
-        refit: of ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
+            was, and all of them twice if ``cumulative``. None for a loaded model's own inputs.
+        replacements: all modules to swap in, by path, from :func:`normscope.swaps.replace.replacements`.
+        outputs: how to read the network's output; by default as the loaded model says, or the first tensor.
+        ends: yields samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at the
+            moment of each; they are compared with all sites swapped. Each of several ranks calls it with its own
+            :class:`normscope.inputs.splits.Share`. By default those of a loaded model that runs on trajectories.
+        func: curve in the norms' place, and
+        init: start values, as named in every row; ``calibrated`` calibrates here.
+        learn: for ``calibrated``: inputs to learn from, other than the batches, at most a gibibyte in memory. None for
+            a loaded model's calibration; without one and without batches, one source in four of its inputs is measured
+            on, and the others are learned from.
+        refit: for ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
         one_at_a_time: whether each site is also swapped alone.
         cumulative: whether sites are also swapped one after the other.
         most: largest number of samples for each site alone and for the cumulative order, evenly spaced over the
             inputs; None for all. With all sites swapped, all samples are compared.
-        quality: a function of yours that says how well the network does what it is for: from the module, in eval mode
-            and without gradients, to a number. It is called with no site swapped and with all, by the first rank. None
-            for a loaded model's own task, on the same batches: accuracy by labels, perplexity, …; see
-            :class:`normscope.inputs.loaded_model.Task`, which can be given, too.
-        about: what the report says of itself: ``model``, ``weights``, ``data``.
-        progress: called after each of the :func:`passes` that samples run through, with what is swapped in, how many
-            samples have run, those of all passes counted, and how many there are; of ``calibrated``, how many sites
-            were calibrated, those of all rows counted.
-        ranks: the processes that divide the batches among them; see :func:`normscope.pairs.ranks.joined`. The same
-            replacements have to be on all of them.
+        quality: function from the module, in eval mode and without gradients, to a number that grows or falls with
+            its quality; called by the first rank with no site swapped and with all. Or a
+            :class:`normscope.inputs.loaded_model.Task`; by default a loaded model's own, on the same batches.
+        about: ``model``, ``weights`` and ``data`` of the report.
+        progress: called after each of the :func:`passes` with the stage, the samples run in all passes, and their
+            final number; for ``calibrated``, with the number of calibrated sites in all rows.
+        ranks: processes that divide the batches, see :func:`normscope.pairs.ranks.joined`; with equal replacements.
 
     Returns:
-        The report, the same on every rank, whatever their number. Where batches name their ``part``, the output with
-        all sites swapped is there for each part, too.
+        The report, the same on every rank, whatever their number. If batches name their ``part``, it has a row for the
+        output with all sites swapped on each part.
 
     Raises:
         DataError: if there is no batch, if batches that are needed twice can be iterated only once, or if ranks do not

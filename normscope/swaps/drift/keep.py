@@ -53,22 +53,22 @@ def keep(
     n passes a step for n sites, over at most 48 samples (:data:`MOST_SAMPLES`). The network is left as found.
 
     Args:
-        model: the network, with its norms: what :func:`normscope.load` returned, or any module.
-        batches: inputs to choose on, as :func:`normscope.capture` takes them, by which nothing is judged afterwards;
-            None for a loaded model's calibration, or where it has none its inputs.
-        replacements: what takes the place of which norm, by module path, as :func:`normscope.replacements` makes it.
-        number: how many norms to keep; or
-        max_drift: the median error to stay at or below: as few norms as that takes.
-        held_out: inputs to report on; not looked at in choosing.
-        outputs: how to read what the network returns; a loaded model says it.
-        quality: how well the network does what it is for, on the held-out inputs, as of :func:`normscope.drift`.
-        after: what works on the functions that stay, such as a calibration: from the paths that stay swapped to the
-            median error that this leaves, by which ``max_drift`` is then met. Norms come back in the same order;
-            how many is found by trying 0, 1, 3, 7, … and then halves between.
-        func: what takes the norms' place, and
-        init: with which start values: what the report says of itself.
-        about: likewise: ``model``, ``weights``, ``data``.
-        progress: called with the stage, the samples that have run and, where it is known, their number.
+        model: the network, with its norms: the result of :func:`normscope.load`, or any module.
+        batches: inputs to choose on, as :func:`normscope.capture` takes them; None for a loaded model's calibration, or
+            without one its inputs.
+        replacements: modules to swap in, by path, from :func:`normscope.replacements`.
+        number: number of norms to keep; or
+        max_drift: the median error to stay at or below, with as few norms as possible.
+        held_out: inputs to report on; not used in choosing.
+        outputs: how to read the network's output; by default as the loaded model says, or the first tensor.
+        quality: measure on the held-out inputs, as for :func:`normscope.drift`.
+        after: function such as a calibration, from the paths that stay swapped to the median error that it leaves,
+            which ``max_drift`` then bounds. Norms come back in the same order; their number is found by trying 0, 1,
+            3, 7, … and then halves between.
+        func: curve in the norms' place, and
+        init: start values, for the report, as
+        about: ``model``, ``weights`` and ``data``.
+        progress: called with the stage, the samples run and, if known, their number.
 
     Returns:
         A :class:`KeepReport`.
@@ -88,7 +88,9 @@ def keep(
     """
     sites = list(replacements or ())
     _check(sites, number, max_drift)
-    loaded, batches = model, _chosen_on(model, batches)
+    loaded = model
+    if batches is None and isinstance(model, LoadedModel):
+        batches = model.inputs if model.calibration is None else model.calibration
     network, batches, about, outputs = unpacked(model, batches, about, outputs)
     pool = Pool.of(batches)
     few = evenly([*pool.learned, *pool.judged], MOST_SAMPLES)
@@ -117,12 +119,6 @@ def _check(sites: Sequence[str], number: int | None, max_drift: float | None) ->
         raise UsageError(f"{number} norms cannot be kept of {len(sites)}: take 1 to {len(sites) - 1}.")
     if max_drift is not None and not 0 <= max_drift < math.inf:
         raise UsageError(f"The drift to stay at or below is {max_drift}; it is an error at the output, 0 or more.")
-
-
-def _chosen_on(model: nn.Module | LoadedModel, batches: Iterable[Any] | None) -> Iterable[Any] | None:
-    if batches is None and isinstance(model, LoadedModel):
-        return model.inputs if model.calibration is None else model.calibration
-    return batches
 
 
 class _Search:

@@ -251,7 +251,7 @@ class _Healing:
         """
         start = copied(self._parameters)
         settings = self._settings()
-        state = (path and load_checkpoint(path, settings, self._parameters)) or self._begun()
+        state = (path and load_checkpoint(path, settings)) or self._begun()
 
         def saved() -> None:
             if path is not None:
