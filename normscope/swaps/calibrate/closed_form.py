@@ -241,6 +241,7 @@ def _factor(gram: Tensor, penalty: float) -> Tensor:
     while True:
         penalized = gram.clone()
         penalized.diagonal(dim1=-2, dim2=-1).add_(of_groups)
+        factor: Tensor
         factor, failed = torch.linalg.cholesky_ex(penalized)
         if not bool(failed.any()) or not bool(gram.isfinite().all()):
             return factor

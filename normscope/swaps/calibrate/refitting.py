@@ -264,7 +264,13 @@ class Refitting:
             sums = self._towards_norm(layer, called, into, there)
         else:
             gain = into.gain
-            sums = self._summed(layer, called, there, lambda number: [self._kept_up(into, number, originals)])
+
+            def kept_up(number: int) -> list[Tensor]:
+                """Add the error of the residual stream so far to the layer's output in the original."""
+                short_of = self._base_in_original(into, number) - self._base(into, number)
+                return [gain.to(short_of) * originals[number].given + short_of]
+
+            sums = self._summed(layer, called, there, kept_up)
         own_bias = None if offset is None else gain * offset.detach().to("cpu", torch.float64)
         refitted = ridge(*sums, gain[:, None] * own, own_bias)
         _put(refitted, layer, gain)
@@ -281,17 +287,12 @@ class Refitting:
         function = self._functions.get(into.path)
         return into.of_output and function is not None and not function.activated
 
-    def _kept_up(self, into: NextNorm, number: int, originals: Sequence[_Passed]) -> Tensor:
-        """Target of a layer: its output in the original, plus the error of the residual stream so far."""
-        short_of = self._base_in_original(into, number) - self._base(into, number)
-        return into.gain.to(short_of) * originals[number].given + short_of
-
     def _towards_norm(
         self, layer: LinearLayer, called: CalledModule, into: NextNorm, there: Sequence[PausedPass]
     ) -> tuple[LayerSums, LayerSums]:
         """Sums with x̂/θ less the base for a target: with the norm's own output x̂ at a slope θ for each channel."""
         normalized = self._normalized(into.path)
-        sigma = self._mean_sigma(into.path)
+        sigma = float(torch.cat([passed.taken.float().std(-1) for passed in self._in_original(into.path)]).mean())
         if into.base is None:
             return self._summed(layer, called, there, lambda number: [sigma * normalized(number)])
         learned, judged = self._summed(
@@ -347,9 +348,6 @@ class Refitting:
         gain = gain.where(gain != 0, 1.0)
         return lambda number: (originals[number].given.float() - offset) / gain
 
-    def _mean_sigma(self, path: str) -> float:
-        return float(torch.cat([passed.taken.float().std(-1) for passed in self._in_original(path)]).mean())
-
 
 def _used(called: CalledModule) -> list[str]:
     """Return the paths whose inputs or outputs the fit of a module reads."""
@@ -384,7 +382,7 @@ def _add(waiting: list[tuple[Tensor, ...]], sums: LayerSums) -> None:
 
 
 def _put(found: RefittedLayer, layer: LinearLayer, gain: Tensor) -> None:
-    """Give a layer the weights that were found for gain · layer; channels that reach nothing keep their own."""
+    """Give a layer the weights fitted to gain · layer; channels that reach nothing keep their own."""
     if found.penalty is None:
         return
     reached = gain.abs() >= _LEAST_GAIN * gain.abs().max()
@@ -392,7 +390,7 @@ def _put(found: RefittedLayer, layer: LinearLayer, gain: Tensor) -> None:
 
 
 def _put_rows(layer: LinearLayer, matrix: Tensor, offset: Tensor | None, channels: Tensor) -> None:
-    """Give some channels of a layer what was found for them on the CPU, in float64."""
+    """Give some channels of a layer weights and biases from the CPU, in float64."""
     device = layer.matrix.device
     there = None if offset is None else offset.float().to(device)
     layer.put(matrix.float().to(device), there, channels.to(device))

@@ -302,22 +302,33 @@ class TrainedParameters:
         of_network = dict(network.named_parameters())
         self.parameters: Mapping[str, nn.Parameter] = {name: of_network[name] for name in names}
         self.tensors: dict[str, Tensor] = dict(self.parameters)
-        self._functions: list[_Function] = []
+        self._starts: list[tuple[str, Tensor]] = []  # prefixes of functions, and their α, whose signs stay
         for path, module in network.named_modules():
             prefix = f"{path}." if path else ""
             if isinstance(module, PointwiseFunction) and f"{prefix}alpha" in self.parameters:
                 with torch.no_grad():
                     module.alpha[module.alpha == 0] = _LEAST_ALPHA
-                function = _Function(prefix, module.alpha.detach().clone())
-                self._functions.append(function)
-                self.tensors |= function.tensors(self.parameters)
+                start = module.alpha.detach().clone()
+                self._starts.append((prefix, start))
+                self.tensors[f"{prefix}weight"] = module.weight.detach() * start
+                self.tensors[f"{prefix}alpha"] = torch.zeros_like(start)
+                if self._has_shift(prefix):
+                    self.tensors[f"{prefix}shift"] = self.parameters[f"{prefix}shift"].detach() / start
+
+    def _has_shift(self, prefix: str) -> bool:
+        """False for one shift of several α, too, which stays as it is."""
+        shift = self.parameters.get(f"{prefix}shift")
+        return shift is not None and shift.shape == self.parameters[f"{prefix}alpha"].shape
 
     @torch.no_grad()
     def put(self) -> None:
         """Give the network the values of the tensors."""
-        for function in self._functions:
-            for name, value in function.values(self.tensors).items():
-                self.parameters[name].copy_(value)
+        for prefix, start in self._starts:
+            weight, alpha, shift = (f"{prefix}{name}" for name in ("weight", "alpha", "shift"))
+            self.parameters[alpha].copy_(start * self.tensors[alpha].exp())
+            self.parameters[weight].copy_(self.tensors[weight] / self.parameters[alpha])
+            if self._has_shift(prefix):
+                self.parameters[shift].copy_(self.tensors[shift] * self.parameters[alpha])
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -328,57 +339,22 @@ class TrainedParameters:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Give the tensors the gradients that the network's parameters have."""
-        for function in self._functions:
-            for name, gradient in function.gradients(self.parameters).items():
-                self.tensors[name].grad = gradient
+        """Compute the gradients of v, log α and c from those of the network's parameters."""
+        for prefix, _ in self._starts:
+            weight, alpha = self.parameters[f"{prefix}weight"], self.parameters[f"{prefix}alpha"]
+            if weight.grad is None or alpha.grad is None:
+                continue
+            # As log α grows, so does s = αc; the weight, v/α, falls.
+            of_log = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
+            if self._has_shift(prefix):
+                shift = self.parameters[f"{prefix}shift"]
+                of_shift = torch.zeros_like(shift) if shift.grad is None else shift.grad
+                self.tensors[f"{prefix}shift"].grad = of_shift * alpha
+                of_log = of_log + shift * of_shift
+            self.tensors[f"{prefix}weight"].grad = weight.grad / alpha
+            self.tensors[f"{prefix}alpha"].grad = of_log
 
     def forget_gradients(self) -> None:
         """Leave no gradient, neither in the network nor in the tensors."""
         for tensor in (*self.parameters.values(), *self.tensors.values()):
             tensor.grad = None
-
-
-class _Function:
-    """One point-wise function: from its parameters to what is trained in their place, and back."""
-
-    def __init__(self, prefix: str, begun: Tensor) -> None:
-        self._weight, self._alpha, self._shift = (f"{prefix}{name}" for name in ("weight", "alpha", "shift"))
-        self._begun = begun  # α, whose sign stays
-
-    def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return v, log α and c."""
-        trained = {
-            self._weight: parameters[self._weight].detach() * self._begun,
-            self._alpha: torch.zeros_like(self._begun),
-        }
-        if self._has_shift(parameters):
-            trained[self._shift] = parameters[self._shift].detach() / self._begun
-        return trained
-
-    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weight, α and s."""
-        alpha = self._begun * tensors[self._alpha].exp()
-        values = {self._weight: tensors[self._weight] / alpha, self._alpha: alpha}
-        if self._has_shift(tensors):
-            values[self._shift] = tensors[self._shift] * alpha
-        return values
-
-    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return the gradients of v, log α and c, from those of weight, α and s."""
-        weight, alpha = parameters[self._weight], parameters[self._alpha]
-        if weight.grad is None or alpha.grad is None:
-            return {}
-        # As log α grows, so does s = αc; the weight, v/α, falls.
-        of_log = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
-        gradients = {self._weight: weight.grad / alpha}
-        if self._has_shift(parameters):
-            shift = parameters[self._shift]
-            of_shift = torch.zeros_like(shift) if shift.grad is None else shift.grad
-            gradients[self._shift] = of_shift * alpha
-            of_log = of_log + shift * of_shift
-        return {**gradients, self._alpha: of_log}
-
-    def _has_shift(self, tensors: Mapping[str, Tensor]) -> bool:
-        # One shift for the αs of all channels stays as it is.
-        return self._shift in tensors and tensors[self._shift].shape == tensors[self._alpha].shape
