@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -244,8 +245,11 @@ class Tally:
         """Return their quantiles and shares."""
         columns = {name: values.tolist() for name, values in self.columns().items()}
         answers = math.fsum(columns["answers"]) if "answers" in columns else None
-        shares = [name for name in ("top1", "top5", "top5_overlap") if name in columns and answers]
-        quantiles = [name for name in ("kl", "frames") if name in columns and (answers or name == "frames")]
+        of_logits: dict[str, Any] = {}
+        if answers:
+            shares = [name for name in ("top1", "top5", "top5_overlap") if name in columns]
+            of_logits = {name: math.fsum(columns[name]) / answers for name in shares}
+            of_logits["kl"] = Quantiles.of(columns["kl"])
         return Drift(
             func=func,
             init=init,
@@ -260,8 +264,8 @@ class Tally:
             relative_l2=Quantiles.of(columns["relative_l2"]),
             cosine=Quantiles.of(columns["cosine"]),
             answers=None if answers is None else int(answers),
-            **{name: math.fsum(columns[name]) / (answers or 1) for name in shares},
-            **{name: Quantiles.of(columns[name]) for name in quantiles},
+            frames=Quantiles.of(columns["frames"]) if "frames" in columns else None,
+            **of_logits,
         )
 
 
@@ -343,11 +347,11 @@ def kl_divergences(output: Tensor, target: Tensor, valid: Tensor | None = None) 
     inside = torch.promote_types(output.dtype, torch.float32)
     if valid is None or output.shape[:2] != valid.shape:
         valid = torch.ones(len(output), 1, dtype=torch.bool).expand(-1, output[0].numel() // output.shape[-1])
-    found = []
+    divergences = []
     for mine, theirs, kept in zip(output, target, valid.to(output.device), strict=True):  # few logits at a time
         a, b = (x.reshape(-1, x.shape[-1])[kept].to(inside) for x in (theirs, mine))
-        found.append(_kl(a, b).mean())
-    return torch.stack(found)
+        divergences.append(_kl(a, b).mean())
+    return torch.stack(divergences)
 
 
 def measure_of(kind: Kind) -> str:

@@ -142,12 +142,12 @@ def calibrate(
         refitting = Refitting(teacher, student, sites, [*learned, *pool.judged], len(learned))
         called_modules = [called for called in near.called_modules if called.is_norm or refit == NEIGHBOURS]
         refitting.run(called_modules, progress)
-        found = {name: value.detach().clone() for name, value in student.named_parameters()}
+        fitted = {name: value.detach().clone() for name, value in student.named_parameters()}
         last = max(number for number, called in enumerate(called_modules) if called.is_norm)
         behind = tuple(f"{called.path}." for called in called_modules[last + 1 :])
         as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
         best, after = start, before
-        for state in (found, {**found, **as_they_were}) if behind else (found,):
+        for state in (fitted, {**fitted, **as_they_were}) if behind else (fitted,):
             put_parameters(student, state)
             error = judged()
             if error[0] < after[0] and error[1] <= before[1]:

@@ -199,13 +199,13 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     if not after < own:
         return RefittedLayer(weight.double(), bias, None, own, own)
     both = learned + judged
-    found = before
+    weights = before
     if best < math.inf:
         of_both = both.centred() if bias is not None else both
         left = of_both.cross[0] - of_both.gram @ before
-        found = before + torch.cholesky_solve(left, _factor(of_both.gram, best * scale * both.count / learned.count))
-    offset = None if bias is None else (both.targets[0] - both.given(found)) / both.count
-    return RefittedLayer(found.mT.flatten(0, 1), offset, best, own, after)
+        weights = before + torch.cholesky_solve(left, _factor(of_both.gram, best * scale * both.count / learned.count))
+    offset = None if bias is None else (both.targets[0] - both.given(weights)) / both.count
+    return RefittedLayer(weights.mT.flatten(0, 1), offset, best, own, after)
 
 
 def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:

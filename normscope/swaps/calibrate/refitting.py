@@ -381,12 +381,12 @@ def _add(waiting: list[tuple[Tensor, ...]], sums: LayerSums) -> None:
         waiting.clear()
 
 
-def _put(found: RefittedLayer, layer: LinearLayer, gain: Tensor) -> None:
+def _put(refitted: RefittedLayer, layer: LinearLayer, gain: Tensor) -> None:
     """Give a layer the weights fitted to gain · layer; channels that reach nothing keep their own."""
-    if found.penalty is None:
+    if refitted.penalty is None:
         return
     reached = gain.abs() >= _LEAST_GAIN * gain.abs().max()
-    _put_rows(layer, found.weight / gain[:, None], None if found.bias is None else found.bias / gain, reached)
+    _put_rows(layer, refitted.weight / gain[:, None], None if refitted.bias is None else refitted.bias / gain, reached)
 
 
 def _put_rows(layer: LinearLayer, matrix: Tensor, offset: Tensor | None, channels: Tensor) -> None:

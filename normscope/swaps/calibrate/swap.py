@@ -93,9 +93,9 @@ def swap(
         )
     start = replacements(model, curve, fits, sites=sites)
     modules, refitted, report = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
-    made = Swap(module, modules, refitted=refitted)
-    made.calibration = report
-    return made
+    swapped = Swap(module, modules, refitted=refitted)
+    swapped.calibration = report
+    return swapped
 
 
 def calibrated(
@@ -114,9 +114,9 @@ def calibrated(
     """
     original = uncompiled(module_of(model))
     student = copied(original)
-    made = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
+    swapped = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
     report = calibrate(model, student, learn, outputs=outputs, refit=refit, progress=progress)
-    made.undo()
+    swapped.undo()
     now = dict(student.named_parameters())
     changed = {name: now[name].detach() for name, old in original.named_parameters() if not torch.equal(now[name], old)}
-    return made.modules, changed, report
+    return swapped.modules, changed, report

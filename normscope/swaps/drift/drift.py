@@ -262,8 +262,9 @@ class CalibratedPasses:
                 self._progress(stage, at, of)
 
         start = {path: self._modules[path] for path in done.paths}
-        options = {"outputs": self._outputs, "refit": self._refit, "progress": told}
-        modules, refitted, report = calibrated(self._network, start, self._learn, **options)
+        modules, refitted, report = calibrated(
+            *(self._network, start, self._learn), outputs=self._outputs, refit=self._refit, progress=told
+        )
         before = self.calibration or DriftCalibration(
             self._data,
             self._refit,

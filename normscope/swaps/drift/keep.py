@@ -20,7 +20,7 @@ from normscope.swaps.distances import Configuration, measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
 from normscope.swaps.quality.measures import Judge, QualityFunction
 from normscope.swaps.replace import Swap
-from normscope.swaps.reports import OUTPUT, Drift, KeepReport, KeepStep, Quality, Quantiles
+from normscope.swaps.reports import OUTPUT, Drift, KeepReport, KeepStep, Quantiles
 
 MOST_SAMPLES = 48  # that a choice is made on: norms differ by more than a median over these is uncertain
 STAGE, HELD_OUT = "keep", "keep, held out"
@@ -225,5 +225,4 @@ def _on_held_out(
         with Swap(network, {path: modules[path] for path in paths}):
             judge.add(f"{kept} kept", network)
     taken = [replace(step, held_out=own) for step, own in zip(report.taken, moved, strict=True)]
-    found: Quality | None = judge.quality
-    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=found)
+    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=judge.quality)

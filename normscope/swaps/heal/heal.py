@@ -140,19 +140,19 @@ def heal(
         raise UsageError("Healing learns from some inputs and is judged by others: pass both, or a loaded model alone.")
     check_options(train, steps, minutes)
     module, batches, _, outputs = unpacked(original, learn, outputs=outputs)
-    _, reported, about, _ = unpacked(original, held_out)
+    _, held_out, about, _ = unpacked(original, held_out)
     teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
     _check_parameters(student)
-    reported = list(reported) if taken_once(reported) else reported
+    reported = list(held_out) if taken_once(held_out) else held_out
     judge = Judge(original, quality, reported, outputs, progress)
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
         check_asked(path, asked or {})
+    judge.add("original", teacher)
     judging = time.monotonic()
-    for name, network in (("original", teacher), ("swapped", student)):
-        judge.add(name, network)
-    until = began + 60 * minutes + time.monotonic() - judging if minutes else None
+    judge.add("swapped", student)
+    until = began + 60 * minutes - (time.monotonic() - judging) if minutes else None  # healed it is judged once more
     learned, left_out = kept_in_memory(batches)
     options = {"calibrated": calibrated, "train": train, "seed": seed, "minutes": minutes}
     options["steps"] = STEPS if steps is None and minutes is None else steps
@@ -288,9 +288,9 @@ class _Healing:
         return state
 
     def _calibrate(self, state: TrainingState, start: Mapping[str, Tensor]) -> None:
-        options = {"refit": NORMS if self._options["train"] == NORMS else NEIGHBOURS, "progress": self._progress}
-        learned = evenly(self._batches, _MOST_CALIBRATED)
-        report = calibrate(self._original, self._swapped, learned, outputs=self._outputs, **options)
+        refit = NORMS if self._options["train"] == NORMS else NEIGHBOURS
+        both, learned = (self._original, self._swapped), evenly(self._batches, _MOST_CALIBRATED)
+        report = calibrate(*both, learned, outputs=self._outputs, refit=refit, progress=self._progress)
         state.not_refitted = dict(report.left)
         changed = {name: v for name, v in self._parameters.items() if not torch.equal(v, start[name])}
         state.calibrated = copied(changed)

@@ -285,14 +285,14 @@ class Failing(Turning):
     """Cannot run large inputs once its norm is replaced."""
 
     def forward(self, x):
-        return self.a(self.norm(x)) if len(x) < 8 or type(self.norm) is nn.LayerNorm else self.a(x[..., :3])
+        return self.a(self.norm(x)) if len(x) < 4 or type(self.norm) is nn.LayerNorm else self.a(x[..., :3])
 
 
 @pytest.mark.parametrize(
     ("network", "message"),
     [
         (Turning, r"Batch \d comes to (a|b|the end) where the first one came to (a|b): the network calls its modules"),
-        (Failing, r"Failing raised RuntimeError on inputs of the shapes \(8, 5, 8\)"),
+        (Failing, r"Failing raised RuntimeError on inputs of the shapes \(\d, 5, 8\)"),
     ],
 )
 def test_a_network_that_fails_on_its_way_says_so_and_leaves_no_pass_behind(network, message):
