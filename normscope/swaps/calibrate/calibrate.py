@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, put_parameters
-from normscope.swaps.distances import OutputErrors, measure_of
+from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 
 NORMS, NEIGHBOURS = "norms", "neighbours"
@@ -145,9 +146,16 @@ def calibrate(
         fitted = {name: value.detach().clone() for name, value in student.named_parameters()}
         last = max(number for number, called in enumerate(called_modules) if called.is_norm)
         behind = tuple(f"{called.path}." for called in called_modules[last + 1 :])
-        as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
+        states = [fitted]
+        if behind:
+            as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
+            of_first = partial(output_errors, teacher, student, pool.judged[:1], outputs)
+            error_of_fitted = of_first()
+            put_parameters(student, as_they_were)
+            if not torch.equal(of_first(), error_of_fitted):  # else they do not reach the output, like a pooler
+                states.append({**fitted, **as_they_were})
         best, after = start, before
-        for state in (fitted, {**fitted, **as_they_were}) if behind else (fitted,):
+        for state in states:
             put_parameters(student, state)
             error = judged()
             if error[0] < after[0] and error[1] <= before[1]:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -109,6 +108,8 @@ def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sam
         raise UntoldError("there is no sample to judge by")
     interval = None
     if len({(sample.data, sample.source) for sample in samples}) == len(samples):  # else they are not independent
+        from scipy import stats  # which takes a second to import
+
         wilson = stats.binomtest(sum(right), len(right)).proportion_ci(0.95, method="wilson")
         interval = (float(wilson.low), float(wilson.high))
     return Quality(name, True, len(right), count(len(right), noun), {}), Score(sum(right) / len(right), interval)
@@ -247,6 +248,8 @@ def _spearman(passes: Passes, task: Task) -> Finding:
                 scores.append(score)
     if len(set(scores)) < 2:
         raise UntoldError(f"a rank correlation takes pairs of different scores, and there are {len(set(scores))}")
+    from scipy import stats
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.ConstantInputWarning)  # which is NaN, and shown as none
         correlation = float(stats.spearmanr(cosines, scores).statistic)
