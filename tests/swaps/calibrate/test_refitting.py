@@ -285,7 +285,8 @@ class Failing(Turning):
     """Cannot run large inputs once its norm is replaced."""
 
     def forward(self, x):
-        return self.a(self.norm(x)) if len(x) < 4 or type(self.norm) is nn.LayerNorm else self.a(x[..., :3])
+        y = self.norm(x)
+        return self.a(y if len(x) < 4 or type(self.norm) is nn.LayerNorm else y @ torch.zeros(3, 3))
 
 
 @pytest.mark.parametrize(
