@@ -16,7 +16,7 @@ from common import Measurement, finish, in_own_process, names, options
 import normscope
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal import targets, training
-from normscope.swaps.heal.stages import TRAINS
+from normscope.swaps.heal.heal import TRAINS
 
 MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm,torchfcpe"
 CURVES = "dyt"

@@ -22,7 +22,7 @@ import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.pool import by_length
 from normscope.runtime.network import run
-from normscope.swaps.heal import heal, stages, training
+from normscope.swaps.heal import heal, training
 
 MODELS = "llama-128,torchfcpe"
 CURVE = "dyt"
@@ -103,7 +103,7 @@ def by_cpu_time() -> Iterator[None]:
     """Let minutes of a healing be minutes of CPU time, as other programs may use the machine too."""
     clock = SimpleNamespace(monotonic=time.process_time)
     with contextlib.ExitStack() as patches:
-        for module in (heal, stages, training):
+        for module in (heal, training):
             patches.enter_context(patch.object(module, "time", clock))
         yield
 

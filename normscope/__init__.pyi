@@ -48,6 +48,7 @@ from .pairs.sums.stats import PairStats as PairStats
 from .swaps.bench.bench import bench as bench
 from .swaps.calibrate.calibrate import CalibrationReport as CalibrationReport
 from .swaps.calibrate.calibrate import calibrate as calibrate
+from .swaps.calibrate.swap import swap as swap
 from .swaps.drift.drift import drift as drift
 from .swaps.drift.keep import keep as keep
 from .swaps.heal.heal import heal as heal
@@ -57,7 +58,6 @@ from .swaps.pointwise import DyT as DyT
 from .swaps.pointwise import PointwiseFunction as PointwiseFunction
 from .swaps.replace import Swap as Swap
 from .swaps.replace import replacements as replacements
-from .swaps.replace import swap as swap
 from .swaps.reports import BenchReport as BenchReport
 from .swaps.reports import Drift as Drift
 from .swaps.reports import DriftReport as DriftReport

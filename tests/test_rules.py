@@ -58,7 +58,6 @@ LIBRARIES = {
 CYCLES = {
     ("pairs/norms", "pairs/sums"),
     ("pairs/sums/binning", "pairs/sums"),
-    ("swaps", "swaps/calibrate"),
 }
 FIRST_WORDS = re.compile(r"(What|Whether|Which|How|Those|They|That)\b")
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError, UsageError
+from normscope.errors import ModelError
 from normscope.fits.curves.known import Curve
-from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
+from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
-from normscope.runtime.network import check_whole, copied, uncompiled
-from normscope.runtime.progress import Progress, silent
-from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
+from normscope.runtime.network import check_whole, uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import RMSNorm
-from normscope.swaps.start import RMS_NORM, Fits, Start, norms_of, only, starts
+from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
-CALIBRATED = "calibrated"
+if TYPE_CHECKING:
+    from normscope.swaps.calibrate.calibrate import CalibrationReport
+
 PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -157,112 +155,6 @@ class Swap:
         self.undo()
 
 
-def swap(
-    model: nn.Module | LoadedModel,
-    curve: str | Curve,
-    fits: Fits,
-    *,
-    sites: Layers = "all",
-    init: str = "fit",
-    learn: Iterable[Any] | None = None,
-    refit: str = NEIGHBOURS,
-    outputs: Outputs | None = None,
-    progress: Progress = silent,
-) -> Swap:
-    """Replace each norm of a network by one point-wise function, in place.
-
-    The function's weight is γ·A and its bias β, so that the trained weight and bias of the norm are kept. Hooks of a
-    norm run for its replacement, see :class:`Swap`. With ``init="calibrated"``, functions and the linear layers beside
-    them are fitted to the original's outputs, see :func:`normscope.calibrate`; otherwise nothing else changes.
-
-    Args:
-        model: the captured network, on any device: a result of :func:`normscope.load`, or any module.
-        curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
-            itself, ``best`` for each site's best curve, ``identity`` (linear), or ``rmsnorm`` for the norm without
-            centring.
-        fits: a result of :func:`normscope.fit` on the network's capture, one per site or channel; the capture itself,
-            which is then fitted with s, and with the weights γ² if it was taken ``by_gamma``; or norm sites alone
-            for ``paper`` and ``rmsnorm``, which need no fit.
-        sites: the norms, as ``layers`` of :func:`normscope.capture`, and placements (``"pre-norm"``, ``"final"``).
-        init: ``fit``; ``theory``: A and α as they follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
-            with which the papers begin training; ``calibrated``: ``fit``, and then calibration without gradients.
-        learn: of ``calibrated``: batches to learn from, as :func:`normscope.capture` takes them; None for a loaded
-            model's calibration data, or else its inputs.
-        refit: of ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
-        outputs: of ``calibrated``: how to read the network's output; by default as the loaded model does, or the
-            first tensor.
-        progress: of ``calibrated``: called with the stage, the steps done and all steps.
-
-    Returns:
-        A :class:`Swap`: use it in a ``with`` statement to have the network back afterwards, refitted layers too.
-
-    Raises:
-        UsageError: if there is no such curve, site, init or fit; if there is nothing to learn from, or an argument of
-            calibration was passed without it.
-        ModelError: if the network does not have the sites, or a norm cannot be replaced.
-
-    >>> import normscope
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-    >>> x = [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
-    >>> seen = normscope.capture(model, x)
-    >>> with swap(model, "dyt", seen):
-    ...     print(model[1])
-    PointwiseFunction(tanh, 8)
-    >>> with swap(model, "dyt", seen, init="calibrated", learn=x) as calibrated:
-    ...     print([module.path for module in calibrated.calibration.modules])
-    ['1', '2']
-    """
-    module = module_of(model)
-    if init != CALIBRATED:
-        given = {"learn": learn is not None, "refit": refit != NEIGHBOURS, "outputs": outputs is not None}
-        if names := [name for name, there in given.items() if there]:
-            raise UsageError(f"With init={init!r} nothing is calibrated: {names[0]} goes with init='calibrated' alone.")
-        return Swap(module, replacements(model, curve, fits, sites=sites, init=init))
-    if curve == RMS_NORM:
-        raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
-    if learn is None and not isinstance(model, LoadedModel):
-        raise UsageError(
-            f"init='calibrated' learns from inputs, and a {type(module).__name__} brings none: pass learn=, batches as "
-            "normscope.capture takes them, or swap in what normscope.load returned."
-        )
-    start = replacements(model, curve, fits, sites=sites)
-    result = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
-    swapped = Swap(module, result.modules, refitted=result.refitted)
-    swapped.calibration = result.report
-    return swapped
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Result of work on a copy of a network: modules by path, other parameters by name, and a report."""
-
-    modules: Mapping[str, nn.Module]
-    refitted: Mapping[str, Tensor]
-    report: CalibrationReport
-
-
-def calibrated(
-    model: nn.Module | LoadedModel,
-    modules: Mapping[str, nn.Module],
-    learn: Iterable[Any] | None,
-    *,
-    outputs: Outputs | None,
-    refit: str,
-    progress: Progress,
-) -> Calibration:
-    """Calibrate a swap, and leave the network and these modules as they are; see :func:`normscope.calibrate`."""
-    original = uncompiled(module_of(model))
-    student = copied(original)
-    swapped = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
-    report = calibrate(model, student, learn, outputs=outputs, refit=refit, progress=progress)
-    swapped.undo()
-    before = original.get_parameter
-    changed = {
-        name: value.detach() for name, value in student.named_parameters() if not torch.equal(value, before(name))
-    }
-    return Calibration(swapped.modules, changed, report)
-
-
 def replacements(
     model: nn.Module | LoadedModel,
     curve: str | Curve,
@@ -271,9 +163,9 @@ def replacements(
     sites: Layers = "all",
     init: str = "fit",
 ) -> dict[str, nn.Module]:
-    """Make the replacements of :func:`swap`, by module path, and swap nothing.
+    """Make the modules that :func:`normscope.swap` puts in, by module path, without a swap.
 
-    Arguments and errors are those of :func:`swap`, without ``calibrated``.
+    Arguments and errors are those of :func:`normscope.swap`; a calibrated swap begins with ``fit``.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)

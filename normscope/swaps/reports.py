@@ -14,19 +14,20 @@ OUTPUT, END = "output", "end of trajectory"
 Swapped = Literal["all", "one", "cumulative"]
 
 
+class _AboutNetwork(Tabled, Record):
+    """Report whose JSON has model, weights and data at its top level."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON, with the description of the network at its top level."""
+        document = super().as_dict()
+        return {**document.pop("about"), **document}
+
+
 @dataclass(frozen=True)
 class Quantiles:
-    """Distribution of values over inputs.
+    """Distribution of n values over inputs: extremes, the 10th and 90th percentile, and the median.
 
-    Between two of them a quantile is interpolated, as numpy does by default; it is infinite where either is.
-
-    Attributes:
-        min: the smallest.
-        p10: quantile 0.1.
-        p50: the median.
-        p90: quantile 0.9.
-        max: the largest.
-        n: number of values; of none, all of these are NaN.
+    Quantiles are interpolated as numpy does by default, but infinite where a neighbour is; of no values they are NaN.
     """
 
     min: float
@@ -38,7 +39,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
-        """Take the quantiles of some values, among which may be infinite ones.
+        """Compute the quantiles of values, some of which may be infinite.
 
         >>> Quantiles.of([3.0, 1.0, 2.0]).p50, Quantiles.of([1.0, 2.0, math.inf]).p90
         (2.0, inf)
@@ -62,30 +63,29 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 class Drift(Record):
     """Distance of a network from the original at one place, with some of its norms replaced.
 
-    An input whose swapped values are not finite counts as the worst in the order of the quantiles: infinitely far,
-    with a cosine of −∞. No mean is taken over inputs.
+    An input whose swapped values are not finite counts as infinitely far in the quantiles, with a cosine of −∞.
 
     Attributes:
-        func: what took the norms' place.
-        init: with which start values; empty where there are none, as of an RMSNorm.
-        swapped: ``all`` the sites; ``one`` alone; or ``cumulative``: those up to this one, the least harmful first.
+        func: curve in the norms' place.
+        init: start values; empty if there are none, as for an RMSNorm.
+        swapped: ``all`` sites; ``one`` alone; or ``cumulative``: those up to this one, the least harmful first.
         site: the one, or the one added last; None for all.
         sites_swapped: number of sites swapped.
-        at: where it was measured: ``output``, a site's path, or ``end of trajectory``.
-        part: the part of the data, ``timestep 980`` for example; empty for all of it.
-        inputs: number of inputs that were compared, those among them that are not finite included.
-        nonfinite: how many of them gave a NaN or an infinity once the norms were swapped.
+        at: place of the measurement: ``output``, a site's path, or ``end of trajectory``.
+        part: part of the data, such as ``timestep 980``; empty for all of it.
+        inputs: number of inputs that were compared, non-finite ones included.
+        nonfinite: number of inputs with a NaN or an infinity once the norms were swapped.
         left_out: number of further inputs at which the original itself is not finite, or zero throughout.
-        relative_l2: ‖swapped − original‖ / ‖original‖ over all that belongs to an input.
+        relative_l2: ‖swapped − original‖ / ‖original‖ over all values of an input.
         cosine: of the angle between the two.
-        kl: KL(original ‖ swapped) of the softmaxes, in nats; of tokens, an input's mean over its positions. None for
-            what is no logits.
-        top1: share of the answers (inputs; of tokens, positions) where the largest logit is the same.
-        top5: share of the answers where the original's largest is among the swapped's five largest, as top-5 accuracy
-            counts it, with the original for the truth; None of five classes and fewer.
+        kl: KL(original ‖ swapped) of the softmaxes in nats, for tokens an input's mean over its positions; None if the
+            output is no logits.
+        top1: share of the answers (inputs; for tokens, positions) with the same largest logit.
+        top5: share of the answers where the original's largest is among the swapped's five largest; None for five
+            classes and fewer.
         top5_overlap: share of the original's five largest that are among the swapped's five largest.
-        answers: number of answers that these are shares of; one that is not finite agrees in nothing.
-        frames: relative L2 of single frames, over the frames of all inputs; where all sites are swapped, at the output.
+        answers: number of answers; one that is not finite agrees in nothing.
+        frames: relative L2 of single frames of all inputs, at the output with all sites swapped.
     """
 
     func: str
@@ -110,12 +110,7 @@ class Drift(Record):
 
 @dataclass(frozen=True)
 class Score(Record):
-    """Quality of one network at its task.
-
-    Attributes:
-        value: of what was measured.
-        interval: 95 % interval of a share, after Wilson; None of anything else, and of inputs that are not independent.
-    """
+    """Quality of one network at its task, with the 95 % Wilson interval of a share of independent inputs."""
 
     value: float
     interval: tuple[float, float] | None = None
@@ -126,11 +121,11 @@ class Quality(Record):
     """Quality of a network at its task, with its norms and with replacements.
 
     Attributes:
-        name: what was measured: ``top-1``, ``perplexity``, …; of a function of the user's its own name.
-        higher_is_better: whether it grows with quality; None where only the user knows.
-        n: number of images, words, tokens or pairs that it was measured on; None where only the user knows.
-        over: they in words.
-        scores: of each network: ``original``; ``swapped``; and where it was healed, ``healed``.
+        name: the measure: ``top-1 accuracy``, ``perplexity``, …, or the name of the user's function.
+        higher_is_better: None if only the user knows, as for n.
+        n: number of images, words, tokens or pairs.
+        over: the same in words.
+        scores: by network: ``original``, ``swapped``, and after healing ``healed``.
     """
 
     name: str
@@ -145,13 +140,13 @@ class DriftCalibration(Record):
     """Inputs that each row of a drift was calibrated on; it is measured on others.
 
     Attributes:
-        data: the inputs in words; empty where they do not say it.
-        refit: ``neighbours`` or ``norms``, as :func:`normscope.calibrate` takes it.
-        n_learned: samples that were learned from.
-        n_judged: samples that decided what was kept of it.
-        left_out: samples that did not fit into memory.
-        restored: rows that have the start values, as calibration did not lower the drift on the samples that decide.
-        left: why a linear layer beside a site was left as it is where all sites are swapped, by path.
+        data: the inputs in words, or empty.
+        refit: ``neighbours`` or ``norms``, as in :func:`normscope.calibrate`.
+        n_learned: number of samples to learn from.
+        n_judged: number of samples that decided what was kept.
+        left_out: number of samples that did not fit into memory.
+        restored: number of rows with their start values, as calibration did not lower the drift where it is decided.
+        left: reason why a linear layer was left as it was, by path, with all sites swapped.
     """
 
     data: str
@@ -164,7 +159,7 @@ class DriftCalibration(Record):
 
     @property
     def in_words(self) -> str:
-        """Say it in a line.
+        """One line of text.
 
         >>> DriftCalibration("digits", "norms", 36, 12, 0, 0, {}).in_words
         'by itself, functions alone, on 48 other samples than it is measured on (12 of them decided)'
@@ -175,19 +170,18 @@ class DriftCalibration(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class DriftReport(Tabled, Record):
+class DriftReport(_AboutNetwork):
     """Effect of one swap on a network's outputs.
 
     Attributes:
-        func: what took the norms' place.
-        init: with which start values; empty where there are none, as of an RMSNorm.
+        func: curve in the norms' place.
+        init: start values; empty if there are none, as for an RMSNorm.
         sites: paths of the swapped sites, in the network's order.
-        rows: everything that was measured.
-        about: ``model``, ``weights`` and ``data`` in words, as far as they were told.
-        quality: how well the network does what it is for, on the same inputs, with no site swapped and with all; None
-            where nothing tells.
-        no_quality: why there is none; else empty.
-        calibration: of ``init="calibrated"``, what every row was calibrated on; else None.
+        rows: all measurements.
+        about: ``model``, ``weights`` and ``data`` in words, if known.
+        quality: quality at the network's task on the same inputs, with no site swapped and with all; or None.
+        no_quality: reason why there is none, or empty.
+        calibration: inputs that every row was calibrated on, with ``init="calibrated"``.
     """
 
     func: str
@@ -205,7 +199,7 @@ class DriftReport(Tabled, Record):
 
     @property
     def start_in_words(self) -> str:
-        """The init; of a calibrated one also what it was learned from."""
+        """The init, and the number of samples of a calibration."""
         done = self.calibration
         if done is None:
             return self.init
@@ -234,18 +228,16 @@ class DriftReport(Tabled, Record):
 
     @property
     def by_site(self) -> list[Drift]:
-        """The network's output with each site swapped alone, in the network's order; empty if it was not asked for."""
+        """The network's output with each site swapped alone, in the network's order; may be empty."""
         return [row for row in self.rows if row.swapped == "one"]
 
     @property
     def cumulative(self) -> list[Drift]:
-        """The network's output with one site, two sites, … swapped; empty if it was not asked for."""
+        """The network's output with one site, two sites, … swapped; may be empty."""
         return [row for row in self.rows if row.swapped == "cumulative"]
 
     def least_harmful(self, number: int) -> list[str]:
-        """Return the paths of those sites that move the output least when each is swapped alone, the least first.
-
-        By the median over inputs, a median that is not finite last; of equals, the first in the network.
+        """Return the paths of the sites with the least median drift when each is swapped alone, the least first.
 
         Raises:
             UsageError: if there are not so many sites, or if no site was swapped alone.
@@ -255,13 +247,7 @@ class DriftReport(Tabled, Record):
         if not 1 <= number <= len(self.sites):
             raise UsageError(f"{number} sites were asked for; there are {len(self.sites)}, and at least one is taken.")
         medians = {row.site: row.relative_l2.p50 for row in self.by_site}
-        known = {path: math.inf if math.isnan(medians[path]) else medians[path] for path in self.sites}
-        return sorted(self.sites, key=known.__getitem__)[:number]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds, with what was told of the network at its top level."""
-        document = super().as_dict()
-        return {**document.pop("about"), **document}
+        return sorted(self.sites, key=lambda path: (math.isnan(medians[path]), medians[path]))[:number]
 
 
 START, CALIBRATED, TRAINED = "start", "calibrated", "trained"
@@ -272,10 +258,10 @@ class TrainingCheck:
     """State of a training at one step.
 
     Attributes:
-        step: how many steps were done.
-        loss: mean training loss of the steps since the check before; None where it was not finite.
-        drift: median error at the output, on the inputs that decide; None where it was not finite.
-        kept: whether this state was kept: none before was as near, and the 90th percentile is not above the start's.
+        step: number of steps done.
+        loss: mean training loss since the check before; None if it was not finite.
+        drift: median error at the output, on the inputs that decide; None if it was not finite.
+        kept: True if no earlier state was as near, and the 90th percentile is not above the start's.
     """
 
     step: int
@@ -285,26 +271,25 @@ class TrainingCheck:
 
 
 @dataclass(frozen=True, repr=False)
-class HealReport(Tabled, Record):
+class HealReport(_AboutNetwork):
     """Result of a healing: the error at the output against the original, in quantiles over samples.
 
     Attributes:
-        drifts: on the held-out inputs, which nothing else has seen: ``p10``, ``median`` and ``p90`` at the ``start``
-            and after each stage, ``calibrated`` and ``trained``; ∞ where outputs were not finite.
-        left_with: the stage whose state the network was left with: that of the least held-out median, of those whose
-            90th percentile is not above the start's.
+        drifts: ``p10``, ``median`` and ``p90`` on the held-out inputs, at the ``start`` and after each stage,
+            ``calibrated`` and ``trained``; ∞ for outputs that were not finite.
+        left_with: stage whose state the network was left with: the least held-out median with a 90th percentile that is
+            not above the start's.
         checks: the course of the training.
-        steps: how many steps it took.
-        train: which weights were trained: ``norms``, ``neighbours`` or ``all``.
-        n_learned: samples that were learned from.
-        n_judged: samples that decided which state is kept.
-        n_held_out: samples that the drifts are of.
-        left_out: samples to learn from that did not fit into memory.
-        not_refitted: why a layer beside a swapped norm was not calibrated, by path.
-        quality: how well the original does what it is for, and the swapped network with its start values and healed,
-            on the held-out inputs; None where nothing tells.
-        no_quality: why there is none; else empty.
-        about: model, weights and data, which are the held-out inputs; empty of a module that is no loaded model.
+        steps: number of steps of the training.
+        train: trained weights: ``norms``, ``neighbours`` or ``all``.
+        n_learned: number of samples to learn from.
+        n_judged: number of samples that decided which state is kept.
+        n_held_out: number of held-out samples.
+        left_out: number of samples to learn from that did not fit into memory.
+        not_refitted: reason why a layer beside a swapped norm was not calibrated, by path.
+        quality: quality at the network's task of ``original``, ``swapped`` and ``healed``, on the held-out inputs.
+        no_quality: reason why there is none, or empty.
+        about: model, weights and held-out data; empty for a plain module.
         measure: of all errors: ``KL divergence`` of logits, in nats, the mean over a sample's positions; ``relative
             L2`` of other outputs.
     """
@@ -364,12 +349,13 @@ class HealReport(Tabled, Record):
         return 1 - left / start if start else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds, with what is told of the network at its top level; a drift not finite is None."""
+        """Return the report as JSON, with the description of the network at its top level."""
         document = super().as_dict()
-        about, stages, checks = (document.pop(name) for name in ("about", "drifts", "checks"))
+        about = {name: document.pop(name) for name in self.about}
+        stages, checks = document.pop("drifts"), document.pop("checks")
         del stages[START]
-        of_all = {"before": self.before, "after": self.after, "closed": self.closed}
-        return {**about, **as_json(of_all), "stages": stages, **document, "checks": checks}
+        summary = {"before": self.before, "after": self.after, "closed": self.closed}
+        return {**about, **as_json(summary), "stages": stages, **document, "checks": checks}
 
 
 @dataclass(frozen=True)
@@ -377,13 +363,12 @@ class KeepStep(Record):
     """The network once one norm more is back in its place, all others of the chosen sites swapped.
 
     Attributes:
-        site: the norm that came back in this step; None of the first, with all sites swapped.
-        kept: how many norms are back.
-        swapped: how many sites are swapped.
+        site: the norm that came back in this step; None for the first, with all sites swapped.
+        kept: number of norms that are back.
+        swapped: number of sites that are swapped.
         error: at the output, over the inputs that the choice was made on.
-        held_out: the same over held-out inputs; None where there were none, and of steps that were not taken.
-        worked_on: the median that ``after`` gave, once what is swapped was calibrated for example; None where it was
-            not asked.
+        held_out: the same over held-out inputs; None without any, and for steps that were not taken.
+        worked_on: median error that ``after`` returned, for example after a calibration; None without one.
     """
 
     site: str | None
@@ -395,19 +380,18 @@ class KeepStep(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class KeepReport(Tabled, Record):
+class KeepReport(_AboutNetwork):
     """Norms of a network to keep, and the error with each number of them kept.
 
     Attributes:
         sites: paths of all sites, in the network's order.
-        kept: those of the norms to keep, in the order in which they were put back: the one that was worth most first.
-        steps: one for each number of norms kept, from none on; the last ones may have been tried and not taken.
+        kept: paths of the norms to keep, the most valuable first.
+        steps: one for each number of norms kept, beginning with none; the last ones may not have been taken.
         n_chosen_on: number of samples that the choice was made on.
-        func: what takes the norms' place.
-        init: with which start values.
-        about: ``model``, ``weights`` and ``data`` in words, as far as they were told.
-        quality: how well the network does what it is for, on held-out inputs: ``original``, and by the number of norms
-            kept, ``0 kept``, ``1 kept``, …; None where nothing tells.
+        func: curve in the norms' place.
+        init: start values.
+        about: ``model``, ``weights`` and ``data`` in words, if known.
+        quality: quality at the network's task on held-out inputs: ``original``, ``0 kept``, ``1 kept``, …; or None.
         measure: of all errors: ``KL divergence`` of logits, ``relative L2`` of other outputs.
     """
 
@@ -435,11 +419,6 @@ class KeepReport(Tabled, Record):
         """The steps up to the number of norms that are kept."""
         return self.steps[: len(self.kept) + 1]
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds, with what was told of the network at its top level."""
-        document = super().as_dict()
-        return {**document.pop("about"), **document}
-
 
 Way = Literal["eager", "compile", "fused", "compile + fused"]
 Scope = Literal["norm", "model"]
@@ -460,17 +439,16 @@ class Case(Record):
 
     Attributes:
         variant: ``native``, ``rmsnorm``, ``identity``, a curve, or ``copy``: a tensor of the norm's size, copied.
-        way: ``eager``, plain torch; ``compile``, plain torch by torch.compile; ``fused``, by one kernel made for it, in
-            an eager network; ``compile + fused``, by that kernel in a network by torch.compile, to which it is opaque.
+        way: ``eager``, plain torch; ``compile``, torch.compile; ``fused``, one kernel in an eager network;
+            ``compile + fused``, that kernel in a compiled network, to which it is opaque.
         scope: the ``norm`` alone or the whole ``model``.
         passes: ``forward``, without gradients, or ``forward + backward``.
         dtype: ``float32``, ``bfloat16`` or ``float16``.
         timer: ``blocks`` of torch.utils.benchmark; single ``passes``; on CUDA ``do_bench``, or ``graph``: a CUDA
             graph's replay.
-        shape: of the norm's input; of a whole model, of the first tensor that goes in.
-        sites: how many norms of this class and shape the network has; of a whole model, how many were replaced, and
-            of the native one, how many there are.
-        nbytes: that the norm cannot but move, see :func:`bytes_moved`; None for a whole model.
+        shape: of the norm's input, or of the model's first tensor.
+        sites: number of norms of this class and shape; of a model, number of norms that were replaced, or are native.
+        nbytes: least traffic of the norm, see :func:`bytes_moved`; None for a whole model.
     """
 
     variant: str
@@ -489,22 +467,18 @@ class Timing(Case):
     """Times of one case, and the verdict.
 
     Attributes:
-        samples: seconds of one pass, each; none where it did not run.
-        minimum: of them.
-        median: of them.
+        samples: seconds of single passes; none if it did not run.
+        minimum: of the samples, as the median and the quantiles.
         p20: quantile 0.2, or the sample below it.
         p80: quantile 0.8, or the sample above it.
-        gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model, and of what took no time.
+        gb_per_s: ``nbytes`` over the median, in 10⁹ bytes; None for a whole model.
         share_of_copy: of a same-size copy's GB/s in the same run.
-        ratio: of the median to the native norm's of the same way (of ``fused``, to the eager one's; of
-            ``compile + fused``, to the compiled one's); above 1 is slower.
-        verdict: ``faster`` only where minimum, median and the whole interval from p20 to p80 lie below the native
-            norm's, and ``slower`` where all of them lie above; ``too few passes to tell`` where they do, of fewer than
-            three samples of either; ``alike`` where they do not; ``not run``; or nothing, of the native norm and the
-            copy themselves.
-        compile_seconds: of the first call of what is compiled, the first of all with the start of the compiler; less
-            where torch's cache on disk has it. In no sample.
-        note: what else is to be known: why it did not run, which sites were left as they are.
+        ratio: of the median to the native norm's, which is compiled if the case is; above 1 is slower.
+        verdict: ``faster`` or ``slower`` if minimum, median and the interval from p20 to p80 all are; ``too few passes
+            to tell`` if they are, of fewer than three samples; otherwise ``alike``; ``not run``; or nothing, for the
+            native norm and the copy themselves.
+        compile_seconds: duration of the first call, which no sample contains; less with torch's cache on disk.
+        note: reason why it did not run, or sites that were left as they are.
     """
 
     samples: tuple[float, ...] = ()
@@ -525,9 +499,9 @@ class BenchReport(Tabled, Record):
     """Speed of a network with each point-wise function in the place of its norms.
 
     Attributes:
-        about: model, weights and data, as of :attr:`normscope.inputs.loaded_model.LoadedModel.about`.
-        device: what it ran on, in words.
-        rows: in the order in which they were asked for.
+        about: model, weights and data, see :attr:`normscope.inputs.loaded_model.LoadedModel.about`.
+        device: the device in words.
+        rows: timings, in the order in which they were asked for.
         left_out: what was not timed and why, a sentence each.
     """
 
@@ -546,11 +520,10 @@ class Latency:
 
     Attributes:
         variant: ``native`` (an RMSNorm), or a curve.
-        norms: whether they run ``eager``, each by torch.compile, or ``fused``, by normscope's kernels; the rest is
-            eager.
+        norms: ``eager``, ``compile``, or ``fused``, by normscope's kernels; the rest of the network is eager.
         passes: ``forward``, or ``forward + backward``, which the paper calls training.
-        layer: seconds that the network's norms take by themselves.
-        model: seconds that the whole network takes.
+        layer: seconds of the network's norms.
+        model: seconds of the whole network.
     """
 
     variant: str
@@ -577,13 +550,12 @@ class PublishedReport(Record):
     """Our seconds beside the published ones.
 
     Attributes:
-        device: what ours ran on.
-        rows: ours.
-        published: theirs.
-        source: of theirs.
-        tokens: of the one sequence.
-        n_passes: that each number of ours is of.
-        notes: what differs from the paper's, and what was not run.
+        device: device of our rows.
+        rows: our seconds.
+        published: the paper's seconds, from ``source``.
+        tokens: length of the one sequence.
+        n_passes: number of passes of each of our figures.
+        notes: differences from the paper's setup, and cases that were not run.
     """
 
     device: str

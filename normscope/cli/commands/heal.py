@@ -73,8 +73,7 @@ def heal(
     say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
-    from normscope.swaps.heal.heal import STEPS
-    from normscope.swaps.heal.stages import HealOptions
+    from normscope.swaps.heal.heal import STEPS, check_options
     from normscope.swaps.heal.training import check_asked
     from normscope.swaps.reports import TRAINED
     from normscope.swaps.start import RMS_NORM
@@ -84,7 +83,7 @@ def heal(
     calibrated = init == CALIBRATED and how.asked != RMS_NORM
     if minutes is None and steps is None:
         steps = STEPS
-    HealOptions(calibrated, train, steps, minutes, run.seed)  # refuses contradictions before anything is loaded
+    check_options(train, steps, minutes)
     check_kernels([how], run.device)
     check_keep(keep, None, sites, place)
     check_folder_writable(output, FILES, ALSO)

@@ -99,7 +99,7 @@ def swap(
     chosen = list(modules) if choice is None else choice.swapped
     swapped, report = (network.module, None) if maker is None else maker.made(chosen)
     with say.bars() as progress:
-        judge = Judge.of(network, None, learner.held_out, network.outputs, progress)
+        judge = Judge(network, None, learner.held_out, network.outputs, progress)
         judge.add("original", network.module)
         if maker is None:
             normscope.Swap(network.module, {path: modules[path] for path in chosen})

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.batch import Batch
@@ -20,18 +21,19 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.inputs.pool import Pool
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import KeptBuffers, left_as_found, run, uncompiled
+from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, put_parameters
-from normscope.swaps.distances import errors_by_kind, measure_of, output_by_sample
+from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 
 NORMS, NEIGHBOURS = "norms", "neighbours"
 REFITS = (NORMS, NEIGHBOURS)
 # Of activations that all waiting passes hold at once; their number of inputs is cut to it.
 MOST_BYTES = 4 * 2**30
+_QUANTILES = torch.tensor([0.5, 0.9], dtype=torch.float64)
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,11 +118,11 @@ def calibrate(
         learn = original.inputs if original.calibration is None else original.calibration
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
     teacher, student = uncompiled(module), uncompiled(swapped)
-    functions = {path: one for path, one in student.named_modules() if isinstance(one, PointwiseFunction)}
+    functions = {path: f for path, f in student.named_modules() if isinstance(f, PointwiseFunction)}
     if teacher is student or not functions:
         raise UsageError("Nothing was swapped: calibrate takes the original and a copy of it with norms replaced.")
-    for one in functions.values():
-        one.give_each_channel_its_own()
+    for function in functions.values():
+        function.give_each_channel_its_own()
     pool = Pool.of(learn).by_length()
     first = pool.learned[0]
     sites = find_norms(teacher, first.first_sample()).sites
@@ -130,25 +132,32 @@ def calibrate(
     left_out = pool.left_out + sum(len(batch.samples) for batch in pool.learned[len(learned) :])
     progress(_about_memory(near.bytes_of([*learned, *pool.judged]), n_learned + n_judged, left_out), 0, 1)
     with left_as_found(teacher), left_as_found(student):
-        given = _outputs(student, pool.judged, outputs)
-        start = {name: value.detach().clone() for name, value in student.named_parameters()}
+        errors = OutputErrors(teacher, pool.judged, outputs)
+
+        def judged() -> tuple[float, float]:
+            """Return median and 90th percentile of the error at the output; ∞ for what is not finite."""
+            median, high = errors.of(student).quantile(_QUANTILES, interpolation="higher").tolist()
+            return median, high
+
+        before, start = judged(), {name: value.detach().clone() for name, value in student.named_parameters()}
         refitting = Refitting(teacher, student, sites, [*learned, *pool.judged], len(learned))
         called_modules = [called for called in near.called_modules if called.is_norm or refit == NEIGHBOURS]
         refitting.run(called_modules, progress)
-        results = zip(refitting.results_of_original, pool.judged, strict=True)
-        wanted = [outputs.read(result, batch) for result, batch in results]
-
-        def judged(given: Sequence[Tensor]) -> tuple[float, float]:
-            return _quantiles(given, wanted, pool.judged, outputs)
-
-        before, found = judged(given), {name: value.detach().clone() for name, value in student.named_parameters()}
+        fitted = {name: value.detach().clone() for name, value in student.named_parameters()}
         last = max(number for number, called in enumerate(called_modules) if called.is_norm)
         behind = tuple(f"{called.path}." for called in called_modules[last + 1 :])
-        as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
+        states = [fitted]
+        if behind:
+            as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
+            of_first = partial(output_errors, teacher, student, pool.judged[:1], outputs)
+            error_of_fitted = of_first()
+            put_parameters(student, as_they_were)
+            if not torch.equal(of_first(), error_of_fitted):  # else they do not reach the output, like a pooler
+                states.append({**fitted, **as_they_were})
         best, after = start, before
-        for state in (found, {**found, **as_they_were}) if behind else (found,):
+        for state in states:
             put_parameters(student, state)
-            error = judged(_outputs(student, pool.judged, outputs))
+            error = judged()
             if error[0] < after[0] and error[1] <= before[1]:
                 best, after = state, error
         put_parameters(student, best)
@@ -157,37 +166,15 @@ def calibrate(
     return CalibrationReport(before[0], after[0], restored, refitting.modules, near.left, *counts, measure)
 
 
-@torch.no_grad()
-def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> list[Tensor]:
-    """Return the outputs of a network; every pass starts from its present buffers."""
-    kept, given = KeptBuffers(network), []
-    for batch in batches:
-        given.append(outputs.read(run(network, batch), batch).clone())  # it may be a buffer
-        output_by_sample(given[-1], batch, outputs.kind)  # which refuses what has no axis of samples
-        kept.put_back()
-    return given
-
-
-def _quantiles(
-    given: Sequence[Tensor], wanted: Sequence[Tensor], batches: Sequence[Batch], outputs: Outputs
-) -> tuple[float, float]:
-    """Return median and 90th percentile over samples of the error at the output; ∞ for what is not finite."""
-    parts = zip(given, wanted, batches, strict=True)
-    errors = torch.cat([errors_by_kind(*part, outputs.kind).double().cpu() for part in parts])
-    shares = torch.tensor([0.5, 0.9], dtype=torch.float64)
-    median, high = errors.nan_to_num(nan=torch.inf).quantile(shares, interpolation="higher").tolist()
-    return median, high
-
-
 def _about_memory(size: int, samples: int, left_out: int) -> str:
-    """Say, before it is taken, how much memory waiting passes need: a stage of one step."""
+    """Name the stage of one step that reports, in advance, the memory that waiting passes need."""
     gigabytes = f"{size / 1e9:.2g} GB of memory"
     rest = f", and {count(left_out, 'sample')} left out, as inputs and activations get no more" if left_out else ""
     return f"passes of {count(samples, 'sample')} wait at each module, in about {gigabytes}{rest} …"
 
 
 def _that_fit(pool: Pool, near: Neighbours) -> Sequence[Batch]:
-    """The batches to learn from whose passes can wait at once."""
+    """Return the batches to learn from whose passes can wait at once."""
     left = MOST_BYTES - near.bytes_of(pool.judged)
     for number, batch in enumerate(pool.learned):
         left -= near.bytes_of([batch])

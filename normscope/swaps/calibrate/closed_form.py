@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,17 +24,20 @@ _FIRST_TRIED = 0.1
 _LARGER = 10.0  # is a penalty that rounding makes too small
 _CHANNELS = 128  # of a layer, that λ is chosen by
 _COLUMNS = 256  # of HᵀH that are computed at once
+_NONE = torch.zeros(0)  # in place of sums that nothing was added to
 BLOCK = 4096  # tokens whose products are summed in float32, before they go into float64
 
 
+@dataclass
 class LayerSums:
     """Sums over tokens of a layer's inputs H and of one or several targets T, all that a ridge regression needs.
 
-    They are on the CPU, wherever the tokens are: not every device has float64.
+    They are on the CPU in float64, wherever the tokens are: not every device has float64. Sums that ``share_inputs``
+    are of the same inputs as others, and add up targets alone.
 
     Attributes:
         count: number of tokens.
-        features: ΣH: float64 ``(groups, features)``.
+        features: ΣH: ``(groups, features)``.
         gram: HᵀH: ``(groups, features, features)``.
         targets: ΣT: ``(targets, channels)``, those of the first group first.
         cross: HᵀT: ``(targets, groups, features, channels of a group)``.
@@ -47,17 +50,12 @@ class LayerSums:
     """
 
     count: int = 0
-    features: Tensor
-    gram: Tensor
-    targets: Tensor
-    cross: Tensor
-    products: Tensor
-
-    def __init__(self, beside: LayerSums | None = None) -> None:
-        """Begin with nothing; or, beside sums over the same inputs, with theirs, and sum up targets alone."""
-        self._shares = beside is not None
-        if beside is not None:
-            self.count, self.features, self.gram = beside.count, beside.features, beside.gram
+    features: Tensor = _NONE
+    gram: Tensor = _NONE
+    targets: Tensor = _NONE
+    cross: Tensor = _NONE
+    products: Tensor = _NONE
+    share_inputs: bool = False
 
     def add(self, inputs: Tensor, targets: Sequence[Tensor]) -> None:
         """Add tokens.
@@ -70,60 +68,50 @@ class LayerSums:
             h = inputs[rows : rows + BLOCK].float()
             h = (h[:, None] if h.ndim == 2 else h).movedim(0, 1)
             t = torch.stack([target[rows : rows + BLOCK].float() for target in targets])
-            if not self._shares:
+            if not self.share_inputs:
                 self.count += h.shape[1]
                 self._add(features=h.sum(1), gram=_gram(h))
-            products = torch.stack([torch.stack([(one * other).sum(0) for other in t]) for one in t])
             of_groups = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
+            products = torch.stack([(target * t).sum(1) for target in t])
             self._add(targets=t.sum(1), cross=h.mT @ of_groups, products=products)
 
     def _add(self, **of_block: Tensor) -> None:
         for name, part in of_block.items():
-            if not hasattr(self, name):
-                setattr(self, name, torch.zeros(part.shape, dtype=torch.float64))
-            getattr(self, name).add_(part.cpu())
+            total = getattr(self, name)
+            setattr(self, name, part.cpu().double() if total is _NONE else total.add_(part.cpu()))
 
     def combined(self, factors: Tensor) -> LayerSums:
-        """The sums with one target, Σ factorᵢ·Tᵢ.
-
-        Args:
-            factors: ``(targets, channels)``.
-        """
+        """Return the sums with one target, Σ factorᵢ·Tᵢ, for factors ``(targets, channels)``."""
         factors = factors.double()
-        return self._like(
-            self.features,
-            self.gram,
-            (factors * self.targets).sum(0, keepdim=True),
-            torch.einsum("kgc,kgfc->gfc", self._by_group(factors), self.cross)[None],
-            torch.einsum("ic,jc,ijc->c", factors, factors, self.products)[None, None],
+        return replace(
+            self,
+            targets=(factors * self.targets).sum(0, keepdim=True),
+            cross=torch.einsum("kgc,kgfc->gfc", self._by_group(factors), self.cross)[None],
+            products=torch.einsum("ic,jc,ijc->c", factors, factors, self.products)[None, None],
         )
 
     def with_own(self, weight: Tensor) -> LayerSums:
-        """The sums of two targets with HWᵀ, what a layer of these weights gives, added to the second of them."""
+        """Return the sums of two targets with HWᵀ, the output of a layer with these weights, added to the second."""
         first, second = self.cross
         w = self.turned(weight)
         own = self.gram @ w
         crossed = self.products[0, 1] + (w * first).sum(1).flatten()
         squared = self.products[1, 1] + (w * (2 * second + own)).sum(1).flatten()
-        return self._like(
-            self.features,
-            self.gram,
-            torch.stack([self.targets[0], self.targets[1] + self.given(w)]),
-            torch.stack([first, second + own]),
-            torch.stack([torch.stack([self.products[0, 0], crossed]), torch.stack([crossed, squared])]),
+        return replace(
+            self,
+            targets=torch.stack([self.targets[0], self.targets[1] + self.given(w)]),
+            cross=torch.stack([first, second + own]),
+            products=torch.stack([torch.stack([self.products[0, 0], crossed]), torch.stack([crossed, squared])]),
         )
 
     def centred(self, by: LayerSums | None = None) -> LayerSums:
-        """The sums of H − mean(H) and T − mean(T).
-
-        Args:
-            by: the sums whose means are taken; None for these.
-        """
+        """Return the sums of H − mean(H) and T − mean(T), with these means or those of other sums."""
         by = self if by is None else by
         m, t = by.features / by.count, by.targets / by.count
         sums, means = self._by_group(self.targets), self._by_group(t)
         around = self.features - self.count * m
-        return self._like(
+        return LayerSums(
+            self.count,
             around,
             self.gram - _outer(m, self.features) - _outer(around, m),
             self.targets - self.count * t,
@@ -135,32 +123,19 @@ class LayerSums:
         )
 
     def turned(self, weight: Tensor) -> Tensor:
-        """A weight ``(channels, features)`` as ``(groups, features, channels of a group)``."""
+        """View a weight ``(channels, features)`` as ``(groups, features, channels of a group)``."""
         return weight.reshape(len(self.features), -1, weight.shape[1]).mT
 
     def given(self, turned: Tensor) -> Tensor:
-        """ΣHWᵀ: what a layer of such weights gives: ``(channels,)``."""
+        """Return ΣHWᵀ, the summed outputs of a layer with such weights: ``(channels,)``."""
         return (self.features[:, None] @ turned).flatten()
 
     def _by_group(self, of_channels: Tensor) -> Tensor:
         return of_channels.reshape(*of_channels.shape[:-1], len(self.features), -1)
 
-    def __add__(self, other: LayerSums) -> LayerSums:
-        names = ("features", "gram", "targets", "cross", "products")
-        both = LayerSums()
-        both._set(self.count + other.count, *(getattr(self, name) + getattr(other, name) for name in names))
-        return both
-
-    def _like(self, *parts: Tensor) -> LayerSums:
-        other = LayerSums()
-        other._set(self.count, *parts)
-        return other
-
-    def _set(
-        self, count: int, features: Tensor, gram: Tensor, targets: Tensor, cross: Tensor, products: Tensor
-    ) -> None:
-        self.count, self.features, self.gram = count, features, gram
-        self.targets, self.cross, self.products = targets, cross, products
+    def __add__(self, sums: LayerSums) -> LayerSums:
+        names = ("count", "features", "gram", "targets", "cross", "products")
+        return LayerSums(*(getattr(self, name) + getattr(sums, name) for name in names))
 
 
 @dataclass(frozen=True)
@@ -170,10 +145,10 @@ class RefittedLayer:
     Attributes:
         weight: W: float64 ``(channels, features)``.
         bias: b: ``(channels,)``; None for a layer without one.
-        penalty: λ, as a share of the mean square of a centred feature; ∞ where the weight stays and the bias alone is
-            fitted, None where the layer stays as it is.
+        penalty: λ, as a share of the mean square of a centred feature; ∞ if only the bias is fitted, None if the layer
+            stays as it is.
         before: relative L2 error of the layer as it is, on the tokens that decide, of the targets about their mean.
-        after: of the layer with these weights, likewise.
+        after: error of the layer with these weights.
     """
 
     weight: Tensor
@@ -184,13 +159,9 @@ class RefittedLayer:
 
 
 def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | None) -> RefittedLayer:
-    """Fit a layer, with the λ that is best on tokens of other sources, and then to all tokens with that λ.
+    """Fit a layer with weight W₀ and bias b₀ to all tokens, with the λ that is best on the tokens that decide.
 
-    Args:
-        learned: sums with one target, over tokens to learn from.
-        judged: over those that decide.
-        weight: W₀: ``(channels, features)``.
-        bias: b₀: ``(channels,)``; None for a layer without one, which then gets none.
+    A layer without bias gets none.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.randn(400, 3, generator=generator)
@@ -207,19 +178,20 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     of_judged = judged.centred(learned) if bias is not None else judged
     scale = _spread(of_learned)
     total = max(float(judged.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
-    wanted, wanted_of_judged = (sums.cross[0] - sums.gram @ before for sums in (of_learned, of_judged))
+    missing, missing_of_judged = (sums.cross[0] - sums.gram @ before for sums in (of_learned, of_judged))
     of_bias_alone = _squares(of_judged, before, torch.zeros_like(own_bias))
 
+    factor = functools.cache(lambda penalty: _factor(of_learned.gram, penalty * scale))
+
     def gained(penalty: float, every: int) -> float:
-        change = _solved(of_learned.gram, penalty * scale, wanted[..., ::every])
-        left = 2 * wanted_of_judged[..., ::every] - of_judged.gram @ change
+        change = torch.cholesky_solve(missing[..., ::every], factor(penalty))
+        left = 2 * missing_of_judged[..., ::every] - of_judged.gram @ change
         return float((change * left).sum())
 
     own = (max(_squares(judged, before, own_bias), 0.0) / total) ** 0.5
     best, gain = math.inf, 0.0
     if scale > 0:
-        some = functools.cache(lambda penalty: -gained(penalty, max(1, before.shape[-1] // _CHANNELS)))
-        best = _downhill(some)
+        best = _downhill(functools.cache(lambda penalty: -gained(penalty, max(1, before.shape[-1] // _CHANNELS))))
         gain = gained(best, 1)
     if not gain > 0:
         best, gain = math.inf, 0.0
@@ -227,30 +199,23 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     if not after < own:
         return RefittedLayer(weight.double(), bias, None, own, own)
     both = learned + judged
-    found = before
+    weights = before
     if best < math.inf:
         of_both = both.centred() if bias is not None else both
         left = of_both.cross[0] - of_both.gram @ before
-        found = before + _solved(of_both.gram, best * scale * both.count / learned.count, left)
-    offset = None if bias is None else (both.targets[0] - both.given(found)) / both.count
-    return RefittedLayer(found.mT.flatten(0, 1), offset, best, own, after)
+        weights = before + torch.cholesky_solve(left, _factor(of_both.gram, best * scale * both.count / learned.count))
+    offset = None if bias is None else (both.targets[0] - both.given(weights)) / both.count
+    return RefittedLayer(weights.mT.flatten(0, 1), offset, best, own, after)
 
 
 def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
-    """By what to multiply the second target, channel by channel, for the first, beside all that the inputs explain.
+    """Return the slope of the first target in the second, channel by channel, apart from all that the inputs explain.
 
-    Both targets lose what a ridge regression on H explains of them; the slope is that of what is left.
-
-    Args:
-        sums: of two targets.
-        penalty: λ of that regression, as a share of the mean square of a centred feature.
-
-    Returns:
-        float64 ``(channels,)``.
+    Both targets lose what a ridge regression on H explains, with λ as a share of the mean square of a centred feature.
     """
     centred = sums.centred()
     of_first, of_second = centred.cross
-    explained = _solved(centred.gram, penalty * _spread(centred), of_second)
+    explained = torch.cholesky_solve(of_second, _factor(centred.gram, penalty * _spread(centred)))
     common = centred.products[0, 1] - (explained * of_first).sum(1).flatten()
     own = centred.products[1, 1] - (explained * of_second).sum(1).flatten()
     found: Tensor = common / own.clamp_min(torch.finfo(torch.float64).tiny)
@@ -266,8 +231,8 @@ def _downhill(error: Callable[[float], float]) -> float:
     return PENALTIES[here]
 
 
-def _solved(gram: Tensor, penalty: float, wanted: Tensor) -> Tensor:
-    """(HᵀH + λ)⁻¹ · wanted: ``(groups, features, channels)``; with a larger λ where rounding leaves no such inverse.
+def _factor(gram: Tensor, penalty: float) -> Tensor:
+    """Return the Cholesky factor of HᵀH + λ of each group, with a larger λ where rounding leaves none.
 
     Of features that depend on one another HᵀH has eigenvalues of zero, and as it is summed of products in float32, and
     then centred, these may fall below −λ.
@@ -276,9 +241,10 @@ def _solved(gram: Tensor, penalty: float, wanted: Tensor) -> Tensor:
     while True:
         penalized = gram.clone()
         penalized.diagonal(dim1=-2, dim2=-1).add_(of_groups)
+        factor: Tensor
         factor, failed = torch.linalg.cholesky_ex(penalized)
         if not bool(failed.any()) or not bool(gram.isfinite().all()):
-            return torch.cholesky_solve(wanted, factor)
+            return factor
         of_groups[failed > 0] *= _LARGER
 
 
@@ -289,12 +255,11 @@ def _squares(sums: LayerSums, turned: Tensor, bias: Tensor) -> float:
 
 
 def _spread(centred: LayerSums) -> float:
-    """The mean over features of their squares' sum."""
+    """Return the mean over features of their sum of squares."""
     return float(centred.gram.diagonal(dim1=-2, dim2=-1).mean())
 
 
 def _outer(features: Tensor, channels: Tensor) -> Tensor:
-    """Products of the features and of the channels of each group."""
     return features[..., :, None] * channels[..., None, :]
 
 
@@ -315,15 +280,9 @@ _LEAST_VARIANCE = 1e-10  # of f over a channel's tokens, as a share of its mean 
 
 
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """The parameters of a point-wise function that come nearest to y, searched from its present ones.
+    """Return the parameters of a point-wise function nearest to a norm's outputs y, searched from its present ones.
 
-    Args:
-        function: it stays as it is.
-        x: what the norm took: float64 ``(tokens, channels)``.
-        y: what it gave.
-
-    Returns:
-        Values by parameter name, in the shape and dtype of the function's.
+    x and y are float64 ``(tokens, channels)``. Values are by parameter name, in the shape and dtype of the function's.
 
     >>> function = PointwiseFunction("tanh", 2, alpha=0.4)
     >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).reshape(100, 2)
@@ -379,7 +338,7 @@ def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: 
 
 
 def _not_all_straight(alpha: Tensor, x: Tensor) -> Tensor:
-    """α, large enough that the function leaves its straight part by a trace.
+    """Enlarge α until the function leaves its straight part by a trace.
 
     Where a norm is straight over all tokens, any small α fits as well as any other, with a weight of 1/α: the search
     may end at weights of 10⁵, which half precision does not hold and training does not survive.
@@ -412,7 +371,7 @@ def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tens
 
 
 def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The best weight and bias, in closed form: a straight line through (f, y)."""
+    """Return the best weight and bias, in closed form: a straight line through (f, y)."""
     old = function.weight.detach().double().cpu().flatten()
     if old.numel() == 1 and f.shape[1] > 1:
         return (f * y).sum().div(f.square().sum().clamp_min(1e-300)).reshape(1), None

@@ -28,14 +28,14 @@ _SAME = 1e-2
 
 @dataclass(frozen=True)
 class NextNorm:
-    """The norm whose input a layer's output goes into: that input is base + gain · output.
+    """Norm whose input is base + gain · output of a layer.
 
     Attributes:
         path: of the norm.
-        base: of the norm before it, whose input or output the base is; None where nothing is added to the output, and
-            nothing but the norm takes it.
+        base: path of the norm before it, whose input or output is the base; None if nothing is added to the output, and
+            only the norm takes it.
         of_output: whether the base is that norm's output, as behind post-norms; else its input, the residual stream.
-        gain: one number a channel, as a layer scale has it: float64 ``(channels,)``; ones where there is none.
+        gain: one number a channel, such as a layer scale: float64 ``(channels,)``; ones without a scale.
     """
 
     path: str
@@ -46,14 +46,14 @@ class NextNorm:
 
 @dataclass(frozen=True)
 class CalledModule:
-    """A norm or a linear layer, in the order of calls.
+    """Norm or linear layer, in the order of calls.
 
     Attributes:
         path: of the module.
-        is_norm: which of the two it is.
-        channel_axis: the axis of what it gives that numbers the channels.
-        feeds: the norm that the output of a layer goes into, where that could be told.
-        modulated: what scales and shifts the output of a norm, likewise.
+        is_norm: True for a norm.
+        channel_axis: axis of its output that numbers the channels.
+        feeds: norm that the output of a layer goes into, if found.
+        modulated: layer that scales and shifts the output of a norm, if found.
     """
 
     path: str
@@ -69,29 +69,23 @@ class Neighbours:
 
     Attributes:
         called_modules: norms and linear layers in the order of calls.
-        left: why a linear layer beside a swapped norm is left as it is, by path.
-        held: about how many bytes a batch's passes through both networks hold while they wait, for each of its own.
+        left: reason why a linear layer beside a swapped norm is left as it is, by path.
+        bytes_per_input_byte: about how many bytes a batch's passes through both networks occupy while they wait.
     """
 
     called_modules: Sequence[CalledModule]
     left: dict[str, str]
-    held: float
+    bytes_per_input_byte: float
 
     def bytes_of(self, batches: Iterable[Batch]) -> int:
-        """About what passes hold while they wait: longer texts more than shorter ones."""
-        return round(self.held * sum(map(_size, batches)))
+        """Estimate the memory of waiting passes: longer texts need more than shorter ones."""
+        return round(self.bytes_per_input_byte * sum(map(_size, batches)))
 
 
 def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequence[str], batch: Batch) -> Neighbours:
-    """Run a network once and tell its linear layers from how their outputs lie between the norms.
+    """Find the linear layers beside swapped norms from one pass of the original over a few samples of a batch.
 
     A linear layer is beside a norm if no other norm of the residual stream is called between the two.
-
-    Args:
-        network: the original.
-        sites: all its norm sites.
-        swapped: paths of those that are swapped.
-        batch: an input; its first samples are enough.
     """
     streams = {site.name: site for site in sites if site.placement != "qk" and site.calls == 1}
     every = {path: LinearLayer.of(module) for path, module in network.named_modules()}
@@ -122,13 +116,13 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
 
 
 def _size(batch: Batch) -> int:
-    """The bytes of a batch's tensors; the number of its samples where it has none."""
+    """Return the bytes of a batch's tensors, or the number of its samples if it has none."""
     values = leaves((*batch.args, batch.kwargs), of_lists=batch.forward is not None)
     return sum(value.nbytes for value in values if isinstance(value, Tensor)) or max(1, len(batch.samples))
 
 
 def _channel_axis(site: NormSite, ndim: int) -> int:
-    """The axis, counted from the end, that numbers a norm's channels; axis 1 of norms over groups of channels."""
+    """Return the axis of a norm's channels, counted from the end; axis 1 for norms over groups of channels."""
     axis = site.channel_axis
     if isinstance(axis, tuple):
         axis = 1 if axis[0] > 0 else -1
@@ -136,7 +130,7 @@ def _channel_axis(site: NormSite, ndim: int) -> int:
 
 
 def _refusal(layer: LinearLayer, call: _ModuleCall, calls: int, owners: Counter[int]) -> str:
-    """Say why a linear layer cannot be refitted; empty where it can."""
+    """Return the reason why a linear layer cannot be refitted, or nothing."""
     if parametrize.is_parametrized(layer.module) or layer.weight not in layer.module._parameters:
         return "its weight is computed from other tensors"
     if reason := layer.reason:
@@ -161,12 +155,12 @@ class _ModuleCall:
     path: str
     input: Tensor
     output: Tensor
-    derived: bool = False  # whether the output is made of what the weight gives, and is not that itself
-    of_one: bool = True  # whether one tensor is all that it takes
+    derived: bool = False  # True if the output is computed from the weight's products, and is not these
+    of_one: bool = True  # True if query, key and value are one tensor
 
 
 def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_ModuleCall]:
-    """Run a network, and list the calls of some modules with copies of what they took and gave."""
+    """Run a network, and list the calls of some modules with copies of inputs and outputs."""
     calls: list[_ModuleCall] = []
     taken: list[tuple[Tensor, bool]] = []
 
@@ -207,7 +201,7 @@ def _stream_norms_around(seen: Sequence[_ModuleCall], number: int, streams: Cont
 def _next_norm(
     seen: Sequence[_ModuleCall], number: int, streams: Mapping[str, NormSite], channel_axis: int
 ) -> NextNorm | None:
-    """Find out what the output of a layer is added to before the next norm; None where it is not just added."""
+    """Return the norm and the base to which the output of a layer is added; None if it is not just added."""
     behind = next((call for call in seen[number + 1 :] if call.path in streams), None)
     before = next((call for call in reversed(seen[:number]) if call.path in streams), None)
     shape = seen[number].output.shape
@@ -228,22 +222,20 @@ def _next_norm(
         added = x - before.input.double().movedim(channel_axis, -1)
         over = tuple(range(output.ndim - 1))
         gain = (added * output).sum(over) / output.square().sum(over).clamp_min(torch.finfo(torch.float64).tiny)
-        if bool(gain.any()) and _is(added, gain * output):  # a gate that is shut says nothing of what it lets through
+        if bool(gain.any()) and _is(added, gain * output):  # through a shut gate nothing can be seen
             return NextNorm(behind.path, before.path, False, gain)
     return None
 
 
 def _modulation(seen: Sequence[_ModuleCall], number: int, layers: Container[str]) -> Modulation | None:
-    """Find out what modulates the output of a norm before the next layer takes it."""
+    """Find the layer that modulates the output of a norm before the next layer takes it."""
     behind = next((call for call in seen[number + 1 :] if call.path in layers), None)
-    if behind is None:
-        return None
     before = [(call.path, call.output) for call in reversed(seen[:number]) if call.path in layers]
-    return modulation_of(seen[number].output, behind.input, before)
+    return None if behind is None else modulation_of(seen[number].output, behind.input, before)
 
 
-def _is(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).norm() <= _SAME * other.norm())
+def _is(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).norm() <= _SAME * expected.norm())
 
 
 _MOST_PARTS = 12  # that a layer's output is cut into
@@ -254,10 +246,7 @@ _SHRUNK = 0.02  # of a channel's mean variance, by which a sample's own scale is
 class Modulation:
     """Modulation of a norm's output y: y · (1 + scale) + shift, both from the output of one layer for the sample.
 
-    Attributes:
-        layer: path of the linear layer.
-        scale: the first of its channels that are the scale.
-        shift: likewise.
+    ``layer`` is its path; ``scale`` and ``shift`` are the first of its channels for each.
     """
 
     layer: str
@@ -265,17 +254,14 @@ class Modulation:
     shift: int
 
     def channels(self, size: int) -> Tensor:
-        """The layer's channels that are scale and shift, in this order, of a norm of so many channels."""
+        """Return the layer's channels of scale and shift, in this order, for a norm's number of channels."""
         return torch.cat([first + torch.arange(size) for first in (self.scale, self.shift)])
 
 
 def modulation_of(output: Tensor, taken: Tensor, layers: Sequence[tuple[str, Tensor]]) -> Modulation | None:
-    """Tell what modulates a norm's output from what the next layer takes; None where nothing does.
+    """Find the modulation of a norm's output ``(samples, tokens, channels)`` by the input of the next layer.
 
-    Args:
-        output: of the norm: ``(samples, tokens, channels)``.
-        taken: what the next layer takes, likewise.
-        layers: paths of linear layers that were called before, and what they gave.
+    ``layers`` are paths and outputs of the linear layers that were called before.
 
     >>> y, given = torch.randn(2, 9, 4), torch.randn(2, 12)
     >>> modulation_of(y, y * (1 + given[:, None, 8:]) + given[:, None, :4], [("adaln", given)])
@@ -294,21 +280,16 @@ def modulation_of(output: Tensor, taken: Tensor, layers: Sequence[tuple[str, Ten
     return None
 
 
-def best_for_each_sample(given: Tensor, wanted: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and shift for each sample and channel with which given · (1 + scale) + shift comes nearest to wanted.
+def best_for_each_sample(given: Tensor, target: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale and shift of each sample and channel that bring given · (1 + scale) + shift nearest to a target.
 
-    Args:
-        given: ``(samples, tokens, channels)``.
-        wanted: likewise.
-        present: scales, which those of channels that hardly vary are held to: ``(samples, channels)``.
-
-    Returns:
-        Scale and shift, each float64 ``(samples, channels)``, on the CPU.
+    ``given`` and ``target`` are ``(samples, tokens, channels)``. Scales of channels that hardly vary are shrunk towards
+    the ``present`` ones. Scale and shift are float64 ``(samples, channels)``, on the CPU.
     """
-    given, wanted, present = (value.cpu().double() for value in (given, wanted, present))
-    centres = given.mean(1), wanted.mean(1)
+    given, target, present = (value.cpu().double() for value in (given, target, present))
+    centres = given.mean(1), target.mean(1)
     about = given - centres[0][:, None]
-    spread, common = about.square().mean(1), (about * (wanted - centres[1][:, None])).mean(1)
+    spread, common = about.square().mean(1), (about * (target - centres[1][:, None])).mean(1)
     held = (_SHRUNK * spread.mean(0)).clamp_min(torch.finfo(torch.float64).tiny)
     slope = (common + held * (1 + present)) / (spread + held)
     return slope - 1, centres[1] - slope * centres[0]
@@ -323,16 +304,10 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A module as a linear map from rows ``(tokens, features)`` to rows ``(tokens, channels)``.
+    """Module as a linear map from rows ``(tokens, features)`` to rows ``(tokens, channels)``.
 
-    Of a convolution in groups each group of channels is computed from features of its own, and the rows of what it
-    takes are ``(tokens, groups, features)``.
-
-    Attributes:
-        module: what it is of.
-        weight: the parameter's name.
-        bias: likewise; None where there is none.
-        channel_axis: the axis of its input and output that numbers the channels.
+    Each group of a convolution in groups has features of its own: its input rows are ``(tokens, groups, features)``.
+    ``weight`` and ``bias`` are names of parameters, and ``channel_axis`` numbers the channels of input and output.
 
     >>> convolution = nn.Conv1d(2, 5, 3, stride=2)
     >>> layer, x = LinearLayer.of(convolution), torch.randn(4, 2, 9)
@@ -348,7 +323,7 @@ class LinearLayer:
 
     @classmethod
     def of(cls, module: nn.Module) -> LinearLayer | None:
-        """View a module as one; None where it is of no kind that is known."""
+        """View a module as a linear layer; None for other modules."""
         has_bias = "bias" if getattr(module, "bias", None) is not None else None
         if isinstance(module, nn.Linear):
             return cls(module, bias=has_bias)
@@ -362,7 +337,7 @@ class LinearLayer:
 
     @property
     def reason(self) -> str:
-        """Why it cannot be refitted whatever it is called with; empty where it can."""
+        """Reason why it cannot be refitted with any input, or nothing."""
         module = self.module
         if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is None:
             return "its queries, keys and values have weights of their own, which torch uses without calling a module"
@@ -377,9 +352,9 @@ class LinearLayer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The weight and the bias, as far as they are the module's own and not computed."""
-        own = self.module._parameters
-        return [one for one in (own.get(self.weight), own.get(self.bias or "")) if one is not None]
+        """The weight and the bias, unless they are computed."""
+        parameters = self.module._parameters
+        return [p for p in (parameters.get(self.weight), parameters.get(self.bias or "")) if p is not None]
 
     @property
     def matrix(self) -> Tensor:
@@ -394,13 +369,7 @@ class LinearLayer:
 
     @torch.no_grad()
     def put(self, matrix: Tensor, offset: Tensor | None, channels: Tensor) -> None:
-        """Give some channels other weights.
-
-        Args:
-            matrix: ``(channels, features)``.
-            offset: ``(channels,)``; None to leave the bias.
-            channels: which channels: bool ``(channels,)``.
-        """
+        """Set the weights ``(channels, features)`` and biases of the channels in a mask; None leaves the biases."""
         weight = self.module.get_parameter(self.weight)
         changed = torch.where(channels[:, None], matrix, self.matrix.to(matrix))
         weight.copy_(changed.T if type(self.module).__name__ in _FLAT else changed.reshape(weight.shape))
@@ -408,12 +377,7 @@ class LinearLayer:
             self.offset.copy_(torch.where(channels, offset, self.offset.to(offset)))
 
     def inputs(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Return the features of each row of outputs, ``(tokens, features)``, or ``(tokens, groups, features)``.
-
-        Args:
-            x: what the module takes.
-            valid: which positions are data; padding is left out where they are the rows'.
-        """
+        """Return the features of each valid output row: ``(tokens, features)``, or ``(tokens, groups, features)``."""
         module = self.module
         if not isinstance(module, _CONVOLUTIONS):
             return rows(self._samples_first(x), valid)
@@ -421,7 +385,7 @@ class LinearLayer:
         return unfolded if module.groups == 1 else unfolded.reshape(len(unfolded), module.groups, -1)
 
     def inputs_in_pieces(self, x: Tensor, valid: Tensor | None = None) -> Iterator[Tensor]:
-        """Yield the same in pieces of whole samples, of a convolution that takes each number many times."""
+        """Yield the features in pieces of whole samples, as a convolution repeats each number many times."""
         module = self.module
         size = math.prod(module.kernel_size) * x.numel() if isinstance(module, _CONVOLUTIONS) else 0
         if size <= MOST_NUMBERS:
@@ -447,7 +411,7 @@ class LinearLayer:
         return functional.unfold(x, kernel, dilation, 0, stride).mT
 
     def outputs(self, x: Tensor, output: Tensor | None, valid: Tensor | None = None) -> Tensor:
-        """Return the rows of its output, ``(tokens, channels)``; for attention, its projection of x."""
+        """Return the output rows, ``(tokens, channels)``; for attention, its projection of x."""
         if isinstance(self.module, nn.MultiheadAttention):
             given = self.inputs(x, valid) @ self.matrix.T
             return given if self.offset is None else given + self.offset
@@ -461,12 +425,7 @@ class LinearLayer:
 
 
 def rows(value: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Bring values whose last axis numbers the channels to ``(tokens, channels)``, without padding.
-
-    Args:
-        value: ``(…, channels)``.
-        valid: which positions are data, bool ``(samples, positions)``; without effect where the axes are others.
-    """
+    """Bring values ``(…, channels)`` to ``(tokens, channels)``, without padding if ``valid`` has their first axes."""
     if valid is not None and value.ndim > 2 and value.shape[:2] == valid.shape:
         value = value[valid.to(value.device)]
     return value.reshape(-1, value.shape[-1])

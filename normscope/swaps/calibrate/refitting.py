@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,17 +68,25 @@ class _Passed:
     given: Tensor
 
 
-class _Taken:
-    """Inputs of a layer, for comparison: queries, keys and values are often computed from one tensor."""
+@dataclass(frozen=True)
+class _SharedSums:
+    """Sums over the inputs of the layer before, to which a layer of the same inputs adds its targets alone."""
 
-    def __init__(self, layer: LinearLayer, inputs: Sequence[Tensor]) -> None:
-        self._kind = type(layer.module) if layer.channel_axis == -1 else None
-        self._inputs, self._versions = inputs, [0 if one.is_inference() else one._version for one in inputs]
+    kind: type[nn.Module] | None  # None of a convolution, which shares nothing
+    inputs: Sequence[Tensor]
+    versions: Sequence[int]
+    sums: Sequence[LayerSums]
 
-    def is_same(self, other: _Taken) -> bool:
-        """True if a layer of the same kind has the same inputs, and nothing has changed them in place."""
-        tensors = all(mine is theirs for mine, theirs in zip(self._inputs, other._inputs, strict=True))
-        return self._kind is not None and self._kind is other._kind and tensors and self._versions == other._versions
+    @classmethod
+    def of(cls, layer: LinearLayer, inputs: Sequence[Tensor], before: _SharedSums | None) -> _SharedSums:
+        """Begin sums; queries, keys and values are often computed from one tensor, unless changed in place."""
+        kind = type(layer.module) if layer.channel_axis == -1 else None
+        versions = [0 if x.is_inference() else x._version for x in inputs]
+        same = before is not None and before.kind is kind is not None and before.versions == versions
+        if before is None or not same or any(x is not y for x, y in zip(inputs, before.inputs, strict=True)):
+            return cls(kind, inputs, versions, (LayerSums(), LayerSums()))
+        sums = [LayerSums(each.count, each.features, each.gram, share_inputs=True) for each in before.sums]
+        return cls(kind, inputs, versions, sums)
 
 
 class Refitting:
@@ -94,7 +101,6 @@ class Refitting:
 
     Attributes:
         modules: what was fitted, in the order of calls.
-        results_of_original: what the original returned of the batches that decide.
     """
 
     def __init__(
@@ -107,14 +113,15 @@ class Refitting:
     ) -> None:
         self._original, self._swapped = original, swapped
         self._sites = {site.name: site for site in sites}
-        self._functions = {path: one for path, one in swapped.named_modules() if isinstance(one, PointwiseFunction)}
+        self._functions = {
+            path: function for path, function in swapped.named_modules() if isinstance(function, PointwiseFunction)
+        }
         self._batches, self._n_learned = batches, n_learned
         self._of_original: dict[str, list[_Passed]] = {}
         self._norm_inputs: dict[str, list[Tensor]] = {}  # of the swapped network, as rows
         self._conditions: dict[str, list[Tensor]] = {}  # what layers that modulate take, in the swapped network
-        self._sums: tuple[_Taken, LayerSums, LayerSums] | None = None  # of the layer before
+        self._shared: _SharedSums | None = None
         self.modules: list[CalibratedModule] = []
-        self.results_of_original: list[Any] = []
 
     def run(self, way: Sequence[CalledModule], progress: Progress) -> None:
         """Go through all modules that something is done at, and no further.
@@ -122,15 +129,15 @@ class Refitting:
         Raises:
             ModelError: if the order in which the network calls its modules depends on its input.
         """
-        fitted = [one for one in way if not one.is_norm or one.path in self._functions]
-        used = {path for one in fitted for path in _used(one)}
-        way = [one for one in way if one.path in used]
-        paths = [one.path for one in way]
-        self._way = {one.path: one for one in way}
+        fitted = [called for called in way if not called.is_norm or called.path in self._functions]
+        used = {path for called in fitted for path in _used(called)}
+        way = [called for called in way if called.path in used]
+        paths = [called.path for called in way]
+        self._way = {called.path: called for called in way}
         self._ahead = iter(paths)
-        last_use = {path: number for number, one in enumerate(way) for path in _used(one)}
-        bases = {one.feeds.base for one in way if one.feeds is not None and one.feeds.of_output}
-        self._modulating = {one.modulated.layer for one in way if one.modulated is not None}
+        last_use = {path: number for number, called in enumerate(way) for path in _used(called)}
+        bases = {called.feeds.base for called in way if called.feeds is not None and called.feeds.of_output}
+        self._modulating = {called.modulated.layer for called in way if called.modulated is not None}
         with (
             paused_at(self._original, paths, behind=True),
             paused_at(
@@ -141,24 +148,23 @@ class Refitting:
         ):
             progress(STAGE, 0, len(way))
             for number, called in enumerate(way):
-                wanted, there = self._wanted(called.path), all_to(self._passes, called.path)
+                originals, there = self._in_original(called.path), all_to(self._passes, called.path)
                 if called.is_norm:
-                    self._at_norm(called, there, wanted)
+                    self._at_norm(called, there, originals)
                 else:
-                    self._at_layer(called, there, wanted)
+                    self._at_layer(called, there, originals)
                 for path in [path for path in self._of_original if last_use[path] <= number]:
                     self._forget(path)
                 progress(STAGE, number + 1, len(way))
-            self.results_of_original = [_to_the_end(one) for one in self._originals[self._n_learned :]]
 
     def _forget(self, path: str) -> None:
         del self._of_original[path]
         self._norm_inputs.pop(path, None)
         self._conditions.pop(path, None)
-        for one in self._passes:
-            one.outputs.pop(path, None)
+        for waiting in self._passes:
+            waiting.outputs.pop(path, None)
 
-    def _wanted(self, path: str) -> list[_Passed]:
+    def _in_original(self, path: str) -> list[_Passed]:
         """Inputs and outputs of the original network at a module; runs it forward to there if needed."""
         while path not in self._of_original:
             there = self._way[next(self._ahead)]
@@ -177,7 +183,7 @@ class Refitting:
         return _Passed(stop.input.clone() if not number else None, given.new_zeros(0), _own(given, of))
 
     def _rows(self, called: CalledModule, number: int, value: Tensor | None) -> Tensor:
-        """A copy of what goes in or out at a norm, ``(tokens, channels)``: the network may change its tensors."""
+        """Copy the input or output of a norm, ``(tokens, channels)``: the network may change its tensors."""
         if value is None:
             raise ModelError(f"The norm {called.path} gave no tensor to compare with.")
         turned = value.movedim(called.channel_axis, -1) if called.channel_axis != -1 else value
@@ -189,19 +195,19 @@ class Refitting:
             raise ModelError(f"{called.path} of the swapped network is no layer of the kind that the original has.")
         return layer
 
-    def _at_norm(self, called: CalledModule, there: Sequence[PausedPass], wanted: Sequence[_Passed]) -> None:
+    def _at_norm(self, called: CalledModule, there: Sequence[PausedPass], originals: Sequence[_Passed]) -> None:
         path = called.path
         self._norm_inputs[path] = [self._rows(called, number, stop.input) for number, stop in enumerate(there)]
         function = self._functions.get(path)
         if function is None or function.activated:
             return
-        pairs = list(zip(self._norm_inputs[path], (one.given for one in wanted), strict=True))
+        pairs = list(zip(self._norm_inputs[path], (passed.given for passed in originals), strict=True))
         channels = function.weight.numel()
         (x, y), judged = (
             tuple(torch.cat(part).float().reshape(-1, channels) for part in zip(*of_part, strict=True))
             for of_part in (pairs[: self._n_learned], pairs[self._n_learned :])
         )
-        before, start = _error(function, *judged), {name: one.clone() for name, one in function.named_parameters()}
+        before, start = _error(function, *judged), {name: value.clone() for name, value in function.named_parameters()}
         every = max(1, -(-len(x) // _MOST_TOKENS))
         put_parameters(function, least_squares(function, x[::every].double().cpu(), y[::every].double().cpu()))
         after = _error(function, *judged)
@@ -217,14 +223,14 @@ class Refitting:
     def _modulate(
         self, function: PointwiseFunction, called: CalledModule, modulated: Modulation, there: Sequence[PausedPass]
     ) -> None:
-        """Fit what gives each sample its scale and shift behind a function, and give the passes what it gives now."""
+        """Fit the layer that modulates the output of a function, and update its outputs in the passes."""
         layer, size = self._layer(self._swapped, self._way[modulated.layer]), function.weight.numel()
         channels, conditions = modulated.channels(size), self._conditions[modulated.layer]
         learned, judged = LayerSums(), LayerSums()
         for number, stop in enumerate(there):
-            present = self._wanted(modulated.layer)[number].given[:, channels.to(stop.input.device)]
+            present = self._in_original(modulated.layer)[number].given[:, channels.to(stop.input.device)]
             scale, shift = present.chunk(2, dim=1)
-            y = self._wanted(called.path)[number].given.reshape(len(scale), -1, size)
+            y = self._in_original(called.path)[number].given.reshape(len(scale), -1, size)
             given = function.forward(stop.input).reshape(y.shape)  # past the hooks of its place
             best = best_for_each_sample(given, y * (1 + scale[:, None]) + shift[:, None], scale)
             (judged if number >= self._n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
@@ -239,33 +245,39 @@ class Refitting:
             offset[channels] = refitted.bias
         changed = torch.zeros(len(matrix), dtype=torch.bool).index_fill(0, channels, True)
         _put_rows(layer, matrix, offset, changed)
-        for one, condition in zip(self._passes, conditions, strict=True):
-            output = one.outputs[modulated.layer]  # its parts are views, which nothing has read yet
+        for waiting, condition in zip(self._passes, conditions, strict=True):
+            output = waiting.outputs[modulated.layer]  # its parts are views, which nothing has read yet
             output[:, changed.to(output.device)] = layer.module.forward(condition)[:, changed.to(output.device)]
 
-    def _at_layer(self, called: CalledModule, there: Sequence[PausedPass], wanted: Sequence[_Passed]) -> None:
+    def _at_layer(self, called: CalledModule, there: Sequence[PausedPass], originals: Sequence[_Passed]) -> None:
         if called.path in self._modulating:
             self._conditions[called.path] = [stop.input.clone() for stop in there]
-        first = wanted[0].input
+        first = originals[0].input
         if first is not None and torch.equal(there[0].input, first):
             return  # nothing that was swapped comes before it
         layer, into = self._layer(self._swapped, called), self._target_of(called)
         own, offset = layer.matrix.detach().to("cpu", torch.float64), layer.offset
         gain = torch.ones(len(own), dtype=torch.float64)
         if into is None:
-            sums = self._summed(layer, called, there, lambda number: [wanted[number].given])
+            sums = self._summed(layer, called, there, lambda number: [originals[number].given])
         elif self._into_function(into):
             sums = self._towards_norm(layer, called, into, there)
         else:
             gain = into.gain
-            sums = self._summed(layer, called, there, lambda number: [self._kept_up(into, number, wanted)])
+
+            def kept_up(number: int) -> list[Tensor]:
+                """Add the error of the residual stream so far to the layer's output in the original."""
+                short_of = self._base_in_original(into, number) - self._base(into, number)
+                return [gain.to(short_of) * originals[number].given + short_of]
+
+            sums = self._summed(layer, called, there, kept_up)
         own_bias = None if offset is None else gain * offset.detach().to("cpu", torch.float64)
         refitted = ridge(*sums, gain[:, None] * own, own_bias)
         _put(refitted, layer, gain)
         self.modules.append(CalibratedModule(called.path, False, refitted.before, refitted.after, refitted.penalty))
 
     def _target_of(self, called: CalledModule) -> NextNorm | None:
-        """The norm that a layer's output goes into, where that says more than the output of the original's."""
+        """Return the norm that a layer's output goes into, if that is a better target than the original's output."""
         into = called.feeds
         if into is None or (into.base is None and not self._into_function(into)):
             return None
@@ -275,17 +287,12 @@ class Refitting:
         function = self._functions.get(into.path)
         return into.of_output and function is not None and not function.activated
 
-    def _kept_up(self, into: NextNorm, number: int, wanted: Sequence[_Passed]) -> Tensor:
-        """Target of a layer: its output in the original, plus the error of the residual stream so far."""
-        short_of = self._base_in_original(into, number) - self._base(into, number)
-        return into.gain.to(short_of) * wanted[number].given + short_of
-
     def _towards_norm(
         self, layer: LinearLayer, called: CalledModule, into: NextNorm, there: Sequence[PausedPass]
     ) -> tuple[LayerSums, LayerSums]:
         """Sums with x̂/θ less the base for a target: with the norm's own output x̂ at a slope θ for each channel."""
         normalized = self._normalized(into.path)
-        sigma = self._mean_sigma(into.path)
+        sigma = float(torch.cat([passed.taken.float().std(-1) for passed in self._in_original(into.path)]).mean())
         if into.base is None:
             return self._summed(layer, called, there, lambda number: [sigma * normalized(number)])
         learned, judged = self._summed(
@@ -304,19 +311,19 @@ class Refitting:
         targets: Callable[[int], Sequence[Tensor]],
     ) -> tuple[LayerSums, LayerSums]:
         """Sums over the tokens to learn from, and over those that decide; products of the same inputs are made once."""
-        taken = _Taken(layer, [stop.input for stop in there])
-        same = self._sums if self._sums is not None and self._sums[0].is_same(taken) else None
-        learned, judged = (LayerSums(one) for one in (same[1:] if same is not None else (None, None)))
+        self._shared = _SharedSums.of(layer, [stop.input for stop in there], self._shared)
+        learned, judged = self._shared.sums
         for numbers, sums in ((range(self._n_learned), learned), (range(self._n_learned, len(there)), judged)):
-            waiting: list[tuple[Tensor, ...]] = []  # few products of many tokens take less time than many of few
+            waiting, tokens, size = list[tuple[Tensor, ...]](), 0, 0
             for number in numbers:
-                wanted, first = targets(number), 0
+                of_batch, first = targets(number), 0
                 for h in layer.inputs_in_pieces(there[number].input, self._batches[number].valid_at(called.path)):
-                    waiting.append((h, *(target[first : first + len(h)] for target in wanted)))
-                    first += len(h)
-                    _add(waiting, sums)
-            _add(waiting, sums, rest=True)
-        self._sums = (taken, learned, judged)
+                    waiting.append((h, *(target[first : first + len(h)] for target in of_batch)))
+                    first, tokens, size = first + len(h), tokens + len(h), size + h.numel()
+                    if tokens >= BLOCK or size >= MOST_NUMBERS:  # many small products take longer than few large ones
+                        _add(waiting, sums)
+                        tokens = size = 0
+            _add(waiting, sums)
         return learned, judged
 
     def _base(self, into: NextNorm, number: int) -> Tensor:
@@ -328,31 +335,22 @@ class Refitting:
 
     def _base_in_original(self, into: NextNorm, number: int) -> Tensor:
         assert into.base is not None  # noqa: S101 - as _target_of has seen
-        passed = self._wanted(into.base)[number]
+        passed = self._in_original(into.base)[number]
         return passed.given if into.of_output else passed.taken
 
     def _normalized(self, path: str) -> Callable[[int], Tensor]:
         """Normalized output of the original norm for a batch, with weight and bias undone."""
-        norm, wanted = self._original.get_submodule(path), self._wanted(path)
+        norm, originals = self._original.get_submodule(path), self._in_original(path)
         kind = kind_at(norm, self._sites[path])
         if isinstance(kind, str):
             raise ModelError(f"The norm {path} cannot be calibrated: {kind}.")
-        gain, offset = kind.gain_and_offset(norm, wanted[0].given.shape[-1])
+        gain, offset = kind.gain_and_offset(norm, originals[0].given.shape[-1])
         gain = gain.where(gain != 0, 1.0)
-        return lambda number: (wanted[number].given.float() - offset) / gain
-
-    def _mean_sigma(self, path: str) -> float:
-        return float(torch.cat([one.taken.float().std(-1) for one in self._wanted(path)]).mean())
-
-
-def _to_the_end(one: WaitingPass) -> Any:
-    while one.go_on() is not None:
-        pass
-    return copy.deepcopy(one.result)  # it may hold a buffer, which the next pass fills
+        return lambda number: (originals[number].given.float() - offset) / gain
 
 
 def _used(called: CalledModule) -> list[str]:
-    """Paths of which a called reads what happened there."""
+    """Return the paths whose inputs or outputs the fit of a module reads."""
     into = called.feeds
     layer = None if called.modulated is None else called.modulated.layer
     others = [layer, *((None, None) if into is None else (into.path, into.base))]
@@ -360,7 +358,7 @@ def _used(called: CalledModule) -> list[str]:
 
 
 def _own(value: Tensor, of: Tensor) -> Tensor:
-    """A tensor that shares no memory with the one that it was made of."""
+    """Return a tensor that shares no memory with the one that it was made of."""
     return value.clone() if value.untyped_storage().data_ptr() == of.untyped_storage().data_ptr() else value
 
 
@@ -371,30 +369,28 @@ def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
     alpha, weight = function.alpha.detach().flatten(), function.weight.detach().flatten()
     parameters = Parameters(alpha, flat(function.shift), weight, flat(function.bias))
     formula = function.curve.function if function.table is None else function.table
-    given, wanted = eager.pointwise(x, formula, parameters, 0).cpu().double(), y.cpu().double()
-    return float((given - wanted).norm() / wanted.norm())
+    output, target = eager.pointwise(x, formula, parameters, 0).cpu().double(), y.cpu().double()
+    return float((output - target).norm() / target.norm())
 
 
-def _add(waiting: list[tuple[Tensor, ...]], sums: LayerSums, *, rest: bool = False) -> None:
-    """Add inputs and targets to sums, once they fill a block or are the rest, and leave none waiting."""
-    inputs = [h for h, *_ in waiting]
-    full = sum(map(len, inputs)) >= BLOCK or sum(h.numel() for h in inputs) >= MOST_NUMBERS
-    if waiting and (rest or full):
-        h, *wanted = (torch.cat(part) for part in zip(*waiting, strict=True))
-        sums.add(h, wanted)
+def _add(waiting: list[tuple[Tensor, ...]], sums: LayerSums) -> None:
+    """Add inputs and targets to sums, and leave none waiting."""
+    if waiting:
+        h, *targets = (torch.cat(part) for part in zip(*waiting, strict=True))
+        sums.add(h, targets)
         waiting.clear()
 
 
-def _put(found: RefittedLayer, layer: LinearLayer, gain: Tensor) -> None:
-    """Give a layer the weights that were found for gain · layer; channels that reach nothing keep their own."""
-    if found.penalty is None:
+def _put(refitted: RefittedLayer, layer: LinearLayer, gain: Tensor) -> None:
+    """Give a layer the weights fitted to gain · layer; channels that reach nothing keep their own."""
+    if refitted.penalty is None:
         return
     reached = gain.abs() >= _LEAST_GAIN * gain.abs().max()
-    _put_rows(layer, found.weight / gain[:, None], None if found.bias is None else found.bias / gain, reached)
+    _put_rows(layer, refitted.weight / gain[:, None], None if refitted.bias is None else refitted.bias / gain, reached)
 
 
 def _put_rows(layer: LinearLayer, matrix: Tensor, offset: Tensor | None, channels: Tensor) -> None:
-    """Give some channels of a layer what was found for them on the CPU, in float64."""
+    """Give some channels of a layer weights and biases from the CPU, in float64."""
     device = layer.matrix.device
     there = None if offset is None else offset.float().to(device)
     layer.put(matrix.float().to(device), there, channels.to(device))
@@ -435,11 +431,11 @@ class WaitingPass:
 
     >>> layer = nn.Linear(2, 2)
     >>> with paused_at(layer, [""], behind=False):
-    ...     one = WaitingPass(layer, Batch((torch.zeros(1, 2),)))
-    ...     stop = one.go_on()
+    ...     waiting = WaitingPass(layer, Batch((torch.zeros(1, 2),)))
+    ...     stop = waiting.go_on()
     ...     _ = layer.bias.data.fill_(3.0)
-    ...     _ = one.go_on()
-    >>> stop.input, one.result
+    ...     _ = waiting.go_on()
+    >>> stop.input, waiting.result
     (tensor([[0., 0.]]), tensor([[3., 3.]]))
     """
 
@@ -454,7 +450,7 @@ class WaitingPass:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def go_on(self) -> PausedPass | None:
-        """Run to the next called; None where the pass is at its end.
+        """Run to the next module; None where the pass is at its end.
 
         Raises:
             NormscopeError: if the network fails.
@@ -516,38 +512,27 @@ def paused_at(network: nn.Module, paths: Sequence[str], *, behind: bool, kept: S
     with contextlib.ExitStack() as hooks:
         for path in paths:
             module = network.get_submodule(path)
-            if behind:
-                hooks.callback(module.register_forward_hook(_behind(path), with_kwargs=True).remove)
-            else:
-                hooks.callback(module.register_forward_pre_hook(_in_front_of(path), with_kwargs=True).remove)
+            register = module.register_forward_hook if behind else module.register_forward_pre_hook
+            hooks.callback(register(_pausing(path), with_kwargs=True).remove)
         for path in kept:
             hooks.callback(network.get_submodule(path).register_forward_hook(_keep_output(path)).remove)
         yield
 
 
-def _behind(path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        one, given = _of_this_thread(), input_of(args, kwargs)
-        if one is not None and given is not None:
-            one.wait_at(PausedPass(path, given, output))
-
-    return hook
-
-
-def _in_front_of(path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        one, given = _of_this_thread(), input_of(args, kwargs)
-        if one is not None and given is not None:
-            one.wait_at(PausedPass(path, given))
+def _pausing(path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor | None = None) -> None:
+        waiting, given = _of_this_thread(), input_of(args, kwargs)
+        if waiting is not None and given is not None:
+            waiting.wait_at(PausedPass(path, given, output))
 
     return hook
 
 
 def _keep_output(path: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        one = _of_this_thread()
-        if one is not None:
-            one.outputs[path] = output
+        waiting = _of_this_thread()
+        if waiting is not None:
+            waiting.outputs[path] = output
 
     return hook
 
@@ -559,19 +544,19 @@ def waiting_passes(network: nn.Module, batches: Sequence[Batch]) -> Iterator[lis
     try:
         yield passes
     finally:
-        for one in passes:
-            one.abandon()
+        for waiting in passes:
+            waiting.abandon()
 
 
 def all_to(passes: Sequence[WaitingPass], path: str) -> list[PausedPass]:
-    """Let every pass go on to its next called, which has to be this one.
+    """Let every pass go on to its next module, which has to be this one.
 
     Raises:
-        ModelError: if one comes to another: the network calls its modules in an order that depends on its input.
+        ModelError: if a pass comes to another module, as the order of calls depends on the input.
     """
     stops = []
-    for number, one in enumerate(passes):
-        stop = one.go_on()
+    for number, waiting in enumerate(passes):
+        stop = waiting.go_on()
         if stop is None or stop.path != path:
             there = "the end" if stop is None else stop.path
             raise ModelError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.entries import taken_once
@@ -20,11 +21,11 @@ from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
+from normscope.swaps.calibrate.swap import CALIBRATED, calibrated
 from normscope.swaps.distances import Configuration, Tallies
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality.measures import Judge, QualityFunction
-from normscope.swaps.replace import CALIBRATED, Calibration, calibrated
 from normscope.swaps.reports import Drift, DriftCalibration, DriftReport
 
 MOST_SAMPLES = 16  # for each site alone and for the cumulative order
@@ -62,41 +63,36 @@ def drift(
     (:func:`normscope.calibrate`): a calibration a row. The network itself has its norms and weights meanwhile.
 
     Args:
-        model: the network, with its norms: what :func:`normscope.load` returned, or any module.
+        model: the network, with its norms: the result of :func:`normscope.load`, or any module.
         batches: held-out inputs, as :func:`normscope.capture` takes them; each is taken while the network is as it
-            was. A few numbers per input are kept. Gone through twice where ``cumulative``. None for a loaded model's
-            own inputs.
-        replacements: what takes the place of which norm, by module path, as
-            :func:`normscope.swaps.replace.replacements` makes it; all sites that are swapped at once.
-        outputs: how to read what the network returns, and what it is; a loaded model says it.
-        ends: yields the samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at
-            the moment of each; they are compared with all sites swapped. Of several ranks each calls it with its own
-            :class:`normscope.inputs.splits.Share`. Trajectories that a loaded model is run on have them.
-        func: what takes the norms' place, and
-        init: with which start values: both stand in every row; ``calibrated`` is done here.
-        learn: of ``calibrated``: inputs to learn from, other ones than the batches; at most a gibibyte of them is kept
-            in memory. None for a loaded model's calibration; where it has none, and no batches are passed, one source
-            of each four of its inputs is measured on, and the others are learned from.
-        refit: of ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
+            was, and all of them twice if ``cumulative``. None for a loaded model's own inputs.
+        replacements: all modules to swap in, by path, from :func:`normscope.swaps.replace.replacements`.
+        outputs: how to read the network's output; by default as the loaded model says, or the first tensor.
+        ends: yields samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at the
+            moment of each; they are compared with all sites swapped. Each of several ranks calls it with its own
+            :class:`normscope.inputs.splits.Share`. By default those of a loaded model that runs on trajectories.
+        func: curve in the norms' place, and
+        init: start values, as named in every row; ``calibrated`` calibrates here.
+        learn: for ``calibrated``: inputs to learn from, other than the batches, at most a gibibyte in memory. None for
+            a loaded model's calibration; without one and without batches, one source in four of its inputs is measured
+            on, and the others are learned from.
+        refit: for ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
         one_at_a_time: whether each site is also swapped alone.
         cumulative: whether sites are also swapped one after the other.
         most: largest number of samples for each site alone and for the cumulative order, evenly spaced over the
             inputs; None for all. Batches that can be iterated only once are taken whole, as they are with all sites
             swapped.
-        quality: a function of yours that says how well the network does what it is for: from the module, in eval mode
-            and without gradients, to a number. It is called with no site swapped and with all, by the first rank. None
-            for a loaded model's own task, on the same batches: accuracy by labels, perplexity, …; see
-            :class:`normscope.inputs.loaded_model.Task`, which can be given, too.
-        about: what the report says of itself: ``model``, ``weights``, ``data``.
-        progress: called after each of the :func:`passes` that samples run through, with what is swapped in, how many
-            samples have run, those of all passes counted, and how many there are; of ``calibrated``, how many sites
-            were calibrated, those of all rows counted.
-        ranks: the processes that divide the batches among them; see :func:`normscope.pairs.ranks.joined`. The same
-            replacements have to be on all of them.
+        quality: function from the module, in eval mode and without gradients, to a number that grows or falls with
+            its quality; called by the first rank with no site swapped and with all. Or a
+            :class:`normscope.inputs.loaded_model.Task`; by default a loaded model's own, on the same batches.
+        about: ``model``, ``weights`` and ``data`` of the report.
+        progress: called after each of the :func:`passes` with the stage, the samples run in all passes, and their
+            final number; for ``calibrated``, with the number of calibrated sites in all rows.
+        ranks: processes that divide the batches, see :func:`normscope.pairs.ranks.joined`; with equal replacements.
 
     Returns:
-        The report, the same on every rank, whatever their number. Where batches name their ``part``, the output with
-        all sites swapped is there for each part, too.
+        The report, the same on every rank, whatever their number. If batches name their ``part``, it has a row for the
+        output with all sites swapped on each part.
 
     Raises:
         DataError: if there is no batch, if batches that are needed twice can be iterated only once, or if ranks do not
@@ -135,39 +131,30 @@ def drift(
         ends = getattr(model.inputs if batches is None else batches, "ends", None)
     loaded = model
     model, batches, about, outputs = unpacked(model, batches, about, outputs)
-    judge = Judge.of(loaded, quality, batches, outputs, progress)
+    judge = Judge(loaded, quality, batches, outputs, progress)
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
     sites = list(replacements)
-    if init == CALIBRATED and one_at_a_time and taken_once(batches):
+    if taken_once(batches) and ((init == CALIBRATED and one_at_a_time) or (cumulative and len(sites) > 1)):
+        once = "one_at_a_time=False and cumulative=False" if init == CALIBRATED else "cumulative=False"
         raise DataError(
-            "The batches can be iterated only once, and every calibrated row is measured on all of them; pass a list "
-            "of batches, or one_at_a_time=False and cumulative=False."
-        )
-    if cumulative and len(sites) > 1 and taken_once(batches):
-        raise DataError(
-            "The batches can be iterated only once, and the cumulative order is known after the first time; pass a "
-            "list of batches, or cumulative=False."
+            f"The batches can be iterated only once, and are needed several times; pass a list of batches, or {once}."
         )
     everything = Configuration("all", None, tuple(sites))
     alone = [Configuration("one", path, (path,)) for path in sites] if one_at_a_time else []
-    samples = getattr(batches, "n_samples", None)
-    rows_wanted = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
     chosen = _evenly_spaced(batches, most) if one_at_a_time else None
-    network, stage = uncompiled(model), stage_of(about, func, init)
+    rounds = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
+    network, stage = uncompiled(model), ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
     comparison: PairedPasses | CalibratedPasses
     if init == CALIBRATED:
-        all_of_them = calibrations(len(sites), **rows_wanted)
-        comparison = CalibratedPasses(
-            *(network, batches, replacements, outputs, ranks, learn, refit),
-            progress=progress,
-            stage=stage,
-            of=all_of_them,
-            chosen=chosen,
-        )
+        _check(replacements, refit, ranks)
+        counter = StageProgress(progress, stage, calibrations(len(sites), **rounds))
+        passes_with = partial(PairedPasses, network, batches, outputs=outputs, ranks=ALONE, chosen=chosen)
+        comparison = CalibratedPasses(network, replacements, learn, outputs, refit, passes_with, progress, counter)
     else:
+        samples = getattr(batches, "n_samples", None)
         asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
-        of = None if samples is None else passes(samples, len(sites), most, **rows_wanted)
+        of = None if samples is None else passes(samples, len(sites), most, **rounds)
         counter = StageProgress(progress, stage, of, ranks.size)
         comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked, chosen=chosen)
     rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
@@ -179,17 +166,8 @@ def drift(
         with comparison.swapped(sites):
             judge.add("swapped", network)
     judge.settle(ranks)
-    done = comparison.calibration if isinstance(comparison, CalibratedPasses) else None
-    return replace(report, quality=judge.quality, no_quality=judge.untold, calibration=done)
-
-
-def stage_of(about: Mapping[str, str], func: str, init: str) -> str:
-    """Return what :func:`drift` calls its stage where it reports progress.
-
-    >>> stage_of({"model": "demo_vit"}, "dyt", "fit"), stage_of({}, "", "")
-    ('demo_vit, dyt, fit', 'samples')
-    """
-    return ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
+    calibration = comparison.calibration if isinstance(comparison, CalibratedPasses) else None
+    return replace(report, quality=judge.quality, no_quality=judge.untold, calibration=calibration)
 
 
 def passes(
@@ -218,7 +196,7 @@ def _evenly_spaced(batches: Iterable[Any], most: int | None) -> frozenset[tuple[
 
 
 def _cumulative(comparison: PairedPasses | CalibratedPasses, report: DriftReport) -> list[Drift]:
-    """Swap one site after the other; what the first alone does is known already."""
+    """Swap one site after another; the row of the first alone exists already."""
     order = report.least_harmful(len(report.sites))
     first = next(row for row in report.by_site if row.site == order[0])
     more = [Configuration("cumulative", order[n - 1], tuple(order[:n])) for n in range(2, len(order) + 1)]
@@ -239,7 +217,7 @@ class CalibratedPasses:
     """A network with and without its norms, each swap calibrated by itself before it is measured.
 
     Attributes:
-        calibration: what the rows so far were calibrated on; that of all sites comes first.
+        calibration: inputs that the rows so far were calibrated on; that of all sites comes first.
     """
 
     calibration: DriftCalibration | None = None
@@ -248,45 +226,33 @@ class CalibratedPasses:
     def __init__(
         self,
         network: nn.Module,
-        batches: Iterable[Any],
         modules: Mapping[str, nn.Module],
-        outputs: Outputs,
-        ranks: Ranks,
         learn: Iterable[Any] | None,
+        outputs: Outputs,
         refit: str,
-        *,
+        passes_with: Callable[..., PairedPasses],
         progress: Progress,
-        stage: str,
-        of: int,
-        chosen: Container[tuple[str, int]] | None,
+        counter: StageProgress,
     ) -> None:
-        """Keep what to swap and to measure, and as much of the inputs to learn from as memory has room for.
+        """Keep the swap, and as much of the inputs to learn from as memory has room for.
 
-        See :func:`normscope.swaps.drift.drift.drift`; ``of`` is how many sites all rows have, see :func:`calibrations`.
+        Arguments are those of :func:`drift`; ``passes_with`` makes the passes with given modules, and ``counter``
+        counts the calibrated sites of all rows.
         """
-        _check(modules, refit, ranks)
-        self._network, self._batches, self._modules, self._outputs = network, batches, modules, outputs
+        self._network, self._modules, self._outputs, self._refit = network, modules, outputs, refit
         self._data = str(getattr(learn, "description", None) or "")
         self._learn, self._left_out = kept_in_memory(unpacked(network, learn)[1])
-        self._refit, self._progress, self._chosen = refit, progress, chosen
-        self._counter = StageProgress(progress, stage, of)
+        self._passes_with, self._progress, self._counter = passes_with, progress, counter
 
-    def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
-        """Calibrate each of some swaps and compare, as :meth:`PairedPasses.compared` does.
-
-        Args:
-            wanted: the swaps; the first call has that of all sites first.
-            ends: of trajectories, compared with all sites swapped.
-        """
-        tallies = Tallies(wanted)
-        for number, done in enumerate(wanted):
+    def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
+        """Calibrate each of some swaps and compare, as :meth:`PairedPasses.compared` does; all sites come first."""
+        tallies = Tallies(configurations)
+        for number, done in enumerate(configurations):
             everything = len(done.paths) == len(self._modules)
             passes = self._everything if everything else None
             if passes is None:
-                found, both = self._calibrated(done), (self._network, self._batches)
-                passes = PairedPasses(
-                    *both, found.modules, self._outputs, ALONE, _unheard, {}, found.refitted, self._chosen
-                )
+                modules, refitted = self._calibrated(done)
+                passes = self._passes_with(modules, refitted=refitted)
                 self._everything = passes if everything else self._everything
             tallies.take(number, passes.compared([done], ends if done.swapped == "all" else None))
         return tallies
@@ -298,34 +264,33 @@ class CalibratedPasses:
         with self._everything.swapped(paths):
             yield
 
-    def _calibrated(self, done: Configuration) -> Calibration:
+    def _calibrated(self, done: Configuration) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
         sites, reached = len(done.paths), 0
 
         def told(stage: str, at: int, of: int | None) -> None:
             nonlocal reached
-            if is_one_step(stage):
-                if self.calibration is None:  # later ones take no more memory than that of all sites
-                    self._progress(stage, at, of)
-                return
-            now = math.floor(sites * at / (of or at or 1))
-            self._counter.add(now - reached)
-            reached = now
+            if not is_one_step(stage):
+                now = math.floor(sites * at / (of or at or 1))
+                self._counter.add(now - reached)
+                reached = now
+            elif self.calibration is None:  # later calibrations take no more memory than that of all sites
+                self._progress(stage, at, of)
 
-        modules = {path: self._modules[path] for path in done.paths}
-        found = calibrated(self._network, modules, self._learn, outputs=self._outputs, refit=self._refit, progress=told)
-        report, before = found.report, self.calibration
-        if before is None:
-            before = DriftCalibration(
-                self._data,
-                self._refit,
-                report.n_learned,
-                report.n_judged,
-                self._left_out + report.left_out,
-                0,
-                report.left,
-            )
+        start = {path: self._modules[path] for path in done.paths}
+        modules, refitted, report = calibrated(
+            *(self._network, start, self._learn), outputs=self._outputs, refit=self._refit, progress=told
+        )
+        before = self.calibration or DriftCalibration(
+            self._data,
+            self._refit,
+            report.n_learned,
+            report.n_judged,
+            self._left_out + report.left_out,
+            0,
+            report.left,
+        )
         self.calibration = replace(before, restored=before.restored + report.restored)
-        return found
+        return modules, refitted
 
 
 def to_learn_from(
@@ -358,7 +323,3 @@ def _check(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks) -> None:
             )
     if ranks.size > 1:
         raise UsageError(f"Calibration runs in one process, and {ranks.size} measure this drift.")
-
-
-def _unheard(number: int) -> None:
-    """Count nothing: sites are counted, and not the samples that they are measured on."""

@@ -14,14 +14,13 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.pool import Pool, evenly
 from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.ranks import ALONE
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.distances import Configuration, measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
 from normscope.swaps.quality.measures import Judge, QualityFunction
 from normscope.swaps.replace import Swap
-from normscope.swaps.reports import OUTPUT, Drift, KeepReport, KeepStep, Quality, Quantiles
+from normscope.swaps.reports import OUTPUT, Drift, KeepReport, KeepStep, Quantiles
 
 MOST_SAMPLES = 48  # that a choice is made on: norms differ by more than a median over these is uncertain
 STAGE, HELD_OUT = "keep", "keep, held out"
@@ -54,22 +53,22 @@ def keep(
     n passes a step for n sites, over at most 48 samples (:data:`MOST_SAMPLES`). The network is left as found.
 
     Args:
-        model: the network, with its norms: what :func:`normscope.load` returned, or any module.
-        batches: inputs to choose on, as :func:`normscope.capture` takes them, by which nothing is judged afterwards;
-            None for a loaded model's calibration, or where it has none its inputs.
-        replacements: what takes the place of which norm, by module path, as :func:`normscope.replacements` makes it.
-        number: how many norms to keep; or
-        max_drift: the median error to stay at or below: as few norms as that takes.
-        held_out: inputs to report on; not looked at in choosing.
-        outputs: how to read what the network returns; a loaded model says it.
-        quality: how well the network does what it is for, on the held-out inputs, as of :func:`normscope.drift`.
-        after: what works on the functions that stay, such as a calibration: from the paths that stay swapped to the
-            median error that this leaves, by which ``max_drift`` is then met. Norms come back in the same order;
-            how many is found by trying 0, 1, 3, 7, … and then halves between.
-        func: what takes the norms' place, and
-        init: with which start values: what the report says of itself.
-        about: likewise: ``model``, ``weights``, ``data``.
-        progress: called with the stage, the samples that have run and, where it is known, their number.
+        model: the network, with its norms: the result of :func:`normscope.load`, or any module.
+        batches: inputs to choose on, as :func:`normscope.capture` takes them; None for a loaded model's calibration, or
+            without one its inputs.
+        replacements: modules to swap in, by path, from :func:`normscope.replacements`.
+        number: number of norms to keep; or
+        max_drift: the median error to stay at or below, with as few norms as possible.
+        held_out: inputs to report on; not used in choosing.
+        outputs: how to read the network's output; by default as the loaded model says, or the first tensor.
+        quality: measure on the held-out inputs, as for :func:`normscope.drift`.
+        after: function such as a calibration, from the paths that stay swapped to the median error that it leaves,
+            which ``max_drift`` then bounds. Norms come back in the same order; their number is found by trying 0, 1,
+            3, 7, … and then halves between.
+        func: curve in the norms' place, and
+        init: start values, for the report, as
+        about: ``model``, ``weights`` and ``data``.
+        progress: called with the stage, the samples run and, if known, their number.
 
     Returns:
         A :class:`KeepReport`.
@@ -89,7 +88,9 @@ def keep(
     """
     sites = list(replacements or ())
     _check(sites, number, max_drift)
-    loaded, batches = model, _chosen_on(model, batches)
+    loaded = model
+    if batches is None and isinstance(model, LoadedModel):
+        batches = model.inputs if model.calibration is None else model.calibration
     network, batches, about, outputs = unpacked(model, batches, about, outputs)
     pool = Pool.of(batches)
     few = evenly([*pool.learned, *pool.judged], MOST_SAMPLES)
@@ -120,12 +121,6 @@ def _check(sites: Sequence[str], number: int | None, max_drift: float | None) ->
         raise UsageError(f"The drift to stay at or below is {max_drift}; it is an error at the output, 0 or more.")
 
 
-def _chosen_on(model: nn.Module | LoadedModel, batches: Iterable[Any] | None) -> Iterable[Any] | None:
-    if batches is None and isinstance(model, LoadedModel):
-        return model.inputs if model.calibration is None else model.calibration
-    return batches
-
-
 class _Search:
     """The order in which norms come back, found as far as it is asked for.
 
@@ -146,7 +141,7 @@ class _Search:
             raise DataError("There is no batch to choose on.")
         self._sites, self.order = list(modules), list[str]()
         counter = StageProgress(progress, STAGE, None)
-        self._passes = PairedPasses(network, batches, modules, outputs, ALONE, counter.add, {})
+        self._passes = PairedPasses(network, batches, modules, outputs, advance=counter.add)
         (everything,) = self._moved([Configuration("one", self._sites[0], tuple(self._sites))])
         self.steps = [KeepStep(None, 0, len(self._sites), _error(everything))]
 
@@ -162,14 +157,14 @@ class _Search:
             if len(left) == 1:
                 self._put_back(left[0], Quantiles.of([0.0] * self.steps[-1].error.n), 0)
                 continue
-            without = [Configuration("one", path, tuple(one for one in left if one != path)) for path in left]
-            best = min(self._moved(without), key=lambda row: _known(_error(row).p50))
+            without = [Configuration("one", path, tuple(site for site in left if site != path)) for path in left]
+            best = min(self._moved(without), key=lambda row: _error(row).p50)
             assert best.site is not None  # noqa: S101  # as configured
             self._put_back(best.site, _error(best), len(left) - 1)
         return self.steps[kept]
 
-    def _moved(self, wanted: Sequence[Configuration]) -> list[Drift]:
-        rows = self._passes.compared(wanted).rows("", "", self._sites)
+    def _moved(self, configurations: Sequence[Configuration]) -> list[Drift]:
+        rows = self._passes.compared(configurations).rows("", "", self._sites)
         return [row for row in rows if row.at == OUTPUT and not row.part]
 
     def _put_back(self, path: str, moved: Quantiles, left: int) -> None:
@@ -179,10 +174,6 @@ class _Search:
 
 def _error(row: Drift) -> Quantiles:
     return row.relative_l2 if row.kl is None else row.kl
-
-
-def _known(median: float) -> float:
-    return math.inf if math.isnan(median) else median
 
 
 def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dict[int, float]]:
@@ -221,12 +212,12 @@ def _on_held_out(
     progress: Progress,
 ) -> KeepReport:
     """Measure drift and quality for each number of norms up to those kept."""
-    judge = Judge.of(model, quality, held_out, outputs, progress)
+    judge = Judge(model, quality, held_out, outputs, progress)
     module, held_out, _, outputs = unpacked(model, held_out, None, outputs)
     network, order = uncompiled(module), report.kept
     left = [tuple(path for path in report.sites if path not in order[:kept]) for kept in range(len(order) + 1)]
     counter = StageProgress(progress, HELD_OUT, None)
-    passes = PairedPasses(network, held_out, modules, outputs, ALONE, counter.add, {})
+    passes = PairedPasses(network, held_out, modules, outputs, advance=counter.add)
     rows = passes.compared([Configuration("one", paths[0], paths) for paths in left]).rows("", "", report.sites)
     moved = [_error(row) for row in rows if row.at == OUTPUT and not row.part]
     judge.add("original", network)
@@ -234,5 +225,4 @@ def _on_held_out(
         with Swap(network, {path: modules[path] for path in paths}):
             judge.add(f"{kept} kept", network)
     taken = [replace(step, held_out=own) for step, own in zip(report.taken, moved, strict=True)]
-    found: Quality | None = judge.quality
-    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=found)
+    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=judge.quality)

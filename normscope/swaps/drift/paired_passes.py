@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -15,14 +15,15 @@ from normscope.errors import DataError, MemoryEndedError, ModelError, count
 from normscope.inputs.batch import Batch, Halving, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.inputs.splits import LeftOut, Share, shared
-from normscope.pairs.ranks import Ranks, agree_on_batches, check_alike, merge_left_out
+from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
 from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
 from normscope.swaps.replace import Holders, Swap, module_at
 from normscope.swaps.reports import END, OUTPUT
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
-_Entry = tuple[Configuration, str, str, Distances]  # which swap, where it was measured, and the part of the data
+_Entry = tuple[Configuration, str, str, Distances]  # the swap, where it was measured, and the part of the data
+_Seen = tuple[Tensor, Mapping[str, Sequence[Tensor]]]  # outputs of the network, and of each site at each of its calls
 
 
 _MOST_KEPT = 32 * 2**20  # bytes of ends; of more, all are walked again
@@ -60,14 +61,6 @@ class KeptEnds:
             self._kept = seen
 
 
-@dataclass(frozen=True)
-class _PassesSeen:
-    """Outputs of one forward pass: of the network, and of each site at each of its calls."""
-
-    output: Tensor
-    at_sites: Mapping[str, Sequence[Tensor]]
-
-
 class PairedPasses:
     """A network with and without its norms, over the inputs that ranks divide among them."""
 
@@ -79,47 +72,40 @@ class PairedPasses:
         batches: Iterable[Any],
         modules: Mapping[str, nn.Module],
         outputs: Outputs,
-        ranks: Ranks,
-        advance: Callable[[int], object],
-        asked: Mapping[str, Any],
+        ranks: Ranks = ALONE,
+        advance: Callable[[int], object] = lambda samples: None,
+        asked: Mapping[str, Any] | None = None,
         refitted: Mapping[str, Tensor] | None = None,
         chosen: Container[tuple[str, int]] | None = None,
     ) -> None:
-        """Prepare the passes of :func:`normscope.swaps.drift.drift.drift`.
+        """Prepare the passes of :func:`normscope.swaps.drift.drift.drift`, whose arguments these are.
 
-        Args:
-            model: the network.
-            batches: inputs.
-            modules: replacements by path.
-            outputs: how to read what the network returns.
-            ranks: processes that divide the inputs.
-            advance: called with the number of samples of each pass.
-            asked: values that must agree on all ranks.
-            refitted: values of other parameters while sites are swapped, by name.
-            chosen: data set and index of each sample for swaps of some of the sites; None for all samples.
+        ``advance`` is called with the number of samples of each pass, ``asked`` must agree on all ranks, and
+        ``refitted`` has values of other parameters while sites are swapped, by name; ``chosen`` names the samples, by
+        data set and index, for swaps of some of the sites, None for all.
         """
         self.model, self.batches, self.modules = model, batches, modules
-        self.outputs, self.ranks, self.asked = outputs, ranks, asked
+        self.outputs, self.ranks, self.asked = outputs, ranks, asked or {}
         self._devices = cuda_devices(model)
         self._share = Share(ranks.rank, ranks.size)
         self._layouts: dict[tuple[str, int], SiteLayout] = {}
         self._called: set[str] = set()
         self._halving = Halving("compared")
-        self._advance = _Advance(advance)
+        self._advance = advance
         self._holders, self._refitted, self._chosen = Holders(model), refitted, chosen
 
-    def compared(self, wanted: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
+    def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
         """Run this rank's batches as they are and with each of the swaps, and compare.
 
         Args:
-            wanted: the swaps.
+            configurations: the swaps.
             ends: of trajectories, compared with all sites swapped.
 
         Returns:
-            What all ranks found.
+            The tallies of all ranks.
         """
-        tallies, left_out = Tallies(wanted), LeftOut()
-        rounds = [[done for done in wanted if (done.swapped == "all") is whole] for whole in (True, False)]
+        tallies, left_out = Tallies(configurations), LeftOut()
+        rounds = [[done for done in configurations if (done.swapped == "all") is whole] for whole in (True, False)]
         agree_on_batches(self.batches, self.ranks)
         with left_as_found(self.model) as self._buffers:
             first, chunks = shared(self.batches, self._share)
@@ -141,7 +127,7 @@ class PairedPasses:
         tallies = tallies.gathered(self.ranks)
         if not tallies.at_output:
             raise DataError("There is no batch to run the model on.")
-        called = {path for one in self.ranks.told(sorted(self._called)) for path in one}
+        called = {path for paths in self.ranks.told(sorted(self._called)) for path in paths}
         if idle := [path for path in self.modules if path not in called]:
             raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so that a swap there is none.")
         return tallies
@@ -159,25 +145,25 @@ class PairedPasses:
             return None
         return batch if len(rows) == len(batch.samples) or not batch.divisible else batch.take(rows)
 
-    def _in_pieces(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
+    def _in_pieces(self, batch: Batch, configurations: Sequence[Configuration]) -> Iterator[_Entry]:
         """Compare a batch; in halves, and halves of them, where memory ends.
 
         Raises:
             MemoryEndedError: if memory ends at a single sample, or at a batch that cannot be split.
         """
         for piece, _ in self._halving.pieces(batch, None):
-            rows = self._fitting(piece, wanted)
+            rows = self._fitting(piece, configurations)
             if rows is None:
                 self._halving.halve(piece)
             else:
                 yield from rows
 
-    def _fitting(self, batch: Batch, wanted: Sequence[Configuration]) -> list[_Entry] | None:
+    def _fitting(self, batch: Batch, configurations: Sequence[Configuration]) -> list[_Entry] | None:
         """Compare a batch with all of the swaps; None if memory ended at any of them."""
         whole = len(batch.samples) == 1 or not batch.divisible
+        passed: list[int] = []  # samples of each pass; counted out again where the batch has to run in pieces
         try:
-            with self._advance.of(len(batch.samples)):
-                return list(self._with_each(batch, wanted))
+            return list(self._with_each(batch, configurations, passed))
         except MemoryEndedError:
             if whole:
                 raise
@@ -189,23 +175,33 @@ class PairedPasses:
                     f"To compare what the network gives of {count(len(batch.samples), 'sample')} takes more memory "
                     "than there is. Take another device, or a smaller --dtype."
                 ) from error
+        self._advance(-sum(passed))
         return None
 
-    def _with_each(self, batch: Batch, wanted: Sequence[Configuration]) -> Iterator[_Entry]:
+    def _with_each(self, batch: Batch, configurations: Sequence[Configuration], passed: list[int]) -> Iterator[_Entry]:
+        def count_pass() -> None:
+            passed.append(len(batch.samples))
+            self._advance(passed[-1])
+
         original = self._run(batch, self.modules)
-        self._advance()
-        self._called.update(path for path, outputs in original.at_sites.items() if outputs)
-        for done in wanted:
+        count_pass()
+        self._called.update(path for path, outputs in original[1].items() if outputs)
+        for done in configurations:
             with self.swapped(done.paths):
                 swapped = self._run(batch, done.paths)
             for path in done.paths:
-                _check_called(path, original, swapped)
+                if original[1][path] and not swapped[1][path]:
+                    raise ModelError(
+                        f"The network calls the norm {path!r}, but not the module that was put in its place: it "
+                        "reaches the norm in another way than by its path, and nothing would be swapped there. Leave "
+                        "it out with sites."
+                    )
             yield from self._distances(batch, done, original, swapped)
-            self._advance()
+            count_pass()
 
     def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, some at a time: each comes while the network is as it has to be."""
-        everything = next(done for done in tallies.wanted if done.swapped == "all")
+        everything = next(done for done in tallies.configurations if done.swapped == "all")
         share = () if self.ranks.size == 1 else (self._share,)
         as_it_is = ends.original if isinstance(ends, KeptEnds) else ends
         with contextlib.ExitStack() as closing:
@@ -236,7 +232,7 @@ class PairedPasses:
         with Swap(self.model, {path: self.modules[path] for path in paths}, self._holders, self._refitted):
             yield
 
-    def _run(self, batch: Batch, paths: Iterable[str]) -> _PassesSeen:
+    def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
         """Run one batch from the buffers that the network was found with, and watch the modules at some paths."""
         self._buffers.put_back()
         at_sites: dict[str, list[Tensor]] = {path: [] for path in paths}
@@ -245,25 +241,23 @@ class PairedPasses:
                 handle = (module := module_at(self.model, path)).register_forward_hook(_keeping(module, kept))
                 hooks.callback(handle.remove)
             output = self.outputs.read(run(self.model, batch), batch)
-        return _PassesSeen(output.clone(), at_sites)  # it may be a buffer, which the next pass begins without
+        return output.clone(), at_sites  # it may be a buffer, which the next pass begins without
 
-    def _distances(
-        self, batch: Batch, done: Configuration, original: _PassesSeen, swapped: _PassesSeen
-    ) -> Iterator[_Entry]:
+    def _distances(self, batch: Batch, done: Configuration, original: _Seen, swapped: _Seen) -> Iterator[_Entry]:
         whole = done.swapped == "all"
         # Distances of single frames are many numbers per input: they are kept where all sites are swapped.
         kind = self.outputs.kind if whole or self.outputs.kind != "frames" else "tensor"
-        _check_shape("The output", original.output, swapped.output)
+        _check_shape("The output", original[0], swapped[0])
         (before, valid), (after, _) = (
-            output_by_sample(seen.output, batch, self.outputs.kind) for seen in (original, swapped)
+            output_by_sample(output, batch, self.outputs.kind) for output, _ in (original, swapped)
         )
         moved = distances(before, after, valid, kind)
         yield done, OUTPUT, "", moved
         if whole and batch.part:
             yield done, OUTPUT, batch.part, moved
         for path in done.paths if whole else ():
-            if original.at_sites[path]:
-                yield done, path, "", self._at_site(path, batch, original.at_sites[path], swapped.at_sites[path])
+            if original[1][path]:
+                yield done, path, "", self._at_site(path, batch, original[1][path], swapped[1][path])
 
     def _at_site(self, path: str, batch: Batch, original: Sequence[Tensor], swapped: Sequence[Tensor]) -> Distances:
         """Compare the outputs of a site, over all of its calls."""
@@ -275,7 +269,7 @@ class PairedPasses:
         for call, (before, after) in enumerate(zip(original, swapped, strict=True)):
             _check_shape(f"What {path!r} gives", before, after)
             layout = self._layouts.get((path, call), SiteLayout(path, None))
-            pairs.append([layout.by_sample(one, batch) for one in (before, after)])
+            pairs.append([layout.by_sample(output, batch) for output in (before, after)])
         if len(pairs) == 1:
             (before, valid), (after, _) = pairs[0]
             return distances(before, after, valid)
@@ -286,34 +280,9 @@ class PairedPasses:
         """Find the axis of samples in each site's output, once: it is shorter for a single sample."""
         if self._layouts:
             return
-        for path, outputs in self._run(first, self.modules).at_sites.items():
-            for call, one in enumerate(outputs):
-                self._layouts[path, call] = SiteLayout(path, one.shape)
-
-
-class _Advance:
-    """Counts the samples of each pass once, also where memory ended and a batch is run again in pieces."""
-
-    def __init__(self, advance: Callable[[int], object]) -> None:
-        self._advance = advance
-        self._samples = self._made = self._again = 0
-
-    def __call__(self) -> None:
-        self._made += self._samples
-        again = min(self._samples, self._again)
-        self._again -= again
-        if self._samples > again:
-            self._advance(self._samples - again)
-
-    @contextlib.contextmanager
-    def of(self, samples: int) -> Iterator[None]:
-        """Report the block's passes over so many samples; after an exception they are run again, and count once."""
-        self._samples, self._made = samples, 0
-        try:
-            yield
-        except BaseException:
-            self._again += self._made
-            raise
+        for path, outputs in self._run(first, self.modules)[1].items():
+            for call, output in enumerate(outputs):
+                self._layouts[path, call] = SiteLayout(path, output.shape)
 
 
 def _keeping(watched: nn.Module, kept: list[Tensor]) -> Callable[..., None]:
@@ -329,14 +298,6 @@ def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
     if valid is not None:
         arranged = arranged.where(valid[:, :, None].to(arranged.device), 0.0)
     return arranged.flatten(1)
-
-
-def _check_called(path: str, original: _PassesSeen, swapped: _PassesSeen) -> None:
-    if original.at_sites[path] and not swapped.at_sites[path]:
-        raise ModelError(
-            f"The network calls the norm {path!r}, but not the module that was put in its place: it reaches the norm "
-            "in another way than by its path, and nothing would be swapped there. Leave it out with sites."
-        )
 
 
 def _check_shape(what: str, original: Tensor, swapped: Tensor) -> None:

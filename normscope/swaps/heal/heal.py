@@ -1,31 +1,55 @@
-"""Healing: training a swapped network back towards the original's outputs; the best of its states is kept."""
+"""Healing: calibration, then training towards the original's outputs; the best of the states is kept."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from normscope.errors import ModelError, UsageError
-from normscope.inputs.entries import taken_once
+from normscope.errors import DataError, ModelError, UsageError, unknown
+from normscope.inputs.batch import Batch
+from normscope.inputs.entries import as_batches, taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.inputs.pool import kept_in_memory
+from normscope.inputs.pool import Pool, by_length, evenly, kept_in_memory, tensor_bytes
 from normscope.inputs.splits import divided
 from normscope.pairs.norms.streams import unpacked
+from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
-from normscope.swaps.distances import measure_of
-from normscope.swaps.heal.stages import ALL, HealOptions, Stages
-from normscope.swaps.heal.training import Checked, check_asked
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
+from normscope.swaps.calibrate.neighbours import neighbours_of
+from normscope.swaps.distances import OutputErrors, measure_of, output_errors
+from normscope.swaps.heal import training
+from normscope.swaps.heal.targets import TrainingTargets, drawn, steps_of
+from normscope.swaps.heal.training import (
+    Checked,
+    TrainedParameters,
+    TrainingState,
+    check_asked,
+    copied,
+    load_checkpoint,
+    restore,
+    save_checkpoint,
+)
+from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality.measures import Judge, QualityFunction
-from normscope.swaps.reports import HealReport
+from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport
 
 STEPS = 1700
+SAMPLES_A_STEP = 64  # at least, where they can be run in one pass
+_SAMPLES_APART = 8  # where they cannot
+_MOST_CALIBRATED = 320  # samples: twice as many texts take twice the time, for a thirtieth less drift
+ALL = "all"
+TRAINS = (NORMS, NEIGHBOURS, ALL)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
 def heal(
@@ -114,35 +138,35 @@ def heal(
         learn, held_out = divided(original.inputs, original.calibration)
     if learn is None or held_out is None:
         raise UsageError("Healing learns from some inputs and is judged by others: pass both, or a loaded model alone.")
-    loaded = original
-    module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
+    check_options(train, steps, minutes)
+    module, batches, _, outputs = unpacked(original, learn, outputs=outputs)
     _, held_out, about, _ = unpacked(original, held_out)
     teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
-    options = HealOptions(calibrated, train, STEPS if steps is None and minutes is None else steps, minutes, seed)
-    _check(student)
+    _check_parameters(student)
     reported = list(held_out) if taken_once(held_out) else held_out
-    judge = Judge.of(loaded, quality, reported, outputs, progress)
+    judge = Judge(original, quality, reported, outputs, progress)
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
         check_asked(path, asked or {})
-    for name, network in (("original", teacher), ("swapped", student)):
-        judging = time.monotonic()
-        judge.add(name, network)
-    until = judging - time.monotonic() + (began + 60 * minutes if minutes else math.inf)
-    batches, left_out = kept_in_memory(learn)
-    stages = Stages(teacher, student, sites, outputs, batches, reported, options)
+    judge.add("original", teacher)
+    judging = time.monotonic()
+    judge.add("swapped", student)
+    until = began + 60 * minutes - (time.monotonic() - judging) if minutes else None  # healed it is judged once more
+    learned, left_out = kept_in_memory(batches)
+    options = {"calibrated": calibrated, "train": train, "seed": seed, "minutes": minutes}
+    options["steps"] = STEPS if steps is None and minutes is None else steps
+    healing = _Healing(teacher, student, sites, outputs, learned, reported, options, progress)
     with left_as_found(teacher), left_as_found(student):
-        state = stages.run(path, asked or {}, until, progress, checked)
+        state = healing.run(path, asked or {}, until, checked or (lambda check: None))
     judge.add("healed", student)
-    pool = stages.pool
-    n_learned, n_judged = (sum(len(batch.samples) for batch in part) for part in (pool.learned, pool.judged))
+    n_learned, n_judged = (sum(len(b.samples) for b in part) for part in (healing.pool.learned, healing.pool.judged))
     return HealReport(
         state.drifts,
         state.left_with,
         state.checks,
         state.step,
-        options.train,
+        train,
         n_learned,
         n_judged,
         state.n_held_out,
@@ -155,8 +179,20 @@ def heal(
     )
 
 
+def check_options(train: str, steps: int | None, minutes: float | None) -> None:
+    """Refuse options that contradict one another; UsageError."""
+    if train not in TRAINS:
+        raise UsageError(unknown("train", train, TRAINS))
+    if steps is not None and minutes is not None:
+        raise UsageError(f"{steps} steps and {minutes} minutes both say how long to train: give one.")
+    if steps is not None and steps < 1:
+        raise UsageError(f"steps is {steps}: it is a number of steps, at least 1.")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise UsageError(f"minutes is {minutes}: it is a time, more than 0.")
+
+
 def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
-    """The outermost paths at which a network has another module than the original.
+    """Return the outermost paths at which a network has another module than the original.
 
     Raises:
         UsageError: if there are none, or if they are the same module.
@@ -172,7 +208,7 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
     return sites
 
 
-def _check(student: nn.Module) -> None:
+def _check_parameters(student: nn.Module) -> None:
     for name, parameter in student.named_parameters():
         if parameter.dtype not in (torch.float32, torch.float64):
             raise UsageError(
@@ -180,3 +216,172 @@ def _check(student: nn.Module) -> None:
             )
         if parameter.is_meta:
             raise ModelError(f"{name} is on the meta device, which has no values to train.")
+
+
+class _Healing:
+    """Both networks and all inputs, from stage to stage."""
+
+    def __init__(
+        self,
+        original: nn.Module,
+        swapped: nn.Module,
+        sites: Sequence[str],
+        outputs: Outputs,
+        batches: Sequence[Batch],
+        reported: Iterable[Any],
+        options: Mapping[str, Any],
+        progress: Progress,
+    ) -> None:
+        self._original, self._swapped, self._sites, self._outputs = original, swapped, sites, outputs
+        self._batches, self._reported, self._options, self._progress = batches, reported, options, progress
+        self.pool = Pool.of(batches)
+        self._judged = OutputErrors(original, self.pool.by_length().judged, outputs)
+        functions = [module for module in swapped.modules() if isinstance(module, PointwiseFunction)]
+        for function in functions:
+            function.give_each_channel_its_own()
+        self._width = max(math.prod(getattr(swapped.get_submodule(p), "normalized_shape", (1,))) for p in sites)
+        self._calibrates = options["calibrated"] and bool(functions)
+        self._parameters = dict(swapped.named_parameters())
+        self._measuring = 0.0  # seconds of what is measured once the training is over
+
+    def run(self, path: Path | None, asked: Mapping[str, Any], until: float | None, checked: Checked) -> TrainingState:
+        """Run the stages that are not done yet, and leave the network in the best of their states.
+
+        Arguments are those of :func:`heal`; a healing by minutes ends at the monotonic time ``until``.
+        """
+        start = copied(self._parameters)
+        settings = self._settings()
+        state = (path and load_checkpoint(path, settings)) or self._begun()
+
+        def saved() -> None:
+            if path is not None:
+                save_checkpoint(path, asked, settings, state)
+
+        if self._calibrates and CALIBRATED not in state.drifts:
+            self._calibrate(state, start)
+            saved()
+        restore(self._parameters, state.calibrated)
+        if not state.left_with:
+            names = self._trained_names()
+            with _trainable(self._swapped, names):
+                self._train(state, names, until, saved, checked)
+            state.drifts[TRAINED] = _quantiles(self._held_out_errors())
+            high = state.drifts[START]["p90"]
+            allowed = [stage for stage, drift in state.drifts.items() if stage == START or drift["p90"] <= high]
+            state.left_with = min(allowed, key=lambda stage: state.drifts[stage]["median"])
+            state.trained, state.moments = {}, {}
+            saved()
+        restore(self._parameters, start)
+        if state.left_with != START:
+            restore(self._parameters, state.calibrated)
+        if state.left_with == TRAINED:
+            restore(self._parameters, state.best)
+        return state
+
+    def _begun(self) -> TrainingState:
+        began = time.monotonic()
+        errors = self._held_out_errors()
+        if not len(errors):
+            raise DataError("There is no held-out batch to report the drift of.")
+        state = TrainingState(*self._drift(), drifts={START: _quantiles(errors)}, n_held_out=len(errors))
+        self._measuring = time.monotonic() - began
+        return state
+
+    def _calibrate(self, state: TrainingState, start: Mapping[str, Tensor]) -> None:
+        refit = NORMS if self._options["train"] == NORMS else NEIGHBOURS
+        both, learned = (self._original, self._swapped), evenly(self._batches, _MOST_CALIBRATED)
+        report = calibrate(*both, learned, outputs=self._outputs, refit=refit, progress=self._progress)
+        state.not_refitted = dict(report.left)
+        changed = {name: v for name, v in self._parameters.items() if not torch.equal(v, start[name])}
+        state.calibrated = copied(changed)
+        state.drift, _ = self._drift()
+        state.drifts[CALIBRATED] = _quantiles(self._held_out_errors())
+
+    def _train(
+        self,
+        state: TrainingState,
+        names: Sequence[str],
+        until: float | None,
+        saved: Callable[[], None],
+        checked: Checked,
+    ) -> None:
+        of_steps = steps_of(self.pool.learned, SAMPLES_A_STEP, _SAMPLES_APART)
+        targets = TrainingTargets(self._original, self._swapped, self._outputs, self._sites, of_steps)
+        trained = TrainedParameters(self._swapped, names)
+        if not state.best:
+            state.best = copied(trained.parameters)
+            if until is not None:
+                state.budget = until - self._measuring - time.monotonic()
+            saved()
+
+        def gradients(step: int) -> float:
+            return targets.gradients(drawn(self._options["seed"], step, number=len(targets)))
+
+        schedule = (state, trained, self._width, self._options["steps"])
+        training.train(*schedule, gradients, self._drift, saved, self._progress, checked)
+
+    def _trained_names(self) -> list[str]:
+        """Names of the parameters that are trained."""
+        train = self._options["train"]
+        if train == ALL:
+            embeddings = {id(module.weight) for module in self._swapped.modules() if isinstance(module, _EMBEDDINGS)}
+            return [
+                name
+                for name, parameter in self._parameters.items()
+                if parameter.is_floating_point() and id(parameter) not in embeddings
+            ]
+        paths = list(self._sites)
+        if train == NEIGHBOURS:
+            first = self.pool.learned[0]
+            norms = find_norms(self._original, first.first_sample()).sites
+            near = neighbours_of(self._original, norms, self._sites, first)
+            paths += [called.path for called in near.called_modules if not called.is_norm]
+        return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
+
+    def _settings(self) -> dict[str, Any]:
+        """Settings that identify a checkpoint."""
+        return {
+            "model": type(self._original).__name__,
+            "sites": {name: repr(self._swapped.get_submodule(name)) for name in self._sites},
+            **self._options,
+            "weights": _digest(self._original.state_dict()),
+            "start values": _digest(self._swapped.state_dict()),
+            "inputs": self.pool.digest,
+        }
+
+    def _drift(self) -> tuple[float, float]:
+        """Return median and 90th percentile on the inputs that decide."""
+        errors = _quantiles(self._judged.of(self._swapped))
+        return errors["median"], errors["p90"]
+
+    def _held_out_errors(self) -> Tensor:
+        batches = (part for batch in as_batches(self._reported) for part in by_length(batch, len(batch.samples)))
+        return output_errors(self._original, self._swapped, batches, self._outputs)
+
+
+def _quantiles(errors: Tensor) -> dict[str, float]:
+    # Between two samples there may be ∞ on one side, of which a line has no middle.
+    at = "linear" if bool(errors.isfinite().all()) else "higher"
+    return {name: float(errors.quantile(share, interpolation=at)) for name, share in _SHARES.items()}
+
+
+@contextlib.contextmanager
+def _trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Let some parameters alone have gradients; ``requires_grad`` is put back afterwards."""
+    flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in names)
+        yield
+    finally:
+        for parameter, flag in flags.items():
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    for name, tensor in tensors.items():
+        content.update(name.encode())
+        content.update(tensor_bytes(tensor))
+    return content.hexdigest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,54 +18,27 @@ from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.distances import KL, kl_divergences, measure_of
 
 
-def pooled_loss(output: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
-    """The relative L2 of all samples and positions together, so that none dominates."""
+def pooled_loss(output: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the relative L2 of all samples and positions together, so that none dominates."""
     if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
         kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
-        output, wanted = output * kept, wanted * kept
-    error: Tensor = vector_norm(output - wanted) / vector_norm(wanted).clamp_min(torch.finfo(torch.float32).tiny)
+        output, target = output * kept, target * kept
+    error: Tensor = vector_norm(output - target) / vector_norm(target).clamp_min(torch.finfo(torch.float32).tiny)
     return error
-
-
-def tensors_in(result: Any) -> list[Tensor]:
-    """List the floating-point tensors of what a module returned: of tuples and mappings, those within."""
-    return [tensor for tensor in tensors_of(result) if tensor.is_floating_point()]
 
 
 _LEAST_KL = 1e-12  # below which rounding is all that is left of it
 MOST_TARGET_BYTES = 4 * 2**30  # of what the original gave, that is kept in memory
 
 
-@dataclass(frozen=True)
-class Target:
-    """Outputs of the original for one batch, copied because the network may change them in place.
-
-    Attributes:
-        output: of the network.
-        of_sites: the tensors that each call of a norm gave, by the path of the norm.
-    """
-
-    output: Tensor
-    of_sites: Mapping[str, list[Tensor]]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in (self.output, *(one for each in self.of_sites.values() for one in each)))
+Target = tuple[Tensor, Mapping[str, list[Tensor]]]  # outputs of the network, and of each call of a norm by its path
 
 
 class TrainingTargets:
-    """The original and the swapped network side by side, on batches to learn from.
+    """Targets of batches to learn from, given by the original network, and gradients of the loss towards them.
 
-    What the original gives for them is computed once and kept, up to four gibibytes of it; beyond, whenever it is
-    asked for.
-
-    Args:
-        original: taught by, without gradients.
-        swapped: taught.
-        outputs: how to read what they return.
-        sites: paths of what was swapped, which is to give what the norms gave.
-        batches: to learn from; those of one lesson, whose gradients are taken together, are one list.
+    Targets are computed once and kept, up to four gibibytes of them; beyond, whenever they are needed. The sites are
+    paths of swapped modules, which imitate their norms. Gradients of each list of batches are summed.
     """
 
     def __init__(
@@ -89,11 +61,11 @@ class TrainingTargets:
         return len(self._batches)
 
     def targets(self, number: int) -> list[Target]:
-        """Return what the original gives for the batches of a lesson."""
+        """Return the original's outputs for a list of batches, copied because the network may change them."""
         if number in self._kept:
             return self._kept[number]
         targets = [self._target(batch) for batch in self._batches[number]]
-        size = sum(target.nbytes for target in targets)
+        size = sum(tensor.nbytes for tensor in tensors_of(targets))
         if size <= self._bytes_left:
             self._bytes_left -= size
             self._kept[number] = targets
@@ -104,14 +76,13 @@ class TrainingTargets:
         with _given(self._original, self._sites) as of_sites:
             output = self._outputs.read(run(self._original, batch), batch).clone()  # it may be a buffer
         self._buffers[0].put_back()
-        return Target(output, of_sites)
+        return output, of_sites
 
     def gradients(self, number: int) -> float:
-        """Add the gradients of the loss on a lesson, and return the loss.
+        """Add the gradients of the loss on a list of batches, and return the loss.
 
-        The loss is the relative L2 at the output, or of logits the root of the KL divergence, plus the mean over the
-        sites of the relative L2 of what they give: what norms gave says far more about an input than the few numbers at
-        the end, so that fewer inputs do.
+        The loss is the relative L2 at the output, or the root of the KL divergence of logits, plus the mean relative L2
+        at the sites: outputs of norms tell far more of an input than the few numbers at the end.
         """
         total, batches = 0.0, self._batches[number]
         samples = sum(len(batch.samples) for batch in batches)
@@ -127,25 +98,26 @@ class TrainingTargets:
         with _given(self._swapped, self._sites) as of_sites:
             output = self._outputs.read(run(self._swapped, batch), batch)
         at_sites = [
-            pooled_loss(given, wanted, batch.valid_at(path))
-            for path, calls in target.of_sites.items()
-            for given, wanted in zip(of_sites[path], calls, strict=True)
+            pooled_loss(given, original, batch.valid_at(path))
+            for path, calls in target[1].items()
+            for given, original in zip(of_sites[path], calls, strict=True)
         ]
         if measure_of(self._outputs.kind) == KL:
-            loss = kl_divergences(output, target.output, batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
+            loss = kl_divergences(output, target[0], batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
         else:
-            loss = pooled_loss(output, target.output, batch.valid)
+            loss = pooled_loss(output, target[0], batch.valid)
         return loss + torch.stack(at_sites).mean() if at_sites else loss
 
 
 @contextlib.contextmanager
 def _given(network: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """Record the tensors that some modules give, with copies, call by call."""
+    """Record copies of the outputs of some modules, call by call."""
     seen: dict[str, list[Tensor]] = {}
 
     def keep(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
-            seen.setdefault(path, []).extend(tensor.clone() for tensor in tensors_in(result))
+            tensors = (tensor for tensor in tensors_of(result) if tensor.is_floating_point())
+            seen.setdefault(path, []).extend(tensor.clone() for tensor in tensors)
 
         return hook
 
@@ -158,10 +130,7 @@ def _given(network: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[
 def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Batch]]:
     """Divide batches among steps, in order; padded ones by length.
 
-    Args:
-        batches: all of them.
-        at_once: samples of a step, at least, where they can be joined and run in one pass.
-        apart: samples of a step, at most, where they cannot, as each pass takes its time, and where they are padded.
+    A step has at least ``at_once`` samples if they can be joined and run in one pass, else at most ``apart``.
 
     >>> from normscope.inputs.batch import Sample
     >>> ones = [Batch((torch.zeros(1, size),), samples=(Sample("a", 0, 0),)) for size in (3, 3, 3, 4, 3)]
@@ -171,7 +140,7 @@ def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Ba
     steps: list[list[Batch]] = []
     for batch in (part for whole in batches for part in by_length(whole, apart)):
         last = steps[-1] if steps else []
-        samples = sum(len(one.samples) for one in last)
+        samples = sum(len(part.samples) for part in last)
         both = joined([*last, batch]) if len(last) == 1 and samples < at_once and batch.valid is None else []
         if len(both) == 1:
             steps[-1] = both
@@ -183,9 +152,7 @@ def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Ba
 
 
 def drawn(seed: int, step: int, *, number: int) -> int:
-    """Draw which of a number of targets a step takes: all of them in a new order, again and again.
-
-    The same seed and step give the same one, whatever was drawn before.
+    """Draw the target of a step: all of them in a new order, again and again, determined by seed and step alone.
 
     >>> sorted(drawn(0, step, number=4) for step in range(4, 8))
     [0, 1, 2, 3]

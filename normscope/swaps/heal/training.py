@@ -18,7 +18,7 @@ from normscope.runtime.progress import Progress
 from normscope.runtime.records import as_json
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.reports import START, TrainingCheck
+from normscope.swaps.reports import TrainingCheck
 
 STAGE = "train"
 CHECKS = 12  # of the drift, over the whole schedule
@@ -34,22 +34,18 @@ Checked = Callable[[TrainingCheck], object]
 
 @dataclass
 class TrainingState:
-    """The state of a healing, all that it resumes from.
+    """State of a healing, from which it resumes.
 
     Attributes:
-        drift: the least median so far, on the inputs that decide.
-        most_p90: the 90th percentile there with the start values, which no state that is kept exceeds.
+        drift: least median so far, on the inputs that decide.
+        most_p90: 90th percentile there with the start values, which no state that is kept exceeds.
         drifts: quantiles of the drift on the held-out inputs, at the start and after each stage.
-        n_held_out: number of the held-out samples.
-        not_refitted: why a layer beside a swapped norm was not calibrated, by path.
-        budget: seconds that the training may take; None where its number of steps is given, and until it begins.
-        seconds: that it took until the last check.
-        step: number of steps done.
-        checks: what they found, in order.
-        left_with: the stage whose state the network was left with; empty until all is done.
-        calibrated: what calibration changed.
-        best: what is trained, in the state of the least drift so far.
-        trained: the :attr:`TrainedParameters.tensors` as they are now; none before the first check.
+        budget: seconds that the training may take; None with a number of steps, and until it begins.
+        seconds: duration of the training until the last check.
+        left_with: stage whose state the network was left with; empty until all is done.
+        calibrated: parameters that calibration changed.
+        best: trained parameters in the state of the least drift so far.
+        trained: present :attr:`TrainedParameters.tensors`; empty before the first check.
         moments: of the optimizer, by its own name for them.
     """
 
@@ -69,12 +65,11 @@ class TrainingState:
     moments: dict[str, Values] = field(default_factory=dict)
 
     def check(self, drift: float, p90: float, loss: float) -> TrainingCheck:
-        """Add a check, which says whether the state is the best so far."""
+        """Add a check, and keep the state if it is the best so far."""
         kept = drift < self.drift and p90 <= self.most_p90
         self.drift = drift if kept else self.drift
-        found = TrainingCheck(self.step, _finite(loss), _finite(drift), kept)
-        self.checks.append(found)
-        return found
+        self.checks.append(TrainingCheck(self.step, _finite(loss), _finite(drift), kept))
+        return self.checks[-1]
 
     @property
     def tensors(self) -> Values:
@@ -104,7 +99,7 @@ class TrainingState:
 
 
 def rate_for(width: int, steps: float) -> float:
-    """The largest learning rate for a network of so many channels, over so many steps.
+    """Return the largest learning rate for a number of channels and of steps.
 
     The first steps at a large rate lose what calibration has found; a short schedule does not win it back.
 
@@ -125,22 +120,22 @@ def train(
     progress: Progress,
     checked: Checked,
 ) -> None:
-    """Go through the rest of a schedule, from where the state stands; the network is left in its best state.
+    """Run the rest of a schedule; the network is left in its best state.
 
-    AdamW without weight decay, its rate rising for the first steps and then falling to nought along a cosine, gradients
-    clipped. A dozen times over the schedule the drift is measured, and the state kept if it is the least so far; it is
-    never stopped early, since much of what such a schedule gains comes at its end. With a budget of seconds in place of
-    steps, rate and checks follow the share of it that has passed.
+    AdamW without weight decay, with a warm-up and a cosine to zero, and clipped gradients. A dozen times over the
+    schedule the drift is measured, and the state kept if it is the least so far. Training never stops early, since
+    much of the gain of such a schedule comes at its end. With a budget of seconds in place of steps, rate and checks
+    follow the share of it that has passed.
 
     Args:
-        state: changed as it goes; it says which state is the best to begin with.
-        trained: what is trained.
+        state: changed as it goes.
+        trained: the parameters.
         width: of the norms, see :func:`rate_for`.
-        steps: of the whole schedule; None where ``state.budget`` says how many seconds it may take.
-        gradients: adds those of the step of this number to the network's parameters, and returns the loss.
+        steps: of the whole schedule; None with ``state.budget``.
+        gradients: adds the gradients of a step's number to the network's parameters, and returns the loss.
         drift: measures its median and 90th percentile, on the inputs that decide.
         saved: called after every check.
-        progress: called after every step with the stage's name, and the steps done and all of them, or the seconds.
+        progress: called after every step with the steps done and all of them, or the seconds.
         checked: called with each check.
     """
     optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
@@ -228,16 +223,9 @@ _ASKED = "asked"
 
 
 def save_checkpoint(path: Path, asked: Mapping[str, Any], settings: Mapping[str, Any], state: TrainingState) -> None:
-    """Write the state of a healing, whole or not at all.
+    """Write the state of a healing, whole or not at all; UsageError if the file cannot be written.
 
-    Args:
-        path: of the file.
-        asked: what :func:`check_asked` compares.
-        settings: what is healed, of what and on what; only the same goes on from it.
-        state: where it stands.
-
-    Raises:
-        UsageError: if it cannot be written there.
+    ``asked`` is for :func:`check_asked`, and ``settings`` identify the network, the inputs and the options.
     """
     tensors = {name: value.cpu().contiguous() for name, value in state.tensors.items()}
     header = {"format": _FORMAT, "version": _VERSION, _ASKED: dict(asked), "settings": dict(settings)}
@@ -245,11 +233,7 @@ def save_checkpoint(path: Path, asked: Mapping[str, Any], settings: Mapping[str,
 
 
 def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of a healing with other options, before any work; no file is no checkpoint.
-
-    Args:
-        path: of the file.
-        asked: what tells one healing from others before a network is loaded: options, by name.
+    """Refuse a checkpoint of a healing with other options by name, before any work; no file is no checkpoint.
 
     Raises:
         UsageError: if the checkpoint is of another healing.
@@ -262,20 +246,8 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
         raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
 
 
-def load_checkpoint(
-    path: Path, settings: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
-) -> TrainingState | None:
-    """Read where a healing stands; None where there is no file.
-
-    Args:
-        path: of the file.
-        settings: as for :func:`save_checkpoint`.
-        parameters: of the swapped network, which the tensors have to fit.
-
-    Raises:
-        UsageError: if the checkpoint is of another healing.
-        DataError: if the file is damaged, or of another kind or version.
-    """
+def load_checkpoint(path: Path, settings: Mapping[str, Any]) -> TrainingState | None:
+    """Read a checkpoint of the same settings, with errors as of :func:`check_asked`; None if there is no file."""
     if not path.exists():
         return None
     header, tensors = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
@@ -284,27 +256,14 @@ def load_checkpoint(
         plain = value is None or isinstance(value, (int, float))
         raise _of_another(path, f"its {name} is {before!r:.60}, not {value}" if plain else f"other {name}")
     try:
-        state = TrainingState.of(header["course"], tensors)
-        for quantiles in (state.drifts[START], *state.drifts.values()):
-            if not all(isinstance(quantiles[name], float) for name in ("p10", "median", "p90")):
-                raise TypeError(f"a drift is {quantiles}")
-        for full, value in tensors.items():
-            _check_fits(full, value, parameters)
+        return TrainingState.of(header["course"], tensors)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"The checkpoint {path} is damaged: {type(error).__name__}: {error}; {_AGAIN}.") from error
-    return state
 
 
-def _check_fits(full: str, value: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
-    group, _, name = full.partition("/")
-    like = parameters[name]
-    if group != "moment.step" and (value.shape != like.shape or value.dtype != like.dtype):
-        raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)}")
-
-
-def _differing(stored: Any, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    known = stored if isinstance(stored, dict) else {}
-    return ((name, known.get(name), value) for name, value in wanted.items() if known.get(name) != value)
+def _differing(stored: Any, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    before = stored if isinstance(stored, dict) else {}
+    return ((name, before.get(name), value) for name, value in settings.items() if before.get(name) != value)
 
 
 def _of_another(path: Path, what: str) -> UsageError:
@@ -317,17 +276,17 @@ _LEAST_ALPHA = 1e-6  # in place of an α of nought, through which nothing could 
 class TrainedParameters:
     """Parameters of a network as training moves them: weight · f(αx + s) + bias as (v/α) · f(α(x + c)) + bias.
 
-    Where a norm is nearly a straight line, weight and α matter by their product alone: trained as they are, α falls
-    and the weight grows, to 10⁵, until one step of α or s destroys the network. The slope v = weight · α, log α and
+    Where a norm is nearly a straight line, weight and α matter by their product alone. Trained directly, α falls and
+    the weight grows, to 10⁵, until one step of α or s destroys the network. The slope v = weight · α, log α and
     c = s/α, a shift of x itself, stay moderate.
 
     Args:
-        network: whose point-wise functions have a weight for each channel.
+        network: with point-wise functions that have a weight for each channel.
         names: of the parameters that are trained; of a function all of them together.
 
     Attributes:
-        tensors: what an optimizer moves, by parameter name: v under the weight's, log α under α's, counted from what it
-            was, and c under the shift's; everything else is the parameter itself.
+        tensors: variables of the optimizer by parameter name: v for the weight, log α relative to its start for α, and
+            c for the shift; other parameters as they are.
 
     >>> function = PointwiseFunction("tanh", 2, alpha=0.5)
     >>> trained = TrainedParameters(function, ["alpha", "weight", "bias"])
@@ -343,22 +302,33 @@ class TrainedParameters:
         of_network = dict(network.named_parameters())
         self.parameters: Mapping[str, nn.Parameter] = {name: of_network[name] for name in names}
         self.tensors: dict[str, Tensor] = dict(self.parameters)
-        self._functions: list[_Function] = []
+        self._starts: list[tuple[str, Tensor]] = []  # prefixes of functions, and their α, whose signs stay
         for path, module in network.named_modules():
             prefix = f"{path}." if path else ""
             if isinstance(module, PointwiseFunction) and f"{prefix}alpha" in self.parameters:
                 with torch.no_grad():
                     module.alpha[module.alpha == 0] = _LEAST_ALPHA
-                function = _Function(prefix, module.alpha.detach().clone())
-                self._functions.append(function)
-                self.tensors |= function.tensors(self.parameters)
+                start = module.alpha.detach().clone()
+                self._starts.append((prefix, start))
+                self.tensors[f"{prefix}weight"] = module.weight.detach() * start
+                self.tensors[f"{prefix}alpha"] = torch.zeros_like(start)
+                if self._has_shift(prefix):
+                    self.tensors[f"{prefix}shift"] = self.parameters[f"{prefix}shift"].detach() / start
+
+    def _has_shift(self, prefix: str) -> bool:
+        """False for one shift of several α, too, which stays as it is."""
+        shift = self.parameters.get(f"{prefix}shift")
+        return shift is not None and shift.shape == self.parameters[f"{prefix}alpha"].shape
 
     @torch.no_grad()
     def put(self) -> None:
         """Give the network the values of the tensors."""
-        for function in self._functions:
-            for name, value in function.values(self.tensors).items():
-                self.parameters[name].copy_(value)
+        for prefix, start in self._starts:
+            weight, alpha, shift = (f"{prefix}{name}" for name in ("weight", "alpha", "shift"))
+            self.parameters[alpha].copy_(start * self.tensors[alpha].exp())
+            self.parameters[weight].copy_(self.tensors[weight] / self.parameters[alpha])
+            if self._has_shift(prefix):
+                self.parameters[shift].copy_(self.tensors[shift] * self.parameters[alpha])
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -369,57 +339,22 @@ class TrainedParameters:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Give the tensors the gradients that the network's parameters have."""
-        for function in self._functions:
-            for name, gradient in function.gradients(self.parameters).items():
-                self.tensors[name].grad = gradient
+        """Compute the gradients of v, log α and c from those of the network's parameters."""
+        for prefix, _ in self._starts:
+            weight, alpha = self.parameters[f"{prefix}weight"], self.parameters[f"{prefix}alpha"]
+            if weight.grad is None or alpha.grad is None:
+                continue
+            # As log α grows, so does s = αc; the weight, v/α, falls.
+            of_log = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
+            if self._has_shift(prefix):
+                shift = self.parameters[f"{prefix}shift"]
+                of_shift = torch.zeros_like(shift) if shift.grad is None else shift.grad
+                self.tensors[f"{prefix}shift"].grad = of_shift * alpha
+                of_log = of_log + shift * of_shift
+            self.tensors[f"{prefix}weight"].grad = weight.grad / alpha
+            self.tensors[f"{prefix}alpha"].grad = of_log
 
     def forget_gradients(self) -> None:
         """Leave no gradient, neither in the network nor in the tensors."""
         for tensor in (*self.parameters.values(), *self.tensors.values()):
             tensor.grad = None
-
-
-class _Function:
-    """One point-wise function: from its parameters to what is trained in their place, and back."""
-
-    def __init__(self, prefix: str, begun: Tensor) -> None:
-        self._weight, self._alpha, self._shift = (f"{prefix}{name}" for name in ("weight", "alpha", "shift"))
-        self._begun = begun  # α, whose sign stays
-
-    def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return v, log α and c."""
-        trained = {
-            self._weight: parameters[self._weight].detach() * self._begun,
-            self._alpha: torch.zeros_like(self._begun),
-        }
-        if self._has_shift(parameters):
-            trained[self._shift] = parameters[self._shift].detach() / self._begun
-        return trained
-
-    def values(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return weight, α and s."""
-        alpha = self._begun * tensors[self._alpha].exp()
-        found = {self._weight: tensors[self._weight] / alpha, self._alpha: alpha}
-        if self._has_shift(tensors):
-            found[self._shift] = tensors[self._shift] * alpha
-        return found
-
-    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """Return the gradients of v, log α and c, from those of weight, α and s."""
-        weight, alpha = parameters[self._weight], parameters[self._alpha]
-        if weight.grad is None or alpha.grad is None:
-            return {}
-        # As log α grows, so does s = αc; the weight, v/α, falls.
-        of_log = alpha * alpha.grad - (weight * weight.grad).sum_to_size(alpha.shape)
-        found = {self._weight: weight.grad / alpha}
-        if self._has_shift(parameters):
-            shift = parameters[self._shift]
-            of_shift = torch.zeros_like(shift) if shift.grad is None else shift.grad
-            found[self._shift] = of_shift * alpha
-            of_log = of_log + shift * of_shift
-        return {**found, self._alpha: of_log}
-
-    def _has_shift(self, tensors: Mapping[str, Tensor]) -> bool:
-        # One shift for the αs of all channels stays as it is.
-        return self._shift in tensors and tensors[self._shift].shape == tensors[self._alpha].shape

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -33,42 +32,28 @@ class UntoldError(DataError):
     """Raised when the inputs carry nothing to score against."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A score, and what all scores of the same inputs have in common; see :class:`Quality`."""
-
-    name: str
-    higher_is_better: bool | None
-    n: int | None
-    over: str
-    score: Score
+Finding = tuple[Quality, Score]  # a quality, as yet without scores, and one network's score
 
 
+@dataclass
 class Passes:
-    """The forward passes of one network, each from the buffers that it was found with; in halves where memory ends."""
+    """Forward passes of one network, each from the buffers that it was found with; in halves where memory ends."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Iterable[Any],
-        outputs: Outputs,
-        buffers: KeptBuffers,
-        told: Callable[[int, int | None], object],
-    ) -> None:
-        self.batches = batches
-        self._model, self._outputs, self._buffers, self._told = model, outputs, buffers, told
+    model: nn.Module
+    batches: Iterable[Any]
+    outputs: Outputs
+    buffers: KeptBuffers
+    told: Callable[[int, int | None], object]
 
     def output(self, batch: Batch) -> Tensor:
-        """Return what the network gives of a batch."""
-        self._buffers.put_back()
-        return self._outputs.read(run(self._model, batch), batch)
+        """Return the network's output for a batch."""
+        self.buffers.put_back()
+        return self.outputs.read(run(self.model, batch), batch)
 
     def answers(self, batches: Iterable[Any] | None = None, of: int | None = None) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield batches, or the pieces that there is memory for, and what the network gives of each.
+        """Yield batches, or the pieces that there is memory for, and the outputs for each.
 
-        Args:
-            batches: None for the inputs themselves.
-            of: how many samples they hold; None for what the inputs say.
+        ``batches`` take the place of the inputs, and ``of`` is their number of samples.
         """
         batches = self.batches if batches is None else batches
         of, done, halving = of or getattr(batches, "n_samples", None), 0, Halving("judged")
@@ -83,7 +68,7 @@ class Passes:
                 else:
                     yield piece, output
                     done += len(piece.samples)
-                    self._told(done, of)
+                    self.told(done, of)
 
 
 def _top1(passes: Passes, task: Task) -> Finding:
@@ -99,7 +84,7 @@ def _top1(passes: Passes, task: Task) -> Finding:
 
 
 def _words(passes: Passes, task: Task) -> Finding:
-    """Share of words that are spelled rightly by the likeliest letter of each frame, without repeats and blanks."""
+    """Share of words that the likeliest letters of the frames spell, without repeats and blanks."""
     right: list[bool] = []
     samples: list[Sample] = []
     for batch, logits in passes.answers():
@@ -123,9 +108,11 @@ def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sam
         raise UntoldError("there is no sample to judge by")
     interval = None
     if len({(sample.data, sample.source) for sample in samples}) == len(samples):  # else they are not independent
+        from scipy import stats  # which takes a second to import
+
         wilson = stats.binomtest(sum(right), len(right)).proportion_ci(0.95, method="wilson")
         interval = (float(wilson.low), float(wilson.high))
-    return Finding(name, True, len(right), count(len(right), noun), Score(sum(right) / len(right), interval))
+    return Quality(name, True, len(right), count(len(right), noun), {}), Score(sum(right) / len(right), interval)
 
 
 def _perplexity(passes: Passes, task: Task) -> Finding:
@@ -147,27 +134,25 @@ def _perplexity(passes: Passes, task: Task) -> Finding:
 
 
 def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
-    """Return whether logits stay when the last token of a text is another one; False where they are not finite.
+    """True if logits stay when the last token of a text changes; False where they are not finite.
 
-    Which classes of transformers look ahead, no name tells: BertLMHeadModel does, unless its configuration says so.
+    Class names do not reveal models that look ahead: BertLMHeadModel does, unless its configuration says otherwise.
 
     Raises:
         UntoldError: if they change.
     """
-    one = batch.take([row])
-    ids, valid = _tokens(one)
+    text = batch.take([row])
+    ids, valid = _tokens(text)
     last = int(valid[0].nonzero()[-1])
-    before = passes.output(one)[0, :last].clone()
-    other = next(
-        (token for token in ids[0].tolist() if token != ids[0, last]), (int(ids[0, last]) + 1) % before.shape[-1]
-    )
+    before = passes.output(text)[0, :last].clone()
+    different = [token for token in ids[0].tolist() if token != ids[0, last]]
     changed = ids.clone()
-    changed[0, last] = other
-    after = passes.output(replace(one, kwargs={**one.kwargs, "input_ids": changed}))[0, :last]
+    changed[0, last] = different[0] if different else (int(ids[0, last]) + 1) % before.shape[-1]
+    after = passes.output(replace(text, kwargs={**text.kwargs, "input_ids": changed}))[0, :last]
     if not bool(before.isfinite().all() & after.isfinite().all()):
         return False
-    own, moved = in_float64(before[valid[0, :last]]), in_float64(after[valid[0, :last]])
-    if float((moved - own).norm()) > _STILL * float(own.norm()):
+    before, after = in_float64(before[valid[0, :last]]), in_float64(after[valid[0, :last]])
+    if float((after - before).norm()) > _STILL * float(before.norm()):
         raise UntoldError("the network looks at the tokens that it would have to predict, as no causal model does")
     return True
 
@@ -212,22 +197,22 @@ def _masked(batches: Iterable[Any], task: Task, chosen: set[int]) -> Iterator[Ba
 
 
 def _words_of(batch: Batch, task: Task) -> Tensor:
-    """Return which tokens may be hidden: neither padding nor what the tokenizer puts around texts."""
+    """Return a mask of the tokens that may be hidden: neither padding nor the tokenizer's special tokens."""
     ids, valid = _tokens(batch)
     return valid & ~torch.isin(ids, torch.tensor(sorted(task.unmasked), device=ids.device))
 
 
 def _tokens(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return token ids and which of them are data, ``(samples, positions)``."""
+    """Return token ids and the mask of data among them, ``(samples, positions)``."""
     ids = batch.kwargs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise UntoldError("the batches have no input_ids of samples and positions")
     return ids, torch.ones_like(ids, dtype=torch.bool) if batch.valid is None else batch.valid.to(ids.device)
 
 
-def _check_positions(output: Tensor, wanted: Sequence[int]) -> None:
-    """Refuse what does not give each token a vector of its own."""
-    if output.ndim != 3 or tuple(output.shape[: len(wanted)]) != tuple(wanted):
+def _check_positions(output: Tensor, shape: Sequence[int]) -> None:
+    """Refuse outputs without a vector for each token."""
+    if output.ndim != 3 or tuple(output.shape[: len(shape)]) != tuple(shape):
         raise UntoldError(f"the network gives {tuple(output.shape)}, which is not a vector for each of the tokens")
 
 
@@ -244,7 +229,7 @@ def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Fi
     if not n:
         raise UntoldError("no text has a token to predict")
     mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
-    return Finding(name, False, n, over, Score(math.exp(mean) if mean < 700 else math.inf))  # beyond is no float64
+    return Quality(name, False, n, over, {}), Score(math.exp(mean) if mean < 700 else math.inf)  # beyond is no float64
 
 
 def _spearman(passes: Passes, task: Task) -> Finding:
@@ -263,11 +248,13 @@ def _spearman(passes: Passes, task: Task) -> Finding:
                 scores.append(score)
     if len(set(scores)) < 2:
         raise UntoldError(f"a rank correlation takes pairs of different scores, and there are {len(set(scores))}")
+    from scipy import stats
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.ConstantInputWarning)  # which is NaN, and shown as none
-        found = float(stats.spearmanr(cosines, scores).statistic)
+        correlation = float(stats.spearmanr(cosines, scores).statistic)
     over = f"{count(len(scores), 'pair')} of sentences, {_POOLED[task.pooling]}"
-    return Finding("Spearman's rank correlation", True, len(scores), over, Score(found))
+    return Quality("Spearman's rank correlation", True, len(scores), over, {}), Score(correlation)
 
 
 _POOLED = {"mean": "mean of the tokens", "first": "the first token", "last": "the last token"}
@@ -287,16 +274,15 @@ def _denoising(passes: Passes, task: Task) -> Finding:
     """Mean squared error of the prediction, as in training; infinite where anything is not finite."""
     errors: list[float] = []
     for batch, output in passes.answers():
-        wanted = None if task.truth is None else task.truth(batch.samples)
-        if wanted is None:
+        noise = None if task.truth is None else task.truth(batch.samples)
+        if noise is None:
             raise UntoldError("it is not known what noise was added to the samples")
-        errors += (
-            (in_float64(output).cpu() - wanted.double()).square().flatten(1).mean(1).nan_to_num(nan=math.inf).tolist()
-        )
+        squares = (in_float64(output).cpu() - noise.double()).square()
+        errors += squares.flatten(1).mean(1).nan_to_num(nan=math.inf).tolist()
     if not errors:
         raise UntoldError("there is no sample to judge by")
     mean = math.inf if math.inf in errors else math.fsum(errors) / len(errors)
-    return Finding("denoising error", False, len(errors), count(len(errors), "noised latent"), Score(mean))
+    return Quality("denoising error", False, len(errors), count(len(errors), "noised latent"), {}), Score(mean)
 
 
 MEASURES: dict[str, Callable[[Passes, Task], Finding]] = {
@@ -313,48 +299,34 @@ QualityFunction = Callable[[nn.Module], float]
 
 
 class Judge:
-    """Measures how well one network after another does what it is for, on the same inputs.
+    """Quality of one network after another, on the same inputs.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", device="cpu")
-    >>> judge = Judge.of(network, None, network.inputs, network.outputs, lambda stage, done, of: None)
+    >>> judge = Judge(network, None, network.inputs, network.outputs, lambda stage, done, of: None)
     >>> judge.add("original", network.module)
     >>> judge.quality.name, judge.quality.scores["original"].value
     ('top-1 accuracy', 1.0)
     """
 
     def __init__(
-        self, by: Task | QualityFunction, batches: Iterable[Any], outputs: Outputs, progress: Progress
-    ) -> None:
-        """Keep what to measure.
-
-        Args:
-            by: what the network is for; or a function of the user's, which takes it.
-            batches: held-out inputs, which a function does not look at.
-            outputs: how to read what the network returns.
-            progress: called with the network and what was done of it.
-        """
-        self._by, self._batches, self._outputs, self._progress = by, batches, outputs, progress
-        self.quality: Quality | None = None
-        self.untold = by.untold if isinstance(by, Task) and by.measure is None else ""
-        if not self.untold and isinstance(by, Task) and taken_once(batches):
-            self.untold = "the batches can be iterated only once"
-
-    @classmethod
-    def of(
-        cls,
+        self,
         model: nn.Module | LoadedModel,
         by: QualityFunction | Task | None,
         batches: Iterable[Any],
         outputs: Outputs,
         progress: Progress,
-    ) -> Judge:
-        """Judge as the user says it, and otherwise by what a loaded model is for."""
+    ) -> None:
+        """Measure by a function of the user's, which ignores the held-out ``batches``, or by the model's task."""
         task = model.task if isinstance(model, LoadedModel) else Task()
-        return cls(task if by is None else by, batches, outputs, progress)
+        self._by, self._batches, self._outputs, self._progress = by or task, batches, outputs, progress
+        self.quality: Quality | None = None
+        self.untold = self._by.untold if isinstance(self._by, Task) and self._by.measure is None else ""
+        if not self.untold and isinstance(self._by, Task) and taken_once(batches):
+            self.untold = "the batches can be iterated only once"
 
     def add(self, name: str, model: nn.Module) -> None:
-        """Measure a network, which is left as found; nothing where inputs do not tell how well it does.
+        """Measure a network, and leave it as found; ``untold`` is the reason if the inputs do not allow that.
 
         Raises:
             UsageError: if a function of the user's returns no number.
@@ -365,21 +337,22 @@ class Judge:
             return
         with left_as_found(model) as buffers:
             if not isinstance(self._by, Task):
-                found = Finding(_own_name(self._by), None, None, "", Score(_number(self._by(model))))
+                name_of_function = getattr(self._by, "__name__", type(self._by).__name__).replace("<lambda>", "quality")
+                quality, score = Quality(name_of_function, None, None, "", {}), Score(_number(self._by(model)))
             else:
                 assert self._by.measure is not None  # noqa: S101  # there would be a reason
                 told = partial(self._progress, f"quality of the {name}")
                 passes = Passes(model, self._batches, self._outputs, buffers, told)
                 try:
-                    found = MEASURES[self._by.measure](passes, self._by)
+                    quality, score = MEASURES[self._by.measure](passes, self._by)
                 except UntoldError as error:
                     self.quality, self.untold = None, str(error)
                     return
         scores = {} if self.quality is None else self.quality.scores
-        self.quality = Quality(found.name, found.higher_is_better, found.n, found.over, {**scores, name: found.score})
+        self.quality = replace(quality, scores={**scores, name: score})
 
     def settle(self, ranks: Ranks) -> None:
-        """Let all ranks know what the first of them measured."""
+        """Send the measurements of the first rank to all of them."""
         if ranks.size == 1:
             return
         quality, self.untold = ranks.told([self.quality and asdict(self.quality), self.untold])[0]
@@ -389,11 +362,6 @@ class Judge:
                 for name, own in quality.pop("scores").items()
             }
             self.quality = Quality(**quality, scores=scores)
-
-
-def _own_name(function: QualityFunction) -> str:
-    name = getattr(function, "__name__", type(function).__name__)
-    return "quality" if name == "<lambda>" else name
 
 
 def _number(value: Any) -> float:

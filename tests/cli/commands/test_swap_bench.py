@@ -18,7 +18,7 @@ from normscope.errors import UsageError
 from normscope.inputs.splits import learned_and_held_out
 from normscope.models.inputs.trajectories import Trajectories
 from normscope.pairs.norms.trace import find_norms
-from normscope.swaps.replace import swap
+from normscope.swaps.calibrate.swap import swap
 from normscope.swaps.store.store import save_swapped
 
 FACTORY = """

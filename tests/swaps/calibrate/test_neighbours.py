@@ -1,11 +1,13 @@
 """Which layers stand beside norms, against what the libraries' own modules are called."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import PostNorm
 from torch import nn
 
 import normscope
@@ -59,17 +61,6 @@ def test_only_layers_between_a_swapped_norm_and_the_next_are_beside_it(vit):
     near = found(vit.module, vit.inputs.first_sample(), ["blocks.3.norm2"])
     beside = [one.path for one in near.called_modules if not one.is_norm]
     assert beside == [f"blocks.3.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")]
-
-
-class PostNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner, self.out = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
-        self.last, self.head = nn.LayerNorm(6), nn.Linear(6, 2)
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.head(self.last(x + self.out(torch.relu(self.inner(x)))))
 
 
 def test_behind_post_norms_a_layer_is_added_to_the_norms_output():
@@ -188,6 +179,25 @@ def test_what_knows_the_class_undoes_what_depends_on_it():
     # Scales are held to the present ones by a fiftieth of a channel's variance, and a ridge shrinks.
     assert found["neighbours"] < 0.25 * found["norms"] and found["norms"] > 0.1
     assert torch.equal(swapped.ada.weight[8:16], original.ada.weight[8:16])  # the part that modulates nothing
+
+
+@pytest.mark.parametrize("what", ["capture", "swap", "drift"])
+def test_hooks_of_users_run_in_passes_of_the_whole_network_alone(what):
+    """A norm, its function and the layers beside it also run alone here, or in a copy of the network."""
+    torch.manual_seed(0)
+    original, learn, calls = Modulated().requires_grad_(False), of_classes(), Counter()
+    seen = normscope.capture(original, learn)
+    modules = normscope.replacements(original, "tanh", seen)
+    for path, module in original.named_modules():
+        module.register_forward_pre_hook(lambda module, args, path=path: calls.update([path]))
+    if what == "capture":
+        normscope.capture(original, learn)
+    elif what == "swap":
+        report = normscope.swap(original, "tanh", seen, init="calibrated", learn=learn).calibration
+        assert [module.path for module in report.modules] == ["norm", "ada", "head"]
+    else:
+        normscope.drift(original, learn[:2], modules, init="calibrated", learn=learn[2:])
+    assert calls["norm"] == calls["ada"] == calls["head"] == calls[""] > 0
 
 
 def test_the_parts_are_told_by_their_values():

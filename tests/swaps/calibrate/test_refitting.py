@@ -5,16 +5,16 @@ import threading
 
 import pytest
 import torch
+from networks import PostNorm
 from torch import nn
 
 import normscope
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.pool import Pool
-from normscope.swaps.calibrate import neighbours, refitting
+from normscope.swaps.calibrate import closed_form, neighbours, refitting
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.calibrate.closed_form import PENALTIES
-from normscope.swaps.calibrate.refitting import all_to, paused_at, waiting_passes
 
 # Of float32 sums, and of a ridge that shrinks towards the layer's own weights.
 GIVEN_BACK = 2e-3
@@ -75,17 +75,6 @@ def test_a_layer_gives_back_what_only_a_linear_map_of_all_channels_can(name):
     assert found["neighbours"] < GIVEN_BACK < 0.1 < found["norms"]
 
 
-class PostNorm(nn.Module):
-    def __init__(self, norm_of):
-        super().__init__()
-        self.first, self.inner, self.out = norm_of(0), nn.Linear(8, 16), nn.Linear(16, 8)
-        self.last, self.head = norm_of(1), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.head(self.last(x + self.out(torch.relu(self.inner(x)))))
-
-
 def test_a_weight_kept_as_an_offset_from_one_means_what_the_weight_itself_means():
     """Two ways to write one network, so that one calibration comes of both."""
     offset_norm = pytest.importorskip("transformers.models.gemma.modeling_gemma").GemmaRMSNorm
@@ -105,8 +94,9 @@ def test_a_weight_kept_as_an_offset_from_one_means_what_the_weight_itself_means(
     learn = batches(6, lambda generator, size: 2 * torch.randn(size, 5, 8, generator=generator))
     weights = []
     for norm_of in (plain, gemmas):
-        torch.manual_seed(1)
-        original = PostNorm(norm_of).requires_grad_(False)
+        original = PostNorm(8, 3, seed=1)
+        original.first, original.last = norm_of(0), norm_of(1)
+        original.requires_grad_(False)
         swapped = copy.deepcopy(original)
         normscope.swap(swapped, "tanh", normscope.capture(original, learn))
         calibrate(original, swapped, learn)
@@ -237,30 +227,31 @@ def test_a_network_of_rms_norms():
 
 
 def test_layers_of_one_input_share_their_products_and_come_to_the_same(monkeypatch):
-    refitting = __import__("normscope.swaps.calibrate.refitting", fromlist=["Refitting"])
+    """What is changed in place between two layers is another input, as a copy is."""
 
     class Three(nn.Module):
-        def __init__(self):
+        def __init__(self, copied):
             super().__init__()
+            torch.manual_seed(0)
             self.norm, self.a, self.b, self.c = nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
+            self.copied = copied
 
         def forward(self, x):
             y = self.norm(x)
-            a, b = self.a(y), self.b(y)
-            return a * b + self.c(y.mul_(2))
+            of_b = y.clone() if self.copied else y
+            a, b = self.a(y), self.b(of_b)
+            return a * b + self.c((y.clone() if self.copied else y).mul_(2))
 
-    torch.manual_seed(0)
-    original = Three().requires_grad_(False)
     learn = batches(6, lambda generator, size: torch.randn(size, 5, 8, generator=generator) * 2)
-    states, shared = [], []
-    is_same = refitting._Taken.is_same
-    for sharing in (lambda one, other: shared.append(is_same(one, other)) or shared[-1], lambda one, other: False):
-        monkeypatch.setattr(refitting._Taken, "is_same", sharing)
+    states, grams, gram = [], [], closed_form._gram
+    monkeypatch.setattr(closed_form, "_gram", lambda h: grams.append(1) or gram(h))
+    for copied in (False, True):
+        original = Three(copied).requires_grad_(False)
         swapped = copy.deepcopy(original)
         swapped.norm = normscope.PointwiseFunction("tanh", 8, alpha=0.2)
         calibrate(original, swapped, learn)
         states.append(swapped.state_dict())
-    assert shared == [True, False]  # what is changed in place between two layers is another input
+    assert len(grams) == 2 * (2 + 3)  # over the inputs to learn from, and over those that decide
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
@@ -278,84 +269,42 @@ def test_a_layer_before_a_norm_that_activates_aims_at_what_it_gave():
     assert {one.path: one.after < GIVEN_BACK for one in report.modules} == {"0": False, "1": True}
 
 
-def network():
+class Turning(nn.Module):
+    """Calls its layers in an order that depends on the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.b(self.a(y)) if x.sum() > 0 else self.a(self.b(y))
+
+
+class Failing(Turning):
+    """Cannot run large inputs once its norm is replaced."""
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.a(y if len(x) < 4 or type(self.norm) is nn.LayerNorm else y @ torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (Turning, r"Batch \d comes to (a|b|the end) where the first one came to (a|b): the network calls its modules"),
+        (Failing, r"Failing raised RuntimeError on inputs of the shapes \(\d, 5, 8\)"),
+    ],
+)
+def test_a_network_that_fails_on_its_way_says_so_and_leaves_no_pass_behind(network, message):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)).requires_grad_(False)
-
-
-def some_batches(sizes=(2, 1, 5)):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        Batch((torch.randn(size, 6, 4, generator=generator),), samples=tuple(Sample("a", 0, i) for i in range(size)))
-        for size in sizes
-    ]
-
-
-def gone_on_to_the_end(passes):
-    assert [one.go_on() for one in passes] == [None] * len(passes)
-    return [one.result for one in passes]
-
-
-@pytest.mark.parametrize("behind", [False, True])
-def test_what_passes_give_is_what_they_give_alone(behind):
-    model, inputs = network(), some_batches()
-    with paused_at(model, ["2", "3"], behind=behind), waiting_passes(model, inputs) as passes:
-        at_norm = all_to(passes, "2")
-        for stop, batch in zip(at_norm, inputs, strict=True):
-            alone = model[:2](batch.args[0])
-            assert torch.equal(stop.input, alone)
-            assert torch.equal(stop.output, model[2](alone)) if behind else stop.output is None
-        all_to(passes, "3")
-        results = gone_on_to_the_end(passes)
-    for result, batch in zip(results, inputs, strict=True):
-        assert torch.equal(result, model(batch.args[0]))
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_what_is_changed_where_all_wait_holds_for_all():
-    model, inputs = network(), some_batches()
-    with paused_at(model, ["3"], behind=False), waiting_passes(model, inputs) as passes:
-        all_to(passes, "3")
-        model[3].weight.zero_()
-        model[3].bias.fill_(7.0)
-        assert all(bool((result == 7).all()) for result in gone_on_to_the_end(passes))
-
-
-def test_no_pass_is_left_behind():
-    model, before = network(), threading.active_count()
-    with paused_at(model, ["2"], behind=True), waiting_passes(model, some_batches()) as passes:
-        all_to(passes, "2")
-        assert threading.active_count() == before + len(passes)
+    original, before = network().requires_grad_(False), threading.active_count()
+    swapped = copy.deepcopy(original)
+    swapped.norm = normscope.PointwiseFunction("tanh", 8)
+    signs = iter([1, -1] * 8)
+    learn = batches(8, lambda generator, size: torch.randn(size, 5, 8, generator=generator).abs() * next(signs))
+    with pytest.raises(ModelError, match=message):
+        calibrate(original, swapped, learn)
     assert threading.active_count() == before
-
-
-def test_a_network_that_fails_says_so_where_it_is_waited_for():
-    model, inputs = network(), some_batches()
-    inputs[1] = Batch((torch.zeros(1, 6, 5),), samples=inputs[1].samples)
-    before = threading.active_count()
-    with (
-        pytest.raises(ModelError, match=r"Sequential raised RuntimeError on inputs of the shapes \(1, 6, 5\)"),
-        paused_at(model, ["2"], behind=False),
-        waiting_passes(model, inputs) as passes,
-    ):
-        all_to(passes, "2")
-    assert threading.active_count() == before
-
-
-def test_an_order_that_depends_on_the_input_is_refused():
-    class Turning(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.b(self.a(x)) if x.sum() > 0 else self.a(self.b(x))
-
-    model = Turning().requires_grad_(False)
-    inputs = [Batch((sign * torch.ones(1, 4),), samples=(Sample("a", 0, 0),)) for sign in (1, -1)]
-    with (
-        pytest.raises(ModelError, match="Batch 1 comes to b where the first one came to a"),
-        paused_at(model, ["a", "b"], behind=True),
-        waiting_passes(model, inputs) as passes,
-    ):
-        all_to(passes, "a")
+    hooked = (module for model in (original, swapped) for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in hooked)

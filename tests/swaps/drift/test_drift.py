@@ -1,5 +1,6 @@
 """Drift against numpy in float64 where a network is small enough, and against what has to be equal where it is not."""
 
+import contextlib
 import copy
 import json
 import math
@@ -7,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from networks import OneNorm, PreNorm
 from torch import nn
 
 import normscope
@@ -28,22 +30,6 @@ from normscope.swaps.standalone import RMSNorm
 CLASSES = Outputs("classes")
 
 
-class Stack(nn.Module):
-    """A residual network of three blocks; takes (samples, 8), gives (samples, 7)."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 7)
-
-    def forward(self, x):
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x)).relu()
-        return self.head(x)
-
-
 def inputs(n=4, samples=5, seed=0):
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(samples, 8, generator=draw) for _ in range(n)]
@@ -51,6 +37,44 @@ def inputs(n=4, samples=5, seed=0):
 
 def dyts(model):
     return {f"norms.{n}": DyT(8, alpha=0.2 + 0.3 * n) for n in (1, 0, 2)[: len(model.norms)]}
+
+
+SITES = ["1", "3.0", "4"]
+
+
+class Added(nn.Module):
+    """A residual block: a pre-norm, and a layer whose output is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("0", nn.LayerNorm(16))
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + self.layer(self.get_submodule("0")(x)).relu()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 16), Added(), nn.LayerNorm(16), nn.Linear(16, 3)
+    )
+
+
+def batches(number, seed, size=8):
+    """Tokens whose size differs by the sample: what a norm takes away, and a function of x alone does not."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = 0.5 + 2 * torch.rand(number, size, 1, 1, generator=generator)
+    return [
+        Batch(
+            (scale * torch.randn(size, 5, 6, generator=generator),),
+            samples=tuple(Sample(f"{seed} {i}", i, i, f"{seed}") for i in range(n * size, (n + 1) * size)),
+        )
+        for n, scale in enumerate(sizes)
+    ]
+
+
+LEARN, JUDGE = batches(24, 1), batches(8, 2)
 
 
 def test_a_linear_layer_and_a_norm_by_hand():
@@ -78,7 +102,7 @@ def test_a_linear_layer_and_a_norm_by_hand():
 
 
 def test_identical_copies_move_nothing():
-    model = Stack()
+    model = PreNorm()
     copies = {f"norms.{n}": copy.deepcopy(model.norms[n]) for n in range(3)}
     report = drift(model, inputs(), copies, outputs=CLASSES, most=None)
     for row in report.rows:
@@ -88,7 +112,7 @@ def test_identical_copies_move_nothing():
 
 
 def test_each_site_alone_is_as_if_it_were_the_only_one():
-    model, modules = Stack(), dyts(Stack())
+    model, modules = PreNorm(), dyts(PreNorm())
     report = drift(model, inputs(), modules, outputs=CLASSES, func="dyt", init="paper", most=None)
     assert [row.site for row in report.by_site] == list(modules) == list(report.sites)
     for row in report.by_site:
@@ -100,7 +124,7 @@ def test_each_site_alone_is_as_if_it_were_the_only_one():
 
 
 def test_sites_are_added_in_the_order_of_what_each_does_alone():
-    model, modules = Stack(), dyts(Stack())
+    model, modules = PreNorm(), dyts(PreNorm())
     report = drift(model, inputs(), modules, most=None)
     order = sorted(report.by_site, key=lambda row: row.relative_l2.p50)
     assert [row.site for row in report.cumulative] == [row.site for row in order] == report.least_harmful(3)
@@ -112,7 +136,7 @@ def test_sites_are_added_in_the_order_of_what_each_does_alone():
 
 
 def test_a_site_is_compared_at_its_own_output():
-    model, modules = Stack(), dyts(Stack())
+    model, modules = PreNorm(), dyts(PreNorm())
     report = drift(model, inputs(1), modules)
     (x,) = inputs(1)
     seen = []
@@ -129,7 +153,7 @@ def test_a_site_is_compared_at_its_own_output():
 
 
 def test_the_model_is_left_as_found_also_after_an_exception():
-    model = Stack().train()
+    model = PreNorm().train()
     model.layers[1].eval()
     before, flags = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
     children, state = list(model.modules()), torch.get_rng_state()
@@ -162,7 +186,7 @@ def test_a_function_that_gives_nan_is_reported_and_not_averaged():
 
     x = torch.cat(inputs(4))
     x[2, 0] = x[:, 0].max() + 1
-    model = Stack()
+    model = PreNorm()
     report = drift(model, list(x.split(5)), {"norms.0": Spoilt(), "norms.1": DyT(8)}, outputs=CLASSES)
     row = report.all
     assert (row.inputs, row.nonfinite, row.left_out, row.answers) == (20, 1, 0, 20)
@@ -177,7 +201,7 @@ def test_parts_of_the_data_are_kept_apart():
     samples = tuple(Sample(f"s{n}", n, n) for n in range(5))
     parts = ("timestep 9", "timestep 0")
     batches = [Batch((x,), samples=samples, part=parts[n % 2]) for n, x in enumerate(inputs())]
-    model, modules = Stack(), dyts(Stack())
+    model, modules = PreNorm(), dyts(PreNorm())
     report = drift(model, batches, modules, outputs=Outputs("prediction"))
     assert [row.part for row in report.by_part] == list(parts)
     for number, row in enumerate(report.by_part):
@@ -221,11 +245,7 @@ def test_frames_are_kept_where_all_sites_are_swapped():
 
 
 def test_sequences_first_are_told_apart_by_sample():
-    class Sequences(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
+    class Sequences(OneNorm):
         def forward(self, x):  # (samples, positions, 8), in the middle (positions, samples, 8)
             return self.norm(x.transpose(0, 1)).transpose(0, 1)
 
@@ -235,11 +255,7 @@ def test_sequences_first_are_told_apart_by_sample():
 
 
 def test_a_norm_that_is_called_twice_is_compared_over_both_calls():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
+    class Twice(OneNorm):
         def forward(self, x):
             return torch.cat([self.norm(x), self.norm(2 * x + 1)], dim=1)
 
@@ -257,7 +273,7 @@ def test_what_the_network_changes_in_place_is_a_copy():
 
 
 def test_randomness_is_the_same_in_every_pass():
-    class Noisy(Stack):
+    class Noisy(PreNorm):
         def forward(self, x):
             return super().forward(x + torch.randn_like(x))
 
@@ -267,7 +283,7 @@ def test_randomness_is_the_same_in_every_pass():
 
 
 def test_a_norm_that_is_reached_in_another_way_is_noticed():
-    class Hidden(Stack):
+    class Hidden(PreNorm):
         def __init__(self):
             super().__init__()
             self.kept = [self.norms[0]]  # no child module of this name
@@ -283,7 +299,7 @@ def test_a_norm_that_is_reached_in_another_way_is_noticed():
 
 
 def test_ends_are_compared_while_each_network_is_in_place():
-    model, (x,) = Stack(), inputs(1, 6)
+    model, (x,) = PreNorm(), inputs(1, 6)
     samples = [Sample(f"s{n}", n, n) for n in range(6)]
     taken = []
 
@@ -319,7 +335,7 @@ def test_many_ends_are_walked_again_each_time(monkeypatch):
 
 @pytest.mark.parametrize(("n_batches", "size", "chosen"), [(8, 4, range(0, 32, 2)), (4, 16, range(0, 64, 4))])
 def test_some_sites_are_swapped_on_few_samples_evenly_spaced(n_batches, size, chosen):
-    model, modules, data = Stack(), dyts(Stack()), inputs(n_batches, size)
+    model, modules, data = PreNorm(), dyts(PreNorm()), inputs(n_batches, size)
     report = drift(model, data, modules, outputs=CLASSES)
     few = [torch.cat(data)[list(chosen)]]
     expected = drift(model, few, modules, outputs=CLASSES, most=None)
@@ -341,39 +357,65 @@ def test_samples_whose_numbers_have_gaps_are_chosen_like_others(name, limit):
 
 def test_progress_counts_what_passes_says():
     done = []
-    modules = dyts(Stack())
+    modules = dyts(PreNorm())
     for options in ({}, {"cumulative": False}, {"cumulative": False, "one_at_a_time": False}):
         done.clear()
-        drift(Stack(), inputs(), modules, progress=lambda *told: done.append(told), **options)
+        drift(PreNorm(), inputs(), modules, progress=lambda *told: done.append(told), **options)
         assert done[-1] == ("samples", passes(20, len(modules), 16, **options), None)
     done.clear()
-    drift(Stack(), inputs(), {"norms.0": DyT(8)}, func="dyt", init="paper", progress=lambda *told: done.append(told))
+    drift(PreNorm(), inputs(), {"norms.0": DyT(8)}, func="dyt", init="paper", progress=lambda *told: done.append(told))
     assert done[0] == ("dyt, paper", 0, None) and done[-1] == ("dyt, paper", passes(20, 1, 16), None)
 
 
 def test_batches_that_come_once_are_enough_for_one_pass():
-    report = drift(Stack(), (x for x in inputs(3)), dyts(Stack()), cumulative=False)
+    report = drift(PreNorm(), (x for x in inputs(3)), dyts(PreNorm()), cumulative=False)
     assert report.all.inputs == 15
-
-
-def test_mistakes_are_said():
-    model = Stack()
-    modules = dyts(model)
-    with pytest.raises(UsageError, match="nothing to swap"):
-        drift(model, inputs(), {})
-    with pytest.raises(UsageError, match="cumulative order"):
-        drift(model, inputs(), modules, one_at_a_time=False)
-    with pytest.raises(DataError, match="iterated only once"):
-        drift(model, iter(inputs()), modules)
-    with pytest.raises(DataError, match="no batch"):
-        drift(model, [], modules)
-    with pytest.raises(ModelError, match="axis 0 has to count the samples"):
-        drift(model, inputs(), modules, outputs=Outputs("tensor", lambda result, batch: result.sum()))
-    report = drift(model, inputs(), modules, cumulative=False, one_at_a_time=False)
     with pytest.raises(UsageError, match="one_at_a_time"):
-        report.least_harmful(1)
+        drift(PreNorm(), inputs(), dyts(PreNorm()), cumulative=False, one_at_a_time=False).least_harmful(1)
     with pytest.raises(UsageError, match="7 sites were asked for; there are 3"):
-        drift(model, inputs(), modules).least_harmful(7)
+        drift(PreNorm(), inputs(), dyts(PreNorm())).least_harmful(7)
+
+
+def one_number(result, batch):
+    return result.sum()
+
+
+TWO_RANKS = copy.copy(ALONE)
+object.__setattr__(TWO_RANKS, "size", 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"replacements": {}}, UsageError, "nothing to swap"),
+        ({"one_at_a_time": False}, UsageError, "cumulative order"),
+        ({"batches": iter(inputs())}, DataError, r"iterated only once.* or cumulative=False\."),
+        ({"batches": []}, DataError, "no batch"),
+        ({"outputs": Outputs("tensor", one_number)}, ModelError, "axis 0 has to count the samples"),
+        ({"init": "fit", "learn": inputs()}, UsageError, "With init='fit' nothing is calibrated: learn goes with"),
+        ({"init": "paper", "refit": "norms"}, UsageError, "With init='paper' nothing is calibrated: refit goes with"),
+        ({"init": "calibrated", "learn": inputs(), "refit": "all"}, UsageError, "There is no refit 'all'"),
+        (
+            {"init": "calibrated", "learn": inputs(), "replacements": {"norms.1": RMSNorm(8)}},
+            *(UsageError, "What takes the place of norms.1 is a RMSNorm: point-wise functions alone are"),
+        ),
+        ({"init": "calibrated", "learn": []}, DataError, "no batch to learn from"),
+        ({"init": "calibrated"}, UsageError, "other inputs than the drift is measured on"),
+        ({"init": "calibrated", "learn": LEARN, "batches": LEARN}, UsageError, "both are the same here"),
+        (
+            {"init": "calibrated", "learn": LEARN, "batches": iter(inputs())},
+            *(DataError, "are needed several times; pass a list of batches, or one_at_a_time=False and cumulative"),
+        ),
+        (
+            {"init": "calibrated", "learn": LEARN, "ranks": TWO_RANKS},
+            *(UsageError, "Calibration runs in one process, and 2 measure this drift"),
+        ),
+    ],
+)
+def test_mistakes_are_sentences(changed, error, message):
+    model = PreNorm()
+    with pytest.raises(error, match=message):
+        drift(**{"model": model, "batches": inputs(), "replacements": dyts(model), **changed})
 
 
 @pytest.mark.slow
@@ -391,46 +433,8 @@ def test_a_diffusion_models_batches_are_the_originals():
 
 
 def test_a_compiled_network_runs_uncompiled():
-    model, modules = Stack(), dyts(Stack())
+    model, modules = PreNorm(), dyts(PreNorm())
     assert drift(torch.compile(model, backend="eager"), inputs(), modules).rows == drift(model, inputs(), modules).rows
-
-
-SITES = ["1", "3.0", "4"]
-
-
-class Added(nn.Module):
-    """A residual block: a pre-norm, and a layer whose output is added."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_module("0", nn.LayerNorm(16))
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + self.layer(self.get_submodule("0")(x)).relu()
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 16), Added(), nn.LayerNorm(16), nn.Linear(16, 3)
-    )
-
-
-def batches(number, seed, size=8):
-    """Tokens whose size differs by the sample: what a norm takes away, and a function of x alone does not."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = 0.5 + 2 * torch.rand(number, size, 1, 1, generator=generator)
-    return [
-        Batch(
-            (scale * torch.randn(size, 5, 6, generator=generator),),
-            samples=tuple(Sample(f"{seed} {i}", i, i, f"{seed}") for i in range(n * size, (n + 1) * size)),
-        )
-        for n, scale in enumerate(sizes)
-    ]
-
-
-LEARN, JUDGE = batches(24, 1), batches(8, 2)
 
 
 @pytest.fixture(scope="module")
@@ -477,15 +481,9 @@ def test_it_moves_held_out_outputs_less_than_start_values_do(measured):
     for before, after in zip(reports["fit"].by_site, reports["calibrated"].by_site, strict=True):
         assert after.relative_l2.p50 < before.relative_l2.p50
     assert reports["calibrated"].all.relative_l2.p50 < 0.8 * reports["fit"].all.relative_l2.p50
-
-
-def test_it_says_what_was_learned_from(measured):
-    _, _, _, reports = measured
-    told = reports["calibrated"].calibration
-    assert reports["fit"].calibration is None
-    assert (told.refit, told.n_learned, told.n_judged, told.left_out, told.restored) == ("neighbours", 144, 48, 0, 0)
-    document = reports["calibrated"].as_dict()
-    assert document["calibration"]["n_learned"] == 144 and reports["fit"].as_dict()["calibration"] is None
+    told = reports["calibrated"].as_dict()["calibration"]
+    assert told.pop("data") == "" and told.pop("left") == {} and reports["fit"].as_dict()["calibration"] is None
+    assert told == {"refit": "neighbours", "n_learned": 144, "n_judged": 48, "left_out": 0, "restored": 0}
 
 
 def test_the_network_and_the_start_values_stay_to_the_bit(measured):
@@ -497,18 +495,15 @@ def test_the_network_and_the_start_values_stay_to_the_bit(measured):
         refitted.append((type(module[1]) is nn.LayerNorm, torch.equal(module[2].weight, kept[0]["2.weight"])))
         return 0.0
 
+    options = {"init": "calibrated", "learn": LEARN, "cumulative": False}
     for quality in (spoil, lambda module: "no number"):
-        options = {"init": "calibrated", "learn": LEARN, "cumulative": False, "quality": quality}
-        if quality is spoil:
-            normscope.drift(model, JUDGE, modules, **options)
-            assert refitted == [(True, True), (False, False)]
-        else:
-            with pytest.raises(UsageError, match="has to return a number"):
-                normscope.drift(model, JUDGE, modules, **options)
+        with contextlib.nullcontext() if quality is spoil else pytest.raises(UsageError, match="return a number"):
+            normscope.drift(model, JUDGE, modules, quality=quality, **options)
         for one, before in zip((model, *modules.values()), kept, strict=True):
             now = one.state_dict()
             assert now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
         assert model[2].weight is own and isinstance(model[1], nn.LayerNorm)
+    assert refitted == [(True, True), (False, False)]
 
 
 def test_functions_alone_leave_the_layers(measured):
@@ -576,36 +571,6 @@ def test_progress_counts_the_sites_of_all_rows(measured):
     done = [one[1] for one in counted]
     assert done == sorted(done) and done[0] == 0 and done[-1] == calibrations(3) == 3 + 3 + 2
     assert {one[2] for one in counted} == {8}
-
-
-def test_mistakes_are_sentences(measured):
-    model, _, modules, _ = measured
-    with pytest.raises(UsageError, match="With init='fit' nothing is calibrated: learn goes with init='calibrated'"):
-        normscope.drift(model, JUDGE, modules, init="fit", learn=LEARN)
-    with pytest.raises(UsageError, match="With init='paper' nothing is calibrated: refit goes with init='calibrated'"):
-        normscope.drift(model, JUDGE, modules, init="paper", refit="norms")
-    with pytest.raises(UsageError, match="There is no refit 'all'"):
-        normscope.drift(model, JUDGE, modules, init="calibrated", learn=LEARN, refit="all")
-    with pytest.raises(UsageError, match="What takes the place of 1 is a RMSNorm: point-wise functions alone are"):
-        normscope.drift(model, JUDGE, {"1": RMSNorm(16)}, init="calibrated", learn=LEARN)
-    with pytest.raises(DataError, match="no batch to learn from"):
-        normscope.drift(model, JUDGE, modules, init="calibrated", learn=[])
-    with pytest.raises(UsageError, match="other inputs than the drift is measured on"):
-        normscope.drift(model, JUDGE, modules, init="calibrated")
-    with pytest.raises(UsageError, match="both are the same here"):
-        normscope.drift(model, LEARN, modules, init="calibrated", learn=LEARN)
-    with pytest.raises(DataError, match="every calibrated row is measured on all of them; pass a list"):
-        normscope.drift(model, iter(JUDGE), modules, init="calibrated", learn=LEARN)
-    one = {"one_at_a_time": False, "cumulative": False}
-    assert normscope.drift(model, iter(JUDGE), modules, init="calibrated", learn=iter(LEARN), **one).all.inputs == 64
-
-
-def test_several_processes_are_refused(measured):
-    model, _, modules, _ = measured
-    two = copy.copy(ALONE)
-    object.__setattr__(two, "size", 2)
-    with pytest.raises(UsageError, match="Calibration runs in one process, and 2 measure this drift"):
-        normscope.drift(model, JUDGE, modules, init="calibrated", learn=LEARN, ranks=two)
 
 
 def test_a_single_site_is_calibrated_no_further_than_it_reaches():

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from networks import PreNorm
 from torch import nn
 
 from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
@@ -51,22 +52,17 @@ if ranks.rank == 0:
 """
 
 
-class Stack(nn.Module):
-    """A residual network of three blocks; takes (samples, 8), gives (samples, 7); its memory may end."""
+class Stack(PreNorm):
+    """A network whose memory ends once it is swapped and a batch has more samples than ``fits``."""
 
     def __init__(self, fits=99):
         super().__init__()
-        torch.manual_seed(0)
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head, self.fits = nn.Linear(8, 7), fits
+        self.fits = fits
 
     def forward(self, x):
         if len(x) > self.fits and type(self.norms[1]) is not nn.LayerNorm:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x)).relu()
-        return self.head(x)
+        return super().forward(x)
 
 
 @dataclass(frozen=True)
@@ -202,7 +198,7 @@ def test_a_batch_that_memory_ends_with_is_compared_in_halves(caplog):
     # 5 go as 2, 2, 1; what is known by then holds for the batches that follow.
     pieces = [piece for x in inputs() for piece in x.split(2)]
     assert report.as_dict() == drift(Stack(), pieces, modules, most=None).as_dict()
-    assert advanced[-1] == passes(20, 3) and advanced == sorted(set(advanced))
+    assert advanced[-1] == passes(20, 3) == max(advanced)
     assert "Memory ended with 5 samples in a batch; from here on they are compared 2 at a time." in caplog.text
     with pytest.raises(MemoryEndedError, match="with 1 sample in a batch"):
         drift(Stack(fits=0), inputs(), modules)

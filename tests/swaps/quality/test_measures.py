@@ -31,7 +31,7 @@ MASK, AROUND = 39, (37, 38)
 
 
 def judged(task, module, batches, outputs):
-    judge = Judge(task, batches, outputs, silent)
+    judge = Judge(module, task, batches, outputs, silent)
     judge.add("original", module)
     return judge
 
@@ -50,23 +50,22 @@ def texts(lengths, seed=0, labels=None):
     return rows, Batch(kwargs={"input_ids": ids, "attention_mask": mask}, samples=samples, valid=mask.bool())
 
 
-def gpt2(**changes):
+def made(model_class, config):
     torch.manual_seed(3)
-    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64, **changes)
-    model = transformers.GPT2LMHeadModel(config).eval()
+    model = model_class(config).eval()
     with torch.no_grad():  # of fresh weights all tokens are alike, and any mistake would give the same number
         for parameter in model.parameters():
             parameter.mul_(6 if parameter.ndim > 1 else 1)
     return model
 
 
+def gpt2():
+    config = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    return made(transformers.GPT2LMHeadModel, config)
+
+
 def bert(name="BertForMaskedLM", **changes):
-    torch.manual_seed(4)
-    model = getattr(transformers, name)(transformers.BertConfig(**TINY, **changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(6 if parameter.ndim > 1 else 1)
-    return model
+    return made(getattr(transformers, name), transformers.BertConfig(**TINY, **changes))
 
 
 def test_words_are_read_as_ctc_reads_them():
@@ -154,12 +153,6 @@ def test_spearman_is_scipys_on_embeddings_by_hand(pooling):
     assert found.n == 5 and found.over.startswith("5 pairs of sentences, ")
 
 
-def test_one_pair_has_no_rank_correlation():
-    _, batch = texts([3, 8], labels=[1.5])
-    judge = judged(Task("spearman"), bert("BertModel"), [batch], Outputs("tensor"))
-    assert judge.quality is None and "there are 1" in judge.untold
-
-
 def test_cross_entropy_of_half_precision_is_summed_in_float64():
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     ids = torch.arange(50) % 30
@@ -167,21 +160,27 @@ def test_cross_entropy_of_half_precision_is_summed_in_float64():
     assert measures._surprise(logits, ids) == pytest.approx(float(wanted), rel=1e-12)
 
 
-@pytest.mark.parametrize("task", [Task("perplexity"), Task("spearman"), Task("pseudo-perplexity", mask_id=MASK)])
-def test_what_gives_tokens_no_vectors_of_their_own_is_not_judged(task):
-    class Pooled(nn.Module):
-        def forward(self, input_ids, attention_mask):
-            return input_ids[:, :4].float()
-
-    _, batch = texts([5, 5, 6, 7], labels=[1.0, 2.0])
-    judge = judged(task, Pooled(), [batch], Outputs("tokens"))
-    assert judge.quality is None and "the network gives (4, 4), which is not a vector for each" in judge.untold
+class Pooled(nn.Module):
+    def forward(self, input_ids, attention_mask):
+        return input_ids[:, :4].float()
 
 
-@pytest.mark.parametrize("measure", ["perplexity", "pseudo-perplexity"])
-def test_batches_without_token_ids_are_not_judged(measure):
-    judge = judged(Task(measure, mask_id=MASK), nn.Identity(), [torch.zeros(2, 3)], Outputs("tokens"))
-    assert judge.quality is None and "no input_ids" in judge.untold
+@pytest.mark.parametrize(
+    ("task", "batch", "reason"),
+    [
+        *((task, texts([5, 5, 6, 7], labels=[1.0, 2.0])[1], "gives (4, 4), which is not a vector for each")
+          for task in (Task("perplexity"), Task("spearman"), Task("pseudo-perplexity", mask_id=MASK))),
+        (Task("perplexity"), torch.zeros(2, 3), "no input_ids"),
+        (Task("pseudo-perplexity", mask_id=MASK), torch.zeros(2, 3), "no input_ids"),
+        (Task("spearman"), texts([3, 8], labels=[1.5])[1], "there are 1"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_said_where_nothing_can_be_measured(task, batch, reason):
+    network = (
+        nn.Identity() if isinstance(batch, torch.Tensor) else Pooled() if "vector" in reason else bert("BertModel")
+    )
+    judge = judged(task, network, [batch], Outputs("tensor" if task.measure == "spearman" else "tokens"))
+    assert judge.quality is None and reason in judge.untold
 
 
 class Spoilt(nn.Module):
@@ -195,12 +194,6 @@ def test_a_perplexity_that_is_not_finite_is_infinite_and_none_in_json():
     report = drift(gpt2(), [batch], {"transformer.ln_f": Spoilt()}, **how)
     assert report.quality.scores["swapped"].value == math.inf
     assert report.as_dict()["quality"]["scores"]["swapped"]["value"] is None
-
-
-def judged_once(task, module, batches, outputs):
-    judge = Judge(task, batches, outputs, silent)
-    judge.add("original", module)
-    return judge
 
 
 @pytest.fixture(scope="module")
@@ -228,27 +221,23 @@ def test_top_1_is_scikit_learns_accuracy_before_and_after(digits):
     assert after < before and report.no_quality == ""
     # Wilson's interval by its formula; both are float64.
     z, p, n = stats.norm.ppf(0.975), after, 64
-    middle, half = (
-        (p + z * z / 2 / n) / (1 + z * z / n),
-        z * math.sqrt(p * (1 - p) / n + z * z / 4 / n**2) / (1 + z * z / n),
-    )
+    middle = (p + z * z / 2 / n) / (1 + z * z / n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / 4 / n**2) / (1 + z * z / n)
     assert found.scores["swapped"].interval == pytest.approx((middle - half, middle + half), rel=1e-9)
     document = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert document["quality"]["scores"]["swapped"]["value"] == after and document["no_quality"] == ""
 
 
-def test_samples_that_share_a_source_get_no_interval():
-    batch = Batch((torch.eye(4),), samples=tuple(Sample("one photograph", 0, n, label=n) for n in range(4)))
-    score = judged_once(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
-    assert (score.value, score.interval) == (1.0, None)
-
-
-def test_equal_names_in_two_data_sets_are_independent_sources():
-    samples = tuple(Sample(f"{n % 2}.png", n % 2, n % 2, data="ab"[n // 2], label=n) for n in range(4))
-    batch = Batch((torch.eye(4),), samples=samples)
-    score = judged_once(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"]
-    expected = stats.binomtest(4, 4).proportion_ci(0.95, method="wilson")
-    assert score.interval == pytest.approx((expected.low, expected.high))
+def test_samples_that_share_a_source_get_no_interval_but_equal_names_in_two_data_sets_do():
+    shared = tuple(Sample("one photograph", 0, n, label=n) for n in range(4))
+    apart = tuple(Sample(f"{n % 2}.png", n % 2, n % 2, data="ab"[n // 2], label=n) for n in range(4))
+    scores = []
+    for samples in (shared, apart):
+        batch = Batch((torch.eye(4),), samples=samples)
+        scores.append(judged(Task("top-1"), nn.Identity(), [batch], Outputs("classes")).quality.scores["original"])
+    wilson = stats.binomtest(4, 4).proportion_ci(0.95, method="wilson")
+    assert (scores[0].value, scores[0].interval) == (1.0, None)
+    assert scores[1].interval == pytest.approx((wilson.low, wilson.high))
 
 
 class Block(nn.Module):
@@ -281,16 +270,12 @@ def loaded(module, task=None):
 
 
 def test_batches_are_halved_where_memory_ends():
-    whole = judged_once(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
-    halved = judged_once(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
+    whole = judged(Task("top-1"), Block(), [labelled()], Outputs("classes")).quality
+    halved = judged(Task("top-1"), Block(fits=3), [labelled()], Outputs("classes")).quality
     assert halved == whole and whole.n == 10
 
 
 def test_what_is_not_finite_is_wrong_and_none_in_json():
-    class Spoilt(nn.Module):
-        def forward(self, x):
-            return torch.full_like(x, math.nan)
-
     report = drift(loaded(Block()), None, {"norm": Spoilt()})
     assert report.quality.scores["swapped"].value == 0 < report.quality.scores["original"].value
 
@@ -329,7 +314,7 @@ def test_why_there_is_none_is_said():
 
 def test_the_first_rank_measures_and_all_know():
     report = drift(loaded(Block()), None, {"norm": DyT(4)})
-    judge = Judge(Task("top-1"), [], Outputs("classes"), silent)
+    judge = Judge(Block(), Task("top-1"), [], Outputs("classes"), silent)
 
     class Second(Ranks):
         def told(self, message):
