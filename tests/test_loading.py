@@ -96,7 +96,7 @@ def test_loaded_again_it_gives_the_same_outputs(options, tmp_path, request):
 def test_it_is_not_said_to_have_random_weights(tmp_path, capsys):
     network = saved(tmp_path / "swap", name="demo_vit", sites="final", limit=4)
     again = normscope.load_swapped(tmp_path / "swap", limit=4, device="cpu")
-    Output(as_json=False, quiet=True).introduce(again)
+    Output(quiet=True).introduce(again)
     assert capsys.readouterr().err == ""
     description = again.about["weights"]
     assert "dyt in place of 1 norm, of " + network.about["weights"] in description

@@ -28,7 +28,7 @@ from normscope.cli.commands import (
     swap,
     swap_bench,
 )
-from normscope.cli.options import OUTPUT, PANELS, declared
+from normscope.cli.options import OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
 from normscope.cli.process import StreamError, flush_streams, guard_streams
 from normscope.errors import NormscopeError, StoppedError
@@ -37,7 +37,7 @@ _INTERRUPTED = 130
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """Name no type in the help beside a flag, which takes no value, or an argument, whose name says it."""
+    """Name no type in the help beside a flag or an argument."""
     for param in params:
         if param.param_type_name == "argument":
             param.display_type_rich = lambda ctx: None
@@ -91,7 +91,7 @@ for _module in (
     *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal, capture, merge, layers, curves, models),
 ):
     _name = _module.__name__.rpartition(".")[2]
-    app.command(_name.replace("_", "-"), cls=_InPanels, epilog=_module.EXAMPLES)(declared(getattr(_module, _name)))
+    app.command(_name.replace("_", "-"), cls=_InPanels, epilog=_module.EXAMPLES)(getattr(_module, _name))
 
 
 def _print_version(asked: bool) -> None:

@@ -1,25 +1,29 @@
-"""The table of all options, and where a command that draws writes its figures."""
+"""The table of all options, and the options that several commands share: of figures, beside those of running."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+import normscope
 from normscope.errors import UsageError, unknown
 from normscope.runtime.files import check_writable, file_stem
 
 if TYPE_CHECKING:
+    from normscope.cli.output import Output
     from normscope.pairs.captures import Capture
 
 # The panels of a command's help, in order.
 MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swap", "Running", "Output")
 _ARGUMENTS = ""
-# One row per parameter of a command: its metavar, two spaces, and its help; flags have no metavar. A row whose name
-# begins with a command is for that command and for those that follow it in _LIKE.
+# One row per parameter of a command, in the order of the help: its metavar, two spaces, and its help; flags have no
+# metavar. A row whose name begins with a command is for that command and for those that follow it in _LIKE.
 _LIKE = {"heal": "swap", "swap_bench": "swap", "gradient": "plot"}
 _ROWS: dict[str, dict[str, str]] = {
     _ARGUMENTS: {
@@ -66,6 +70,10 @@ _ROWS: dict[str, dict[str, str]] = {
         "each site's own; rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'.",
         "swap_bench.func": "CURVES  What takes the norms' place, separated by commas: dyt (tanh), dyisru (isru), derf, "
         "identity, …; rmsnorm; free, E\\[y|x] itself; best, each site's own; or your own formula of x.",
+        "steps": "N  Of the training, each of one batch; 1700 where --minutes are not given.",
+        "minutes": "M  In place of --steps: wall-clock minutes of calibration, training and measuring together.",
+        "train": "WHAT  Which weights are trained: all, but those of embeddings; neighbours, the functions and the "
+        "linear layers beside them; or norms, the functions alone, which then are calibrated alone too.",
         "swap.init": "START  Where to start: fit, this network's own fits; calibrated, from there all that follows "
         "without training, in the linear layers beside the norms too; theory, A and α in theory; paper, A = 1 and "
         "α = 0.5.",
@@ -80,14 +88,18 @@ _ROWS: dict[str, dict[str, str]] = {
         "divergence of logits) at or below D, on inputs to learn from.",
         "swap.per": "LEVEL  One A and α a site, or one for each channel.",
         "swap.shift": "Fit s in f(αx + s), or not; by default it is.",
-        "steps": "N  Of the training, each of one batch; 1700 where --minutes are not given.",
-        "minutes": "M  In place of --steps: wall-clock minutes of calibration, training and measuring together.",
-        "train": "WHAT  Which weights are trained: all, but those of embeddings; neighbours, the functions and the "
-        "linear layers beside them; or norms, the functions alone, which then are calibrated alone too.",
     },
     RUNNING: {
+        "full": "Time the whole matrix: whole networks compiled and backward, in every dtype.",
+        "quick": "One curve, dyt or that of --func, and the fewest timings there are.",
+        "all_samples": "Drift of each site alone and in cumulative order on all samples, not on 16 of them.",
+        "seconds": "SECONDS  For each model's speed; by default 15, and of --full no limit.",
+        "checkpoint_every": "SECONDS  How often to keep what was captured so far, in FILE's .checkpoint folder, until "
+        "the file is written.",
+        "resume": "Go on from what an unfinished run kept, if there is one; else from the start.",
         "batch_size": "N|auto  Samples per forward pass, at most; auto doubles them until memory ends.",
         "heal.batch_size": "N  Samples per forward pass, at most; by default 16, and of py: as its batches are.",
+        "restart": "Discard what an interrupted healing left beside the folder, and begin anew.",
         "workers": "N  Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
         "seed": "N  Of random weights, default inputs, --shuffle and drawing samples.",
         "device": "DEVICE  Where the network runs: auto, cpu, cuda, cuda:1 …, mps.",
@@ -96,16 +108,23 @@ _ROWS: dict[str, dict[str, str]] = {
         "dtype": "DTYPE  Of weights and inputs: float32, bfloat16, float16 (fp32, bf16, fp16); keep converts no "
         "weights. By default float32, and of py: keep.",
         "verify": "Recompute every norm's true output from y, and fail where it differs.",
-        "full": "Time the whole matrix: whole networks compiled and backward, in every dtype.",
-        "quick": "One curve, dyt or that of --func, and the fewest timings there are.",
-        "all_samples": "Drift of each site alone and in cumulative order on all samples, not on 16 of them.",
-        "seconds": "SECONDS  For each model's speed; by default 15, and of --full no limit.",
-        "checkpoint_every": "SECONDS  How often to keep what was captured so far, in FILE's .checkpoint folder, until "
-        "the file is written.",
-        "resume": "Go on from what an unfinished run kept, if there is one; else from the start.",
-        "restart": "Discard what an interrupted healing left beside the folder, and begin anew.",
     },
     OUTPUT: {
+        "report.keep_inputs": "N  How many inputs the page shows to whoever has it: thumbnails, envelopes of waveforms "
+        "or texts, with σ of every token; 0 for none. By default 2 of a model, and of a file those that it has.",
+        "swap_bench": "FILE  Also show the drift and speed that `normscope swap-bench --json` printed into it.",
+        "color": "ROWS  Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] "
+        "less a fit.",
+        "figure_format": "png|svg|pdf  Of the figure; by default png.",
+        "dpi": "N  Dots per inch, also of the points within svg and pdf.",
+        "style": "light|dark  Of the figure.",
+        "force": "Replace the output file even if it is not a capture.",
+        "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
+        "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
+        "per_channel": "Also keep sums per channel, for `fit --per channel`.",
+        "diagonal": "Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
+        "keep_inputs": "N  Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every "
+        "token, for `report`. The file then shows them to whoever has it.",
         "as_json": "Print one JSON document on stdout, and nothing else there.",
         "as_csv": "Print the table's rows as CSV on stdout, and nothing else there.",
         "output": "FILE  Write the result to this file: tables as .tex or .md, rows as .csv or .parquet, all as .json "
@@ -118,25 +137,10 @@ _ROWS: dict[str, dict[str, str]] = {
         "capture.output": "FILE  The capture's file (safetensors).",
         "merge.output": "FILE  The file of all of them (safetensors).",
         "quiet": "No progress and no remarks; warnings stay.",
-        "force": "Replace the output file even if it is not a capture.",
-        "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
-        "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
-        "per_channel": "Also keep sums per channel, for `fit --per channel`.",
-        "diagonal": "Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
-        "keep_inputs": "N  Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every "
-        "token, for `report`. The file then shows them to whoever has it.",
-        "report.keep_inputs": "N  How many inputs the page shows to whoever has it: thumbnails, envelopes of waveforms "
-        "or texts, with σ of every token; 0 for none. By default 2 of a model, and of a file those that it has.",
-        "swap_bench": "FILE  Also show the drift and speed that `normscope swap-bench --json` printed into it.",
-        "color": "ROWS  Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] "
-        "less a fit.",
+        "plot": "FILE  Draw it into this .png, .svg or .pdf.",
         "xscale": "SCALE  Of x: linear, asinh, or auto, which is asinh where 99 % of the pairs lie in under a tenth of "
         "the width.",
         "share_axes": "Give all panels of a figure the same axes and colours, to compare them.",
-        "figure_format": "png|svg|pdf  Of the figure; by default png.",
-        "dpi": "N  Dots per inch, also of the points within svg and pdf.",
-        "style": "light|dark  Of the figure.",
-        "plot": "FILE  Draw it into this .png, .svg or .pdf.",
         "width": "INCHES  Of the figure; a paper's text has 5.5 or so.",
         "title": "TEXT|none  Above the figure; none leaves out names, weights and data, which the file itself holds "
         "still.",
@@ -213,73 +217,166 @@ _CHECKS: dict[str, Callable[..., Any]] = {
 _SHOWN_DEFAULTS = {"compare.weights": "pretrained"}
 
 
-def declared(command: Callable[..., None]) -> Callable[..., None]:
+def declared(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give the parameters of a command, which have plain types, the options of the table; Typer reads them there.
 
-    >>> def models(quiet: bool = False) -> None: ...
-    >>> inspect.signature(declared(models)).parameters["quiet"].annotation.__metadata__[0].help[:26]
+    Its parameters ``run``, ``look`` and ``say`` are shared options: those of their classes take their place.
+
+    Args:
+        without: shared options that the command does not have; nor has it twice those of its own parameters.
+
+    >>> from normscope.cli.output import Output
+    >>> @declared(without=("as_csv",))
+    ... def models(output: Path, *, say: Output, keep: int = 2) -> None:
+    ...     print(output, say.as_json, keep)
+    >>> list(inspect.signature(models).parameters)
+    ['output', 'keep', 'as_json', 'quiet']
+    >>> inspect.signature(models).parameters["quiet"].annotation.__metadata__[0].help[:26]
     'No progress and no remarks'
+    >>> models(output="here", as_json=True)
+    here True 2
     """
-    signature = inspect.signature(command, eval_str=True)
-    parameters = [
-        parameter.replace(annotation=_declaration(command.__name__, parameter))
-        for parameter in signature.parameters.values()
-    ]
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = dict(inspect.signature(command, eval_str=True).parameters)
+        groups = {name: parameters.pop(name).annotation for name in _GROUPS if name in parameters}
+        members: dict[str, list[str]] = {}
+        for group, options in groups.items():
+            shared = inspect.signature(options, eval_str=True).parameters
+            members[group] = [name for name in shared if name not in (*without, *parameters)]
+            parameters |= {name: shared[name] for name in members[group]}
+        placed = [_declaration(command.__name__, parameter) for parameter in parameters.values()]
+
+        @functools.wraps(command)
+        def with_groups(*arguments: Any, **given: Any) -> None:
+            of_groups = {
+                group: groups[group](**{name: given.pop(name) for name in names if name in given})
+                for group, names in members.items()
+            }
+            command(*arguments, **given, **of_groups)
+
+        in_order = [parameter for _, parameter in sorted(placed, key=lambda pair: pair[0])]
+        with_groups.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
+        with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
+        return with_groups
+
+    return decorated
 
 
-def _declaration(command: str, parameter: inspect.Parameter) -> Any:
-    name = parameter.name
+_GROUPS = ("run", "look", "say")
+
+
+def _declaration(command: str, parameter: inspect.Parameter) -> tuple[tuple[bool, int], inspect.Parameter]:
+    """Return the parameter as Typer reads it, and its place in the help."""
+    name, required = parameter.name, parameter.default is parameter.empty
     keys = (f"{command}.{name}", f"{_LIKE.get(command)}.{name}", name)
-    key, panel = next((key, panel) for key in keys for panel, rows in _ROWS.items() if key in rows)
+    rows = [(panel, key) for panel, of_panel in _ROWS.items() for key in of_panel]
+    panel, key = next(row for wanted in keys for row in rows if row[1] == wanted)
     metavar, _, text = _ROWS[panel][key].rpartition("  ")
     look: dict[str, Any] = {
         "metavar": metavar or None,
         "help": text,
         "show_default": _SHOWN_DEFAULTS.get(key, parameter.default is not None),
     }
+    declaration: Any
     if panel == _ARGUMENTS:
-        return Annotated[parameter.annotation, typer.Argument(**look)]
-    flag = [f"--{name.replace('_', '-')}"]  # Typer would add --no-…
-    names = _NAMES.get(name, flag)
-    parser = _PARSERS.get(key)
-    option = typer.Option(*names, **look, rich_help_panel=panel, callback=_CHECKS.get(key), parser=parser)
-    return Annotated[Any if parser else parameter.annotation, option]
+        declaration = Annotated[parameter.annotation, typer.Argument(**look)]
+    else:
+        flag = [f"--{name.replace('_', '-')}"]  # Typer would add --no-…
+        names = _NAMES.get(name, flag)
+        parser = _PARSERS.get(key)
+        option = typer.Option(*names, **look, rich_help_panel=panel, callback=_CHECKS.get(key), parser=parser)
+        declaration = Annotated[Any if parser else parameter.annotation, option]
+    place = (panel != _ARGUMENTS and not required, rows.index((panel, key)))
+    return place, parameter.replace(annotation=declaration, kind=parameter.KEYWORD_ONLY)
 
 
 _FORMATS = ("png", "svg", "pdf")
 
 
-def figure_suffix(output: Path, asked: str | None, names: list[str], by: str | None) -> str:
-    """Decide on the format before anything is run.
+@dataclass(frozen=True)
+class Look:
+    """Options for figures: each field is an option, with its default."""
+
+    figure_format: str | None = None
+    dpi: int = 200
+    style: str = "light"
+    width: float | None = None
+    title: str | None = None
+
+    @property
+    def of_figure(self) -> dict[str, Any]:
+        """The arguments that every function that draws takes."""
+        return {"width": self.width, "title": self.title, "style": self.style}
+
+
+@dataclass
+class FigureFiles:
+    """Files of the figures that a command draws: one for each title and view in a folder, or a single file.
 
     Raises:
-        UsageError: if there is no such format, if ``output`` is a file of another, or if it is one file where several
-            figures are asked for.
+        UsageError: before anything is run, if there is no such format or style, if ``output`` is a file of another
+            format, or one file where several figures are drawn, or if they cannot be written there.
     """
-    if asked is not None and asked not in _FORMATS:
-        raise UsageError(unknown("figure format", asked, _FORMATS))
-    named = output.suffix.lower().removeprefix(".")
-    if named not in _FORMATS:
-        if named and not output.is_dir():
-            endings = ", ".join(f".{ending}" for ending in _FORMATS)
-            raise UsageError(
-                f"--output {output} ends in .{named}, but a figure's file ends in one of {endings}. To name a folder "
-                "with a dot, make it first."
-            )
-        return asked or "png"
-    if asked not in (None, named):
-        raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
-    if len(names) > 1:
-        raise UsageError(f"--output {output} is one file, but there are {len(names)} models. Name a folder.")
-    if by is not None:
-        raise UsageError(f"--output {output} is one file, but --by {by} draws a figure for each. Name a folder.")
-    return named
+
+    output: Path
+    look: Look
+    titles: Sequence[str]
+    views: Sequence[str]
+    by: str | None = None
+    written: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        from normscope.figures.style import style_named
+
+        style_named(self.look.style)
+        self.suffix = self._suffix()
+        for title in self.titles:
+            for view in self.views:
+                check_writable(self.path(title, view))
+
+    def save(self, figure: Any, title: str, view: str, shown: Any, say: Output) -> str:
+        """Write a figure, report its file, and return its name; two of one title do not overwrite each other."""
+        path = self.path(title, view)
+        normscope.save_figure(figure, path, shown, self.look.dpi)
+        self.written.append(str(path))
+        say.result(str(path))
+        return str(path)
+
+    def path(self, title: str, view: str) -> Path:
+        """Return the file of the next figure of this title and view."""
+        if self.output.suffix.lower() == f".{self.suffix}":
+            return self.output
+        stem, numbers = "-".join(filter(None, (file_stem(title), view))), range(2, len(self.written) + 2)
+        names = (self.output / f"{stem}{number}.{self.suffix}" for number in ("", *(f"-{n}" for n in numbers)))
+        return next(path for path in names if str(path) not in self.written)
+
+    def _suffix(self) -> str:
+        asked, output = self.look.figure_format, self.output
+        if asked is not None and asked not in _FORMATS:
+            raise UsageError(unknown("figure format", asked, _FORMATS))
+        named = output.suffix.lower().removeprefix(".")
+        if named not in _FORMATS:
+            if named and not output.is_dir():
+                endings = ", ".join(f".{ending}" for ending in _FORMATS)
+                raise UsageError(
+                    f"--output {output} ends in .{named}, but a figure's file ends in one of {endings}. To name a "
+                    "folder with a dot, make it first."
+                )
+            return asked or "png"
+        if asked not in (None, named):
+            raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
+        many = f"--by {self.by} draws a figure for each" if self.by is not None else ""
+        if len(self.views) > 1:
+            many = f"each model has {len(self.views)} figures"
+        if len(self.titles) > 1:
+            many = f"there are {len(self.titles)} models"
+        if many:
+            raise UsageError(f"--output {output} is one file, but {many}. Name a folder.")
+        return named
 
 
-def check_plot(plot: Path | None, names: list[str], by: str | None) -> None:
+def check_plot(plot: Path | None, names: Sequence[str], by: str | None) -> None:
     """Refuse, before anything is run, a file that no figure of one capture can be written to; UsageError."""
     if plot is not None:
         if plot.suffix.lower().removeprefix(".") not in _FORMATS:
@@ -293,12 +390,3 @@ def check_plot(plot: Path | None, names: list[str], by: str | None) -> None:
 def figure_title(capture: Capture) -> str:
     """Name what a figure of this capture shows: the model, and the part of its data if it is one."""
     return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)
-
-
-def figure_path(output: Path, suffix: str, title: str, view: str, used: list[str]) -> Path:
-    """Name the figure's file after its model and view; two captures of one model do not overwrite each other."""
-    if output.suffix.lower() == f".{suffix}":
-        return output
-    stem = f"{file_stem(title)}-{view}"
-    names = (output / f"{stem}{number}.{suffix}" for number in ("", *(f"-{n}" for n in range(2, len(used) + 2))))
-    return next(path for path in names if str(path) not in used)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -70,8 +71,7 @@ def _print_words(console: Console, text: str, style: str = "") -> None:
 
 
 _MOST_NAMED = 4  # inputs that are kept, in a remark
-_SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 3.0, 30.0
-_LONG_SECONDS = 20.0  # stages of fewer get no line
+_SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
 
 
 class Output:
@@ -88,25 +88,33 @@ class Output:
 
     _tables: list[tuple[str, Table]]
 
-    def __init__(self, as_json: bool, quiet: bool, file: Path | None = None, *, as_csv: bool = False) -> None:
-        """Keep how to speak; UsageError if ``file`` cannot be written or has another suffix, before anything is run."""
+    def __init__(
+        self, as_json: bool = False, as_csv: bool = False, output: Path | None = None, quiet: bool = False
+    ) -> None:
+        """Check the file before anything is run; UsageError if it cannot be written, or has another suffix."""
         if as_json and as_csv:
             raise UsageError("--json and --csv both take all of stdout. Give one; --output writes another.")
-        self.as_json, self.quiet, self.file, self.as_csv = as_json, quiet, file, as_csv
-        if file is not None:
-            check_suffix(file)
-            check_writable(file)
-            if file.suffix.lower() == PARQUET:
-                check_parquet(file)
+        self.as_json, self.quiet, self.file, self.as_csv = as_json, quiet, output, as_csv
+        if output is not None:
+            if output.suffix.lower() not in (CSV, PARQUET, *YAML, LATEX, MARKDOWN, *_JSON):
+                raise UsageError(
+                    f"--output {output} ends in {output.suffix}, but a result's file ends in .csv, .parquet, .tex, "
+                    ".md, .yaml, .yml or .json."
+                )
+            check_writable(output)
+            if output.suffix.lower() == PARQUET:
+                try:
+                    import pyarrow.parquet  # noqa: F401 - to learn whether it can be imported
+                except ImportError as error:
+                    raise UsageError(
+                        f"Cannot write {output}: Parquet needs pyarrow, which cannot be imported ({error}). "
+                        "Install it: pip install 'normscope[parquet]'."
+                    ) from error
+        self._for_programs = as_json or as_csv  # stdout takes a document or rows alone
         self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
         self._lines = ProgressLines(self.remark)
-
-    @property
-    def for_programs(self) -> bool:
-        """True if stdout takes a JSON document or rows only."""
-        return self.as_json or self.as_csv
 
     def remark(self, text: str) -> None:
         """Print a remark on stderr, unless quiet."""
@@ -124,7 +132,7 @@ class Output:
             self._above = shown
         else:
             self._tables.append((self._above, shown))
-        if self.for_programs or not self._speaks:
+        if self._for_programs or not self._speaks:
             return
         if isinstance(shown, str):
             self._results.print(_harmless(shown), soft_wrap=True)
@@ -137,8 +145,8 @@ class Output:
         self._results.width = width
 
     def sentences(self, text: str) -> None:
-        """Show a result in words, which go on in a new line between words; a path would break at its spaces."""
-        if self._speaks and not self.for_programs:
+        """Show a result in words, whose lines break between words."""
+        if self._speaks and not self._for_programs:
             _print_words(self._results, text)
 
     def heading(self, about: Mapping[str, str]) -> None:
@@ -150,8 +158,8 @@ class Output:
         """Print the result in the form that was asked for, and write it to the file if one was given.
 
         Args:
-            document: all of it, as JSON takes it.
-            rows: what of it is a table. Without any, a file of any known suffix gets the document.
+            document: the result, of JSON's types.
+            rows: its table. Without any, a file of any known suffix gets the document.
         """
         if not self._speaks:
             return
@@ -170,17 +178,14 @@ class Output:
             if suffix == CSV and rows is not None:
                 text = as_csv(rows)
             elif suffix in (LATEX, MARKDOWN):
-                text = self._as_markup(suffix)
+                from normscope.tables.markup import as_latex, as_markdown
+
+                text = (as_latex if suffix == LATEX else as_markdown)(self._tables)
             elif suffix in YAML:
                 text = as_yaml(document)
             with whole_file(self.file) as partial:
                 partial.write_text(text, encoding="utf-8", newline="")
         self.remark(f"wrote {self.file}")
-
-    def _as_markup(self, suffix: str) -> str:
-        from normscope.tables.markup import as_latex, as_markdown
-
-        return as_latex(self._tables) if suffix == LATEX else as_markdown(self._tables)
 
     def introduce(self, network: LoadedModel) -> None:
         """Report network, weights and device; random weights are reported even when quiet."""
@@ -254,7 +259,7 @@ class Output:
 
 
 class ProgressLines:
-    """Progress as lines: the first within seconds if a stage takes long, then one every half a minute.
+    """Progress as lines: one for every half a minute of a stage, the first after 10 s.
 
     A stage that is one long step (its name ends in …) gets one line, when it begins.
 
@@ -262,8 +267,8 @@ class ProgressLines:
     >>> progress = ProgressLines(print, clock.__next__)
     >>> for done in (0, 2, 10, 40, 50):
     ...     progress("samples", done, 100)
-    samples: 10 of 100, about 90 s left
-    samples: 40 of 100, about 60 s left
+    samples: 10 of 100, 0:01:30 left
+    samples: 40 of 100, 0:01:00 left
     """
 
     def __init__(self, remark: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
@@ -284,22 +289,14 @@ class ProgressLines:
         if stage != self._stage or done < self._done:
             self._stage, self._first, self._began, self._next_line = stage, done, now, now + _SECONDS_TO_A_LINE
         self._done = done
-        seconds = now - self._began
-        left = seconds / max(1, done - self._first) * (of - done) if of is not None else 0.0
-        if now < self._next_line or done == of or seconds + left < _LONG_SECONDS:
+        if now < self._next_line or done == of:
             return
-        self._remark(f"{stage}: {done:,}" + (f" of {of:,}, about {_rounded(left)} left" if of is not None else ""))
         self._next_line = now + _SECONDS_BETWEEN_LINES
-
-
-def _rounded(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
+        if of is None:
+            self._remark(f"{stage}: {done:,}")
+        else:
+            left = timedelta(seconds=round((now - self._began) / max(1, done - self._first) * (of - done)))
+            self._remark(f"{stage}: {done:,} of {of:,}, {left} left")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -324,21 +321,29 @@ def pairs_as_json(capture: Capture) -> list[dict[str, str | int]]:
     ]
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    r"""Write rows as CSV: quoted as RFC 4180 says, and a line ends as every other that this program prints, in \n.
+def _cell(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else value
 
-    Columns are those of all rows, in the order in which they first appear. What a row lacks or has as None is empty,
-    a number reads back as the same number, and a truth value is ``true`` or ``false``. Names are written as they are,
-    also those that a spreadsheet would take for a formula (``=``, ``+``, ``-``, ``@``): no quoting keeps it from that,
-    and anything put before them would name another site than the JSON document does.
+
+class _Lines(list[str]):
+    write = list.append
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    r"""Write rows as CSV, quoted as in RFC 4180; lines end in \n, as all that this program prints.
+
+    The columns are those of all rows, in the order in which they first appear. A cell that a row lacks, or has as None,
+    is empty. Numbers read back exactly, and a truth value is ``true`` or ``false``. Names are written as they are, even
+    if a spreadsheet takes them for formulas (``=``, ``+``, ``-``, ``@``): a prefix would make another name of them.
 
     >>> as_csv([{"site": "a,b", "alpha": 0.1}, {"site": "norm", "straight": True}])
     'site,alpha,straight\n"a,b",0.1,\nnorm,,true\n'
     """
-    table = [flat(row) for row in rows]
-    names = _columns(table)
-    lines = [names, *([_cell(row.get(name)) for name in names] for row in table)] if names else []
-    return "".join(map(_line, lines))
+    columns = _columns(rows)
+    cells = zip(*(map(_cell, values) for values in columns.values()), strict=True)
+    lines = _Lines()
+    csv.writer(lines).writerows([columns, *cells] if columns else [])  # quotes a lone \r only where lines end in \r\n
+    return "".join(f"{line[:-2]}\n" for line in lines)
 
 
 def as_yaml(document: Mapping[str, Any]) -> str:
@@ -354,15 +359,6 @@ def as_yaml(document: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
 
 
-def check_suffix(path: Path) -> None:
-    """Refuse a suffix that results are not written in; UsageError that names those that are."""
-    if path.suffix.lower() not in (CSV, PARQUET, *YAML, LATEX, MARKDOWN, *_JSON):
-        raise UsageError(
-            f"--output {path} ends in {path.suffix}, but a result's file ends in .csv, .parquet, .tex, .md, .yaml, "
-            ".yml or .json."
-        )
-
-
 def check_capture_file(path: Path, force: bool) -> None:
     """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
     check_writable(path)
@@ -375,22 +371,10 @@ def check_capture_file(path: Path, force: bool) -> None:
             )
 
 
-def check_parquet(path: Path) -> None:
-    """Refuse to write Parquet without the library that does; UsageError."""
-    try:
-        import pyarrow.parquet  # noqa: F401 - whether it can be imported at all
-    except ImportError as error:
-        raise UsageError(
-            f"Cannot write {path}: Parquet needs pyarrow, which cannot be imported ({error}). "
-            "Install it: pip install 'normscope[parquet]'."
-        ) from error
-
-
 def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as Parquet, whole or not at all: columns of int64, double, bool and string, by what they hold.
+    """Write rows as Parquet, whole or not at all: the columns of :func:`as_csv`, with the types of their values.
 
-    The columns are those of :func:`as_csv`, and None is null. One that holds nothing else has Arrow's type ``null``.
-    The file's metadata tell the version of normscope, under the key ``normscope``.
+    None is null. The file's metadata contain the version of normscope, under the key ``normscope``.
 
     Raises:
         UsageError: if the file cannot be written there.
@@ -400,37 +384,13 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = [flat(row) for row in rows]
-    types = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string(), None: pa.null()}
-    columns = {}
-    for name in _columns(table):
-        values = [row.get(name) for row in table]
-        kind = _kind(values)
-        cells = [value if value is None or kind is None else kind(value) for value in values]
-        columns[name] = pa.array(cells, types[kind])
-    written = io.BytesIO()  # pyarrow puts what the system says into words of its own
-    parquet.write_table(pa.table(columns).replace_schema_metadata({"normscope": version("normscope")}), written)
+    table = pa.table(_columns(rows)).replace_schema_metadata({"normscope": version("normscope")})
+    written = io.BytesIO()  # pyarrow words the system's errors in its own way
+    parquet.write_table(table, written)
     with whole_file(path) as partial:
         partial.write_bytes(written.getvalue())
 
 
-def _columns(table: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in table for name in row))
-
-
-def _cell(value: Any) -> Any:
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-def _line(cells: Sequence[Any]) -> str:
-    line = io.StringIO(newline="")
-    csv.writer(line).writerow(cells)  # which quotes a lone \r only where lines end in \r\n
-    return line.getvalue().removesuffix("\r\n") + "\n"
-
-
-def _kind(values: Sequence[Any]) -> type[bool | int | float | str] | None:
-    """The narrowest type that holds all values; None if all are None."""
-    kinds = {type(value) for value in values if value is not None}
-    if not kinds:
-        return None
-    return next((kind for kind in (bool, int, float) if kinds <= ({int, float} if kind is float else {kind})), str)
+def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+    table = [flat(row) for row in rows]
+    return {name: [row.get(name) for row in table] for name in dict.fromkeys(name for row in table for name in row)}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 import normscope
-from normscope.cli.output import Output
 from normscope.errors import DataError, ModelError, UsageError, unknown
 from normscope.models import registry
 from normscope.runtime.processes import Place
@@ -91,44 +88,6 @@ class RunOptions:
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
-def runs_networks(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of :class:`RunOptions` in the place of its keyword-only parameter ``run``.
-
-    Args:
-        without: fields that have no effect on this command, or that it has options of its own for: no option is made
-            of them, and ``run`` has their defaults.
-
-    >>> @runs_networks(without=("data", "limit", "shuffle", "workers", "sample", "guidance", "timesteps", "verify"))
-    ... def say(name: str, *, run: RunOptions, loudly: bool = False) -> None:
-    ...     print(name, run.weights, run.seed, loudly)
-    >>> list(inspect.signature(say).parameters)
-    ['name', 'weights', 'batch_size', 'seed', 'device', 'device_map', 'dtype', 'loudly']
-    >>> say("demo_vit", seed=3)
-    demo_vit pretrained 3 False
-    """
-    taken = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in inspect.signature(RunOptions, eval_str=True).parameters.values()
-        if parameter.name not in without
-    ]
-    names = [parameter.name for parameter in taken]
-
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_a_run(*arguments: Any, **options: Any) -> None:
-            run = RunOptions(**{name: options.pop(name) for name in names if name in options})
-            command(*arguments, run=run, **options)
-
-        signature = inspect.signature(command, eval_str=True)
-        shown: list[inspect.Parameter] = []
-        for parameter in signature.parameters.values():
-            shown += taken if parameter.name == "run" else [parameter]
-        with_a_run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-        return with_a_run
-
-    return decorated
-
-
 _BY = ("timestep",)
 
 
@@ -148,6 +107,14 @@ def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     for reason in left_out:
         output.remark(f"left out: {reason}")
     return loadable
+
+
+def sources(models: Sequence[str] | None, run: RunOptions, by: str | None, output: Output) -> list[str]:
+    """Return the models and captures that a command takes, once all are checked and before the first is run."""
+    names = named_or_embedded(models, output)
+    check_sources(names, run)
+    check_by(by, names)
+    return names
 
 
 def check_models(names: Sequence[str]) -> None:
@@ -210,7 +177,7 @@ def _without_parts(name: str, by: str) -> UsageError:
 
 
 def captures(
-    sources: Sequence[tuple[str, RunOptions]],
+    models: Sequence[tuple[str, RunOptions]],
     layers: str,
     output: Output,
     by: str | None = None,
@@ -228,7 +195,7 @@ def captures(
         typer.Exit: at the end, of all ranks but the first.
     """
     speaks = Place.from_environment().speaks
-    for name, run in sources:
+    for name, run in models:
         if not _is_file(name):
             with run.joined() as ranks:
                 network = run.load(name, output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +20,10 @@ if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import Curve
-    from normscope.inputs.batch import Batch
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.inputs.splits import Inputs, Part
     from normscope.pairs.captures import Capture
-    from normscope.pairs.norms.sites import NormSite, SkippedNorm
+    from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
     from normscope.runtime.processes import Place
     from normscope.swaps.reports import Quality
@@ -36,16 +35,16 @@ CALIBRATED = "calibrated"
 
 
 @dataclass(frozen=True)
-class How:
+class SwapChoice:
     """A replacement for norms and its initialization; UsageError where options contradict.
 
     Attributes:
-        func: as it was asked for.
-        asked: the curve; or ``free``, ``best`` or ``rmsnorm``, which are none.
+        func: as given by the user.
+        asked: the curve, or ``free``, ``best`` or ``rmsnorm``.
         init: ``fit``, ``theory`` or ``paper``.
         per: ``site`` or ``channel``.
         shift: whether s is fitted; None for the default.
-        calibrated: whether what is fitted is calibrated then.
+        calibrated: True if the fitted replacement is calibrated.
     """
 
     func: str
@@ -56,27 +55,25 @@ class How:
     calibrated: bool = False
 
     @classmethod
-    def of(cls, func: str, init: str, per: str, shift: bool | None) -> How:
-        """Look up what was asked for."""
+    def of(cls, func: str, init: str, per: str, shift: bool | None) -> SwapChoice:
+        """Look up the curve and check the options."""
         from normscope.swaps.start import INITS, RMS_NORM, asked_for
 
         if init not in (*INITS, CALIBRATED):
             raise UsageError(unknown("init", init, (*INITS, CALIBRATED)))
-        calibrated = init == CALIBRATED
-        init = "fit" if calibrated else init
-        asked = asked_for(func, init)
-        calibrated = calibrated and asked != RMS_NORM  # which stays as it is
+        start = "fit" if init == CALIBRATED else init
+        asked = asked_for(func, start)
         if per not in _LEVELS:
             raise UsageError(unknown("level", per, _LEVELS))
-        if not isinstance(asked, normscope.Curve) or init != "fit":
-            what = f"--init {init}" if init != "fit" else f"--func {asked}"
+        if not isinstance(asked, normscope.Curve) or start != "fit":
+            what = f"--init {start}" if start != "fit" else f"--func {asked}"
             if per != "site":
                 raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
             if shift is not None:
                 raise UsageError(
                     f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
                 )
-        return cls(func, asked, init, per, shift, calibrated)
+        return cls(func, asked, start, per, shift, calibrated=init == CALIBRATED and asked != RMS_NORM)
 
     @property
     def needs_pairs(self) -> bool:
@@ -85,7 +82,7 @@ class How:
 
     @property
     def start(self) -> str:
-        """The init as reports name it: nothing for an RMSNorm, which has no start values."""
+        """The initialization as reports name it; empty for an RMSNorm, which has no start values."""
         from normscope.swaps.start import RMS_NORM
 
         return "" if self.asked == RMS_NORM else CALIBRATED if self.calibrated else self.init
@@ -96,10 +93,28 @@ class How:
         return "fit" if self.needs_pairs else self.init
 
 
-def check_kernels(ways: Sequence[How], device: str) -> None:
-    """Refuse kernels that ``NORMSCOPE_KERNELS`` asks for and the device does not have, before any work; UsageError.
+def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[SwapChoice]:
+    """List each function with each initialization that applies to it.
 
-    The curves that ``best`` takes are known from the fits only: they are checked once there are modules.
+    An RMSNorm has no start values, so it appears once. ``free`` and ``best`` are fits themselves.
+    """
+    from normscope.fits.curves.expressions import split_names
+    from normscope.fits.curves.known import BEST, FREE
+    from normscope.swaps.start import RMS_NORM
+
+    inits = list(dict.fromkeys(part.strip() for part in init.split(",")))
+    fitted = [start for start in inits if start in ("fit", CALIBRATED)]
+    choices = []
+    for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
+        starts = inits[:1] if name == RMS_NORM else fitted if name in (FREE, BEST) and fitted else inits
+        choices += [SwapChoice.of(name, start, per, shift) for start in starts]
+    return choices
+
+
+def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
+    """Refuse, before any work, kernels of ``NORMSCOPE_KERNELS`` that the device does not have; UsageError.
+
+    The curves of ``best`` are chosen by the fits; their kernels are checked with the modules.
     """
     import torch
 
@@ -109,20 +124,21 @@ def check_kernels(ways: Sequence[How], device: str) -> None:
     from normscope.swaps.start import RMS_NORM
 
     stand_ins = {BEST: "tanh", RMS_NORM: "linear"}
-    for how in ways:
-        name = how.asked if isinstance(how.asked, str) else how.asked.function_name
+    for choice in choices:
+        name = choice.asked if isinstance(choice.asked, str) else choice.asked.function_name
         by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
 
 
-def check_calibrated(asked: bool, refit: str, ways: Sequence[How], place: Place) -> None:
-    """Refuse, before any work, what calibration cannot be; UsageError."""
+def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], place: Place) -> None:
+    """Refuse, before any work, a calibration that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
 
+    asked = CALIBRATED in init
     if refit not in REFITS:
         raise UsageError(unknown("refit", refit, REFITS))
     if not asked and refit != NEIGHBOURS:
         raise UsageError(f"--refit {refit} says what --init calibrated may change; add that, or leave it out.")
-    if asked and not any(how.calibrated for how in ways):
+    if asked and not any(choice.calibrated for choice in choices):
         raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
     if asked and not place.alone:
         raise UsageError(
@@ -147,123 +163,78 @@ def tell_quality(quality: Quality | None, untold: str, func: str, init: str, say
     say.result(quality_table({(func, init): quality}) if quality else f"No quality: {untold}.")
 
 
-def inits_there_are(func: str, inits: Sequence[str]) -> Sequence[str]:
-    """The inits that apply to a func: an RMSNorm has no start values, and free and best are fits themselves."""
-    from normscope.fits.curves.known import BEST, FREE
-    from normscope.swaps.start import RMS_NORM
-
-    if func == RMS_NORM:
-        return inits[:1]
-    fitted = [init for init in inits if init in ("fit", CALIBRATED)]
-    return fitted if func in (FREE, BEST) and fitted else inits
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Replacements and their initializations; UsageError where options contradict.
+class SwapSource:
+    """A network, its norms to be swapped, and the inputs that start values are computed from.
 
     Attributes:
-        ways: each function with each start.
-        inits: the starts that were asked for.
-        refit: what those that are calibrated may change.
-    """
-
-    ways: Sequence[How]
-    inits: Sequence[str]
-    refit: str
-
-    @classmethod
-    def of(cls, func: str, init: str, per: str, shift: bool | None, refit: str) -> Wanted:
-        from normscope.fits.curves.expressions import split_names
-
-        inits = [part.strip() for part in init.split(",")]
-        ways: list[How] = []
-        for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
-            ways += [How.of(name, start, per, shift) for start in dict.fromkeys(inits_there_are(name, inits))]
-        return cls(ways, inits, refit)
-
-    @property
-    def curves(self) -> list[str]:
-        """Names of what can be timed without a fit."""
-        return list(dict.fromkeys(how.func for how in self.ways if how.func not in ("free", "best")))
-
-
-@dataclass
-class Learner:
-    """A network, which of its norms are to be swapped, and the inputs that start values are made from.
-
-    Attributes:
-        network: as it was loaded.
         norms: the sites.
         skipped: norms that cannot be swapped, as they cannot be observed.
-        least: how many of the norms, those whose swap alone moves the output least; None for all.
-        seed: of the captures.
-        ranks: the processes that divide captures and drift among them; all come to the same start values.
+        least: how many of the norms to swap, those whose swap alone moves the output least; None for all.
+        learned: inputs to fit to.
+        held_out: inputs to measure on.
+        sample: a batch of one sample.
     """
 
-    network: LoadedModel
-    norms: list[NormSite]
-    skipped: Sequence[SkippedNorm]
-    least: int | None
-    seed: int
-    ranks: Ranks
-    sample: Batch
-    _seen: dict[str, Capture] = field(default_factory=dict)
+    def __init__(self, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> None:
+        """Find the norms, and choose the sites; UsageError if there are none.
 
-    @classmethod
-    def of(cls, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> Learner:
-        """Find the norms, and choose the sites; UsageError if there are none."""
+        Ranks divide captures and drift among them, and arrive at the same start values.
+        """
         from normscope.pairs.norms.sites import select_by_placement
 
         least = _LEAST.fullmatch(sites.strip())
         if sites.strip().startswith("least") and not least:
             raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
-        sample = network.inputs.first_sample()
-        report = normscope.find_norms(network, sample)
+        self.network, self.ranks, self._seed, self._say = network, ranks, seed, say
+        self.sample = network.inputs.first_sample()
+        report = normscope.find_norms(network, self.sample)
+        self.skipped = report.skipped
         say.skipped(report.skipped)
-        norms = select_by_placement(report.sites, "all" if least else sites)
-        say.chosen(norms, sites, "--sites")
-        if least and int(least[1]) > len(norms):
-            raise UsageError(f"--sites {sites} asks for more norms than there are: {len(norms)}.")
-        return cls(network, norms, report.skipped, int(least[1]) if least else None, seed, ranks, sample)
-
-    @property
-    def learned(self) -> Inputs | Part:
-        """Inputs to fit to, which nothing is judged by."""
-        return self._divided[0]
-
-    @property
-    def held_out(self) -> Inputs | Part:
-        """Inputs to judge by, which nothing was fitted to."""
-        return self._divided[1]
+        self.norms = select_by_placement(report.sites, "all" if least else sites)
+        say.chosen(self.norms, sites, "--sites")
+        if least and int(least[1]) > len(self.norms):
+            raise UsageError(f"--sites {sites} asks for more norms than there are: {len(self.norms)}.")
+        self.least = int(least[1]) if least else None
+        self._seen: dict[str, Capture] = {}
 
     @cached_property
     def _divided(self) -> tuple[Inputs | Part, Inputs | Part]:
         return divided(self.network.inputs, self.network.calibration)
 
     @property
+    def learned(self) -> Inputs | Part:
+        """Inputs to fit to."""
+        return self._divided[0]
+
+    @property
+    def held_out(self) -> Inputs | Part:
+        """Inputs to measure on."""
+        return self._divided[1]
+
+    @property
     def about(self) -> dict[str, str]:
-        """Name the network, and what start values were fitted to."""
+        """Name the network, and the data that start values were fitted to."""
         seen = next(iter(self._seen.values()), None)
         return {**self.network.about, "data": seen.about["data"] if seen else "no data, as nothing was fitted"}
 
-    def fits(self, how: How, say: Output) -> list[CurveFit] | list[NormSite]:
+    def fits(self, choice: SwapChoice) -> list[CurveFit] | list[NormSite]:
         """Return the fits that start values are taken from; the sites alone where nothing is fitted."""
         from normscope.swaps.start import fitted
 
-        if not how.needs_pairs:
+        if not choice.needs_pairs:
             return self.norms
-        return fitted(self._capture(how.per, say), how.asked, how.init, per=how.per, shift=how.shift is not False)
+        seen = self._capture(choice.per)
+        return fitted(seen, choice.asked, choice.init, per=choice.per, shift=choice.shift is not False)
 
-    def replacements(self, how: How, fits: list[CurveFit] | list[NormSite], say: Output) -> dict[str, nn.Module]:
-        """Make what takes each norm's place, by module path; the inputs learned from decide which are least harmful."""
+    def replacements(self, choice: SwapChoice, fits: list[CurveFit] | list[NormSite]) -> dict[str, nn.Module]:
+        """Make each norm's replacement, by module path; the learning inputs decide which are least harmful."""
         from normscope.swaps import pointwise
 
-        modules = normscope.replacements(self.network, how.asked, fits, init=how.begin)
+        modules = normscope.replacements(self.network, choice.asked, fits, init=choice.begin)
         pointwise.check_kernels(modules.values())
         if self.least is None:
             return modules
-        with say.bars() as progress:
+        with self._say.bars() as progress:
             alone = normscope.drift(
                 self.network.module,
                 self.learned,
@@ -276,24 +247,24 @@ class Learner:
         paths = alone.least_harmful(self.least)
         return {path: module for path, module in modules.items() if path in paths}
 
-    def _capture(self, per: str, say: Output) -> Capture:
+    def _capture(self, per: str) -> Capture:
         from normscope.pairs.capture import captured
         from normscope.pairs.recorder import Summing
 
         if per not in self._seen:
             layers = [norm.name for norm in self.norms]
-            summing = Summing(self.seed, by_gamma=per == "site", per_channel=per == "channel")
-            with say.bars() as progress:
+            summing = Summing(self._seed, by_gamma=per == "site", per_channel=per == "channel")
+            with self._say.bars() as progress:
                 self._seen[per] = captured(
                     self.network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks
                 )
             inputs = self.network.calibration or self.network.inputs
-            say.observed(self._seen[per], inputs.unreadable)
+            self._say.observed(self._seen[per], inputs.unreadable)
         return self._seen[per]
 
 
 def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Place) -> None:
-    """Refuse, before any work, what cannot choose the norms to keep; UsageError."""
+    """Refuse, before any work, options that cannot choose the norms to keep; UsageError."""
     if keep is None and max_drift is None:
         return
     if keep is not None and max_drift is not None:
@@ -320,7 +291,7 @@ def figure_of_choice(folder: Path) -> Path:
 
 
 def choose(
-    learner: Learner,
+    source: SwapSource,
     modules: Mapping[str, nn.Module],
     number: int | None,
     max_drift: float | None,
@@ -339,16 +310,16 @@ def choose(
     say.remark(f"every norm kept takes up to {len(modules)} passes over at most {MOST_SAMPLES} samples{trials}")
     with say.bars() as progress:
         return normscope.keep(
-            learner.network,
-            learner.learned,
+            source.network,
+            source.learned,
             modules,
             number=number,
             max_drift=max_drift,
-            held_out=learner.held_out,
+            held_out=source.held_out,
             after=after,
             func=func,
             init=init,
-            about=learner.about,
+            about=source.about,
             progress=progress,
         )
 

@@ -167,14 +167,6 @@ def test_nothing_to_resume(tmp_path):
     assert normscope.load_capture(file).n_samples == 3
 
 
-def test_raw_pairs_cannot_be_resumed(tmp_path):
-    done = captured("-o", str(tmp_path / "seen.safetensors"), "--resume", "--raw")
-    assert done.exit_code == 2
-    assert (
-        "Error: --raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume." in done.stderr
-    )
-
-
 def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkeypatch):
     file, kept = tmp_path / "seen.safetensors", tmp_path / "seen.safetensors.checkpoint"
 

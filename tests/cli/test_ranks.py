@@ -19,7 +19,7 @@ import normscope
 from normscope.cli import app
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from runs import CaptureRun, differences, write_images
+from runs import differences, write_images
 
 pytestmark = pytest.mark.slow
 
@@ -160,22 +160,6 @@ def test_mistakes_are_sentences(folder, name, status, sentence):
         assert said(folder, name, "rank 1")[2].startswith("rank 1: Error: ")
 
 
-@pytest.mark.faults
-def test_more_ranks_than_data(tmp_path):
-    """The third has an empty share. Slow: as many processes as a user would start."""
-    data = write_images(tmp_path / "images", 2)
-    options = ("--data", str(data), "--batch-size", "1", "--resume")
-    run = CaptureRun("demo_vit", tmp_path / "three.safetensors", options, ranks=3)
-    run.environment = {"PYTHONPATH": str(CHECKOUT)}
-    assert run.finish() == 0, run.said()
-    assert run.said().count("nothing to resume; starting from the beginning") == 1
-    assert run.said().count(f"demo_vit: 2 samples, {data}: 2 images") == 1
-    three = normscope.load_capture(run.output)
-    network = normscope.load("demo_vit", data=str(data), batch_size=1)
-    alone = normscope.capture(network.module, network.inputs, about=network.about)
-    assert differences(three, alone) == []
-
-
 FACTORY = """
 import torch
 from torch import nn
@@ -198,12 +182,6 @@ def test_what_needs_one_process_is_said_by_the_first(command):
     done = CliRunner(env=of_two(1)).invoke(app, command)
     assert done.exit_code == 0 and not done.output
     assert "demo_vit" in CliRunner(env=of_two(0)).invoke(app, command).stdout
-
-
-def test_healing_is_refused(tmp_path):
-    done = CliRunner(env=of_two(0)).invoke(app, ["heal", "demo_vit", "-o", str(tmp_path / "healed")])
-    said = " ".join(done.stderr.split())
-    assert done.exit_code == 2 and "torchrun started 2" in said and not list(tmp_path.iterdir())
 
 
 def test_swap_bench_of_two_processes_is_that_of_one(tmp_path, monkeypatch):

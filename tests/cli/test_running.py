@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from normscope.cli import app
 from normscope.cli.options import declared
-from normscope.cli.running import RunOptions, check_sources, family_of, runs_networks
+from normscope.cli.running import RunOptions, check_sources, family_of
 from normscope.errors import UsageError
 
 LEFT_OUT = {
@@ -46,7 +46,7 @@ def test_a_command_has_the_options_that_it_follows_and_their_defaults(command):
 def test_what_is_given_reaches_the_run_and_the_rest_is_as_it_was():
     seen = []
 
-    @runs_networks(without=("sample",))
+    @declared(without=("sample",))
     def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
         seen.append((model, run, quiet))
 
@@ -62,8 +62,7 @@ def test_typer_reads_the_options_where_the_run_stands():
     program = typer.Typer()
 
     @program.command()
-    @declared
-    @runs_networks()
+    @declared()
     def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
         """Say so."""
         seen.append((model, run, quiet))
@@ -98,8 +97,7 @@ def test_a_batch_size_is_a_number_or_auto():
     program = typer.Typer()
 
     @program.command()
-    @declared
-    @runs_networks()
+    @declared()
     def command(model: str, *, run: RunOptions) -> None:
         """Say so."""
         seen.append(run.batch_size)

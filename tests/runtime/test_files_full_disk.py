@@ -36,7 +36,7 @@ def figure(path):
 
 
 def table(path):
-    said = Output(as_json=False, quiet=True, file=path)
+    said = Output(quiet=True, output=path)
     return lambda: said.document({"rows": ROWS}, ROWS)
 
 

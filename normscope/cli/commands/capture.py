@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import typer
 
 import normscope
+from normscope.cli.options import declared
 from normscope.cli.output import Output, check_capture_file, pairs_as_json, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
-from normscope.cli.running import RunOptions, check_by, check_models, runs_networks
+from normscope.cli.running import RunOptions, check_by, check_models
 from normscope.errors import UsageError
 from normscope.runtime.files import CHECKPOINT
 from normscope.runtime.processes import Place
@@ -27,7 +28,7 @@ EXAMPLES = (
 )
 
 
-@runs_networks()
+@declared()
 def capture(
     model: str,
     output: Path,
@@ -43,15 +44,12 @@ def capture(
     diagonal: bool = False,
     keep_inputs: int = 0,
     by: str | None = None,
-    as_json: bool = False,
-    as_csv: bool = False,
-    quiet: bool = False,
+    say: Output,
 ) -> None:
     """Run a model and keep what its norms did, in a file that other commands take in place of a model.
 
     Ctrl-C finishes the batch, keeps what was captured so far, and says how to go on.
     """
-    say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     check_by(by, [model])
     check_capture_file(output, force)

@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import normscope
-from normscope.cli.options import check_plot
+from normscope.cli.options import Look, check_plot, declared
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import (
-    RunOptions,
-    captures,
-    check_by,
-    check_sources,
-    family_of,
-    named_or_embedded,
-    runs_networks,
-)
+from normscope.cli.running import RunOptions, captures, family_of, sources
 from normscope.errors import UsageError, unknown
 
 if TYPE_CHECKING:
@@ -33,7 +25,7 @@ LEVELS = ("site", "channel", "token")
 CURVES = "tanh,isru"
 
 
-@runs_networks()
+@declared(without=("figure_format", "dpi", "style"))
 def fit(
     models: list[str] | None = None,
     *,
@@ -49,16 +41,11 @@ def fit(
     layers: str = "all",
     run: RunOptions,
     by: str | None = None,
-    as_json: bool = False,
-    as_csv: bool = False,
-    output: Path | None = None,
-    quiet: bool = False,
     plot: Path | None = None,
-    width: float | None = None,
-    title: str | None = None,
+    look: Look,
+    say: Output,
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
-    say = Output(as_json, quiet, output, as_csv=as_csv)
     from normscope.fits.fit import check_fit
 
     if per not in LEVELS:
@@ -76,10 +63,8 @@ def fit(
         )
     how: dict[str, Any] = {"per": "site" if of_tokens else per, "pool": pool, "weights_by": weights_by, **form}
     check_fit(func, **how)
-    names = named_or_embedded(models, say)
+    names = sources(models, run, by, say)
     check_plot(plot, names, by)
-    check_sources(names, run)
-    check_by(by, names)
     seen, rows, summaries = [], [], []
     for capture in captures(
         [(name, run) for name in names], layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"
@@ -94,7 +79,7 @@ def fit(
             fits, summary = _fits(capture, func, how, say)
             rows += [fit.as_dict() for fit in fits]
             if plot:
-                figure = normscope.plot_depth(capture, fits, width=width, title=title)
+                figure = normscope.plot_depth(capture, fits, **look.of_figure)
                 say.result(str(normscope.save_figure(figure, plot, capture)))
             summaries += summary
     if advise:

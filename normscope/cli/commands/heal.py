@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import normscope
 from normscope.cli.commands.swap import remark_on_loading
+from normscope.cli.options import Look, declared
 from normscope.cli.output import Output
-from normscope.cli.running import RunOptions, check_models, runs_networks
+from normscope.cli.running import RunOptions, check_models
 from normscope.cli.swapping import (
     CALIBRATED,
-    How,
-    Learner,
+    SwapChoice,
+    SwapSource,
     check_keep,
     check_kernels,
     choose,
     figure_of_choice,
     tell_choice,
     tell_quality,
+    tell_what_stayed,
 )
-from normscope.errors import UsageError, count
+from normscope.errors import UsageError
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
 
@@ -41,7 +43,7 @@ _BATCH_SIZE = 16
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 
-@runs_networks(without=("batch_size", "sample", "device_map", "dtype", "verify"))
+@declared(without=("figure_format", "dpi", "style", "sample", "device_map", "dtype", "verify"))
 def heal(
     model: str,
     output: Path,
@@ -58,11 +60,8 @@ def heal(
     batch_size: int | None = None,
     restart: bool = False,
     run: RunOptions,
-    as_json: bool = False,
-    as_csv: bool = False,
-    quiet: bool = False,
-    width: float | None = None,
-    title: str | None = None,
+    look: Look,
+    say: Output,
 ) -> None:
     """Swap a model's norms, calibrate it, and train it back to what it gave."""
     if not (place := Place.from_environment()).alone:
@@ -70,7 +69,6 @@ def heal(
             f"Healing takes its steps in one process, and torchrun started {place.ranks}. Start it without torchrun: "
             "normscope heal …"
         )
-    say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.pairs.ranks import ALONE
     from normscope.swaps.heal.heal import STEPS, check_options
@@ -79,7 +77,7 @@ def heal(
     from normscope.swaps.start import RMS_NORM
     from normscope.swaps.store.record import ALSO, FILES
 
-    how = How.of(func, "fit" if init == CALIBRATED else init, per, shift)
+    how = SwapChoice.of(func, "fit" if init == CALIBRATED else init, per, shift)
     calibrated = init == CALIBRATED and how.asked != RMS_NORM
     if minutes is None and steps is None:
         steps = STEPS
@@ -98,12 +96,12 @@ def heal(
     # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
-    learner = Learner.of(network, sites, run.seed, say, ALONE)
+    source = SwapSource(network, sites, run.seed, say, ALONE)
     if init == CALIBRATED and not calibrated:
         say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
-    fits = learner.fits(how, say)
-    modules = learner.replacements(how, fits, say)
-    choice = None if keep is None else choose(learner, modules, keep, None, func, how.start, say)
+    fits = source.fits(how)
+    modules = source.replacements(how, fits)
+    choice = None if keep is None else choose(source, modules, keep, None, func, how.start, say)
     swapped = copy.deepcopy(network.module)
     normscope.Swap(swapped, modules if choice is None else {path: modules[path] for path in choice.swapped})
     if checkpoint.exists():
@@ -115,8 +113,8 @@ def heal(
             report = normscope.heal(
                 network,
                 swapped,
-                learner.learned,
-                learner.held_out,
+                source.learned,
+                source.held_out,
                 calibrated=calibrated,
                 train=train,
                 steps=steps,
@@ -131,20 +129,21 @@ def heal(
         if checkpoint.exists():
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until the last check")
         raise
-    say.heading(learner.about)
+    say.heading(source.about)
     begun = CALIBRATED if calibrated else how.start
     kept = how.start if report.restored else begun
     healed = report.steps if report.left_with == TRAINED else None
     folder = normscope.save_swapped(
-        swapped, output, learner.about, func=func, init=kept or None, healed=healed, kept=choice
+        swapped, output, source.about, func=func, init=kept or None, healed=healed, kept=choice
     )
-    asked = {"func": func, "init": begun, "per": per, "sites": len(learner.norms)}
-    whole = {**learner.about, "held_out": learner.held_out.description, **asked}
-    figure = normscope.plot_healing(report, f"{network.name} · {func}" if title is None else title, width=width)
+    asked = {"func": func, "init": begun, "per": per, "sites": len(source.norms)}
+    whole = {**source.about, "held_out": source.held_out.description, **asked}
+    title = f"{network.name} · {func}"
+    figure = normscope.plot_healing(report, title if look.title is None else look.title, width=look.width)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     if choice is not None:
-        tell_choice(choice, f"{network.name} · {func}", figure_of_choice(output), say)
+        tell_choice(choice, title, figure_of_choice(output), say)
         whole["keep"] = choice.as_dict()
     _tell(report, func, begun, say)
     for path in (folder, drawn, *([] if choice is None else [figure_of_choice(output)])):
@@ -156,17 +155,14 @@ def heal(
 
 
 def _remark_on(check: TrainingCheck, say: Output) -> None:
-    """Print what a check of the training found."""
-    found = [
-        f"{name} {value:.4f}" for name, value in (("loss", check.loss), ("drift", check.drift)) if value is not None
-    ]
-    if not check.kept:
-        found.append("a better state is kept")
-    say.remark(f"step {check.step:,}: {', '.join(found)}")
+    """Print the loss and the drift of a check during training."""
+    values = {"loss": check.loss, "drift": check.drift}
+    shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
+    say.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['a better state is kept']))}")
 
 
 def _inputs(run: RunOptions) -> dict[str, Any]:
-    """List the options that say which network is healed on what, as JSON takes them."""
+    """List the options that identify the network and its data, as JSON types."""
     options = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
     return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
@@ -177,12 +173,7 @@ def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
 
     say.result(healing_table(report))
     tell_quality(report.quality, report.no_quality, func, init, say)
-    if report.left_out:
-        say.warn(f"{count(report.left_out, 'sample')} did not fit into the gibibyte of inputs that is kept in memory")
-    if report.not_refitted:
-        path, reason = next(iter(report.not_refitted.items()))
-        others = f", and {count(len(report.not_refitted) - 1, 'other')}" if len(report.not_refitted) > 1 else ""
-        say.remark(f"not calibrated: {path} ({reason}){others}")
+    tell_what_stayed(report.not_refitted, report.left_out, say)
     if report.restored:
         say.warn("the drift on the held-out inputs did not fall: what was written has the start values")
     elif report.left_with != TRAINED:

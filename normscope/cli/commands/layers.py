@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 import normscope
+from normscope.cli.options import declared
 from normscope.cli.output import Output
-from normscope.cli.running import RunOptions, check_models, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.runtime.processes import Place
 from normscope.tables.table import layers_table
 
@@ -20,20 +20,16 @@ EXAMPLES = "Examples: normscope layers vit_b16 --weights random --verify · norm
 _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "affine", "placement", "calls")
 
 
-@runs_networks(without=("limit", "shuffle", "workers", "sample", "guidance", "timesteps"))
+@declared(without=("limit", "shuffle", "workers", "sample", "guidance", "timesteps"))
 def layers(
     models: list[str] | None = None,
     *,
     run: RunOptions,
-    as_json: bool = False,
-    as_csv: bool = False,
-    output: Path | None = None,
-    quiet: bool = False,
+    say: Output,
 ) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
     if not Place.from_environment().speaks:
         raise typer.Exit
-    say = Output(as_json, quiet, output, as_csv=as_csv)
     names = named_or_embedded(models, say)
     check_models(names)
     documents = []

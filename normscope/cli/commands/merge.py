@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 import normscope
+from normscope.cli.options import declared
 from normscope.cli.output import Output, check_capture_file, pairs_as_json, skipped_as_json
 from normscope.errors import DataError, UsageError
 from normscope.runtime.processes import Place
@@ -17,18 +18,17 @@ EXAMPLES = (
 )
 
 
+@declared()
 def merge(
     files: list[str],
     output: Path,
+    *,
     force: bool = False,
-    as_json: bool = False,
-    as_csv: bool = False,
-    quiet: bool = False,
+    say: Output,
 ) -> None:
     """Make one capture of several: of one model, from runs over different inputs, on whatever days and machines."""
     if not Place.from_environment().speaks:
         raise typer.Exit
-    say = Output(as_json, quiet, as_csv=as_csv)
     _check_files(files)
     check_capture_file(output, force)
     seen = normscope.merge_captures(files)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import normscope
+from normscope.cli.options import declared
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, captures, sources
 from normscope.errors import UsageError
 from normscope.runtime.files import check_writable, file_stem
 
@@ -22,7 +23,7 @@ _MEGABYTE = 1e6
 _OF_A_MODEL = 2  # inputs that are kept
 
 
-@runs_networks()
+@declared(without=("as_csv",))
 def report(
     models: list[str] | None = None,
     *,
@@ -32,21 +33,17 @@ def report(
     by: str | None = None,
     keep_inputs: int | None = None,
     swap_bench: Path | None = None,
-    as_json: bool = False,
     output: Path = Path("outputs"),
-    quiet: bool = False,
+    say: Output,
 ) -> None:
     """Write one HTML page in which people look at their norms: it opens from disk, asks no network, and can be sent."""
-    say = Output(as_json, quiet)
-    names = named_or_embedded(models, say)
-    path = _path(output, names)
     from normscope.fits.fit import check_fit
     from normscope.page.swap_results import read_swap_results
     from normscope.pairs.kept_inputs import first_inputs
 
     check_fit(func)
-    check_sources(names, run)
-    check_by(by, names)
+    names = sources(models, run, by, say)
+    path = _path(output, names)
     check_writable(path)
     swaps = read_swap_results(swap_bench) if swap_bench else None
     seen, fits = [], []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import normscope
-from normscope.cli.options import check_plot
+from normscope.cli.options import Look, check_plot, declared
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded, runs_networks
+from normscope.cli.running import RunOptions, captures, sources
 from normscope.tables.card import card_tables
 
 EXAMPLES = (
@@ -16,27 +16,20 @@ EXAMPLES = (
 )
 
 
-@runs_networks()
+@declared(without=("figure_format", "dpi", "style"))
 def stats(
     models: list[str] | None = None,
     *,
     layers: str = "all",
     run: RunOptions,
     by: str | None = None,
-    as_json: bool = False,
-    as_csv: bool = False,
-    output: Path | None = None,
-    quiet: bool = False,
     plot: Path | None = None,
-    width: float | None = None,
-    title: str | None = None,
+    look: Look,
+    say: Output,
 ) -> None:
     """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
-    say = Output(as_json, quiet, output, as_csv=as_csv)
-    names = named_or_embedded(models, say)
+    names = sources(models, run, by, say)
     check_plot(plot, names, by)
-    check_sources(names, run)
-    check_by(by, names)
     seen: list[normscope.Capture] = []
     cards: list[normscope.NormCard] = []
     for capture in captures([(name, run) for name in names], layers, say, by):
@@ -45,7 +38,7 @@ def stats(
         for table in card_tables(of_capture):
             say.result(table)
         if plot:
-            figure = normscope.plot_tails(capture, of_capture, width=width, title=title)
+            figure = normscope.plot_tails(capture, of_capture, **look.of_figure)
             say.result(str(normscope.save_figure(figure, plot, capture)))
         seen.append(capture)
         cards += of_capture

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import normscope
+from normscope.cli.options import declared
 from normscope.cli.output import Output
-from normscope.cli.running import RunOptions, check_models, runs_networks
+from normscope.cli.running import RunOptions, check_models
 from normscope.cli.swapping import (
-    CALIBRATED,
-    How,
-    Learner,
+    SwapChoice,
+    SwapSource,
     check_calibrated,
     check_keep,
     check_kernels,
@@ -47,7 +47,7 @@ EXAMPLES = (
 )
 
 
-@runs_networks(without=("sample", "device_map", "verify"))
+@declared(without=("sample", "device_map", "verify"))
 def swap(
     model: str,
     output: Path,
@@ -61,20 +61,17 @@ def swap(
     per: str = "site",
     shift: bool | None = None,
     run: RunOptions,
-    as_json: bool = False,
-    as_csv: bool = False,
-    quiet: bool = False,
+    say: Output,
 ) -> None:
     """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
-    say = Output(as_json, quiet, as_csv=as_csv)
     check_models([model])
     from normscope.swaps.quality.measures import Judge
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
-    how = How.of(func, init, per, shift)
+    how = SwapChoice.of(func, init, per, shift)
     place = Place.from_environment()
-    check_calibrated(init == CALIBRATED, refit, [how], place)
+    check_calibrated(init, refit, [how], place)
     check_keep(keep, max_drift, sites, place)
     check_kernels([how], run.device)
     chooses = keep is not None or max_drift is not None
@@ -85,21 +82,21 @@ def swap(
             check_writable(drawn)
     network = run.load(model, say)
     with run.joined() as ranks:
-        learner = Learner.of(network, sites, run.seed, say, ranks)
-        fits = learner.fits(how, say)
-        modules = learner.replacements(how, fits, say)
+        source = SwapSource(network, sites, run.seed, say, ranks)
+        fits = source.fits(how)
+        modules = source.replacements(how, fits)
     if not place.speaks:
         raise typer.Exit
     start, most = how.start or None, math.inf if max_drift is None else max_drift
-    maker = _Maker(learner, modules, refit, most, say) if how.calibrated else None
+    maker = _Maker(source, modules, refit, most, say) if how.calibrated else None
     choice = None
     if chooses:
         after = None if maker is None else maker.drift
-        choice = choose(learner, modules, keep, max_drift, func, start or "", say, after=after)
+        choice = choose(source, modules, keep, max_drift, func, start or "", say, after=after)
     chosen = list(modules) if choice is None else choice.swapped
     swapped, report = (network.module, None) if maker is None else maker.made(chosen)
     with say.bars() as progress:
-        judge = Judge(network, None, learner.held_out, network.outputs, progress)
+        judge = Judge(network, None, source.held_out, network.outputs, progress)
         judge.add("original", network.module)
         if maker is None:
             normscope.Swap(network.module, {path: modules[path] for path in chosen})
@@ -111,7 +108,7 @@ def swap(
     ]
     if report is not None:
         rows = [{**row, **_now(swapped.get_submodule(row["site"]))} for row in rows]
-    about = learner.about
+    about = source.about
     folder = normscope.save_swapped(swapped, output, about, func=func, init=start, kept=choice)
     say.heading(about)
     say.result(swapped_table(rows))
@@ -130,7 +127,7 @@ def swap(
     if choice is not None:
         say.result(str(drawn))
     remark_on_loading(model, str(folder), say)
-    left_out = [{"model": model, **norm.as_dict()} for norm in learner.skipped]
+    left_out = [{"model": model, **norm.as_dict()} for norm in source.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
 
 
@@ -138,7 +135,7 @@ def swap(
 class _Maker:
     """Makes calibrated copies of a network with some of its sites swapped; keeps the last of no more than a drift."""
 
-    learner: Learner
+    source: SwapSource
     modules: Mapping[str, nn.Module]
     refit: str
     most: float
@@ -150,13 +147,13 @@ class _Maker:
         """Return the network with these sites swapped, and what calibration did to it."""
         if self._made is not None and list(paths) == list(self._paths):
             return self._made
-        network, copied = self.learner.network, copy.deepcopy(self.learner.network.module)
+        network, copied = self.source.network, copy.deepcopy(self.source.network.module)
         normscope.Swap(copied, {path: copy.deepcopy(self.modules[path]) for path in paths})
         with self.say.bars() as progress:
             report = normscope.calibrate(
                 network.module,
                 copied,
-                self.learner.learned,
+                self.source.learned,
                 outputs=network.outputs,
                 refit=self.refit,
                 progress=progress,
@@ -176,9 +173,9 @@ class _Maker:
         from normscope.swaps.distances import output_errors
         from normscope.swaps.reports import Quantiles
 
-        held_out = self.learner.held_out
+        held_out = self.source.held_out
         with left_as_found(original), left_as_found(swapped):
-            errors = output_errors(original, swapped, as_batches(held_out), self.learner.network.outputs)
+            errors = output_errors(original, swapped, as_batches(held_out), self.source.network.outputs)
         moved = Quantiles.of(errors.tolist())
         self.say.result(
             f"calibrated, on {held_out.description}: {measure} at the output {moved.p50:.3g} in the median, "

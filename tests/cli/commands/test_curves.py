@@ -47,20 +47,6 @@ def test_fit_and_stats_draw_what_they_say_into_one_file(file, tmp_path, command)
         assert json.loads(image.text["Description"])["weights"] == "random weights, seed 0"
 
 
-@pytest.mark.parametrize("command", ["fit", "stats", "curves"])
-def test_what_is_no_figure_is_refused_before_anything_is_run(tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    said = " ".join(run(command, "--plot", "drawn.txt", status=2).output.split())
-    assert "--plot drawn.txt names no figure" in said and not list(tmp_path.iterdir())
-
-
-def test_one_file_takes_one_model_and_fits_of_sites(file, tmp_path):
-    plot = ("--plot", tmp_path / "drawn.png")
-    assert "there are 2 models" in " ".join(run("fit", file, file, *plot, status=2).output.split())
-    said = " ".join(run("fit", file, "--per", "channel", *plot, status=2).output.split())
-    assert "--plot draws the fits of each site by itself" in said
-
-
 def test_width_title_and_scale_reach_the_figure_of_plot(file, tmp_path):
     options = ("--width", "3", "--title", "none", "--xscale", "asinh", "--dpi", "100", "--color", "density")
     run("plot", file, *options, "-o", tmp_path / "drawn.svg", "-q")

@@ -109,18 +109,6 @@ def test_advice_as_yaml(folder, seen):
     assert document["advice"] == [found.as_dict() for found in expected]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--weights-by", "gamma"), "by_gamma=True"),
-        (("--per", "channel"), "per_channel=True"),
-    ],
-)
-def test_a_file_without_the_sums_says_how_to_get_them(folder, arguments, sentence):
-    done = run("fit", "plain.safetensors", *arguments, cwd=folder)
-    assert done.returncode == 4 and sentence in done.stderr
-
-
 def test_a_model_is_captured_with_the_sums_that_its_fits_need(folder):
     done = run("fit", "demo_vit", "--limit", "8", "--layers", "1", "--weights-by", "gamma", "--json", cwd=folder)
     assert done.returncode == 0 and json.loads(done.stdout)["fits"][0]["weights_by"] == "gamma"

@@ -58,16 +58,6 @@ def test_a_capture_file_gives_what_its_network_gave(here):
     assert [view.as_dict() for view in normscope.gradient(seen, normscope.fit(seen, "isru"))] == views
 
 
-def test_a_capture_file_without_the_sums_says_how_to_take_them(here):
-    made = CliRunner().invoke(app, ["capture", "demo_vit", "-o", "seen.safetensors", "--layers", "0,", *QUICK[:4]])
-    assert made.exit_code == 0, made.output
-    done = gradient("seen.safetensors")
-    assert done.exit_code == 4
-    assert "no sums of the diagonal of the Jacobian of blocks.0.norm1" in " ".join(done.stderr.split())
-    assert "normscope capture --diagonal" in " ".join(done.stderr.split())
-    assert not (here / "outputs").exists()
-
-
 def test_intervals_have_columns_of_their_own(here):
     done = gradient("demo_vit", *QUICK, "--csv", "--layers", "0,")
     assert done.exit_code == 0, done.output

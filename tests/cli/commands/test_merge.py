@@ -69,33 +69,3 @@ def test_only_a_capture_is_replaced_without_force(run_here, folder, arguments):
         done = run_here(*arguments, *options, "-o", code.name, *more, cwd=folder)
         assert done.returncode == 0, done.stderr
         assert normscope.load_capture(code).n_samples > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "status", "sentence"),
-    [
-        (["first.safetensors"], 2, "merge takes two captures or more; first.safetensors is one."),
-        (["first.safetensors", "./first.safetensors"], 2, "are one file. Name each capture once."),
-        (
-            ["first.safetensors", "none.safetensors"],
-            4,
-            "Cannot read the capture none.safetensors: No such file or directory;",
-        ),
-        (["first.safetensors", "x" * 300], 4, "x: File name too long;"),
-        (["first.safetensors", "first"], 4, "first is a folder, and no capture;"),
-        (["first.safetensors", "first/0.png"], 4, "Cannot read the capture first/0.png:"),
-        (["first.safetensors", "copy.safetensors"], 4, "first.safetensors and copy.safetensors: both hold sample"),
-        (["first.safetensors", "random.safetensors"], 4, "first.safetensors and random.safetensors: captures of diff"),
-        (["first.safetensors", "rounded.safetensors"], 4, ', converted from float32 to bfloat16".'),
-    ],
-)
-def test_what_is_refused_leaves_no_file(run_here, folder, arguments, status, sentence):
-    (folder / "copy.safetensors").write_bytes((folder / "first.safetensors").read_bytes())
-    seen = normscope.load_capture(folder / "second.safetensors")
-    seen.about["weights"] = "random"
-    normscope.save_capture(seen, folder / "random.safetensors")
-    done = run_here("merge", *arguments, "-o", "refused.safetensors", cwd=folder)
-    assert done.returncode == status
-    assert sentence in done.stderr and done.stderr.count("\n") == 1
-    assert not (folder / "refused.safetensors").exists()

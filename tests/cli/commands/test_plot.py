@@ -113,12 +113,6 @@ def test_where_it_cannot_be_written_nothing_is_run(captures, tmp_path):
     assert (done.stdout, written(tmp_path / "out")) == ("", ["overview-scurves.png"])
 
 
-@pytest.mark.parametrize("command", ["plot", "fit", "stats", "curves", "gradient", "compare", "heal", "swap-bench"])
-def test_every_command_that_draws_takes_a_width_and_a_title(command):
-    refused = CliRunner().invoke(app, [command, "--width", "1", "--title", "none"], env={"COLUMNS": "200"})
-    assert refused.exit_code == 2 and "1 is not from 2 to 100 inches" in refused.stderr
-
-
 @pytest.mark.parametrize("command", [pytest.param("plot", marks=pytest.mark.slow), "compare"])
 def test_a_figure_is_as_wide_as_asked(captures, tmp_path, command):
     look = ("--func", "tanh", "--dpi", "40", "--width", "3.25", "--title", "none", "-o", tmp_path)

@@ -100,43 +100,6 @@ def test_some_sites_and_the_rest_is_seen_as_before(tmp_path, capsys):
     assert [norm["reason"] for norm in document["skipped"]] == ["a point-wise function (free), no norm"] * 2
 
 
-@pytest.mark.parametrize(
-    ("options", "status", "said"),
-    [
-        ({"func": "dytt"}, 2, "There is no curve 'dytt'. Did you mean 'dyt'"),
-        ({"func": "free", "init": "paper"}, 2, "free is what was fitted: there is no paper start of it"),
-        ({"func": "best", "per": "channel"}, 2, "--per channel fits one curve in each channel"),
-        ({"shift": True, "init": "theory"}, 2, "leave --shift and --no-shift out"),
-        ({"per": "token"}, 2, "There is no level 'token'"),
-        ({"output": "full"}, 2, "the folder exists, and mine in it would be lost"),
-        ({"output": "."}, 2, "the folder that this runs in"),
-        ({"output": "/"}, 2, "the root of the file system"),
-        ({"sites": "qk"}, 2, "No norm here is qk; there are final, pre-norm"),
-        ({"device": "cuda:99"}, 5, "There is no device 'cuda:99'"),
-        ({"weights": "full"}, 3, "'full' are a folder"),
-        ({"model": "demo_vit.safetensors"}, 2, "names a file, not a model"),
-        ({"func": "rmsnorm", "init": "calibrated"}, 2, "There is no calibrated start of rmsnorm"),
-        ({"init": "calibrated", "refit": "all"}, 2, "There is no refit 'all'"),
-        ({"refit": "norms"}, 2, "--refit norms says what --init calibrated may change"),
-        ({"keep": 2, "max_drift": 0.1}, 2, "give one of them"),
-        ({"keep": 0}, 2, "--keep 0 leaves no norm"),
-        ({"max_drift": -1.0}, 2, "--max-drift is -1; it is an error"),
-        ({"max_drift": float("nan")}, 2, "--max-drift is nan"),
-        ({"keep": 2, "sites": "least:4"}, 2, "--sites least:4 and --keep both choose norms"),
-    ],
-)
-def test_mistakes_are_said_before_anything_is_fitted(options, status, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("full").mkdir()
-    Path("full/mine").touch()
-    arguments = {"model": "demo_vit", "output": "new"} | options
-    with pytest.raises(NormscopeError, match=said) as refused:
-        swap(**arguments | {"output": Path(arguments["output"])})
-    assert refused.value.exit_status == status
-    assert "samples" not in "".join(capsys.readouterr())
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
-
-
 @pytest.mark.slow
 def test_norms_are_kept_that_are_worth_most(tmp_path, capsys):
     path = tmp_path / "kept"
@@ -188,18 +151,3 @@ def test_what_cannot_be_kept(options, said, tmp_path):
     with pytest.raises(NormscopeError, match=said):
         swap("demo_vit", tmp_path / "kept", **options)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"keep": 2}, "Norms to keep are chosen in one process"),
-        ({"init": "calibrated"}, "Calibration runs in one process"),
-    ],
-)
-def test_several_processes_neither_choose_nor_calibrate(options, said, tmp_path, monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(NormscopeError, match=said):
-        swap("demo_vit", tmp_path / "swapped", **options)
-    assert not list(tmp_path.iterdir())

@@ -17,9 +17,7 @@ from normscope.cli.commands import swap_bench
 from normscope.errors import UsageError
 from normscope.inputs.splits import learned_and_held_out
 from normscope.models.inputs.trajectories import Trajectories
-from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.calibrate.swap import swap
-from normscope.swaps.store.store import save_swapped
 
 FACTORY = """
 import torch
@@ -144,16 +142,6 @@ def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from(folder, mon
     assert set(json.loads(done.stdout)["drift"][0]["sites"]) == set(sorted(alone, key=alone.get)[:2])
 
 
-def test_a_network_without_norms_is_refused_and_not_sent_back_to_this_command(tmp_path, monkeypatch):
-    network = normscope.load("demo_vit")
-    sites = find_norms(network.module, next(iter(network.inputs)).first_sample()).sites
-    swap(network.module, "dyt", sites, init="paper")
-    save_swapped(network.module, tmp_path / "all", network.about)
-    done = run(tmp_path, monkeypatch, "demo_vit", "--weights", "all")
-    said = " ".join(done.stderr.split())
-    assert done.exit_code == 3 and "none is left to observe or to replace" in said and "swap-bench" not in said
-
-
 def stopped(*_):
     raise UsageError("no further")
 
@@ -202,45 +190,6 @@ def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
     assert quality["scores"]["original"] == {"value": 1.0, "interval": [pytest.approx(0.5101, abs=1e-4), 1.0]}
     assert (quality["name"], quality["n"], list(quality["scores"])) == ("top-1 accuracy", 4, ["original", "swapped"])
     assert {row["sites"] for row in speed["rows"] if row["scope"] == "model"} == {25}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "said"),
-    [
-        (("--device", "cuda"), 5, "There is no device 'cuda'"),
-        (("--func", "dit"), 2, "There is no curve 'dit'"),
-        (("--init", "best"), 2, "There is no init 'best'"),
-        (("--sites", "least:many"), 2, "least:8 takes the eight least harmful"),
-        (("--sites", "least:9"), 2, "asks for more norms than there are: 3"),
-        (("--sites", "qk"), 2, "No norm here is qk"),
-        (("--per", "token"), 2, "There is no level 'token'"),
-        (("--output", "one.PDF"), 2, "one.PDF is one file, but each model has 2 figures. Name a folder."),
-        (("--func", "free", "--init", "paper"), 2, "free is what was fitted"),
-        (("--init", "own,calibrated"), 2, "There is no init 'own'. There are: fit, theory, paper, calibrated."),
-        (("--refit", "norms"), 2, "--refit norms says what --init calibrated may change"),
-        (("--init", "calibrated", "--refit", "all"), 2, "There is no refit 'all'"),
-        (("--init", "calibrated", "--func", "rmsnorm"), 2, "There is no calibrated start of rmsnorm"),
-        (("--quick", "--full"), 2, "leave --full out"),
-        (("--quick",), 2, "leave --seconds out"),
-    ],
-)
-def test_mistakes_are_sentences(folder, monkeypatch, arguments, status, said):
-    if arguments[0] == "--device" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    monkeypatch.chdir(folder)
-    done = CliRunner().invoke(app, ["swap-bench", NAME, *QUICK, *arguments])
-    assert done.exit_code == status
-    assert said in " ".join(done.stderr.split())
-
-
-def test_calibration_is_refused_under_torchrun_before_anything_is_loaded(folder, monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(swap_bench.RunOptions, "load", lambda *_: pytest.fail("it loaded"))
-    done = run(folder, monkeypatch, NAME, "--init", "calibrated")
-    assert done.exit_code == 2 and "Calibration runs in one process, and torchrun started 2" in " ".join(
-        done.stderr.split()
-    )
 
 
 def test_calibrated_rows_learn_from_other_inputs_and_say_so(folder, monkeypatch):
@@ -310,8 +259,3 @@ def test_quick_takes_one_curve_and_the_fewest_timings(folder, monkeypatch):
     rows = document["speed"][0]["rows"]
     assert {len(row["samples"]) for row in rows if row["scope"] == "model"} == {1}
     assert {row["variant"] for row in rows if row["scope"] == "model"} == {"native", "rmsnorm", "identity", "dyt"}
-
-
-def test_quick_takes_one_curve():
-    done = CliRunner().invoke(app, ["swap-bench", "demo_vit", "--quick", "--func", "dyt,derf"])
-    assert done.exit_code == 2 and "--quick takes one curve, and --func dyt,derf names several." in done.stderr

@@ -147,7 +147,7 @@ def test_norms_outside_of_blocks_and_of_unknown_classes_have_their_weights(room,
 
 
 def test_every_output_names_the_places(room, capsys):
-    say = Output(as_json=False, quiet=False)
+    say = Output()
     room(700)
     say.introduce(normscope.load("demo_vit", device_map="auto"))
     assert " on cpu and disk in torch.float32" in " ".join(capsys.readouterr().err.split())
