@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common import Measurement, finish, in_turn, options, peers_left, ratios, seconds_of
+from common import Measurement, finish, in_turn, installed, options, ratios, seconds_of
 
 PEERS = ("typer", "rich", "numpy", "matplotlib", "torch", "torchaudio", "diffusers", "transformers")
 ABOUT = """
@@ -39,12 +39,11 @@ LONG, TABLE = "swap-bench", "func"  # the first word of its first table
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=5, peers=PEERS)
-    args = parser.parse_args()
+    args = options(__doc__, repeats=5).parse_args()
     imports = [
         PEER,
         "import normscope",
-        *(STATEMENTS.get(name, f"import {name}") for name in peers_left(parser, args, PEERS)),
+        *(STATEMENTS.get(name, f"import {name}") for name in installed(PEERS)),
     ]
     with tempfile.TemporaryDirectory() as folder:
         run_here = functools.partial(run, folder=Path(folder))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from calibration import JUDGED, LEARNED, docstrings
 from common import Measurement, finish, in_own_process, options
+from networks import JUDGED, LEARNED, docstrings
 from torch import Tensor
 
 import normscope
@@ -93,8 +93,8 @@ def main() -> None:
 def written_texts(folder: Path, number: int) -> None:
     """Write docstrings, a file a module: sources of their own, of which some can be held out."""
     folder.mkdir()
-    left = set(docstrings(LEARNED.split())[:number])
-    for module in LEARNED.split():
+    left = set(docstrings(LEARNED)[:number])
+    for module in LEARNED:
         lines = [text for text in docstrings([module]) if text in left]
         left -= set(lines)
         if lines:
@@ -136,7 +136,7 @@ def drawn(work: Path, gallery: Path) -> None:
 def measured(work: Path, steps: list[Step], seconds: dict[str, float]) -> tuple[int, int, list[Measurement]]:
     """Judge every folder by docstrings that none of the commands saw."""
     torch.set_num_threads(1)
-    texts = docstrings(JUDGED.split())
+    texts = docstrings(JUDGED)
     halves = [halves for text in texts if (halves := first_and_rest(text))]
     path = work / "judged.txt"
     path.write_text("\n".join(sorted(texts, key=len)), encoding="utf-8")

@@ -7,6 +7,7 @@ Needs Linux, and the right to mount a small tmpfs, whose disk is to be full.
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Measurement, finish, options
 from mutations import FINE, REFUSED, mutated_captures, mutated_swaps, mutated_weights
 from runs import ROOT, SUMS, CaptureRun, children_of, differences, write_images
 
@@ -285,7 +285,7 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 
 def main() -> None:
-    parser = options(__doc__.partition("\n")[0], repeats=1)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--images", type=int, default=4000, help="in every run (%(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="at random moments (%(default)s)")
     parser.add_argument("--mutations", type=int, default=10_000, help="of each kind of file (%(default)s)")
@@ -295,19 +295,6 @@ def main() -> None:
         for one in every_fault(Path(folder), args.images, args.kills, args.mutations):
             print(one, flush=True)
             outcomes.append(one)
-    measurements = [
-        Measurement(one.fault, "", quantity, "times", [float(value)])
-        for one in outcomes
-        for quantity, value in (
-            ("brought about", one.tries),
-            ("with a checkpoint", one.kept or 0),
-            ("right counts", one.right),
-            ("clear errors", one.refused),
-            ("anything else", len(one.wrong)),
-        )
-    ]
-    about = f"Every fault was brought about in runs of {args.images:,} images through demo_vit."
-    finish("faults", about, measurements, args, threads=[1])
     page = PAGE.read_text(encoding="utf-8")
     written = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table(outcomes)}{END}", page, flags=re.DOTALL)
     PAGE.write_text(written, encoding="utf-8")

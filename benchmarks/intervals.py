@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from common import Measurement, finish, names, options, peers_left
+from common import Measurement, finish, installed, names, options
 from fit import CURVES, REFERENCE
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -61,11 +61,11 @@ class Held:
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=400, peers=PEERS)
+    parser = options(__doc__, repeats=400)
     parser.add_argument("--sources", type=names, default=list(SOURCES), help=f"of a data set ({','.join(SOURCES)})")
     parser.add_argument("--truth", type=int, default=40_000, help="sources from which the truth comes (%(default)s)")
     args = parser.parse_args()
-    with_scipy = "scipy" in peers_left(parser, args, PEERS)
+    with_scipy = bool(installed(PEERS))
     torch.set_num_threads(1)
     measurements = []
     for spread in SPREADS:
