@@ -1,4 +1,4 @@
-"""How long normscope's commands take, beside imports: ``python benchmarks/commands.py``."""
+"""Duration of normscope's commands, beside imports: ``python benchmarks/commands.py``."""
 
 from __future__ import annotations
 

@@ -12,11 +12,12 @@ from torch import nn
 import normscope
 from normscope.models.registry import find
 from normscope.swaps.bench.bench import PASSES_TIMED, TOKENS, of_tokens, published
-from normscope.swaps.reports import NOT_RUN, SOURCE, Case, Timing
+from normscope.swaps.reports import NATIVE, NOT_RUN, SOURCE, Case, Timing
 
 NORMS = {"cpu": ("1576x768",), "cuda": ("25216x768", "4096x4096", "32768x4096", "131072x1152")}  # of docs/kernels.md
 MODELS = {"vit_b16": 64, "wav2vec2_large": 8, "dit_xl": 32}  # and samples on a GPU, where LLaMA 7B is timed too
 PASSES_OF_THE_TABLE = 25  # a quarter of the paper's
+COMPILED = (NATIVE, "dyt")  # whole networks, of which each is a compilation
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 ABOUT = """
 Time of networks of full size with random weights, with other modules in place of their norms, by normscope.bench; and
@@ -73,7 +74,8 @@ def measured(
     def chosen(case: Case) -> bool:
         if is_norm:
             return case.scope == "norm" and not (eager and "compile" in case.way)
-        return case.passes == "forward" and case.way in ("eager", "fused")
+        compiled = case.way == "compile" and (case.scope == "norm" or case.variant in COMPILED)
+        return case.passes == "forward" and (case.way in ("eager", "fused") or (compiled and not eager))
 
     # The whole matrix on a GPU, of which these cases are chosen; by default one that fits into the time.
     report = normscope.bench(
@@ -103,7 +105,8 @@ def of_rows(name: str, rows: Sequence[Timing]) -> Iterator[Measurement]:
         yield Measurement(case, way, "time", "ms", [1000 * sample for sample in row.samples])
         if row.gb_per_s is not None:
             yield Measurement(case, way, "traffic", "GB/s", [row.gb_per_s])
-        yield Measurement(case, way, "of native", "×", [1.0 if row.ratio is None else row.ratio])
+        if row.ratio is not None or row.variant == NATIVE:
+            yield Measurement(case, way, "of native", "×", [row.ratio or 1.0])
 
 
 if __name__ == "__main__":
