@@ -1,4 +1,4 @@
-"""Captures by real processes, alone or under torchrun, that can be killed; and whether two captures are the same."""
+"""Captures by real processes, alone or under torchrun, that can be killed; differences between two captures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUMS = 1e-12
 
 
 def write_images(folder: Path, number: int, *, corrupt_every: int = 0, seed: int = 0) -> Path:
-    """Write images of 8×8 noise, ``0/00000.png`` and so on, of which every so many-th breaks off in the middle."""
+    """Write images of 8×8 noise, ``0/00000.png`` …, and truncate each ``corrupt_every``-th."""
     generator = np.random.default_rng(seed)
     for index in range(number):
         path = folder / str(index // 1000) / f"{index:05d}.png"
@@ -37,16 +37,9 @@ def write_images(folder: Path, number: int, *, corrupt_every: int = 0, seed: int
 
 @dataclass
 class CaptureRun:
-    """One ``normscope capture``, to be started as often as it takes.
+    """A ``normscope capture`` of a model into ``output``, which can be started again and again.
 
-    Attributes:
-        model: its name.
-        output: its file.
-        options: further ones.
-        ranks: how many processes; 1 runs without torchrun.
-        launcher: further options of torchrun.
-        environment: what to add to this process's.
-        log: file of what it prints.
+    More than one rank, or options for torchrun (``launcher``), run it under torchrun. ``log`` receives its output.
     """
 
     model: str
@@ -58,17 +51,16 @@ class CaptureRun:
     log: Path = field(default=Path(), kw_only=True)
 
     def __post_init__(self) -> None:
-        """Print beside the output, unless told."""
         self.log = self.output.with_suffix(".log") if self.log == Path() else self.log
 
     @property
     def checkpoints(self) -> Path:
-        """Where it keeps what it has so far."""
+        """Folder of its checkpoints."""
         return self.output.with_name(f"{self.output.name}.checkpoint")
 
     @property
     def kept(self) -> bool:
-        """Whether there is a checkpoint."""
+        """True if there is a checkpoint."""
         return self.checkpoints.is_dir() and any(path.stem.isdigit() for path in self.checkpoints.glob("*.safetensors"))
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
@@ -102,7 +94,7 @@ class CaptureRun:
         return False
 
     def until_kept(self, process: subprocess.Popen[bytes], files: int = 1, seconds: float = 120) -> None:
-        """Wait until so many ranks have kept something."""
+        """Wait until ``files`` ranks have written a checkpoint."""
         end = time.monotonic() + seconds
         while len(list(self.checkpoints.glob("[0-9]*.safetensors"))) < files:
             if process.poll() is not None or time.monotonic() > end:
@@ -121,7 +113,7 @@ def children_of(pid: int) -> dict[int, dict[str, str]]:
 
 
 def differences(one: Capture, other: Capture) -> list[str]:
-    """Say in what two captures of the same inputs differ that should not: counts to the bit, sums to 1e-12."""
+    """Return the differences of two captures of the same inputs: counts to the bit, sums to 1e-12."""
     found = [] if one.n_samples == other.n_samples else [f"{one.n_samples} and {other.n_samples} samples"]
     if dict(one.about) != dict(other.about):
         found.append(f"{dict(one.about)} and {dict(other.about)}")
