@@ -46,8 +46,8 @@ python benchmarks/table.py
 ```
 
 This page is written by the last of these commands; a change to it by hand would be lost. Below each section are the
-command and the commit of its numbers. Four scripts are part of others now: `pointwise.py` of `speed.py`, and
-`calibration.py`, `healing.py` and `prenorm.py` of `swaps.py`.
+command and the commit of its numbers. Scripts that are part of others now: `pointwise.py` of `speed.py`,
+`calibration.py`, `healing.py` and `prenorm.py` of `swaps.py`, `machine_code_capture.py` of `machine_code.py`.
 """
 
 
