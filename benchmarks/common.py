@@ -160,7 +160,7 @@ def finish(
     With ``added``, rows of other cases and ways stay in the file.
     """
     here = machine() | (gpu() if getattr(args, "device", "") == "cuda" else {})
-    found = versions([*_ALWAYS_NAMED, *libraries])
+    libraries_found = versions([*_ALWAYS_NAMED, *libraries])
     record = {
         "benchmark": name,
         "about": " ".join(about.split()),
@@ -169,8 +169,8 @@ def finish(
         "commit": commit(),
         "machine": here,
         "threads": list(threads),
-        "versions": found,
-        "left_out": [library for library in libraries if library not in found],
+        "versions": libraries_found,
+        "left_out": [library for library in libraries if library not in libraries_found],
         "failed": list(failed),
         "measurements": [asdict(measurement) for measurement in measurements],
     }
@@ -285,13 +285,13 @@ def output_of(*command: str) -> str:
 
 def versions(libraries: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed ones of some libraries."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in libraries:
         try:
-            found[name] = version(name)
+            numbers[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return numbers
 
 
 def commit() -> str | None:

@@ -159,12 +159,12 @@ def embeddings(network: Any, texts: list[str], work: Path) -> Tensor:
     """Mean of each text's hidden states, of length 1: ``(texts, width)``."""
     path = work / "embedded.txt"
     path.write_text("\n".join(texts), encoding="utf-8")
-    found = []
+    results = []
     for batch in normscope.load(MODEL, data=path, batch_size=16, device="cpu").inputs:
         hidden = network.module(*batch.args, **batch.kwargs).last_hidden_state
         kept = batch.valid[..., None]
-        found.append((hidden * kept).sum(1) / kept.sum(1))
-    return torch.nn.functional.normalize(torch.cat(found), dim=1)
+        results.append((hidden * kept).sum(1) / kept.sum(1))
+    return torch.nn.functional.normalize(torch.cat(results), dim=1)
 
 
 if __name__ == "__main__":

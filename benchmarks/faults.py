@@ -184,9 +184,9 @@ class Faults:
             captures[name] = load_capture(run.output)
         spoilt, clean = (captures[name].stats["0"] for name in ("spoilt", "clean"))
         wrong = [] if int(spoilt.nonfinite_tokens) == 20 else [f"{int(spoilt.nonfinite_tokens)} tokens, not 20"]
-        one, other = spoilt.moments.sum(0), clean.moments.sum(0)  # in the clean one other samples are in a fold
-        close = (one - other).abs() <= SUMS * one.abs().amax(dim=-1, keepdim=True).clamp(min=1)
-        outcome.note(wrong + ([] if bool(close.all()) and one[0].equal(other[0]) else ["other sums"]))
+        each, other = spoilt.moments.sum(0), clean.moments.sum(0)  # in the clean one other samples are in a fold
+        close = (each - other).abs() <= SUMS * each.abs().amax(dim=-1, keepdim=True).clamp(min=1)
+        outcome.note(wrong + ([] if bool(close.all()) and each[0].equal(other[0]) else ["other sums"]))
         return outcome
 
 
@@ -206,11 +206,11 @@ def make():
 
 def mutated(what: str, mutate: Callable[[int, int], dict[str, int]], number: int) -> Outcome:
     """Mutate files, and count the outcomes of reading them."""
-    found = mutate(number, 0)
-    wrong = [f"{count} × {name}" for name, count in found.items() if name not in FINE]
-    refused = found.get(REFUSED, 0)
-    fine = sum(count for name, count in found.items() if name in FINE) - refused
-    return Outcome(f"mutated {what}", sum(found.values()), None, fine, refused, wrong)
+    counts = mutate(number, 0)
+    wrong = [f"{count} × {name}" for name, count in counts.items() if name not in FINE]
+    refused = counts.get(REFUSED, 0)
+    fine = sum(count for name, count in counts.items() if name in FINE) - refused
+    return Outcome(f"mutated {what}", sum(counts.values()), None, fine, refused, wrong)
 
 
 def kill_rank(process: subprocess.Popen[bytes], rank: int) -> None:
@@ -254,9 +254,9 @@ def table(outcomes: Iterable[Outcome]) -> str:
         "anything else",
     )
     lines = [headings, (":--", *["--:"] * (len(headings) - 1))]
-    for one in outcomes:
-        numbers = (one.tries, "" if one.kept is None else one.kept, one.right, one.refused or "", len(one.wrong))
-        lines.append((one.fault, *(f"{number:,}" if isinstance(number, int) else number for number in numbers)))
+    for each in outcomes:
+        numbers = (each.tries, "" if each.kept is None else each.kept, each.right, each.refused or "", len(each.wrong))
+        lines.append((each.fault, *(f"{number:,}" if isinstance(number, int) else number for number in numbers)))
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -268,14 +268,14 @@ def main() -> None:
     args = parser.parse_args()
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        for one in every_fault(Path(folder), args.images, args.kills, args.mutations):
-            print(one, flush=True)
-            outcomes.append(one)
+        for each in every_fault(Path(folder), args.images, args.kills, args.mutations):
+            print(each, flush=True)
+            outcomes.append(each)
     page = PAGE.read_text(encoding="utf-8")
     written = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table(outcomes)}{END}", page, flags=re.DOTALL)
     PAGE.write_text(written, encoding="utf-8")
-    if any(one.wrong for one in outcomes):
-        sys.exit("\n".join(f"{one.fault}: {wrong}" for one in outcomes for wrong in one.wrong))
+    if any(each.wrong for each in outcomes):
+        sys.exit("\n".join(f"{each.fault}: {wrong}" for each in outcomes for wrong in each.wrong))
 
 
 if __name__ == "__main__":

@@ -88,11 +88,11 @@ def main() -> None:
         )
     if "lmfit" in peers:
         ways["lmfit"] = Way(functools.partial(by_lmfit, pairs=first))
-    found: dict[tuple[str, str], list[Found]] = {}
-    measurements = [one for curve in CURVES for one in timed(curve, ways, found, args.repeats)]
+    results: dict[tuple[str, str], list[Found]] = {}
+    measurements = [each for curve in CURVES for each in timed(curve, ways, results, args.repeats)]
     measurements += together(seen, args.repeats)
     if "scipy" in peers:
-        measurements += compared(network, tokens, found)
+        measurements += compared(network, tokens, results)
     about = ABOUT.format(pairs=len(first.x), sites=args.sites, drawn=len(drawn), channels=CHANNELS, in_a_row=IN_A_ROW)
     finish("fit", about, measurements, args, threads=[1], libraries=PEERS)
 
@@ -135,7 +135,7 @@ def raw_pairs(network: HeavyTailed, site: int, tokens: int) -> Raw:
 
 
 def by_normscope(curve: str, seen: normscope.Capture) -> list[Found]:
-    return [Found(one.amplitude, one.alpha, one.rmse) for one in normscope.fit(seen, curve)]
+    return [Found(each.amplitude, each.alpha, each.rmse) for each in normscope.fit(seen, curve)]
 
 
 def by_scipy(curve: str, pairs: Raw) -> list[Found]:
@@ -155,19 +155,19 @@ def by_lmfit(curve: str, pairs: Raw) -> list[Found]:
 
 
 def timed(
-    curve: str, ways: dict[str, Way], found: dict[tuple[str, str], list[Found]], repeats: int
+    curve: str, ways: dict[str, Way], results: dict[tuple[str, str], list[Found]], repeats: int
 ) -> list[Measurement]:
     """Time every way on one curve, and record the fits."""
 
     def run(name: str) -> None:
         for _ in range(ways[name].in_a_row):
-            found[curve, name] = ways[name].fit(curve)
+            results[curve, name] = ways[name].fit(curve)
 
     runs = in_turn({name: functools.partial(run, name) for name in ways}, repeats)
     seconds = {name: [whole / way.in_a_row / way.sites for whole in runs[name]] for name, way in ways.items()}
     measurements = []
     for name, own in seconds.items():
-        measurements.append(Measurement(curve, name, "a site", "ms", [1000 * one for one in own]))
+        measurements.append(Measurement(curve, name, "a site", "ms", [1000 * each for each in own]))
         if REFERENCE in ways:
             measurements.append(Measurement(curve, name, "curve_fit takes", "times", ratios(seconds[REFERENCE], own)))
     return measurements
@@ -186,28 +186,28 @@ def together(seen: normscope.Capture, repeats: int) -> list[Measurement]:
     return measurements
 
 
-def compared(network: HeavyTailed, tokens: int, found: dict[tuple[str, str], list[Found]]) -> list[Measurement]:
+def compared(network: HeavyTailed, tokens: int, results: dict[tuple[str, str], list[Found]]) -> list[Measurement]:
     """Compare the fits with curve_fit on all raw pairs, site by site."""
     off: dict[tuple[str, str, str], list[float]] = {}
     for site in range(len(network.norms)):
         pairs = raw_pairs(network, site, tokens)
         references = {curve: by_scipy(curve, pairs)[0] for curve in CURVES}
-        for (curve, name), own in found.items():
+        for (curve, name), own in results.items():
             if site < len(own):
                 for quantity, apart in differences(curve, own[site], pairs, references[curve]).items():
                     off.setdefault((curve, name, quantity), []).append(apart)
     return [Measurement(*place, "relative", samples) for place, samples in off.items()]
 
 
-def differences(curve: str, found: Found, pairs: Raw, reference: Found) -> dict[str, float]:
+def differences(curve: str, results: Found, pairs: Raw, reference: Found) -> dict[str, float]:
     """Return the relative distances of a fit from another."""
     least = pairs.rmse(curve, reference)
-    apart = {"α off by": abs(found.alpha / reference.alpha - 1)}
+    apart = {"α off by": abs(results.alpha / reference.alpha - 1)}
     if curve == "isru":
-        apart["C off by"] = abs((reference.alpha / found.alpha) ** 2 - 1)
-    apart["RMSE off by"] = abs(pairs.rmse(curve, found) / least - 1)
-    if found.rmse is not None:
-        apart["RMSE as reported off by"] = abs(found.rmse / least - 1)
+        apart["C off by"] = abs((reference.alpha / results.alpha) ** 2 - 1)
+    apart["RMSE off by"] = abs(pairs.rmse(curve, results) / least - 1)
+    if results.rmse is not None:
+        apart["RMSE as reported off by"] = abs(results.rmse / least - 1)
     return apart
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -86,17 +86,13 @@ def drawn(generator: np.random.Generator, spread: float, sources: int, sets: int
 
 
 def true_values(generator: np.random.Generator, spread: float, sources: int) -> Truth:
-    """Fit both curves to many sources."""
-    fits = normscope.fit(normscope.capture(Sites(1), batches_of(generator, spread, sources)), tuple(CURVES))
+    """Fit both curves to many sources, drawn a thousand at a time."""
+    batches = (drawn(generator, spread, min(1000, sources - begin), 1) for begin in range(0, sources, 1000))
+    fits = normscope.fit(normscope.capture(Sites(1), batches), tuple(CURVES))
     return {
-        one.curve: {"amplitude": one.amplitude, "alpha": one.alpha, "slope": one.slope, "r2": one.r2} for one in fits
+        each.curve: {"amplitude": each.amplitude, "alpha": each.alpha, "slope": each.slope, "r2": each.r2}
+        for each in fits
     }
-
-
-def batches_of(generator: np.random.Generator, spread: float, sources: int) -> Iterator[Tensor]:
-    """Draw one data set a thousand sources at a time."""
-    for begin in range(0, sources, 1000):
-        yield drawn(generator, spread, min(1000, sources - begin), 1)
 
 
 def simulated(

@@ -113,20 +113,14 @@ def of_launch(case: str, way: str, launch: KernelCall, x: Tensor, target: int) -
 
 
 def launches(x: Tensor, curve: str, behind: int = 0, alpha_each: bool = False) -> list[KernelCall]:
-    """Return the kernels that a layer would launch for x: forward, backward, and the sum of backward's slots.
+    """Return a layer's launches for x, which may be on ``meta``: forward, backward, and the sum of backward's slots.
 
-    Args:
-        x: of any shape; it may be on ``meta``.
-        curve: ``tanh``, ``isru`` or ``erf``.
-        behind: how many axes of x come after that of the channels.
-        alpha_each: whether α is one number a channel.
-
-    Raises:
-        ValueError: if x's strides are those of no layout.
+    ``behind`` axes of x come after that of the channels; ``alpha_each`` is for one α per channel. A ValueError is
+    raised if x's strides are those of no layout.
     """
     axis = x.ndim - 1 - behind
-    channels, one = x.new_empty(x.shape[axis]), x.new_empty(1)
-    own = Parameters(channels if alpha_each else one, one if curve == "erf" else None, channels, channels)
+    channels, single = x.new_empty(x.shape[axis]), x.new_empty(1)
+    own = Parameters(channels if alpha_each else single, single if curve == "erf" else None, channels, channels)
     layout, layout_backward = (layout_of([x] * tensors, axis, axis + 1) for tensors in (2, 3))
     if layout is None or layout_backward is None:
         raise ValueError(f"A tensor of strides {x.stride()} has no layout: a layer copies it before it launches.")
@@ -137,12 +131,12 @@ def launches(x: Tensor, curve: str, behind: int = 0, alpha_each: bool = False) -
 
 
 def executed(code: Code, launch: KernelCall, x: Tensor, pattern: str = ".*") -> float:
-    """Return how many instructions all threads of a launch execute, for each element of x."""
+    """Return the instructions that all threads of a launch execute, per element of x."""
     return code.executed(rounds(launch), pattern) * threads(launch) / x.numel()
 
 
 def loop(code: Code, launch: KernelCall, x: Tensor) -> float:
-    """Return how many of these are within the loop."""
+    """Return the number of these within the loop."""
     return len(code.loop) * rounds(launch) * threads(launch) / x.numel()
 
 
@@ -151,7 +145,7 @@ def threads(launch: KernelCall) -> int:
 
 
 def rounds(launch: KernelCall) -> float:
-    """Return how often a program goes round its loop, on the average of all."""
+    """Return the mean number of iterations of a program's loop."""
     given: dict[str, Any] = launch.arguments
     if "programs" not in given:
         return 1
@@ -160,7 +154,7 @@ def rounds(launch: KernelCall) -> float:
 
 
 def assemblers() -> str:
-    """Say which versions of ptxas Triton has, and for what."""
+    """Return the versions of Triton's ptxas."""
     nvidia = triton.knobs.nvidia
     return f"{nvidia.ptxas.version}, for sm_100 {nvidia.ptxas_blackwell.version}"
 
@@ -206,7 +200,7 @@ def codes(dtype: torch.dtype, target: int) -> Iterator[tuple[KernelCall, Code]]:
 
 
 def executed_per_pair(call: KernelCall, code: Code) -> float:
-    """Return how many instructions all threads of a launch execute, for each pair."""
+    """Return the instructions that all threads of a launch execute, per pair."""
     tiles = triton.cdiv(CHANNELS, call.arguments["tile"])
     rounds = {
         "describe": (tiles, tiles, SAMPLES.bit_length() - 1),  # twice over x, and once for the run of each token
@@ -215,35 +209,37 @@ def executed_per_pair(call: KernelCall, code: Code) -> float:
     }[call.kernel.__name__]
     loops = loops_of(code)
     if len(loops) != len(rounds):
-        raise ValueError(f"{call.kernel.__name__} has {len(loops)} loops, and {len(rounds)} are known of")
+        raise ValueError(f"{call.kernel.__name__} has {len(loops)} loops, not {len(rounds)}")
     skipped = skipped_by_most(code, loops)
     total = 0.0
-    for one in code.instructions:
-        if not skipped.start <= one.address < skipped.stop:
-            within = [times for (first, last), times in zip(loops, rounds, strict=True) if first <= one.address <= last]
-            total += within[0] if within else 1
+    for address in (instruction.address for instruction in code.instructions):
+        if address not in skipped:
+            pairs = zip(loops, rounds, strict=True)
+            total += next((times for (first, last), times in pairs if first <= address <= last), 1)
     threads = math.prod(call.grid) * call.options.get("num_warps", 4) * LANES
     return total * threads / PAIRS
 
 
 def branches(code: Code) -> list[Instruction]:
-    return [one for one in code.instructions if one.operation.split(".")[0] == "BRA"]
+    return [instruction for instruction in code.instructions if instruction.operation.split(".")[0] == "BRA"]
 
 
 def backward(code: Code) -> list[tuple[int, int]]:
-    """Return where each branch backwards goes, and where it stands."""
-    return sorted((one.target, one.address) for one in branches(code) if one.target < one.address)
+    """Return the target and the address of each branch backwards."""
+    return sorted((branch.target, branch.address) for branch in branches(code) if branch.target < branch.address)
 
 
 def loops_of(code: Code) -> list[tuple[int, int]]:
-    """Return where each loop begins and ends; what stands behind one and goes back into its middle is none."""
+    """Return the first and last address of each loop; code behind a loop that jumps into its middle is none."""
     back = backward(code)
     return [(to, at) for to, at in back if not any(first < to <= last < at for first, last in back)]
 
 
 def skipped_by_most(code: Code, loops: Sequence[tuple[int, int]]) -> range:
-    """Return the addresses of what most tiles skip: the shortest stretch with all of a loop's additions in float64."""
-    exact = [one.address for one in code.instructions if one.operation in code.counted(LEFT_OUT)]
+    """Return the addresses that most tiles skip: the shortest range with all of a loop's additions in float64."""
+    exact = [
+        instruction.address for instruction in code.instructions if instruction.operation in code.counted(LEFT_OUT)
+    ]
     within = [address for address in exact if any(first <= address <= last for first, last in loops)]
     if not within:
         # Behind the loop, into which it goes back: as ptxas lays out what it takes to be rare.
@@ -251,24 +247,24 @@ def skipped_by_most(code: Code, loops: Sequence[tuple[int, int]]) -> range:
             (range(last + 16, at + 16) for _, last in loops for to, at in backward(code) if to <= last < at), range(0)
         )
     around = [
-        range(one.address + 16, one.target)
-        for one in branches(code)
-        if one.address < min(within) <= max(within) < one.target
-        and any(first <= one.address <= last for first, last in loops)
+        range(branch.address + 16, branch.target)
+        for branch in branches(code)
+        if branch.address < min(within) <= max(within) < branch.target
+        and any(first <= branch.address <= last for first, last in loops)
     ]
     return min(around, key=len)
 
 
 def sectors(call: KernelCall, code: Code) -> float:
-    """Return how many atomic operations on sectors a launch of add_pairs takes."""
+    """Return the number of atomic operations on sectors in a launch of add_pairs."""
     layouts = {  # of the eight words of a pair, which are one sector, and how many instructions add them
         "sizePerThread = [1, 4], threadsPerWarp = [16, 2]": 1 if code.counted(r"REDG?\.E\.ADD\.F32x4.*") else 4,
         "sizePerThread = [1, 1], threadsPerWarp = [4, 8]": 1,
     }
-    known = [of_a_pair for layout, of_a_pair in layouts.items() if layout in code.asm["ttgir"]]
-    if len(known) != 1:
-        raise ValueError(f"{call.kernel.__name__} adds a pair in {len(known)} layouts that are known of, not in one")
-    [of_a_pair] = known
+    matching = [of_a_pair for layout, of_a_pair in layouts.items() if layout in code.asm["ttgir"]]
+    if len(matching) != 1:
+        raise ValueError(f"{call.kernel.__name__} adds a pair in {len(matching)} layouts that are known of, not in one")
+    [of_a_pair] = matching
     programs = call.grid[0] * call.grid[1]
     of_channels = programs * call.arguments["tile"] * (2 * 8 + 2 * 4) / SECTOR
     return PAIRS * (of_a_pair + 1) + of_channels

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -105,43 +106,37 @@ class CaptureRun:
 def children_of(pid: int) -> dict[int, dict[str, str]]:
     """Return the environment of every child of a process, by its number; of Linux."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    found = {}
+    environments = {}
     for child in map(int, children):
         raw = Path(f"/proc/{child}/environ").read_bytes().decode("utf-8", "replace").split("\0")
-        found[child] = dict(entry.split("=", 1) for entry in raw if "=" in entry)
-    return found
+        environments[child] = dict(entry.split("=", 1) for entry in raw if "=" in entry)
+    return environments
 
 
-def differences(one: Capture, other: Capture) -> list[str]:
+def differences(first: Capture, second: Capture) -> list[str]:
     """Return the differences of two captures of the same inputs: counts to the bit, sums to 1e-12."""
-    found = [] if one.n_samples == other.n_samples else [f"{one.n_samples} and {other.n_samples} samples"]
-    if dict(one.about) != dict(other.about):
-        found.append(f"{dict(one.about)} and {dict(other.about)}")
-    if list(one.stats) != list(other.stats) or list(one.parts) != list(other.parts):
-        return [*found, "other norm sites, or other parts"]
-    for name, stats in one.stats.items():
-        found += [f"{name}: {what}" for what in _differences(stats, other.stats[name])]
-    for name, part in one.parts.items():
-        found += [f"{name}: {what}" for what in differences(part, other.parts[name])]
-    return found
+    apart = [] if first.n_samples == second.n_samples else [f"{first.n_samples} and {second.n_samples} samples"]
+    if dict(first.about) != dict(second.about):
+        apart.append(f"{dict(first.about)} and {dict(second.about)}")
+    if list(first.stats) != list(second.stats) or list(first.parts) != list(second.parts):
+        return [*apart, "other norm sites, or other parts"]
+    for name, stats in first.stats.items():
+        apart += [f"{name}: {what}" for what in _differences(stats, second.stats[name])]
+    for name, part in first.parts.items():
+        apart += [f"{name}: {what}" for what in differences(part, second.parts[name])]
+    return apart
 
 
-def _differences(one: PairStats, other: PairStats) -> list[str]:
-    same = {
-        "pairs per bin": torch.equal(one.moments[:, 0], other.moments[:, 0]),
-        "sources": one.sources == other.sources,
-        **{
-            name: torch.equal(getattr(one, name), getattr(other, name))
-            for name in ("density", "token_offsets", "token_scales", "nonfinite_tokens", "channel_extremes")
-        },
-        **{
-            f"{sample}.{name}": torch.equal(getattr(getattr(one, sample), name), getattr(getattr(other, sample), name))
-            for sample in ("tokens", "largest", "pairs")
-            for name in ("key", "x", "y")
-        },
-    }
-    for name, sums in one.sums.items():
-        # A bin's sums of both signs cancel: what is lost is relative to the sum of its absolute values, |Σx| ≤ √(nΣx²).
+_EXACT = ["density", "token_offsets", "token_scales", "nonfinite_tokens", "channel_extremes"]
+_EXACT += [f"{sample}.{name}" for sample in ("tokens", "largest", "pairs") for name in ("key", "x", "y")]
+
+
+def _differences(first: PairStats, second: PairStats) -> list[str]:
+    same = {name: torch.equal(attrgetter(name)(first), attrgetter(name)(second)) for name in _EXACT}
+    same["pairs per bin"] = torch.equal(first.moments[:, 0], second.moments[:, 0])
+    same["sources"] = first.sources == second.sources
+    for name, sums in first.sums.items():
+        # A bin's sums of both signs cancel: the loss is relative to the sum of its absolute values, |Σx| ≤ √(nΣx²).
         scale = sums.abs().amax(dim=-1, keepdim=True).clamp(min=1)
-        same[name] = bool(((sums - other.sums[name]).abs() <= SUMS * scale).all())
+        same[name] = bool(((sums - second.sums[name]).abs() <= SUMS * scale).all())
     return [name for name, equal in same.items() if not equal]

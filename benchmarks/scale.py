@@ -63,8 +63,8 @@ def speed(folder: Path, data: Path, args: argparse.Namespace) -> Iterator[Measur
             whole[way].append(many)
             each[way].append((many - few) / (args.images - FEW) * 1e3)
     for way in WAYS:
-        if way.threads and (found := differences(load_capture(outputs[ALONE]), load_capture(outputs[way]))):
-            raise SystemExit(f"{way} captured something else than {ALONE}: {found}")
+        if way.threads and (differing := differences(load_capture(outputs[ALONE]), load_capture(outputs[way]))):
+            raise SystemExit(f"{way} captured something else than {ALONE}: {differing}")
         case = f"{args.images:,} images"
         yield Measurement(case, str(way), "command", "s", whole[way])
         yield Measurement(case, str(way), "speed-up", "×", ratios(whole[ALONE], whole[way]))

@@ -60,9 +60,9 @@ def measured(
     if is_norm:
         x = torch.randn(*map(int, name.split("x")), device=device)
         module, batch = nn.Sequential(nn.LayerNorm(x.shape[-1], device=device)), normscope.Batch((x,))
-        dtypes = dtypes or (["float32", "bfloat16"])
+        dtypes = dtypes or ["float32", "bfloat16"]
     else:
-        dtypes = dtypes or (["bfloat16"] if device == "cuda" else ["float32"])
+        dtypes = dtypes or ["bfloat16" if device == "cuda" else "float32"]
         number = MODELS.get(name, 1) if device == "cuda" else 1
         network = normscope.load(
             name, weights="random", limit=number, batch_size=number, device=device, dtype=dtypes[0], workers=0
@@ -77,7 +77,6 @@ def measured(
         compiled = case.way == "compile" and (case.scope == "norm" or case.variant in COMPILED)
         return case.passes == "forward" and (case.way in ("eager", "fused") or (compiled and not eager))
 
-    # The whole matrix on a GPU, of which these cases are chosen; by default one that fits into the time.
     report = normscope.bench(
         module, batch, dtypes=dtypes, full=is_norm or device == "cuda", budget=seconds, outputs=outputs, only=chosen
     )

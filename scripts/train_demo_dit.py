@@ -8,14 +8,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DiTTransformer2DModel
 from torch import Tensor, nn
-from train_demo_vit import (
-    PIXELS_TO_INPUT,
-    load_pixels_and_labels,
-    options,
-    save_model,
-    split,
-    trained,
-)
+from train_demo_vit import PIXELS_TO_INPUT, load_pixels_and_labels, options, save_model, split, trained
 
 import normscope
 

@@ -16,14 +16,7 @@ import soundfile
 import torch
 import torch.nn.functional as F
 import torchaudio
-from make_speech import (
-    INT16_TO_FLOAT,
-    SAMPLE_RATE,
-    Voice,
-    espeak_version,
-    refuse_unknown_variants,
-    synthesize,
-)
+from make_speech import INT16_TO_FLOAT, SAMPLE_RATE, Voice, espeak_version, refuse_unknown_variants, synthesize
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from train_demo_vit import options, rounded_to_fp16, save_model, trained
