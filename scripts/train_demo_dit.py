@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DiTTransformer2DModel
 from torch import Tensor, nn
-from train_demo_vit import PIXELS_TO_INPUT, load_pixels_and_labels, options, save_model, split, trained
+from train_demo_vit import PIXELS_TO_INPUT, load_pixels_and_labels, options, parsed, save_model, split, trained
 
 import normscope
 
@@ -49,7 +49,7 @@ SAMPLING_STEPS, SAMPLES_A_CLASS = 50, 20
 
 
 def main() -> None:
-    args = options(__doc__).parse_args()
+    args = parsed(options(__doc__))
     images, labels = load_pixels_and_labels()
     train, validation, _ = split(len(images), args.seed)
     shown = torch.cat([train, validation])

@@ -54,7 +54,7 @@ def main() -> None:
         "--validate", action="store_true", help="leave 240 digits out of training, score them, write nothing"
     )
     parser.add_argument("--only", choices=["calibration"], help="write the digits to learn from, and nothing else")
-    args = parser.parse_args()
+    args = parsed(parser)
     images, labels = load_pixels_and_labels()
     train, validation, held_out = split(len(images), args.seed)
 
@@ -79,13 +79,19 @@ def main() -> None:
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of every training script; training is deterministic from here."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    """Return a parser with the options of every training script."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=EMBEDDED)
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; all computation is deterministic from here."""
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    return args
 
 
 def load_pixels_and_labels() -> tuple[Tensor, Tensor]:

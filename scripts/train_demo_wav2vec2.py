@@ -19,7 +19,7 @@ import torchaudio
 from make_speech import INT16_TO_FLOAT, SAMPLE_RATE, Voice, espeak_version, refuse_unknown_variants, synthesize
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_demo_vit import options, rounded_to_fp16, save_model, trained
+from train_demo_vit import options, parsed, rounded_to_fp16, save_model, trained
 
 LABELS = ["-", "|", "'", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]  # torchaudio's letters; the first is CTC's blank
 CONFIG = {
@@ -83,7 +83,7 @@ class Clip(NamedTuple):
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--only", choices=["calibration"], help="write the words to learn from, and nothing else")
-    args = parser.parse_args()
+    args = parsed(parser)
     refuse_unknown_variants(VARIANTS_WITH_A_TWIN + VARIANTS_APART)
     args.out.mkdir(parents=True, exist_ok=True)
     calibration_path = args.out / "demo_wav2vec2_calibration.safetensors"

@@ -20,6 +20,8 @@ SCRIPTS = ("make_speech", "train_demo_dit", "train_demo_vit", "train_demo_wav2ve
 )
 def test_the_benchmark_parses_its_options(name, monkeypatch, capsys):
     monkeypatch.syspath_prepend(FOLDER.with_name("scripts") if name in SCRIPTS else FOLDER)
+    if name in ("make_speech", "train_demo_wav2vec2"):
+        pytest.importorskip("torchaudio", reason="torchaudio does not work beside newer versions of torch")
     module = importlib.import_module(name)
     if hasattr(module, "main"):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
