@@ -1,14 +1,18 @@
-"""How far off the kernels' functions are, by dtype: ``python benchmarks/accuracy.py``. It needs no GPU."""
+"""Largest errors of the kernels' functions, by dtype: ``python benchmarks/accuracy.py``.
+
+By default it needs no GPU; ``--device cuda`` compares a GPU's own instructions with the guarantees of an earlier run.
+"""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from common import Measurement, finish, in_own_process, options
+from common import NO_GPU, RESULTS, Measurement, finish, gpu, in_own_process, of_each, options
 from numpy.typing import NDArray
 from scipy.special import erf
 
@@ -28,6 +32,12 @@ dy·f (as in the gradient by the weight) or dy·f′·x (by α), dy and u = x no
 whatever the terms, it is at most the guaranteed relative error. f beside f′: tanh as the backward pass has it in half
 precision, for the gradient by the weight alone.
 """
+ABOUT_GPU = """
+Largest errors of the functions of the fused kernels and their derivatives on this GPU, over the points and by the
+measures of accuracy.py, beside the guarantees that it derives from NVIDIA's documents. f is ±1 and f′ 0 at ±∞, and NaN
+stays NaN.
+"""
+FUSED = 2.0**-24  # relative: a GPU may round a product and a sum at once, and differ by one rounding of float32
 CURVES = ("tanh", "isru", "erf")
 DIGITS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126)}  # significant bits, least exponent
 LEAST = 2.0**-120
@@ -44,10 +54,17 @@ LAST = {  # of a function that is what its last instruction returns, times u, or
 
 
 def main() -> None:
-    args = options(__doc__, repeats=1).parse_args()
+    args = options(__doc__, device=True).parse_args()
+    libraries = ["triton", "scipy"]
+    if args.device == "cuda":
+        if not gpu():
+            raise SystemExit(NO_GPU)
+        measurements, failed = of_each(on_gpu, {"f and f′ of every curve": ()})
+        finish("accuracy", ABOUT_GPU, measurements, args, libraries=libraries, failed=failed)
+        return
     drawn, points, measurements = in_own_process(measured, threads=1)
     about = ABOUT.format(drawn=drawn, points=points, terms=TERMS)
-    finish("accuracy", about, measurements, args, threads=[1], libraries=["triton", "scipy"])
+    finish("accuracy", about, measurements, args, threads=[1], libraries=libraries)
 
 
 def measured() -> tuple[int, int, list[Measurement]]:
@@ -55,12 +72,44 @@ def measured() -> tuple[int, int, list[Measurement]]:
     os.environ["TRITON_INTERPRET"] = "1"
     drawn = drawn_floats()
     u = np.concatenate([half_floats(), drawn])
-    found = [one for of, curve, precise in functions() for one in of_function(u, of, curve, precise)]
-    return len(drawn), len(u), found
+    rows = [row for of, curve, precise in functions() for row in of_function(u, of, curve, precise)]
+    return len(drawn), len(u), rows
+
+
+def on_gpu() -> Iterator[Measurement | str]:
+    """Measure all functions by the GPU's instructions; yield a sentence for each error beyond the guarantee."""
+    import accuracy_kernel as kernel
+
+    record = json.loads(min(RESULTS.glob("accuracy-*-cores.json")).read_text(encoding="utf-8"))
+    most = {
+        (row["case"], row["way"]): max(row["samples"])
+        for row in record["measurements"]
+        if (row["quantity"], row["unit"]) == ("guaranteed", "relative")
+    }
+    u = np.concatenate([half_floats(), drawn_floats()])
+    for of, curve, precise in functions():
+        case, way = named(of, curve, precise)
+        true, y = exact(u, of, curve), kernel.run(u, of, curve, precise, device="cuda").astype(np.float64)
+        there = np.abs(true) >= LEAST
+        off = np.nan_to_num(np.abs(y - true), nan=1e30, posinf=1e30)[there]
+        worst = float((off / np.abs(true[there])).max())
+        yield Measurement(case, way, "on the GPU", "relative", [worst])
+        yield Measurement(case, way, "guaranteed", "relative", [most[case, way]])
+        for dtype in written(of, precise):
+            ulps = float((off / spacing(true[there], dtype)).max())
+            yield Measurement(case, way, "on the GPU", f"ulp of {dtype}", [ulps])
+        if worst > most[case, way] + FUSED:
+            yield f"{case}, {way}: off by {worst:.3g}, and {most[case, way]:.3g} is guaranteed."
+        if not np.abs(y[~there]).max(initial=0) <= 2 * LEAST:
+            yield f"{case}, {way}: more than 2⁻¹¹⁹ where the exact value is below 2⁻¹²⁰."
+        ends = kernel.run(np.float32([np.nan, np.inf, -np.inf]), of, curve, precise, device="cuda")
+        limits = [np.nan, 0, 0] if of == "f′" else [np.nan, 1, -1]
+        if not np.allclose(ends, limits, rtol=2**-20, atol=0, equal_nan=True):
+            yield f"{case}, {way}: {ends.tolist()} at NaN, ∞ and −∞."
 
 
 def functions() -> Iterator[tuple[str, str, bool]]:
-    """Yield what there is to measure: f or f′, the curve, and whether it is the function for float32."""
+    """Yield f or f′, the curve, and True for the function for float32."""
     for curve in CURVES:
         yield from (("f", curve, True), ("f", curve, False), ("f′", curve, True))
     yield ("f beside f′", "tanh", False)
@@ -75,7 +124,7 @@ def half_floats() -> Floats:
 
 
 def drawn_floats(each: int = 1024, each_inside: int = 16_384) -> Floats:
-    """Return positive float32 of every exponent, so many of each, more of those where the curves bend."""
+    """Return random positive float32 of every exponent, more of them where the curves bend."""
     draw = np.random.default_rng(0)
     exponents = np.repeat(np.arange(255), each), np.repeat(np.arange(127 - 12, 127 + 7), each_inside)
     patterns = np.concatenate(exponents).astype(np.uint32) << 23
@@ -99,7 +148,6 @@ def of_function(u: Floats, of: str, curve: str, precise: bool) -> list[Measureme
     there = np.abs(true) >= LEAST
     rounded = evaluated(u, of, curve, precise)
     furthest = np.max([np.abs(y - true) for y in perturbed(u, of, curve, precise)], axis=0)
-    below = max(np.abs(true[~there]).max(initial=0), np.abs(rounded[~there]).max(initial=0))
     x, dy = np.random.default_rng(1).standard_normal((2, TERMS)).astype(np.float32)
     factor = dy * (x if of == "f′" else 1)
     terms, computed = factor * exact(x, of, curve), factor * evaluated(x, of, curve, precise)
@@ -108,14 +156,13 @@ def of_function(u: Floats, of: str, curve: str, precise: bool) -> list[Measureme
         "guaranteed": furthest[there] / np.abs(true[there]),
     }
     case, way = named(of, curve, precise)
-    found = [Measurement(case, way, name, "relative", [float(off.max())]) for name, off in relative.items()]
+    rows = [Measurement(case, way, name, "relative", [float(off.max())]) for name, off in relative.items()]
     of_sum = float(abs((computed - terms).sum()) / np.abs(terms).sum())
-    found.append(Measurement(case, way, "in a sum", "relative", [of_sum]))
+    rows.append(Measurement(case, way, "in a sum", "relative", [of_sum]))
     for dtype in written(of, precise):
         ulps = furthest[there] / spacing(true[there], dtype)
-        found.append(Measurement(case, way, "guaranteed", f"ulp of {dtype}", [float(ulps.max())]))
-    found.append(Measurement(case, way, "below 2⁻¹²⁰, largest", "", [float(below)], shown=False))
-    return found
+        rows.append(Measurement(case, way, "guaranteed", f"ulp of {dtype}", [float(ulps.max())]))
+    return rows
 
 
 def named(of: str, curve: str, precise: bool) -> tuple[str, str]:
@@ -131,7 +178,7 @@ def written(of: str, precise: bool) -> list[str]:
 
 
 def spacing(true: Array, dtype: str) -> Array:
-    """Return how far apart the numbers of a dtype are about a value."""
+    """Return the spacing of a dtype's numbers near a value."""
     digits, least = DIGITS[dtype]
     exponent = np.frexp(true)[1] - 1
     return np.ldexp(1.0, np.maximum(exponent, least) - (digits - 1))
@@ -150,15 +197,7 @@ def perturbed(u: Floats, of: str, curve: str, precise: bool) -> Iterator[Array]:
 
 
 def evaluated(u: Floats, of: str, curve: str, precise: bool, off: Sequence[float] = (0.0, 0.0)) -> Array:
-    """Run the kernels' own function in Triton's interpreter.
-
-    Args:
-        u: where.
-        of: ``f``, ``f′``, or ``f beside f′``.
-        curve: ``tanh``, ``isru`` or ``erf``.
-        precise: the function for float32.
-        off: by how much 2^v and 1/v are off, relative.
-    """
+    """Run the kernels' function in Triton's interpreter, with relative errors ``off`` of 2^v and 1/v."""
     import accuracy_kernel
 
     return accuracy_kernel.run(u, of, curve, precise, off).astype(np.float64)

@@ -1,12 +1,12 @@
-"""For accuracy.py: the kernels' functions elementwise, in Triton's interpreter or on a GPU with its instructions.
+"""The kernels' functions elementwise, for accuracy.py: on a GPU, or with TRITON_INTERPRET=1 in the interpreter.
 
-Whoever wants the interpreter sets TRITON_INTERPRET=1 before this is imported. There instructions can be put off.
+The variable is read on import. In the interpreter, instructions can be given errors.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from unittest import mock
 
 import numpy as np
@@ -42,26 +42,13 @@ def apply(
 def run(
     u: NDArray[np.float32], of: str, curve: str, precise: bool, off: Sequence[float] = (0.0, 0.0), device: str = "cpu"
 ) -> NDArray[np.float32]:
-    """Return f(u), alone or beside f′, or f′(u), with 2^v and 1/v so much off, relative.
-
-    They can be off in the interpreter alone.
-    """
+    """Return f(u), alone or beside f′, or f′(u), with relative errors ``off`` of 2^v and 1/v in the interpreter."""
     given = torch.from_numpy(np.ascontiguousarray(u)).to(device)
     y, block = torch.full_like(given, torch.nan), BLOCK[device]
-    with put_off(off), np.errstate(over="ignore"):  # u² is infinite where erf is ±1
-        how = (of == "f′", of == BESIDE, curve, precise, interpreted(), block)
-        apply[(triton.cdiv(len(u), block),)](given, y, len(u), *how)
+    exact = [(name, getattr(loops, name), 1 + by) for name, by in zip(INSTRUCTIONS, off, strict=True)]
+    inexact = {name: lambda *values, call=call, by=by: call(*values) * by for name, call, by in exact if by != 1}
+    patched = mock.patch.multiple(loops, **inexact) if inexact else contextlib.nullcontext()
+    with patched, np.errstate(over="ignore"):  # u² is infinite where erf is ±1
+        settings = (of == "f′", of == BESIDE, curve, precise, interpreted(), block)
+        apply[(triton.cdiv(len(u), block),)](given, y, len(u), *settings)
     return y.cpu().numpy()
-
-
-def put_off(off: Sequence[float]) -> contextlib.AbstractContextManager[object]:
-    """Let the instructions of the interpreter be off."""
-    if not any(off):
-        return contextlib.nullcontext()
-    off_by = {name: times(getattr(loops, name), 1 + by) for name, by in zip(INSTRUCTIONS, off, strict=True)}
-    return mock.patch.multiple(loops, **off_by)
-
-
-def times(instruction: Callable[..., tl.tensor], factor: float) -> Callable[..., tl.tensor]:
-    """Return an instruction whose result is multiplied."""
-    return lambda *values: instruction(*values) * factor

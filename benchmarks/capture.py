@@ -1,178 +1,283 @@
-"""How much longer a forward pass takes under a capture, and what stays in memory: ``python benchmarks/capture.py``.
+"""Time and memory of a capture beside bare forward passes and peers: ``python benchmarks/capture.py``.
 
-Every way runs in a process of its own, in turn with the bare forward pass. ``--threads 1,2`` measures both.
+Each way runs in a process of its own, in turn with the bare forward pass.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
+from unittest import mock
 
 import torch
-from common import Measurement, finish, in_own_process, names, options, peak_megabytes, peers_left, ratios, seconds_of
-from torch import nn
-from ways import PEERS, WAYS, Clock, elements, sites, time_normscope
+import torch.nn.functional as F
+from common import (
+    NO_GPU,
+    Measurement,
+    finish,
+    gpu,
+    in_own_process,
+    installed,
+    names,
+    of_each,
+    options,
+    peak_megabytes,
+    ratios,
+    seconds_of,
+)
+from torch import Tensor, nn
 
 import normscope
 from normscope import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.models.registry import find
+from normscope.pairs import recorder
 
 MODELS = ("vit_b16", "wav2vec2_large", "dit_xl")
+ON_A_GPU = {"vit_b16": (8, 64), "dit_xl": (8,)}  # samples per pass; otherwise 1
+PEERS = ("nnsight", "torchlens")
+NORMSCOPE, HOOKS_TIMED, NAIVE = "normscope", "normscope, hooks timed", "naive hooks"
 ABOUT = """
-What it costs to see what every norm of a network does while it runs. Weights are random: the time does not depend on
-them. Waiting threads of OpenMP sleep, as the command line has it (OMP_WAIT_POLICY=PASSIVE). normscope sums up every
-pair, with all its folds, statistics and samples, and its number of pairs was found equal to the number of elements that
-the norms took; naive hooks keep x and y before the affine step; nnsight saves the inputs and outputs of the norms;
-torchlens, by record(), the outputs of layer_norm and group_norm alone. In the hooks: the time within the hooks over
-that of the rest of the same pass. Pass: a pass with it over a bare one, which differs from run to run by some percent.
-Kept: by how much the peak of the process's memory rises with each further batch. First capture: how much longer one
-takes than the next in a process, on a machine that has never captured anything (compiling) and later. {networks}
+Cost of a look at all norms of a network while it runs, with random weights, on which the time does not depend.
+normscope sums all pairs, with all its folds, statistics and samples; the number of pairs was found equal to the number
+of elements that the norms took. Naive hooks keep x and y before the affine step; nnsight saves the inputs and outputs
+of the norms; torchlens, by record(), the outputs of layer_norm and group_norm alone. In the hooks: time within the
+hooks over that of the rest of the same pass; on a GPU by events around each hook, in passes of their own. Pass: a pass
+with it over a bare one, which differs by some percent between runs. Kept: growth of the peak memory of the process, or
+of the memory of tensors on a GPU, per further batch. First capture: its duration beyond that of the next one in the
+process, on a machine that has never captured anything (compiling) and later. Waiting threads of OpenMP sleep.
 """
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=3, peers=PEERS)
+    parser = options(__doc__, repeats=3, device=True)
     parser.add_argument("--models", type=names, default=list(MODELS), help=f"({','.join(MODELS)})")
     parser.add_argument("--threads", type=names, default=[str(torch.get_num_threads())], help="(all cores)")
     parser.add_argument("--batches", type=int, default=64, help="of one sample, for the peak memory (%(default)s)")
     args = parser.parse_args()
-    ways = ["normscope", "naive hooks", *peers_left(parser, args, PEERS)]
-    threads = [int(number) for number in args.threads]
-
-    measurements, networks = [], {}
+    on_gpu = args.device == "cuda"
+    if on_gpu and not gpu():
+        parser.error(NO_GPU)
+    threads = [os.cpu_count() or 1] if on_gpu else [int(number) for number in args.threads]
+    measurements, failed = [], []
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["NUMBA_CACHE_DIR"] = cache
+        os.environ["NUMBA_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = cache
         for case in ("first capture on a machine", "first capture of a process"):
-            extra = in_own_process(first_capture, threads=threads[0])
-            measurements.append(Measurement(case, "normscope", "longer than the next", "s", [extra]))
+            extra = in_own_process(first_capture, args.device, threads=threads[0])
+            measurements.append(Measurement(case, NORMSCOPE, "longer than the next", "s", [extra]))
         for number in threads:
-            for model in args.models:
-                for way in ways:
-                    taken = in_own_process(measure, model, way, args.repeats, threads=number)
-                    networks[model] = taken.description or networks[model]
-                    case = f"{model}, {number} thread{'s' * (number > 1)}"
-                    measurements += measured(case, way, taken)
-        peaks = in_own_process(peaks_of_many, args.models[0], args.batches, threads=threads[-1])
-        case = f"{args.models[0]}, {args.batches} batches of one sample"
-        growth = peaks[-1] / peaks[0]
-        measurements.append(Measurement(case, "normscope", "peak memory, of that after one", "×", [growth]))
-        measurements.append(Measurement(case, "normscope", "peak", "MB", peaks, shown=False))
-    about = ABOUT.format(networks=" ".join(f"{model}: {text}." for model, text in networks.items()))
-    libraries = ["numba", "timm", "torchaudio", "diffusers", *PEERS]
-    finish("capture", about, measurements, args, threads=threads, libraries=libraries)
+            subjects = {
+                f"{model}, {samples} at once, {dtype}" if on_gpu else f"{model}, {number} thread{'s' * (number > 1)}": (
+                    (model, samples, args.device, dtype)
+                )
+                for model in args.models
+                for samples in (ON_A_GPU.get(model, (1,)) if on_gpu else (None,))
+                for dtype in (("float32", "bfloat16") if on_gpu else (None,))
+            }
+            ways = (NORMSCOPE, HOOKS_TIMED) if on_gpu else (NORMSCOPE, NAIVE, *installed(PEERS))
+            cases = {
+                f"{case}, {way}": (case, way, subject, args.repeats)
+                for case, subject in subjects.items()
+                for way in ways
+            }
+            rows, sentences = of_each(measured, cases, threads=number)
+            measurements += rows
+            failed += sentences
+        if not on_gpu:
+            cases = {"peak memory": (args.models[0], args.batches)}
+            rows, sentences = of_each(peaks_of_many, cases, threads=threads[-1])
+            measurements, failed = measurements + rows, failed + sentences
+    libraries = ["numba", "triton", "timm", "torchaudio", "diffusers", *PEERS]
+    finish("capture", ABOUT, measurements, args, threads=threads, libraries=libraries, failed=failed)
 
 
-def measured(case: str, way: str, taken: Passes) -> list[Measurement]:
-    """Make ratios of what a process measured."""
-    measurements = [
-        Measurement(case, way, "pass", "s", taken.seen, shown=False),
-        Measurement(case, way, "bare pass", "s", taken.bare),
-    ]
-    if any(taken.in_hooks):
-        rest = [whole - inside for whole, inside in zip(taken.seen, taken.in_hooks, strict=True)]
-        share = [100 * one for one in ratios(taken.in_hooks, rest)]
-        measurements += [
-            Measurement(case, way, "in the hooks", "s", taken.in_hooks, shown=False),
-            Measurement(case, way, "in the hooks, of the rest", "%", share),
-        ]
-    return [
-        *measurements,
-        Measurement(case, way, "pass, of a bare one", "×", ratios(taken.seen, taken.bare)),
-        Measurement(case, way, "kept", "MB a batch", [after - before for before, after in pairwise(taken.peaks)]),
-        Measurement(case, way, "peak after each pass", "MB", taken.peaks, shown=False),
-    ]
+class Clock:
+    """Times of the latest pass and of the hooks within it, by the GPU's events there."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda"
+        self.spans: list[tuple[Any, Any]] = []  # of hooks, and of the pass at the end
+
+    def timed(self, function: Callable[..., Any], *, whole: bool = False) -> Callable[..., Any]:
+        """Return the function, timed as a hook or as a whole pass."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if whole:
+                self.spans.clear()
+                self._synchronize()
+            begin = self._now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spans.append((begin, self._now()))
+
+        return timed
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of the pass, and of the hooks in it."""
+        self._synchronize()
+        *within, whole = (
+            begin.elapsed_time(end) / 1e3 if self.on_gpu else end - begin for begin, end in self.spans
+        )  # fmt: skip
+        return whole, sum(within)
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
 
-@dataclass
-class Passes:
-    """What was measured of some passes: bare ones in turn with those that a way saw."""
+def measured(case: str, way: str, subject: tuple[Any, ...], repeats: int) -> Iterator[Measurement | str]:
+    """Time bare and recorded passes in turn, after one of each; runs in a process of its own."""
+    network, batch = network_and_batch(*subject)
+    module, clock, device = network.module.eval(), Clock(subject[2]), subject[2]
+    bare: list[float] = []
+    recorded: list[tuple[float, float]] = []
+    memory: list[float] = []
 
-    bare: list[float] = field(default_factory=list)
-    seen: list[float] = field(default_factory=list)
-    in_hooks: list[float] = field(default_factory=list)
-    peaks: list[float] = field(default_factory=list)
-    description: str = ""
-    memory: Callable[[], float] = peak_megabytes
+    def note() -> None:
+        recorded.append(clock.read())
+        memory.append(torch.cuda.memory_allocated() / 1e6 if device == "cuda" else peak_megabytes())
 
-    def keep(self, seconds: float, in_hooks: float) -> None:
-        """Add a pass that was seen."""
-        self.seen.append(seconds)
-        self.in_hooks.append(in_hooks)
-        self.peaks.append(self.memory())
+    def a_bare_pass() -> None:
+        clock.timed(lambda: forward(*batch.args, **batch.kwargs), whole=True)()
+        bare.append(clock.read()[0])
 
-
-def measure(model: str, way: str, repeats: int) -> Passes:
-    """Time bare and seen passes of a network in turn, after one of each; runs in a process of its own."""
-    network, batch = network_and_batch(model)
-    module, passes = network.module.eval(), Passes()
+    forward = module.forward
     with torch.no_grad():
-        if way == "normscope":
-            norms = sites(module, batch)
-            pairs = elements(module, batch, norms)
-            counted = by_normscope(module, batch, repeats, passes)
-            if counted != pairs * (repeats + 1):
-                raise SystemExit(f"normscope counted {counted:,} pairs in {repeats + 1} passes of {pairs:,} elements.")
-            passes.description = f"{described(network, batch)}; {len(norms)} norms, {pairs:,} pairs a pass"
+        sites = [site.name for site in normscope.find_norms(module, batch.first_sample()).sites]
+        if way in PEERS or way == NAIVE:
+            record, away = WAYS[way](module, batch, sites, clock)
+            for number in range(repeats + 1):
+                if number:
+                    with away():
+                        a_bare_pass()
+                clock.timed(record, whole=True)()
+                note()
         else:
-            by_peer(way, module, batch, repeats, passes)
-    for samples in (passes.seen, passes.in_hooks):
-        del samples[0]  # it warmed up
-    return passes
+
+            def batches() -> Iterator[Batch]:
+                for number in range(repeats + 1):
+                    if number:
+                        a_bare_pass()
+                    yield batch
+                    note()
+
+            hooks_timed = device == "cpu" or way == HOOKS_TIMED
+            make_hook = recorder.Recorder._hook
+            timing = mock.patch.object(recorder.Recorder, "_hook", lambda *args: clock.timed(make_hook(*args)))
+            with (
+                mock.patch.object(module, "forward", clock.timed(forward, whole=True)),
+                timing if hooks_timed else contextlib.nullcontext(),
+            ):
+                seen = normscope.capture(module, batches())
+            pairs, expected = sum(stats.n_pairs for stats in seen.stats.values()), elements(module, batch, sites)
+            if pairs != expected * (repeats + 1):
+                yield f"{case}: {pairs:,} pairs were counted in {repeats + 1} passes of {expected:,} elements."
+            yield Measurement(case, way, "pairs in a pass", "million", [expected / 1e6])
+    whole, in_hooks = zip(*recorded[1:], strict=True)  # the first one warmed up
+    yield Measurement(case, way, "pass", "s", whole, shown=False)
+    yield Measurement(case, way, "bare pass", "s", bare)
+    if any(in_hooks):
+        share = [100 * inside / (total - inside) for total, inside in recorded[1:]]
+        yield Measurement(case, way, "in the hooks", "s", in_hooks, shown=False)
+        yield Measurement(case, way, "in the hooks, of the rest", "%", share)
+    yield Measurement(case, way, "pass, of a bare one", "×", ratios(whole, bare))
+    yield Measurement(case, way, "kept", "MB a batch", [after - before for before, after in pairwise(memory)])
+    yield Measurement(case, way, "peak after each pass", "MB", memory, shown=False)
 
 
-def described(network: Any, batch: Batch) -> str:
-    """Say what goes into which network."""
-    tensors = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, torch.Tensor)]
-    return (
-        f"{' '.join(str(tuple(one.shape)) for one in tensors)} of {network.about['data']}; {network.about['weights']}"
-    )
+def elements(module: nn.Module, batch: Batch, sites: list[str]) -> int:
+    """Count the elements that the norms take in one pass."""
+    counts: list[int] = []
+    with contextlib.ExitStack() as hooks:
+        for name in sites:
+            hook = module.get_submodule(name).register_forward_pre_hook(lambda _, args: counts.append(args[0].numel()))
+            hooks.callback(hook.remove)
+        module(*batch.args, **batch.kwargs)
+    return sum(counts)
 
 
-def by_normscope(
-    module: nn.Module, batch: Batch, repeats: int, passes: Passes, make: Callable[[], Clock] = Clock
-) -> int:
-    """Capture batches that run a bare pass before each, and return the number of pairs."""
-    clock, forward = make(), module.forward
-
-    def batches() -> Iterator[Batch]:
-        yield batch
-        passes.keep(*clock.read())
-        for _ in range(repeats):
-            module(*batch.args, **batch.kwargs)
-            passes.bare.append(clock.read()[0])
-            yield batch
-            passes.keep(*clock.read())
-
-    module.forward = clock.timed_whole(forward)
-    try:
-        with time_normscope(clock):
-            seen = normscope.capture(module, batches())
-    finally:
-        module.forward = forward
-    return sum(stats.n_pairs for stats in seen.stats.values())
+Way = tuple[Callable[[], None], Callable[[], contextlib.AbstractContextManager[Any]]]
 
 
-def by_peer(way: str, module: nn.Module, batch: Batch, repeats: int, passes: Passes) -> None:
-    """Run bare passes and those of a peer in turn."""
-    clock = Clock()
-    see = WAYS[way](module, batch, clock)
-    passes.keep(seconds_of(lambda: see(batch)), clock.seconds)
-    for _ in range(repeats):
-        with see.away():
-            passes.bare.append(seconds_of(lambda: module(*batch.args, **batch.kwargs)))
-        clock.seconds = 0.0
-        passes.keep(seconds_of(lambda: see(batch)), clock.seconds)
+def naive(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Way:
+    """Return forward hooks that keep every x and y, as one writes them without a library."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+
+    def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        (x,) = args
+        if isinstance(norm, nn.GroupNorm):
+            pairs.append((x, F.group_norm(x, norm.num_groups, eps=norm.eps)))
+        else:
+            pairs.append((x, F.layer_norm(x, norm.normalized_shape, eps=norm.eps)))
+
+    def record() -> None:
+        handles = [module.get_submodule(name).register_forward_hook(clock.timed(keep)) for name in sites]
+        module(*batch.args, **batch.kwargs)
+        for handle in handles:
+            handle.remove()
+
+    return record, contextlib.nullcontext
+
+
+def by_nnsight(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Way:
+    """Return nnsight, which saves the inputs of the norms and their outputs after the affine step."""
+    import nnsight
+
+    model, passes = nnsight.NNsight(module), []
+
+    def record() -> None:
+        with model.trace(*batch.args, **batch.kwargs):
+            saved = nnsight.save([])
+            for name in sites:
+                norm = model.get(name)
+                saved.append((norm.input, norm.output))
+        passes.append(saved)
+
+    return record, contextlib.nullcontext
+
+
+def by_torchlens(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Way:
+    """Return torchlens' cheaper call, which saves the outputs of layer_norm and group_norm, and no inputs."""
+    import torchlens
+    from torchlens.backends.torch.wrappers import unwrap_torch, wrap_torch
+
+    norms, passes = torchlens.func("layer_norm") | torchlens.func("group_norm"), []
+
+    @contextlib.contextmanager
+    def away() -> Iterator[None]:
+        unwrap_torch()
+        yield
+        wrap_torch()
+
+    def record() -> None:
+        passes.append(torchlens.record(module, list(batch.args), dict(batch.kwargs), save=norms))
+
+    return record, away
+
+
+WAYS = {NAIVE: naive, "nnsight": by_nnsight, "torchlens": by_torchlens}
 
 
 def network_and_batch(
     model: str, number: int | None = None, device: str = "cpu", dtype: str | None = None
 ) -> tuple[LoadedModel, Batch]:
-    """Load a network with random weights, and a batch of so many samples: images, latents, or the longest utterance.
+    """Load a network with random weights, and ``number`` samples: images, latents, or the longest utterance.
 
     None is eight images or one noisy latent. Where there are fewer samples, some are taken again.
     """
@@ -181,15 +286,15 @@ def network_and_batch(
     limit = None if family == "speech" else number
     network = normscope.load(model, weights="random", limit=limit, batch_size=number, device=device, dtype=dtype)
     batches = islice(network.inputs, limit and 1)
-    largest = max(batches, key=lambda batch: sum(one.numel() for one in batch.args))
+    largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.args))
     if len(largest.samples) < number:
         again = largest.take([index % len(largest.samples) for index in range(number)])
         largest = replace(again, samples=tuple(Sample(f"sample {index}", index, index) for index in range(number)))
     return network, largest.first(number)
 
 
-def peaks_of_many(model: str, number: int) -> list[float]:
-    """Return the peak memory after each of many captured batches of one sample: MB; runs in a process of its own."""
+def peaks_of_many(model: str, number: int) -> Iterator[Measurement]:
+    """Measure the peak memory after each of many captured batches of one sample; runs in a process of its own."""
     network, batch = network_and_batch(model)
     peaks: list[float] = []
 
@@ -199,11 +304,13 @@ def peaks_of_many(model: str, number: int) -> list[float]:
             peaks.append(peak_megabytes())
 
     normscope.capture(network.module, batches())
-    return peaks
+    case = f"{model}, {number} batches of one sample"
+    yield Measurement(case, NORMSCOPE, "peak memory, of that after one", "×", [peaks[-1] / peaks[0]])
+    yield Measurement(case, NORMSCOPE, "peak", "MB", peaks, shown=False)
 
 
-def first_capture(device: str = "cpu") -> float:
-    """Return how much longer the first capture of this process took than the second: seconds."""
+def first_capture(device: str) -> float:
+    """Return the duration of the first capture of this process beyond that of the second: seconds."""
     model = nn.Sequential(nn.Linear(768, 768), nn.LayerNorm(768)).to(device)
     x = torch.randn(1, 197, 768).to(device)
     first, second = (seconds_of(lambda: normscope.capture(model, [x])) for _ in range(2))

@@ -1,11 +1,10 @@
-"""What a compiled network reads and writes around a norm, on a GPU that need not be here: ``compiled_bytes.py``."""
+"""Memory traffic of a compiled network around a norm, without a GPU: ``python benchmarks/compiled_bytes.py``."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -61,16 +60,14 @@ WAYS: dict[str, Norm] = {
 
 
 def main() -> None:
-    args = options(__doc__, repeats=1).parse_args()
-    # In a process of its own, because torch remembers what it once heard of a GPU.
-    runs = [in_own_process(measured, threads=1) for _ in range(args.repeats)]
-    measurements = [replace(same[0], samples=[one.samples[0] for one in same]) for same in zip(*runs, strict=True)]
+    args = options(__doc__).parse_args()
+    measurements = in_own_process(measured, threads=1)  # because torch caches its answers about a GPU
     finish("compiled_bytes", ABOUT, measurements, args, threads=(), libraries=("triton",))
 
 
 def measured() -> list[Measurement]:
     """Compile everything and return what was counted."""
-    found = []
+    results = []
     for channels in CHANNELS:
         x, one_a_sample = (SAMPLES, TOKENS, channels), (SAMPLES, channels)
         tensor = SAMPLES * TOKENS * channels * torch.bfloat16.itemsize
@@ -78,8 +75,8 @@ def measured() -> list[Measurement]:
             for way, norm in WAYS.items():
                 counts = compiled(BLOCKS[name], norm, (x, (1,), (channels,), (channels,), *others))
                 for what, count, unit in zip(QUANTITIES, counts, (tensor, tensor, 1), strict=True):
-                    found.append(Measurement(f"{name}, {channels:,} channels", way, *what, [count / unit]))
-    return found
+                    results.append(Measurement(f"{name}, {channels:,} channels", way, *what, [count / unit]))
+    return results
 
 
 def compiled(block: Block, norm: Norm, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int, int]:
@@ -102,8 +99,7 @@ def compiled(block: Block, norm: Norm, shapes: tuple[tuple[int, ...], ...]) -> t
     stopping = mock.patch.object(GraphLowering, "compile_to_module", counted)
     with a_gpu(), stopping, torch._guards.tracing(torch._guards.TracingContext(mode)), contextlib.suppress(_Counted):
         compile_fx_inner(graph, given)
-    [found] = counts
-    return found
+    return counts[0]
 
 
 def counted_in(source: str, size: Callable[[str], int]) -> tuple[int, int]:
@@ -127,16 +123,16 @@ class _Counted(BaseException):
 
 @contextlib.contextmanager
 def a_gpu() -> Iterator[None]:
-    """Let torch say that there is an H100, to whoever only asks."""
+    """Patch torch to report an H100."""
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": H100,
         "get_device_capability": (9, 0), "get_rng_state": torch.empty(16, dtype=torch.uint8), "set_rng_state": None,
         "_lazy_init": None, "synchronize": None, "_exchange_device": 0, "_maybe_exchange_device": 0,
     }  # fmt: skip
-    told = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
-    asked = {name: told[name] for name in ("get_device_properties", "current_device", "device_count")}
+    answers = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
+    asked = {name: answers[name] for name in ("get_device_properties", "current_device", "device_count")}
     with (
-        mock.patch.multiple(torch.cuda, **told),
+        mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(CudaInterface, **asked),
         mock.patch("torch._subclasses.fake_tensor.init_gpu_context"),
         mock.patch("torch.utils._triton.triton_hash_with_backend", return_value=""),

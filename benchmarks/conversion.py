@@ -10,13 +10,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from calibration import JUDGED, LEARNED, docstrings
 from common import Measurement, finish, in_own_process, options
+from networks import JUDGED, LEARNED, docstrings
 from torch import Tensor
 
 import normscope
@@ -39,32 +38,27 @@ _SENTENCES = re.compile(r"(?<=[.!?]) ")
 _LEAST_OF_FIRST, _LEAST_OF_REST = 30, 60  # characters, below which a docstring says too little to be told apart
 
 
-@dataclass(frozen=True)
-class Step:
-    """One folder that a command writes.
-
-    Attributes:
-        way: what it is called in the table.
-        command: what follows ``normscope``, but for data and folder.
-        figure: the end of the name of what it draws; empty for none.
-    """
+class Step(NamedTuple):
+    """A folder that ``normscope COMMAND`` writes, its name in the table, and the end of its figure's name."""
 
     way: str
     command: str
     figure: str = ""
 
+    @property
+    def folder(self) -> str:
+        """Name of the folder."""
+        return re.sub(r"\W+", "-", self.way.lower())
+
 
 def steps_of(minutes: Iterable[float]) -> list[Step]:
     """List the steps of the conversion, with a healing of each length."""
+    swap = f"swap {MODEL} {WITHOUT_TRAINING} --func"
     return [
-        Step("RMSNorm", f"swap {MODEL} --func rmsnorm {WITHOUT_TRAINING}"),
-        Step("DyT, fitted", f"swap {MODEL} --func dyt {WITHOUT_TRAINING}"),
-        Step("DyT, calibrated", f"swap {MODEL} --func dyt --init calibrated {WITHOUT_TRAINING}"),
-        Step(
-            "DyT, calibrated, two norms kept",
-            f"swap {MODEL} --func dyt --init calibrated --keep 2 {WITHOUT_TRAINING}",
-            "keep",
-        ),
+        Step("RMSNorm", f"{swap} rmsnorm"),
+        Step("DyT, fitted", f"{swap} dyt"),
+        Step("DyT, calibrated", f"{swap} dyt --init calibrated"),
+        Step("DyT, calibrated, two norms kept", f"{swap} dyt --init calibrated --keep 2", "keep"),
         *(
             Step(f"DyT, healed in {length:g} minutes", f"heal {MODEL} --func dyt --minutes {length:g}", "healing")
             for length in minutes
@@ -81,7 +75,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         written_texts(work / "texts", args.texts)
-        seconds = {step.way: converted(step, work) for step in steps_of(args.minutes)}
+        seconds = {}
+        for step in steps_of(args.minutes):
+            print(f"{step.way} …", flush=True)
+            seconds[step.way] = run(f"{step.command} -o {step.folder}", work)
         if args.gallery:
             run(f"swap-bench {MODEL} --func dyt --quick -o site-by-site {WITHOUT_TRAINING}", work)
             drawn(work, args.gallery)
@@ -93,23 +90,12 @@ def main() -> None:
 def written_texts(folder: Path, number: int) -> None:
     """Write docstrings, a file a module: sources of their own, of which some can be held out."""
     folder.mkdir()
-    left = set(docstrings(LEARNED.split())[:number])
-    for module in LEARNED.split():
+    left = set(docstrings(LEARNED)[:number])
+    for module in LEARNED:
         lines = [text for text in docstrings([module]) if text in left]
         left -= set(lines)
         if lines:
             (folder / f"{module}.txt").write_text("\n".join(sorted(lines, key=len)) + "\n", encoding="utf-8")
-
-
-def converted(step: Step, work: Path) -> float:
-    """Run the command of one step, and return its CPU seconds."""
-    print(f"{step.way} …", flush=True)
-    return run(f"{step.command} -o {name_of(step)}", work)
-
-
-def name_of(step: Step) -> str:
-    """Name the folder of a step."""
-    return re.sub(r"\W+", "-", step.way.lower())
 
 
 def run(line: str, work: Path) -> float:
@@ -127,7 +113,7 @@ def drawn(work: Path, gallery: Path) -> None:
     figures = {"drift": next((work / "site-by-site").glob("*drift*.png"))}
     for step in reversed(steps_of([])):
         if step.figure:
-            figures[step.figure] = work / f"{name_of(step)}-{step.figure}.png"
+            figures[step.figure] = work / f"{step.folder}-{step.figure}.png"
     figures["healing"] = min(work.glob("*-healing.png"), key=lambda path: path.stat().st_mtime)
     for name, path in figures.items():
         shutil.copyfile(path, gallery / f"{MODEL}-{name}.png")
@@ -136,7 +122,7 @@ def drawn(work: Path, gallery: Path) -> None:
 def measured(work: Path, steps: list[Step], seconds: dict[str, float]) -> tuple[int, int, list[Measurement]]:
     """Judge every folder by docstrings that none of the commands saw."""
     torch.set_num_threads(1)
-    texts = docstrings(JUDGED.split())
+    texts = docstrings(JUDGED)
     halves = [halves for text in texts if (halves := first_and_rest(text))]
     path = work / "judged.txt"
     path.write_text("\n".join(sorted(texts, key=len)), encoding="utf-8")
@@ -145,7 +131,7 @@ def measured(work: Path, steps: list[Step], seconds: dict[str, float]) -> tuple[
     errors = OutputErrors(network.module, inputs, network.outputs)
     measurements = [found_own_text("original", network, halves, work)]
     for step in steps:
-        swapped = normscope.load_swapped(work / name_of(step), device="cpu")
+        swapped = normscope.load_swapped(work / step.folder, device="cpu")
         measurements.append(Measurement(MODEL, step.way, "CPU", "s", [seconds[step.way]]))
         moved = errors.of(swapped.module).tolist()
         measurements.append(Measurement(MODEL, step.way, "relative L2", "at the output", moved))
@@ -154,7 +140,7 @@ def measured(work: Path, steps: list[Step], seconds: dict[str, float]) -> tuple[
 
 
 def found_own_text(way: str, network: Any, halves: list[tuple[str, str]], work: Path) -> Measurement:
-    """How often a docstring's first sentence is nearest to its own rest."""
+    """Return the share of docstrings whose first sentence is nearest to their own rest."""
     first, rest = (embeddings(network, [pair[half] for pair in halves], work) for half in (0, 1))
     right = (first @ rest.T).argmax(1) == torch.arange(len(halves))
     share = float(right.double().mean())
@@ -173,12 +159,12 @@ def embeddings(network: Any, texts: list[str], work: Path) -> Tensor:
     """Mean of each text's hidden states, of length 1: ``(texts, width)``."""
     path = work / "embedded.txt"
     path.write_text("\n".join(texts), encoding="utf-8")
-    found = []
+    results = []
     for batch in normscope.load(MODEL, data=path, batch_size=16, device="cpu").inputs:
         hidden = network.module(*batch.args, **batch.kwargs).last_hidden_state
         kept = batch.valid[..., None]
-        found.append((hidden * kept).sum(1) / kept.sum(1))
-    return torch.nn.functional.normalize(torch.cat(found), dim=1)
+        results.append((hidden * kept).sum(1) / kept.sum(1))
+    return torch.nn.functional.normalize(torch.cat(results), dim=1)
 
 
 if __name__ == "__main__":

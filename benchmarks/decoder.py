@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from calibration import JUDGED, docstrings
+from networks import JUDGED, docstrings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     GPT2Config,
@@ -53,7 +53,7 @@ def main() -> None:
 def training_texts() -> Iterator[str]:
     """Yield the docstrings of Python's standard library, but for those of the modules that networks are judged by."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    judged = set(docstrings(JUDGED.split()))
+    judged = set(docstrings(JUDGED))
     for path in sorted(root.rglob("*.py")):
         if {"site-packages", "test", "tests"} & set(path.parts):
             continue

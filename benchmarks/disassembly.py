@@ -1,4 +1,4 @@
-"""What kernels become for GPUs that need not be here: Triton compiles them ahead of time, cuobjdump reads them back.
+"""Machine code of kernels, without a GPU: Triton compiles them ahead of time, and cuobjdump disassembles them.
 
 The benchmark of the machine code and the tests that hold it to something share this.
 """
@@ -39,19 +39,15 @@ class Instruction:
 
     @property
     def target(self) -> int:
-        """Where a branch goes."""
+        """Target address of a branch."""
         return int(self.operands.split()[-1], 16)
 
 
 @dataclass(frozen=True)
 class Code:
-    """A kernel for one GPU.
+    """Kernel for one GPU, without NOPs and without the branch to itself that ends every kernel.
 
-    Attributes:
-        instructions: in their order, without NOPs and without the branch to itself that ends every kernel.
-        registers: of a thread.
-        local: bytes of a thread that are not in registers: its stack and what was spilled.
-        asm: what Triton made on the way, by name: ``ttgir``, ``ptx`` and others.
+    ``local`` counts a thread's bytes of stack and spilled registers.
     """
 
     instructions: tuple[Instruction, ...]
@@ -67,8 +63,8 @@ class Code:
             ValueError: if anything branches but what goes round, leaves or skips the loop, skips some instructions
                 before, in or after it, or ends the program after it.
         """
-        jumps = [one for one in self.instructions if one.operation.split(".")[0] in _JUMPS]
-        back = [one for one in jumps if one.operation in _BRANCHES and one.target < one.address]
+        jumps = [each for each in self.instructions if each.operation.split(".")[0] in _JUMPS]
+        back = [each for each in jumps if each.operation in _BRANCHES and each.target < each.address]
         if len(back) > 1:
             raise ValueError(f"{len(back)} branches go back, and only one loop can be counted")
         first, last = (back[0].target, back[0].address) if back else (0, -1)
@@ -76,19 +72,19 @@ class Code:
         def part(address: int) -> int:
             return (address >= first) + (address > last)
 
-        for one in set(jumps) - set(back):
-            ends = one.operation == "EXIT" and part(one.address) == 2
-            skips = one.operation in _BRANCHES and one.predicated and part(one.target) in (part(one.address), 2)
+        for each in set(jumps) - set(back):
+            ends = each.operation == "EXIT" and part(each.address) == 2
+            skips = each.operation in _BRANCHES and each.predicated and part(each.target) in (part(each.address), 2)
             # On sm_80 a loop is also left by what looks like a call of what comes next.
-            leaves = one.operation == "CALL.REL.NOINC" and one.predicated and one.target == last + 16
+            leaves = each.operation == "CALL.REL.NOINC" and each.predicated and each.target == last + 16
             if not (ends or skips or leaves):
-                raise ValueError(f"{one.operation} {one.operands} at {one.address:#x} is no part of one loop")
-        return tuple(one for one in self.instructions if first <= one.address <= last)
+                raise ValueError(f"{each.operation} {each.operands} at {each.address:#x} is no part of one loop")
+        return tuple(each for each in self.instructions if first <= each.address <= last)
 
     def counted(self, pattern: str, within: tuple[Instruction, ...] | None = None) -> Counter[str]:
         """Count the operations that a pattern matches in full, in all of the code or in a part of it."""
         part = self.instructions if within is None else within
-        return Counter(one.operation for one in part if re.fullmatch(pattern, one.operation))
+        return Counter(each.operation for each in part if re.fullmatch(pattern, each.operation))
 
     def executed(self, iterations: float, pattern: str = ".*") -> float:
         """Return how many instructions a thread takes that goes round so often, skips none and does not end early."""

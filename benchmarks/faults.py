@@ -1,12 +1,13 @@
-"""Bring about every fault that a run should survive, and write what came of it into docs/reliability.md.
+"""Cause every fault that a run should survive, and write the outcomes into docs/reliability.md.
 
     python benchmarks/faults.py
 
-Needs Linux, and the right to mount a small tmpfs, whose disk is to be full.
+Needs Linux, and the right to mount a small tmpfs as a full disk.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import re
@@ -17,8 +18,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from common import Measurement, finish, options
 from mutations import FINE, REFUSED, mutated_captures, mutated_swaps, mutated_weights
 from runs import ROOT, SUMS, CaptureRun, children_of, differences, write_images
 
@@ -32,15 +33,9 @@ EVERY_SECOND = ("--checkpoint-every", "1")
 
 @dataclass
 class Outcome:
-    """How often a fault was brought about, and what came of it.
+    """Counts of a fault and of its outcomes; ``wrong`` describes everything but right counts and clear errors.
 
-    Attributes:
-        fault: what was done.
-        tries: how often.
-        kept: of them with a checkpoint there to go on from; None where that means nothing.
-        right: how often the counts were those of a run without faults in the end.
-        refused: how often there was a clear error instead.
-        wrong: what was neither, in words.
+    ``kept`` counts the tries with a checkpoint to resume from; None if checkpoints do not matter.
     """
 
     fault: str
@@ -51,24 +46,17 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
     def note(self, wrong: list[str], tries: int = 1) -> None:
-        """Count tries, whose capture differs in this from what it should be."""
+        """Count tries whose capture has these differences."""
         self.tries += tries
         self.right += 0 if wrong else tries
         self.wrong += wrong
 
 
 class Faults:
-    """Images, what a run without faults makes of them, and runs with faults.
-
-    Attributes:
-        folder: for all files.
-        images: how many, of which every hundredth cannot be read.
-    """
+    """Runs with faults over ``images`` images, of which every hundredth cannot be read, and a run without faults."""
 
     def __init__(self, folder: Path, images: int, seed: int = 0) -> None:
-        """Write the images, and capture them once without faults."""
         self.folder, self.images, self.random = folder, images, random.Random(seed)  # noqa: S311 - moments to kill at
-
         self.data = write_images(folder / "images", images, corrupt_every=100)
         self.number = 0
         whole = self.run()
@@ -83,8 +71,15 @@ class Faults:
         output = (folder or self.folder) / f"{self.number}.safetensors"
         return CaptureRun("demo_vit", output, given, ranks, launcher, log=self.folder / f"{self.number}.log")
 
+    def begun(self, **given: Any) -> tuple[CaptureRun, subprocess.Popen[bytes]]:
+        """Start a capture, and wait until each of its ranks has kept something."""
+        run = self.run(**given)
+        process = run.start()
+        run.until_kept(process, run.ranks)
+        return run, process
+
     def corrupt_inputs(self) -> Outcome:
-        """One input in a hundred breaks off: the others count, and these are named."""
+        """Truncate one input in a hundred: the others count, and these are named."""
         outcome = Outcome("1 % of the inputs cannot be read")
         expected, left_out = self.images - self.images // 100, f"{self.images // 100} unreadable"
         wrong = [] if self.whole.n_samples == expected else [f"{self.whole.n_samples} samples, not {expected}"]
@@ -92,7 +87,7 @@ class Faults:
         return outcome
 
     def kills(self, number: int, longest: float, every: str = "1") -> Outcome:
-        """Kill -9 at random moments, again and again, until so many have happened; then let the run end."""
+        """Kill -9 a number of times at random moments; then let the run end."""
         outcome = Outcome(f"kill -9 at a random moment, a checkpoint every {every} s", kept=0)
         while outcome.tries < number:
             run, kills = self.run("--checkpoint-every", every), 0
@@ -103,13 +98,11 @@ class Faults:
         return outcome
 
     def lost_ranks(self, ranks: int, then: int) -> Outcome:
-        """Kill one of several ranks after each has kept something; go on with another number of ranks."""
-        outcome = Outcome(f"1 of {ranks} ranks lost, gone on with {then}", kept=0)
-        run = self.run(ranks=ranks)
-        process = run.start()
-        run.until_kept(process, ranks)
+        """Kill one of several ranks after each has kept something; resume with another number of ranks."""
+        outcome = Outcome(f"1 of {ranks} ranks lost, gone on with {then}")
+        run, process = self.begun(ranks=ranks)
         kill_rank(process, ranks - 1)
-        outcome.kept += run.kept
+        outcome.kept = int(run.kept)
         if not process.wait(120):
             outcome.wrong.append("torchrun did not notice")
         run.ranks = then
@@ -117,39 +110,31 @@ class Faults:
         return outcome
 
     def restarted_ranks(self, ranks: int) -> Outcome:
-        """Kill one of several ranks; torchrun starts all anew, and they go on by themselves."""
-        outcome = Outcome(f"1 of {ranks} ranks lost, started anew by torchrun --max-restarts", kept=0)
-        run = self.run(ranks=ranks, launcher=("--max-restarts=1",))
-        process = run.start()
-        run.until_kept(process, ranks)
+        """Kill one of several ranks; torchrun restarts all of them, and they resume by themselves."""
+        outcome = Outcome(f"1 of {ranks} ranks lost, started anew by torchrun --max-restarts")
+        run, process = self.begun(ranks=ranks, launcher=("--max-restarts=1",))
         kill_rank(process, 0)
-        outcome.kept += run.kept
+        outcome.kept = int(run.kept)
         status = process.wait(120)
         outcome.note([run.said()] if status else differences(self.whole, load_capture(run.output)))
         return outcome
 
     def interrupted(self, number: signal.Signals) -> Outcome:
-        """Ctrl-C, or the signal that ends a job: the batch is finished, all is kept, and the run goes on."""
-        outcome = Outcome(f"{number.name} to one process", kept=0)
-        run = self.run()
-        process = run.start()
-        run.until_kept(process)
+        """Send Ctrl-C, or the signal that ends a job: the batch is finished and kept, and the run resumes."""
+        run, process = self.begun()
         process.send_signal(number)
         status, said = process.wait(60), run.said()
-        outcome.kept += run.kept
-        told = [] if status == 130 and "--resume goes on" in said and "Traceback" not in said else [f"{status}: {said}"]
-        outcome.note(told + self.ended(run))
+        outcome = Outcome(f"{number.name} to one process", kept=int(run.kept))
+        clear = status == 130 and "--resume goes on" in said and "Traceback" not in said
+        outcome.note(([] if clear else [f"{status}: {said}"]) + self.ended(run))
         return outcome
 
     def truncated_checkpoint(self) -> Outcome:
-        """A checkpoint that breaks off is refused with a sentence; without it the run begins anew."""
-        outcome = Outcome("the checkpoint breaks off", kept=0)
-        run = self.run()
-        process = run.start()
-        run.until_kept(process)
+        """Truncate a checkpoint, which is refused with a sentence; without it the run starts anew."""
+        run, process = self.begun()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        outcome.kept += run.kept
+        outcome = Outcome("the checkpoint breaks off", kept=int(run.kept))
         (path,) = run.checkpoints.glob("*.safetensors")
         os.truncate(path, path.stat().st_size // 2)
         clear = run.finish("--resume") == 4 and is_clear(run.said())
@@ -159,19 +144,17 @@ class Faults:
         return outcome
 
     def full_disk(self, room: int) -> Outcome:
-        """On a disk that is full before the end, the run fails with a sentence, and goes on once there is room."""
-        outcome = Outcome("the disk is full", kept=0)
+        """Fill the disk during a run, which fails with a sentence, and resumes once there is room."""
+        outcome = Outcome("the disk is full")
         disk = self.folder / "disk"
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(disk)], check=True)
         try:
-            run = self.run(folder=disk)
-            filler = disk / "filler"
-            process = run.start()
-            run.until_kept(process)
-            filler.write_bytes(bytes(max(0, free_bytes(disk) - 4096)))
+            run, process = self.begun(folder=disk)
+            filler, space = disk / "filler", os.statvfs(disk)
+            filler.write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - 4096)))
             status, said = process.wait(120), run.said()
-            outcome.kept += run.kept
+            outcome.kept = int(run.kept)
             clear = status == 2 and is_clear(said) and "No space left" in said and not run.output.exists()
             outcome.refused += clear
             filler.unlink()
@@ -181,14 +164,14 @@ class Faults:
         return outcome
 
     def ended(self, run: CaptureRun) -> list[str]:
-        """Let a run end, and say in what its capture differs from the one without faults."""
+        """Resume a run to its end, and return the differences of its capture from the one without faults."""
         if run.finish("--resume"):
             return [run.said()]
         left = [f"{run.checkpoints} is left"] if run.checkpoints.exists() else []
         return left + differences(self.whole, load_capture(run.output))
 
     def nonfinite(self) -> Outcome:
-        """NaN and infinities among the activations: their tokens are counted apart, other sums stay as they were."""
+        """Capture NaN and infinities: their tokens are counted apart, and other sums do not change."""
         outcome = Outcome("NaN and inf in 2 % of the tokens")
         captures: dict[str, Capture] = {}
         for name in ("spoilt", "clean"):
@@ -201,9 +184,9 @@ class Faults:
             captures[name] = load_capture(run.output)
         spoilt, clean = (captures[name].stats["0"] for name in ("spoilt", "clean"))
         wrong = [] if int(spoilt.nonfinite_tokens) == 20 else [f"{int(spoilt.nonfinite_tokens)} tokens, not 20"]
-        one, other = spoilt.moments.sum(0), clean.moments.sum(0)  # in the clean one other samples are in a fold
-        close = (one - other).abs() <= SUMS * one.abs().amax(dim=-1, keepdim=True).clamp(min=1)
-        outcome.note(wrong + ([] if bool(close.all()) and one[0].equal(other[0]) else ["other sums"]))
+        each, other = spoilt.moments.sum(0), clean.moments.sum(0)  # in the clean one other samples are in a fold
+        close = (each - other).abs() <= SUMS * each.abs().amax(dim=-1, keepdim=True).clamp(min=1)
+        outcome.note(wrong + ([] if bool(close.all()) and each[0].equal(other[0]) else ["other sums"]))
         return outcome
 
 
@@ -222,12 +205,12 @@ def make():
 
 
 def mutated(what: str, mutate: Callable[[int, int], dict[str, int]], number: int) -> Outcome:
-    """Mutate files, and count what came of reading them."""
-    found = mutate(number, 0)
-    wrong = [f"{count} × {name}" for name, count in found.items() if name not in FINE]
-    refused = found.get(REFUSED, 0)
-    fine = sum(count for name, count in found.items() if name in FINE) - refused
-    return Outcome(f"mutated {what}", sum(found.values()), None, fine, refused, wrong)
+    """Mutate files, and count the outcomes of reading them."""
+    counts = mutate(number, 0)
+    wrong = [f"{count} × {name}" for name, count in counts.items() if name not in FINE]
+    refused = counts.get(REFUSED, 0)
+    fine = sum(count for name, count in counts.items() if name in FINE) - refused
+    return Outcome(f"mutated {what}", sum(counts.values()), None, fine, refused, wrong)
 
 
 def kill_rank(process: subprocess.Popen[bytes], rank: int) -> None:
@@ -237,18 +220,11 @@ def kill_rank(process: subprocess.Popen[bytes], rank: int) -> None:
 
 
 def is_clear(said: str) -> bool:
-    """Return whether a command ended in a sentence."""
     return "Error: " in said and "Traceback" not in said
 
 
-def free_bytes(folder: Path) -> int:
-    """Return how much can be written there."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
 def every_fault(folder: Path, images: int, kills: int, mutations: int) -> Iterable[Outcome]:
-    """Bring about one fault after the other."""
+    """Cause one fault after the other."""
     faults = Faults(folder, images)
     yield faults.corrupt_inputs()
     yield faults.nonfinite()
@@ -268,7 +244,7 @@ def every_fault(folder: Path, images: int, kills: int, mutations: int) -> Iterab
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Write the matrix."""
+    """Return the outcomes as a table."""
     headings = (
         "fault",
         "times",
@@ -278,41 +254,28 @@ def table(outcomes: Iterable[Outcome]) -> str:
         "anything else",
     )
     lines = [headings, (":--", *["--:"] * (len(headings) - 1))]
-    for one in outcomes:
-        numbers = (one.tries, "" if one.kept is None else one.kept, one.right, one.refused or "", len(one.wrong))
-        lines.append((one.fault, *(f"{number:,}" if isinstance(number, int) else number for number in numbers)))
+    for each in outcomes:
+        numbers = (each.tries, "" if each.kept is None else each.kept, each.right, each.refused or "", len(each.wrong))
+        lines.append((each.fault, *(f"{number:,}" if isinstance(number, int) else number for number in numbers)))
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def main() -> None:
-    parser = options(__doc__.partition("\n")[0], repeats=1)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--images", type=int, default=4000, help="in every run (%(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="at random moments (%(default)s)")
     parser.add_argument("--mutations", type=int, default=10_000, help="of each kind of file (%(default)s)")
     args = parser.parse_args()
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        for one in every_fault(Path(folder), args.images, args.kills, args.mutations):
-            print(one, flush=True)
-            outcomes.append(one)
-    measurements = [
-        Measurement(one.fault, "", quantity, "times", [float(value)])
-        for one in outcomes
-        for quantity, value in (
-            ("brought about", one.tries),
-            ("with a checkpoint", one.kept or 0),
-            ("right counts", one.right),
-            ("clear errors", one.refused),
-            ("anything else", len(one.wrong)),
-        )
-    ]
-    about = f"Every fault was brought about in runs of {args.images:,} images through demo_vit."
-    finish("faults", about, measurements, args, threads=[1])
+        for each in every_fault(Path(folder), args.images, args.kills, args.mutations):
+            print(each, flush=True)
+            outcomes.append(each)
     page = PAGE.read_text(encoding="utf-8")
     written = re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n{table(outcomes)}{END}", page, flags=re.DOTALL)
     PAGE.write_text(written, encoding="utf-8")
-    if any(one.wrong for one in outcomes):
-        sys.exit("\n".join(f"{one.fault}: {wrong}" for one in outcomes for wrong in one.wrong))
+    if any(each.wrong for each in outcomes):
+        sys.exit("\n".join(f"{each.fault}: {wrong}" for each in outcomes for wrong in each.wrong))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,19 @@
-"""How long a fit takes, and how exact it is, beside scipy and lmfit on the raw pairs: ``python benchmarks/fit.py``."""
+"""Time and accuracy of a fit, beside scipy and lmfit on the raw pairs: ``python benchmarks/fit.py``."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import Measurement, finish, in_turn, options, peers_left, ratios
+from common import Measurement, finish, in_turn, installed, options, ratios
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import normscope
-from normscope.fits.curves.known import CURVES as FITTED
-from normscope.fits.solving.nodes import Nodes, batches, levels_of
-from normscope.fits.solving.solve import Objective, Solutions, least_squares
 
 PEERS = ("scipy", "lmfit")
 CURVES = {"tanh": np.tanh, "isru": lambda x: x / np.sqrt(1 + x * x)}
@@ -26,65 +23,64 @@ SAMPLED = 65_536
 IN_A_ROW = 20
 ABOUT = """
 How long it takes to fit one curve to one norm site of {pairs:,} pairs. normscope fits all sites of a network at once,
-here {sites} of as many pairs each, and its times are divided by their number. Search: A and α alone; nodes and search:
-with the making of the weighted points that stand for the pairs, from the capture's sums, which all odd curves share;
-normscope.fit: all of it, goodness, tails, the ceiling, which fits every built-in curve without each fold, held-out
-folds and intervals among it, for one curve a call; for several curves a call, which share the ceiling, its time is
-divided by their number too. Of one site: {in_a_row} calls in a row, divided by as many. The peers fit A and α to the
-raw pairs of the first site in float64, one after the other, from the same start: scipy.optimize.curve_fit, lmfit, and
-curve_fit on {drawn:,} pairs drawn uniformly. Off by: how far α, DyISRU's C = 1/α², and the RMSE of A and α over all raw
-pairs, in float64, lie from those of curve_fit on all pairs, of the first site, or the median of all and the range; RMSE
-as told: the one that normscope gives without the pairs. Sites are LayerNorms of {channels} channels over heavy-tailed
-tokens: lognormal σ, and two channels 30 and 20 times larger; each site's tokens are its own, and a tenth larger than
-the last one's. Everything ran on one thread. Reading the pairs is in none of the times: normscope did that as they
-passed.
+here {sites} of as many pairs each, and its times are divided by their number. normscope.fit includes goodness, tails,
+intervals, and the ceiling, which fits every built-in curve without each fold; several curves per call share the
+ceiling, and its time is divided by their number too. Of one site: mean of {in_a_row} calls in a row. The peers fit A
+and α to the raw pairs of the first site in float64, one after the other, from the same start: scipy.optimize.curve_fit,
+lmfit, and curve_fit on {drawn:,} pairs drawn uniformly. Off by: distances of α, DyISRU's C = 1/α², and the RMSE of A
+and α over all raw pairs, in float64, from those of curve_fit on all pairs, at the first site, or the median over all
+sites and the range; RMSE as reported: by normscope without the pairs. Sites are LayerNorms of {channels} channels over
+heavy-tailed tokens: lognormal σ, and two channels 30 and 20 times larger; each site has tokens of its own, a tenth
+larger than those of the site before. Everything ran on one thread. No time includes the reading of the pairs, which
+normscope sums as they pass.
 """
 
 
-@dataclass(frozen=True)
-class Found:
-    """What one way found at one site; the RMSE where it tells one."""
+class Found(NamedTuple):
+    """A fit of one site by one way; with an RMSE if the way reports it."""
 
     amplitude: float
     alpha: float
     rmse: float | None = None
 
 
-@dataclass(frozen=True)
-class Way:
-    """Fits a curve, by its name, to so many of the sites; so often in a row where that takes no time."""
+class Way(NamedTuple):
+    """A function that fits a curve, by its name, to some sites, called several times in a row."""
 
     fit: Callable[[str], list[Found]]
     sites: int = 1
     in_a_row: int = 1
 
 
-@dataclass(frozen=True)
-class Raw:
-    """All pairs of one site in float64, and where the peers begin: half the largest |y|, with the slope of a line."""
+class Raw(NamedTuple):
+    """Pairs of one site in float64, and the peers' start: half the largest |y|, with the slope of a line."""
 
     x: NDArray[np.float64]
     y: NDArray[np.float64]
     start: tuple[float, float]
 
-    def rmse(self, curve: str, found: Found) -> float:
-        """Root of the mean squared error of what was found."""
-        return math.sqrt(np.square(self.y - found.amplitude * CURVES[curve](found.alpha * self.x)).mean())
+    def rmse(self, curve: str, fit: Found) -> float:
+        """Return the root of the mean squared error of a fit."""
+        return math.sqrt(np.square(self.y - fit.amplitude * CURVES[curve](fit.alpha * self.x)).mean())
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=7, peers=PEERS)
+    parser = options(__doc__, repeats=7)
     parser.add_argument("--pairs", type=int, default=1_000_000, help="of a site (%(default)s)")
     parser.add_argument("--sites", type=int, default=25, help="of the network (%(default)s)")
     args = parser.parse_args()
-    peers = peers_left(parser, args, PEERS)
+    peers = installed(PEERS)
 
     torch.set_num_threads(1)  # as many as the peers have
     network, tokens = HeavyTailed(args.sites, CHANNELS), args.pairs // CHANNELS
     seen = normscope.capture(network, [torch.zeros(tokens, 1)])
     first = raw_pairs(network, 0, tokens)
     drawn = np.random.default_rng(0).choice(len(first.x), min(SAMPLED, len(first.x)), replace=False)
-    ways = ways_of_normscope(seen)
+    single, sites = seen.only(seen.sites[0].name), len(seen.sites)
+    ways = {
+        f"normscope.fit of {sites} sites": Way(functools.partial(by_normscope, seen=seen), sites),
+        "normscope.fit of one site": Way(functools.partial(by_normscope, seen=single), in_a_row=IN_A_ROW),
+    }
     if "scipy" in peers:
         ways[REFERENCE] = Way(functools.partial(by_scipy, pairs=first))
         ways[f"{REFERENCE}, drawn"] = Way(
@@ -92,11 +88,11 @@ def main() -> None:
         )
     if "lmfit" in peers:
         ways["lmfit"] = Way(functools.partial(by_lmfit, pairs=first))
-    found: dict[tuple[str, str], list[Found]] = {}
-    measurements = [one for curve in CURVES for one in timed(curve, ways, found, args.repeats)]
+    results: dict[tuple[str, str], list[Found]] = {}
+    measurements = [each for curve in CURVES for each in timed(curve, ways, results, args.repeats)]
     measurements += together(seen, args.repeats)
     if "scipy" in peers:
-        measurements += compared(network, tokens, found)
+        measurements += compared(network, tokens, results)
     about = ABOUT.format(pairs=len(first.x), sites=args.sites, drawn=len(drawn), channels=CHANNELS, in_a_row=IN_A_ROW)
     finish("fit", about, measurements, args, threads=[1], libraries=PEERS)
 
@@ -112,20 +108,20 @@ def heavy_tailed(tokens: int, channels: int, seed: int = 0) -> Tensor:
 
 
 class HeavyTailed(nn.Module):
-    """LayerNorms one after the other, each of heavy-tailed tokens of its own, and a tenth larger than the last."""
+    """LayerNorms one after the other, over heavy-tailed tokens of their own, each a tenth larger than the last."""
 
     def __init__(self, sites: int, channels: int) -> None:
-        """Make so many, without weights."""
+        """Make the norms, without weights."""
         super().__init__()
         self.channels = channels
         self.norms = nn.ModuleList([nn.LayerNorm(channels, elementwise_affine=False) for _ in range(sites)])
 
     def rows(self, site: int, tokens: int) -> Tensor:
-        """Make what a site normalizes: float32 ``(tokens, channels)``."""
+        """Make the tokens of a site: float32 ``(tokens, channels)``."""
         return 1.1**site * heavy_tailed(tokens, self.channels, seed=site)
 
     def forward(self, tokens: Tensor) -> None:
-        """Run every norm on as many tokens as there are samples, and keep none of them."""
+        """Run every norm on one token per sample."""
         for site, norm in enumerate(self.norms):
             norm(self.rows(site, len(tokens)))
 
@@ -133,48 +129,13 @@ class HeavyTailed(nn.Module):
 def raw_pairs(network: HeavyTailed, site: int, tokens: int) -> Raw:
     """Make the pairs of a site once more."""
     rows = network.rows(site, tokens)
-    return raw_of(rows, network.norms[site](rows))
-
-
-def raw_of(x: Tensor, y: Tensor) -> Raw:
-    """Bring pairs into the form in which the peers take them."""
-    flat_x, flat_y = (values.double().flatten().numpy() for values in (x, y))
-    amplitude = float(np.abs(flat_y).max()) / 2
-    return Raw(flat_x, flat_y, (amplitude, float(flat_x @ flat_y / (flat_x @ flat_x)) / amplitude))
-
-
-def ways_of_normscope(seen: normscope.Capture) -> dict[str, Way]:
-    """List normscope's ways, from the innermost to the whole."""
-    one, sites = seen.only(seen.sites[0].name), len(seen.sites)
-    made = nodes_of_sites(seen)
-    return {
-        f"normscope, search of {sites} sites": Way(functools.partial(by_search, made=lambda: made), sites),
-        f"normscope, nodes and search of {sites} sites": Way(
-            functools.partial(by_search, made=functools.partial(nodes_of_sites, seen)), sites
-        ),
-        f"normscope.fit of {sites} sites": Way(functools.partial(by_normscope, seen=seen), sites),
-        "normscope.fit of one site": Way(functools.partial(by_normscope, seen=one), in_a_row=IN_A_ROW),
-    }
-
-
-def nodes_of_sites(seen: normscope.Capture) -> list[tuple[list[int], Nodes, Nodes]]:
-    """Make what the search needs of each batch of sites: their numbers, all nodes, and the coarse ones."""
-    return [
-        (numbers, problems.nodes(odd=True), problems.coarse(odd=True)) for numbers, problems in batches(levels_of(seen))
-    ]
-
-
-def by_search(curve: str, made: Callable[[], list[tuple[list[int], Nodes, Nodes]]]) -> list[Found]:
-    found: dict[int, Found] = {}
-    for numbers, nodes, coarse in made():
-        solutions: Solutions = least_squares(Objective(nodes, FITTED[curve]), coarse)
-        rows = zip(solutions.amplitude.tolist(), solutions.alpha.tolist(), strict=True)
-        found |= dict(zip(numbers, (Found(*row) for row in rows), strict=True))
-    return [found[number] for number in sorted(found)]
+    x, y = (values.double().flatten().numpy() for values in (rows, network.norms[site](rows)))
+    amplitude = float(np.abs(y).max()) / 2
+    return Raw(x, y, (amplitude, float(x @ y / (x @ x)) / amplitude))
 
 
 def by_normscope(curve: str, seen: normscope.Capture) -> list[Found]:
-    return [Found(one.amplitude, one.alpha, one.rmse) for one in normscope.fit(seen, curve)]
+    return [Found(each.amplitude, each.alpha, each.rmse) for each in normscope.fit(seen, curve)]
 
 
 def by_scipy(curve: str, pairs: Raw) -> list[Found]:
@@ -194,26 +155,26 @@ def by_lmfit(curve: str, pairs: Raw) -> list[Found]:
 
 
 def timed(
-    curve: str, ways: dict[str, Way], found: dict[tuple[str, str], list[Found]], repeats: int
+    curve: str, ways: dict[str, Way], results: dict[tuple[str, str], list[Found]], repeats: int
 ) -> list[Measurement]:
-    """Time every way on one curve, and note what each found."""
+    """Time every way on one curve, and record the fits."""
 
     def run(name: str) -> None:
         for _ in range(ways[name].in_a_row):
-            found[curve, name] = ways[name].fit(curve)
+            results[curve, name] = ways[name].fit(curve)
 
     runs = in_turn({name: functools.partial(run, name) for name in ways}, repeats)
     seconds = {name: [whole / way.in_a_row / way.sites for whole in runs[name]] for name, way in ways.items()}
     measurements = []
     for name, own in seconds.items():
-        measurements.append(Measurement(curve, name, "a site", "ms", [1000 * one for one in own]))
+        measurements.append(Measurement(curve, name, "a site", "ms", [1000 * each for each in own]))
         if REFERENCE in ways:
             measurements.append(Measurement(curve, name, "curve_fit takes", "times", ratios(seconds[REFERENCE], own)))
     return measurements
 
 
 def together(seen: normscope.Capture, repeats: int) -> list[Measurement]:
-    """Time one call for several curves, of which each site has one ceiling."""
+    """Time calls for several curves, which share the ceiling of each site."""
     calls = {"the default, tanh and isru": "tanh,isru", "every built-in curve": "all"}
     runs = in_turn({case: functools.partial(normscope.fit, seen, asked) for case, asked in calls.items()}, repeats)
     measurements = []
@@ -225,28 +186,28 @@ def together(seen: normscope.Capture, repeats: int) -> list[Measurement]:
     return measurements
 
 
-def compared(network: HeavyTailed, tokens: int, found: dict[tuple[str, str], list[Found]]) -> list[Measurement]:
-    """Hold what was found against curve_fit on all raw pairs, site by site."""
+def compared(network: HeavyTailed, tokens: int, results: dict[tuple[str, str], list[Found]]) -> list[Measurement]:
+    """Compare the fits with curve_fit on all raw pairs, site by site."""
     off: dict[tuple[str, str, str], list[float]] = {}
     for site in range(len(network.norms)):
         pairs = raw_pairs(network, site, tokens)
         references = {curve: by_scipy(curve, pairs)[0] for curve in CURVES}
-        for (curve, name), own in found.items():
+        for (curve, name), own in results.items():
             if site < len(own):
                 for quantity, apart in differences(curve, own[site], pairs, references[curve]).items():
                     off.setdefault((curve, name, quantity), []).append(apart)
     return [Measurement(*place, "relative", samples) for place, samples in off.items()]
 
 
-def differences(curve: str, found: Found, pairs: Raw, reference: Found) -> dict[str, float]:
-    """Return how far one fit lies from another."""
+def differences(curve: str, results: Found, pairs: Raw, reference: Found) -> dict[str, float]:
+    """Return the relative distances of a fit from another."""
     least = pairs.rmse(curve, reference)
-    apart = {"α off by": abs(found.alpha / reference.alpha - 1)}
+    apart = {"α off by": abs(results.alpha / reference.alpha - 1)}
     if curve == "isru":
-        apart["C off by"] = abs((reference.alpha / found.alpha) ** 2 - 1)
-    apart["RMSE off by"] = abs(pairs.rmse(curve, found) / least - 1)
-    if found.rmse is not None:
-        apart["RMSE as told off by"] = abs(found.rmse / least - 1)
+        apart["C off by"] = abs((reference.alpha / results.alpha) ** 2 - 1)
+    apart["RMSE off by"] = abs(pairs.rmse(curve, results) / least - 1)
+    if results.rmse is not None:
+        apart["RMSE as reported off by"] = abs(results.rmse / least - 1)
     return apart
 
 

@@ -1,4 +1,4 @@
-"""How long the host takes for a fused call, with no GPU to wait for: ``python benchmarks/host_time.py``."""
+"""Host time of a fused call, without a GPU: ``python benchmarks/host_time.py``."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ def passes(layer: nn.Module, x: Tensor, dy: Tensor, calls: int = CALLS) -> Itera
     """Yield the seconds of a call of each pass."""
     with torch.no_grad():
         yield "forward", per_call(lambda: layer(x), calls)
-    wanted = x.clone().requires_grad_()
-    yield "graph", per_call(lambda: layer(wanted), calls)
-    leaves: list[Any] = [wanted, *layer.parameters()]
+    leaf_x = x.clone().requires_grad_()
+    yield "graph", per_call(lambda: layer(leaf_x), calls)
+    leaves: list[Any] = [leaf_x, *layer.parameters()]
     seconds = 0.0
     for _ in range(calls):
-        y = layer(wanted)
+        y = layer(leaf_x)
         start = time.perf_counter()
         y.backward(dy)
         seconds += time.perf_counter() - start

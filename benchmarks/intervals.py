@@ -1,14 +1,14 @@
-"""How often intervals of 95 % hold the truth, where pairs depend on one another: ``python benchmarks/intervals.py``."""
+"""Coverage of intervals of 95 % where pairs depend on one another: ``python benchmarks/intervals.py``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 import torch
-from common import Measurement, finish, names, options, peers_left
+from common import Measurement, finish, installed, names, options
 from fit import CURVES, REFERENCE
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -26,55 +26,37 @@ AT_ONCE = 50
 NORMAL = 1.959964  # standard errors to either side make 95 %
 NONE = (math.nan, math.nan)
 ABOUT = """
-How often the intervals of 95 % that normscope gives, by a jackknife over 8 folds of independent sources, hold the
-truth; beside them A and α ± 1.96 standard errors as scipy.optimize.curve_fit gives them for the same pairs, which it
-takes for independent, and those of the slope that follow from its covariance. Each of {sets} data sets is a LayerNorm
-of {channels} channels, one of them {loud:g} times larger, over so many sources of {tokens} tokens: normal, with
-lognormal scales, of spread {within} in log σ from token to token, and of the given spread from source to source. The
-truth is normscope's fit to {truth:,} such sources. In percent of the data sets, with its binomial standard error, to
-which end two hits and two misses are added (Agresti and Coull 1998). Where a fit gives no interval, it did not hold the
-truth.
+Coverage of the intervals of 95 % that normscope reports, by a jackknife over 8 folds of independent sources; beside
+them A and α ± 1.96 standard errors of scipy.optimize.curve_fit for the same pairs, which it assumes to be independent,
+and those of the slope that follow from its covariance. Each of {sets} data sets is a LayerNorm of {channels} channels,
+one of them {loud:g} times larger, over sources of {tokens} tokens: normal, with lognormal scales, of spread {within} in
+log σ from token to token, and of the given spread from source to source. The truth is normscope's fit to {truth:,}
+such sources. In percent of the data sets, with a binomial standard error to which two hits and two misses are added
+(Agresti and Coull 1998). A fit without an interval counts as a miss.
 """
 
 Interval = tuple[float, float]
 
 
-@dataclass
-class Held:
-    """How many intervals of each quantity held the truth."""
-
-    truth: dict[str, float]
-    hits: dict[str, int]
-    of: int = 0
-
-    @classmethod
-    def of_none(cls, truth: dict[str, float]) -> Held:
-        """Begin to count."""
-        return cls(truth, dict.fromkeys(truth, 0))
-
-    def count(self, intervals: dict[str, Interval]) -> None:
-        """Count the intervals of one data set."""
-        self.of += 1
-        for quantity, truth in self.truth.items():
-            low, high = intervals.get(quantity, NONE)
-            self.hits[quantity] += low <= truth <= high
+Truth = dict[str, dict[str, float]]  # of each curve, by quantity
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=400, peers=PEERS)
+    parser = options(__doc__, repeats=400)
     parser.add_argument("--sources", type=names, default=list(SOURCES), help=f"of a data set ({','.join(SOURCES)})")
     parser.add_argument("--truth", type=int, default=40_000, help="sources from which the truth comes (%(default)s)")
     args = parser.parse_args()
-    with_scipy = "scipy" in peers_left(parser, args, PEERS)
+    with_scipy = bool(installed(PEERS))
     torch.set_num_threads(1)
     measurements = []
     for spread in SPREADS:
         generator = np.random.default_rng(0)
         truth = true_values(generator, spread, args.truth)
         for sources in (int(number) for number in args.sources):
-            for (curve, way), held in simulated(generator, spread, sources, args.repeats, truth, with_scipy).items():
-                case = f"{curve}, spread {spread}, {sources} sources"
-                measurements += [one for quantity in held.truth for one in coverage(case, way, quantity, held)]
+            hits = simulated(generator, spread, sources, args.repeats, truth, with_scipy)
+            for (curve, way, quantity), number in hits.items():
+                case, true = f"{curve}, spread {spread}, {sources} sources", truth[curve][quantity]
+                measurements += coverage(case, way, QUANTITIES[quantity], number, args.repeats, true)
     about = ABOUT.format(
         sets=args.repeats, channels=CHANNELS, tokens=TOKENS, loud=LOUD, within=WITHIN, truth=args.truth
     )
@@ -85,7 +67,7 @@ class Sites(nn.Module):
     """A LayerNorm for each of several data sets, so that normscope captures and fits them at once."""
 
     def __init__(self, sets: int) -> None:
-        """Make so many, without weights."""
+        """Make the norms, without weights."""
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(CHANNELS, elementwise_affine=False) for _ in range(sets)])
 
@@ -95,7 +77,7 @@ class Sites(nn.Module):
 
 
 def drawn(generator: np.random.Generator, spread: float, sources: int, sets: int) -> Tensor:
-    """Draw what norms take: float32 ``(sources, tokens, sets, channels)``."""
+    """Draw the inputs of the norms: float32 ``(sources, tokens, sets, channels)``."""
     of_source = np.exp(spread * generator.standard_normal((sources, 1, sets, 1)))
     of_token = np.exp(WITHIN * generator.standard_normal((sources, TOKENS, sets, 1)))
     x = of_source * of_token * generator.standard_normal((sources, TOKENS, sets, CHANNELS))
@@ -103,18 +85,14 @@ def drawn(generator: np.random.Generator, spread: float, sources: int, sets: int
     return torch.from_numpy(x).float()
 
 
-def true_values(generator: np.random.Generator, spread: float, sources: int) -> dict[str, dict[str, float]]:
-    """Fit both curves to very many sources."""
-    fits = normscope.fit(normscope.capture(Sites(1), batches_of(generator, spread, sources)), tuple(CURVES))
+def true_values(generator: np.random.Generator, spread: float, sources: int) -> Truth:
+    """Fit both curves to many sources, drawn a thousand at a time."""
+    batches = (drawn(generator, spread, min(1000, sources - begin), 1) for begin in range(0, sources, 1000))
+    fits = normscope.fit(normscope.capture(Sites(1), batches), tuple(CURVES))
     return {
-        one.curve: {"amplitude": one.amplitude, "alpha": one.alpha, "slope": one.slope, "r2": one.r2} for one in fits
+        each.curve: {"amplitude": each.amplitude, "alpha": each.alpha, "slope": each.slope, "r2": each.r2}
+        for each in fits
     }
-
-
-def batches_of(generator: np.random.Generator, spread: float, sources: int) -> Iterator[Tensor]:
-    """Draw one data set a thousand sources at a time."""
-    for begin in range(0, sources, 1000):
-        yield drawn(generator, spread, min(1000, sources - begin), 1)
 
 
 def simulated(
@@ -122,26 +100,30 @@ def simulated(
     spread: float,
     sources: int,
     sets: int,
-    truth: dict[str, dict[str, float]],
+    truth: Truth,
     with_scipy: bool,
-) -> dict[tuple[str, str], Held]:
-    """Draw data sets, and count what the intervals of each curve and way hold."""
-    held: dict[tuple[str, str], Held] = {}
-    for curve, true in truth.items():
-        held[curve, "normscope"] = Held.of_none(true)
-        if with_scipy:
-            held[curve, REFERENCE] = Held.of_none({name: value for name, value in true.items() if name != "r2"})
+) -> Counter[tuple[str, str, str]]:
+    """Draw data sets; count for each curve, way and quantity how many intervals contain the truth."""
+    hits: Counter[tuple[str, str, str]] = Counter()
+
+    def count(curve: str, way: str, intervals: Mapping[str, Interval]) -> None:
+        for quantity, true in truth[curve].items():
+            if way != REFERENCE or quantity != "r2":
+                low, high = intervals.get(quantity, NONE)
+                hits[curve, way, quantity] += low <= true <= high
+
     for begin in range(0, sets, AT_ONCE):
         x = drawn(generator, spread, sources, min(AT_ONCE, sets - begin))
         model = Sites(x.shape[2])
-        for one in normscope.fit(normscope.capture(model, [x]), tuple(CURVES)):
-            held[one.curve, "normscope"].count(dict(one.intervals))
+        for fit in normscope.fit(normscope.capture(model, [x]), tuple(CURVES)):
+            count(fit.curve, "normscope", fit.intervals)
         if with_scipy:
             for flat_x, flat_y in zip(x.unbind(2), model(x), strict=True):
                 pairs = [values.double().flatten().numpy() for values in (flat_x, flat_y)]
                 for curve, true in truth.items():
-                    held[curve, REFERENCE].count(as_if_independent(curve, *pairs, (true["amplitude"], true["alpha"])))
-    return held
+                    start = (true["amplitude"], true["alpha"])
+                    count(curve, REFERENCE, as_if_independent(curve, *pairs, start))
+    return hits
 
 
 def as_if_independent(
@@ -156,16 +138,15 @@ def as_if_independent(
     return {name: (value - widths[name], value + widths[name]) for name, (value, _) in gradients.items()}
 
 
-def coverage(case: str, way: str, quantity: str, held: Held) -> list[Measurement]:
-    """Say how often one quantity's intervals held the truth, and keep the count."""
-    share, shrunk = held.hits[quantity] / held.of, (held.hits[quantity] + 2) / (held.of + 4)
-    error = math.sqrt(shrunk * (1 - shrunk) / (held.of + 4))
-    name = QUANTITIES[quantity]
+def coverage(case: str, way: str, name: str, hits: int, tried: int, truth: float) -> list[Measurement]:
+    """Return the share of one quantity's intervals that contain the truth, with its counts."""
+    share, shrunk = hits / tried, (hits + 2) / (tried + 4)
+    error = math.sqrt(shrunk * (1 - shrunk) / (tried + 4))
     return [
         Measurement(case, way, name, "%", [100 * share], error=100 * error),
-        Measurement(case, way, f"{name} held", "data sets", [float(held.hits[quantity])], shown=False),
-        Measurement(case, way, f"{name} tried", "data sets", [float(held.of)], shown=False),
-        Measurement(case, way, f"{name} true", "1", [held.truth[quantity]], shown=False),
+        Measurement(case, way, f"{name} held", "data sets", [float(hits)], shown=False),
+        Measurement(case, way, f"{name} tried", "data sets", [float(tried)], shown=False),
+        Measurement(case, way, f"{name} true", "1", [truth], shown=False),
     ]
 
 

@@ -95,7 +95,7 @@ def _edited(value: Any, chance: Chance) -> Any:
         name = chance.choice(list(value))
         match chance.randrange(8):
             case 0:
-                return {key: own for key, own in value.items() if key != name}
+                return {key: inner for key, inner in value.items() if key != name}
             case 1:
                 other = chance.choice(list(value))
                 return {**value, name: value[other], other: value[name]}
@@ -149,18 +149,18 @@ def _samples(first: int) -> tuple[normscope.Sample, ...]:
     return tuple(normscope.Sample(f"sample {i}", i, i) for i in range(first, first + 3))
 
 
-def _same_capture(one: Capture, other: Capture) -> bool:
-    said = [json.loads(json.dumps(header_of(capture))) for capture in (one, other)]
-    return said[0] == said[1] and _same_tensors(all_tensors(one), all_tensors(other))
+def _same_capture(each: Capture, other: Capture) -> bool:
+    said = [json.loads(json.dumps(header_of(capture))) for capture in (each, other)]
+    return said[0] == said[1] and _same_tensors(all_tensors(each), all_tensors(other))
 
 
-def _same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def _same_tensors(each: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Compare names, dtypes and bytes: a NaN is the same NaN."""
 
     def content(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
         return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
-    return one.keys() == other.keys() and all(content(one[name]) == content(other[name]) for name in one)
+    return each.keys() == other.keys() and all(content(each[name]) == content(other[name]) for name in each)
 
 
 def mutated_weights(number: int, seed: int) -> dict[str, int]:
@@ -177,15 +177,17 @@ def mutated_weights(number: int, seed: int) -> dict[str, int]:
         for place, (name, content) in enumerate(_weight_files(model, Path(folder), marker).items()):
             path = Path(folder) / f"mutated-{name}"
             path.write_bytes(content)
-            own = None if "payload" in name else load_file(model, path, "small").description
-            wanted = {key: value.clone() for key, value in model.state_dict().items()}
-            outcome = _weights_outcome(path, own, wanted, marker)
+            description = None if "payload" in name else load_file(model, path, "small").description
+            expected = {key: value.clone() for key, value in model.state_dict().items()}
+            outcome = _weights_outcome(path, description, expected, marker)
             files = _mutations(content, len(range(place, number, 4)), seed + place)
             counts += Counter(_outcomes(files, outcome, ModelError))
     return dict(counts)
 
 
-def _weights_outcome(path: Path, own: str | None, wanted: Mapping[str, Tensor], marker: Path) -> Callable[[bytes], str]:
+def _weights_outcome(
+    path: Path, description: str | None, expected: Mapping[str, Tensor], marker: Path
+) -> Callable[[bytes], str]:
     def outcome(changed: bytes) -> str:
         path.write_bytes(changed)
         fresh = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -195,15 +197,15 @@ def _weights_outcome(path: Path, own: str | None, wanted: Mapping[str, Tensor], 
             if marker.exists():
                 marker.rmdir()
                 raise SystemExit("code was run")
-        if _same_tensors(fresh.state_dict(), wanted):
+        if _same_tensors(fresh.state_dict(), expected):
             return SAME
-        return "other weights under the same sha256" if described == own else NEW_DIGEST
+        return "other weights under the same sha256" if described == description else NEW_DIGEST
 
     return outcome
 
 
 class _Payload:
-    """What makes a folder where it is unpickled."""
+    """Object that makes a folder when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -233,9 +235,9 @@ def mutated_swaps(number: int, seed: int) -> dict[str, int]:
     normscope.swap(model, "tanh", seen, sites="1,")
     normscope.swap(model, "rmsnorm", seen, sites="3,")
     about = {"model": "small", "weights": "ours", "data": "noise"}
-    with tempfile.TemporaryDirectory() as made:
-        folder = normscope.save_swapped(model, Path(made) / "swap", about)
-        record, wanted = restored(network(), folder), model.state_dict()
+    with tempfile.TemporaryDirectory() as parent:
+        folder = normscope.save_swapped(model, Path(parent) / "swap", about)
+        record, expected = restored(network(), folder), model.state_dict()
         counts: Counter[str] = Counter()
         for place, name in enumerate(FILES):
             content = (folder / name).read_bytes()
@@ -243,7 +245,7 @@ def mutated_swaps(number: int, seed: int) -> dict[str, int]:
             def outcome(changed: bytes, path: Path = folder / name) -> str:
                 path.write_bytes(changed)
                 fresh = network()
-                same = restored(fresh, folder) == record and _same_tensors(fresh.state_dict(), wanted)
+                same = restored(fresh, folder) == record and _same_tensors(fresh.state_dict(), expected)
                 return SAME if same else "another swap"
 
             files = _mutations(content, len(range(place, number, 2)), seed + place)
@@ -263,11 +265,11 @@ def _outcomes(
     counts: Counter[str] = Counter()
     for changed in files:
         try:
-            found = outcome(changed)
+            kind = outcome(changed)
         except expected as error:
             sentence = str(error)
-            found = REFUSED if sentence.endswith(".") and "\n" not in sentence else "refused without a sentence"
+            kind = REFUSED if sentence.endswith(".") and "\n" not in sentence else "refused without a sentence"
         except (Exception, SystemExit) as error:  # whatever it is, it is counted
-            found = f"{type(error).__name__}: {error}"[:100]
-        counts[found] += 1
+            kind = f"{type(error).__name__}: {error}"[:100]
+        counts[kind] += 1
     return dict(counts)

@@ -1,4 +1,4 @@
-"""How fast the report's page is written, opens and answers in a browser: ``python benchmarks/page.py``.
+"""Time to write, open and use the report's page in a browser: ``python benchmarks/page.py``.
 
 It takes selenium, and a Chromium with its chromedriver (Debian: chromium, chromium-driver).
 """
@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +68,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for model in args.models:
             page = Path(folder) / f"{model}.html"
-            written = in_own_process(write, model, page, args.repeats, threads=os.cpu_count())
-            pages.append(f"{model}: {written.description}.")
-            measurements += of_writing(model, written)
-            version, measured = of_browser(model, page, written, programs, args.repeats)
-            measurements += measured
+            written, *fitted, data = in_own_process(write, model, page, args.repeats, threads=os.cpu_count())
+            pages.append(f"{model}: {data}.")
+            version, opened = of_browser(model, page, *fitted, programs, args.repeats)
+            measurements += [*written, *opened]
     about = ABOUT.format(
         browser=version, width=WIDTH, height=HEIGHT, pages=" ".join(pages), curves=CURVES.replace(",", ", ")
     )
@@ -81,7 +79,7 @@ def main() -> None:
 
 
 def browser_and_driver() -> tuple[str, str]:
-    """Return the paths of a Chromium and of its driver; exit with a sentence without them, or without selenium."""
+    """Return the paths of a Chromium and its driver; exit without them, or without selenium."""
     if importlib.util.find_spec("selenium") is None:
         sys.exit("selenium is not installed. Run pip install -e '.[bench]'")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -91,61 +89,31 @@ def browser_and_driver() -> tuple[str, str]:
     return browser, driver
 
 
-@dataclass(frozen=True)
-class Written:
-    """A page, how long it took, and what it should agree with.
-
-    Attributes:
-        fit_seconds: of the fits, one for each repeat; after one that warmed up.
-        page_seconds: of the page, made and saved, likewise.
-        megabytes: of the file.
-        n_sites: on it.
-        fits: number of the site, name of the curve, A, α and s of each.
-        r2: of each, as Python has it.
-        description: weights, data and size of what was captured.
-    """
-
-    fit_seconds: list[float]
-    page_seconds: list[float]
-    megabytes: float
-    n_sites: int
-    fits: list[tuple[int, str, float, float, float]]
-    r2: list[float]
-    description: str
+Fit = tuple[int, str, float, float, float]  # number of the site, name of the curve, A, α and s
 
 
-def write(model: str, path: Path, repeats: int) -> Written:
-    """Capture a network and write its page; runs in a process of its own."""
+def write(model: str, path: Path, repeats: int) -> tuple[list[Measurement], int, list[Fit], list[float], str]:
+    """Capture a network and write its page; return times, the number of sites, the fits with their R², and the data."""
     network = normscope.load(model, weights=MODELS[model], device="cpu")
     seen = normscope.capture(network, diagonal=True, keep_inputs=2)  # as the command does
     fits = normscope.fit(seen, CURVES)
     normscope.report(seen, fits).save(path)
     numbers = {site.name: number for number, site in enumerate(seen.sites)}
+    fitting = [seconds_of(lambda: normscope.fit(seen, CURVES)) for _ in range(repeats)]
+    writing = [seconds_of(lambda: normscope.report(seen, fits).save(path)) for _ in range(repeats)]
+    times = {"fits": fitting, "written": writing, "both": [sum(pair) for pair in zip(fitting, writing, strict=True)]}
+    measurements = [Measurement(model, "page", name, "s", seconds) for name, seconds in times.items()]
+    measurements.append(Measurement(model, "page", "size", "MB", [path.stat().st_size / 1e6]))
     pairs = sum(stats.n_pairs for stats in seen.stats.values())
-    return Written(
-        [seconds_of(lambda: normscope.fit(seen, CURVES)) for _ in range(repeats)],
-        [seconds_of(lambda: normscope.report(seen, fits).save(path)) for _ in range(repeats)],
-        path.stat().st_size / 1e6,
-        len(seen.sites),
-        [(numbers[one.site], one.curve, one.amplitude, one.alpha, one.shift) for one in fits],
-        [one.r2 for one in fits],
-        f"{seen.about['weights']}; {seen.n_samples} samples, {len(seen.sites)} norms, {pairs:,} pairs",
-    )
-
-
-def of_writing(model: str, written: Written) -> Iterator[Measurement]:
-    """Say how long a page took, and how large it is."""
-    both = [fits + page for fits, page in zip(written.fit_seconds, written.page_seconds, strict=True)]
-    yield Measurement(model, "page", "fits", "s", written.fit_seconds)
-    yield Measurement(model, "page", "written", "s", written.page_seconds)
-    yield Measurement(model, "page", "both", "s", both)
-    yield Measurement(model, "page", "size", "MB", [written.megabytes])
+    parameters = [(numbers[fit.site], fit.curve, fit.amplitude, fit.alpha, fit.shift) for fit in fits]
+    data = f"{seen.about['weights']}; {seen.n_samples} samples, {len(seen.sites)} norms, {pairs:,} pairs"
+    return measurements, len(seen.sites), parameters, [fit.r2 for fit in fits], data
 
 
 def of_browser(
-    model: str, page: Path, written: Written, programs: tuple[str, str], repeats: int
+    model: str, page: Path, n_sites: int, fits: list[Fit], r2: list[float], programs: tuple[str, str], repeats: int
 ) -> tuple[str, list[Measurement]]:
-    """Open a page in a new browser for each repeat and act on it; return the browser's name, and what was measured."""
+    """Open a page in a new browser for each repeat and act on it; return the browser's name and the measurements."""
     opened: dict[str, list[float]] = {"usable": [], "painted": [], "loaded, as its driver is told": []}
     answers: dict[str, list[float]] = {}
     for number in range(repeats):
@@ -153,24 +121,24 @@ def of_browser(
         with started(programs) as driver:
             for name, milliseconds in times_of_opening(driver, page).items():
                 opened[name].append(milliseconds)
-            site = 1 + number * (written.n_sites - 4) // max(repeats - 1, 1)
+            site = 1 + number * (n_sites - 4) // max(repeats - 1, 1)
             for name, action in actions(site):
                 milliseconds = float(driver.execute_async_script(TIMED.format(action=action)))
                 answers.setdefault(name, []).append(milliseconds)
-            here = driver.execute_script(R2, written.fits)
+            in_browser = driver.execute_script(R2, fits)
             version = f"Chromium {driver.capabilities['browserVersion']}"
-    off = [abs(one - other) for one, other in zip(here, written.r2, strict=True)]
+    off = [abs(a - b) for a, b in zip(in_browser, r2, strict=True)]
     return version, [
-        *(Measurement(model, "page", name, "ms", own, "driver" not in name) for name, own in opened.items()),
+        *(Measurement(model, "page", name, "ms", times, "driver" not in name) for name, times in opened.items()),
         Measurement(model, "page", "R² off by", "at most", [max(off)]),
         Measurement(model, "page", "R² of each fit off by", "absolute", off, shown=False),
-        *(Measurement(model, name, "answers after", "ms", own) for name, own in answers.items()),
+        *(Measurement(model, name, "answers after", "ms", times) for name, times in answers.items()),
     ]
 
 
 @contextmanager
 def started(programs: tuple[str, str]) -> Iterator[Any]:
-    """A browser without a window, which ends with the block."""
+    """Start a browser without a window, and quit it at the end."""
     from selenium import webdriver
 
     settings = webdriver.ChromeOptions()
@@ -188,7 +156,7 @@ def started(programs: tuple[str, str]) -> Iterator[Any]:
 
 
 def times_of_opening(driver: Any, page: Path) -> Mapping[str, float]:
-    """Open a page; return when it could be used, when it was painted, and when the driver heard of it: milliseconds."""
+    """Open a page; return the times until it is usable, painted, and loaded by its driver: milliseconds."""
     start = time.perf_counter()
     driver.get(page.as_uri())
     heard = 1000 * (time.perf_counter() - start)
@@ -198,7 +166,7 @@ def times_of_opening(driver: Any, page: Path) -> Mapping[str, float]:
 
 
 def actions(site: int) -> Sequence[tuple[str, str]]:
-    """What somebody does, in this order, from the overview to two sites further on, and the script that does it."""
+    """Return a user's actions, from the overview to two sites further on, with their scripts."""
     return [
         ("a site, from the overview", f"document.querySelectorAll('.thumbnail')[{site}].click()"),
         ("by token, first at a site", CHOICE.format("token")),

@@ -29,7 +29,7 @@ KERNELS = (loops.forward, loops.backward, loops.add_slots)
 
 @dataclass(frozen=True)
 class Recorded:
-    """One launch: which compiled kernel, where, and with what; tensors are the addresses of their memory."""
+    """Launch of a compiled kernel; tensors are recorded as the addresses of their memory."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -40,17 +40,10 @@ class Recorded:
 
 
 class Driver:
-    """A driver that notes launches.
-
-    Attributes:
-        device: the current one; -1 is what tensors on the CPU say theirs is.
-        stream: the current one.
-        launches: what was launched, while ``noting``.
-        compiled: the kernels that were compiled, in place of what Triton's compiler makes.
-    """
+    """Driver that records launches while ``noting`` is set, and compiled kernels."""
 
     def __init__(self) -> None:
-        self.device, self.stream = -1, 2**40  # streams are addresses
+        self.device, self.stream = -1, 2**40  # a tensor on the CPU has device -1; streams are addresses
         self.launches: list[Recorded] = []
         self.compiled: list[Compiled] = []
         self.noting = True
@@ -81,7 +74,7 @@ class Driver:
         def launched(x: int, y: int, z: int, stream: int, function: int, packed: object, *rest: Any) -> None:
             if self.noting:
                 _, before, after, *arguments = rest
-                places = tuple(one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments)
+                places = tuple(each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments)
                 called = [hook for hook in (before, after) if hook is not None and hook.calls]
                 for hook in called:
                     hook(None)
@@ -91,7 +84,7 @@ class Driver:
 
 
 class Compiled:
-    """What Triton's record of a compiled kernel is to those who launch it, without any machine code."""
+    """Stand-in for Triton's record of a compiled kernel, without machine code."""
 
     numbers = itertools.count(2**40)  # functions are addresses
 
@@ -113,7 +106,7 @@ class Compiled:
 
 @contextlib.contextmanager
 def recorded(compiling: bool = False, kernels: Sequence[Any] = KERNELS) -> Iterator[Driver]:
-    """Let everything within be launched by a driver that notes it, where ``NORMSCOPE_KERNELS=triton`` asks for kernels.
+    """Launch kernels by a driver that records them, if ``NORMSCOPE_KERNELS=triton`` asks for kernels.
 
     Args:
         compiling: whether Triton compiles them, for sm_90.

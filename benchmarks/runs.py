@@ -1,4 +1,4 @@
-"""Captures by real processes, alone or under torchrun, that can be killed; and whether two captures are the same."""
+"""Captures by real processes, alone or under torchrun, that can be killed; differences between two captures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ SUMS = 1e-12
 
 
 def write_images(folder: Path, number: int, *, corrupt_every: int = 0, seed: int = 0) -> Path:
-    """Write images of 8×8 noise, ``0/00000.png`` and so on, of which every so many-th breaks off in the middle."""
+    """Write images of 8×8 noise, ``0/00000.png`` …, and truncate each ``corrupt_every``-th."""
     generator = np.random.default_rng(seed)
     for index in range(number):
         path = folder / str(index // 1000) / f"{index:05d}.png"
@@ -37,16 +38,9 @@ def write_images(folder: Path, number: int, *, corrupt_every: int = 0, seed: int
 
 @dataclass
 class CaptureRun:
-    """One ``normscope capture``, to be started as often as it takes.
+    """A ``normscope capture`` of a model into ``output``, which can be started again and again.
 
-    Attributes:
-        model: its name.
-        output: its file.
-        options: further ones.
-        ranks: how many processes; 1 runs without torchrun.
-        launcher: further options of torchrun.
-        environment: what to add to this process's.
-        log: file of what it prints.
+    More than one rank, or options for torchrun (``launcher``), run it under torchrun. ``log`` receives its output.
     """
 
     model: str
@@ -58,17 +52,16 @@ class CaptureRun:
     log: Path = field(default=Path(), kw_only=True)
 
     def __post_init__(self) -> None:
-        """Print beside the output, unless told."""
         self.log = self.output.with_suffix(".log") if self.log == Path() else self.log
 
     @property
     def checkpoints(self) -> Path:
-        """Where it keeps what it has so far."""
+        """Folder of its checkpoints."""
         return self.output.with_name(f"{self.output.name}.checkpoint")
 
     @property
     def kept(self) -> bool:
-        """Whether there is a checkpoint."""
+        """True if there is a checkpoint."""
         return self.checkpoints.is_dir() and any(path.stem.isdigit() for path in self.checkpoints.glob("*.safetensors"))
 
     def start(self, *more: str) -> subprocess.Popen[bytes]:
@@ -102,7 +95,7 @@ class CaptureRun:
         return False
 
     def until_kept(self, process: subprocess.Popen[bytes], files: int = 1, seconds: float = 120) -> None:
-        """Wait until so many ranks have kept something."""
+        """Wait until ``files`` ranks have written a checkpoint."""
         end = time.monotonic() + seconds
         while len(list(self.checkpoints.glob("[0-9]*.safetensors"))) < files:
             if process.poll() is not None or time.monotonic() > end:
@@ -113,43 +106,37 @@ class CaptureRun:
 def children_of(pid: int) -> dict[int, dict[str, str]]:
     """Return the environment of every child of a process, by its number; of Linux."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    found = {}
+    environments = {}
     for child in map(int, children):
         raw = Path(f"/proc/{child}/environ").read_bytes().decode("utf-8", "replace").split("\0")
-        found[child] = dict(entry.split("=", 1) for entry in raw if "=" in entry)
-    return found
+        environments[child] = dict(entry.split("=", 1) for entry in raw if "=" in entry)
+    return environments
 
 
-def differences(one: Capture, other: Capture) -> list[str]:
-    """Say in what two captures of the same inputs differ that should not: counts to the bit, sums to 1e-12."""
-    found = [] if one.n_samples == other.n_samples else [f"{one.n_samples} and {other.n_samples} samples"]
-    if dict(one.about) != dict(other.about):
-        found.append(f"{dict(one.about)} and {dict(other.about)}")
-    if list(one.stats) != list(other.stats) or list(one.parts) != list(other.parts):
-        return [*found, "other norm sites, or other parts"]
-    for name, stats in one.stats.items():
-        found += [f"{name}: {what}" for what in _differences(stats, other.stats[name])]
-    for name, part in one.parts.items():
-        found += [f"{name}: {what}" for what in differences(part, other.parts[name])]
-    return found
+def differences(first: Capture, second: Capture) -> list[str]:
+    """Return the differences of two captures of the same inputs: counts to the bit, sums to 1e-12."""
+    apart = [] if first.n_samples == second.n_samples else [f"{first.n_samples} and {second.n_samples} samples"]
+    if dict(first.about) != dict(second.about):
+        apart.append(f"{dict(first.about)} and {dict(second.about)}")
+    if list(first.stats) != list(second.stats) or list(first.parts) != list(second.parts):
+        return [*apart, "other norm sites, or other parts"]
+    for name, stats in first.stats.items():
+        apart += [f"{name}: {what}" for what in _differences(stats, second.stats[name])]
+    for name, part in first.parts.items():
+        apart += [f"{name}: {what}" for what in differences(part, second.parts[name])]
+    return apart
 
 
-def _differences(one: PairStats, other: PairStats) -> list[str]:
-    same = {
-        "pairs per bin": torch.equal(one.moments[:, 0], other.moments[:, 0]),
-        "sources": one.sources == other.sources,
-        **{
-            name: torch.equal(getattr(one, name), getattr(other, name))
-            for name in ("density", "token_offsets", "token_scales", "nonfinite_tokens", "channel_extremes")
-        },
-        **{
-            f"{sample}.{name}": torch.equal(getattr(getattr(one, sample), name), getattr(getattr(other, sample), name))
-            for sample in ("tokens", "largest", "pairs")
-            for name in ("key", "x", "y")
-        },
-    }
-    for name, sums in one.sums.items():
-        # A bin's sums of both signs cancel: what is lost is relative to the sum of its absolute values, |Σx| ≤ √(nΣx²).
+_EXACT = ["density", "token_offsets", "token_scales", "nonfinite_tokens", "channel_extremes"]
+_EXACT += [f"{sample}.{name}" for sample in ("tokens", "largest", "pairs") for name in ("key", "x", "y")]
+
+
+def _differences(first: PairStats, second: PairStats) -> list[str]:
+    same = {name: torch.equal(attrgetter(name)(first), attrgetter(name)(second)) for name in _EXACT}
+    same["pairs per bin"] = torch.equal(first.moments[:, 0], second.moments[:, 0])
+    same["sources"] = first.sources == second.sources
+    for name, sums in first.sums.items():
+        # A bin's sums of both signs cancel: the loss is relative to the sum of its absolute values, |Σx| ≤ √(nΣx²).
         scale = sums.abs().amax(dim=-1, keepdim=True).clamp(min=1)
-        same[name] = bool(((sums - other.sums[name]).abs() <= SUMS * scale).all())
+        same[name] = bool(((sums - second.sums[name]).abs() <= SUMS * scale).all())
     return [name for name, equal in same.items() if not equal]

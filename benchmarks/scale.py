@@ -1,4 +1,4 @@
-"""Measure captures of a whole data set: memory as it grows, and 1, 2 and 3 processes against one another."""
+"""Duration of a capture of a whole data set with 1, 2 and 3 processes: ``python benchmarks/scale.py``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from common import Measurement, finish, in_own_process, options, peak_megabytes, ratios
+from common import Measurement, finish, options, ratios
 from runs import CaptureRun, differences, write_images
 
-import normscope
 from normscope.pairs.storage import load_capture
 
 FEW = 80  # inputs of a command that does little more than start and end
 
 
 class Way(NamedTuple):
-    """How many processes of how many threads; None for as many as torch takes by itself."""
+    """Numbers of processes and of their threads; None for torch's default."""
 
     ranks: int
     threads: int | None
@@ -39,43 +38,18 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data = write_images(Path(folder) / "images", args.images)
-        measurements = [*memory(data, args), *speed(Path(folder), data, args)]
+        measurements = list(speed(Path(folder), data, args))
     about = f"""
-        normscope capture demo_vit of images in a folder, 8 in a batch: whole commands, in turn. "Each further input" is
-        what a command of all images takes more than one of {FEW}: the start, about as long as a thousand inputs of this
-        toy, is not in it. Memory is the most that a process had held, in one capture. Captures of 1, 2 and 3 processes
-        of one thread were compared: counts equal to the bit, sums to 1e-12.
+        normscope capture demo_vit of images in a folder, 8 in a batch: whole commands, in turn. "Each further input":
+        duration of a command of all images beyond that of one of {FEW}, without the start, which takes as long as about
+        a thousand inputs of this toy. Captures of 1, 2 and 3 processes of one thread were compared: counts equal to the
+        bit, sums to 1e-12.
     """
     finish("scale", about, measurements, args, threads=[1, 2], libraries=["timm", "numba"])
 
 
-def memory(data: Path, args: argparse.Namespace) -> Iterator[Measurement]:
-    """Compare the peak after a tenth of the images with that at the end of the same capture."""
-    peaks = [in_own_process(peaks_of, data, args.images // 10, threads=1) for _ in range(args.repeats)]
-    case, way = f"{args.images:,} images", str(ALONE)
-    yield Measurement(case, way, "peak memory after a tenth", "MB", [early for early, _ in peaks])
-    yield Measurement(case, way, "at the end", "MB", [late for _, late in peaks])
-    yield Measurement(case, way, "of that after a tenth", "×", [late / early for early, late in peaks])
-
-
-def peaks_of(data: Path, tenth: int) -> tuple[float, float]:
-    """Capture all images; return the most megabytes that the process had held after a tenth of them, and after all."""
-    network = normscope.load("demo_vit", data=data, device="cpu")
-    early = 0.0
-
-    def taken() -> Iterator[Any]:
-        nonlocal early
-        for number, batch in enumerate(network.inputs, start=1):
-            yield batch
-            if number * len(batch.samples) == tenth:
-                early = peak_megabytes()
-
-    normscope.capture(network.module, taken())
-    return early, peak_megabytes()
-
-
 def speed(folder: Path, data: Path, args: argparse.Namespace) -> Iterator[Measurement]:
-    """Compare numbers of processes, and what they captured."""
+    """Compare numbers of processes, and their captures."""
     whole: dict[Way, list[float]] = {way: [] for way in WAYS}
     each: dict[Way, list[float]] = {way: [] for way in WAYS}
     outputs = {way: folder / f"{way.ranks}-{way.threads}.safetensors" for way in WAYS}
@@ -89,8 +63,8 @@ def speed(folder: Path, data: Path, args: argparse.Namespace) -> Iterator[Measur
             whole[way].append(many)
             each[way].append((many - few) / (args.images - FEW) * 1e3)
     for way in WAYS:
-        if way.threads and (found := differences(load_capture(outputs[ALONE]), load_capture(outputs[way]))):
-            raise SystemExit(f"{way} captured something else than {ALONE}: {found}")
+        if way.threads and (differing := differences(load_capture(outputs[ALONE]), load_capture(outputs[way]))):
+            raise SystemExit(f"{way} captured something else than {ALONE}: {differing}")
         case = f"{args.images:,} images"
         yield Measurement(case, str(way), "command", "s", whole[way])
         yield Measurement(case, str(way), "speed-up", "×", ratios(whole[ALONE], whole[way]))
@@ -103,7 +77,7 @@ def given(data: Path, number: int) -> tuple[str, ...]:
 
 
 def seconds(run: CaptureRun) -> float:
-    """Run a command to its end, and return how long it took."""
+    """Run a command to its end, and return its duration."""
     start = time.perf_counter()
     if run.finish():
         raise SystemExit(run.said())

@@ -1,89 +1,146 @@
-"""How far outputs move when all norms of a network are swapped: ``python benchmarks/swaps.py``."""
+"""Output error after a swap of all norms, after calibration and after healing: ``python benchmarks/swaps.py``.
+
+Heal for four minutes: ``--curves dyt --ways fit,calibrated,healed --minutes 4``. Decoders of benchmarks/decoder.py:
+``--models transformers:decoders/llama-128``.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 import torch
-from common import Measurement, finish, names, options
+from common import Measurement, finish, in_own_process, names, options
+from networks import BATCH_SIZE, FCPE, HELD_OUT, inputs_of
+from torch import Tensor, nn
 
 import normscope
 from normscope.fits.curves.expressions import curves_named
-from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.splits import divided
-from normscope.models.registry import embedded_models
-from normscope.pairs.captures import Capture
-from normscope.swaps.replace import replacements
+from normscope.inputs.pool import by_length
+from normscope.runtime.network import run
+from normscope.swaps.distances import distances, output_by_sample
 from normscope.swaps.start import fitted
 
+MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm")
 CURVES = ("dyt", "dyisru", "derf")
-INITS = ("fit", "fit per channel", "theory", "paper")
+STARTS = ("fit", "fit per channel", "theory", "paper")
 OTHERS = ("free", "best", "identity", "rmsnorm")
+TRAINED = ("functions calibrated", "calibrated", "calibrated, two kept", "healed")
 ABOUT = """
-How far the output of a network moves, at each of its held-out inputs, when all of its norms are swapped: relative L2,
-‖swapped − original‖ / ‖original‖; 1 is as far as zero is. The demo networks are embedded toys; minilm is
-all-MiniLM-L6-v2, a pretrained one, on the package's page of texts. What is fitted is fitted to calibration inputs,
-which are others (of minilm nine of the twelve texts), with s; by γ², per channel by pairs alike. Samples are inputs:
-the number before the parentheses is the median over them, those within are the smallest and the largest. Of paper's:
-the median over that of the same function with A = 1, α = 0.5, s = 0, γ and β kept. free is E[y|x] itself, as far as
-the pairs tell it, with one shape for all channels of a site.
+Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, at each of its held-out inputs, after a swap of
+all its norms; 1 is the error of zero. The demo networks are embedded toys; minilm is all-MiniLM-L6-v2, a pretrained
+network, that learns from {texts} docstrings of Python's standard library and is judged by {held_out} docstrings of
+other modules; torchfcpe is FCPE, a pretrained network that estimates pitch, on the synthetic words of demo_wav2vec2.
+Start values are fitted to the inputs to learn from, with s, weighted by γ² (per channel by pairs alike). Samples are
+inputs: median, smallest and largest. Of paper's: the median over that of the same function with A = 1, α = 0.5, s = 0,
+γ and β kept. free is E[y|x] itself, with one shape for all channels of a site. Functions calibrated: by
+normscope.calibrate with refit="norms"; calibrated: with the linear layers beside them; two kept: of all norms but two
+that normscope.keep chose; healed: calibrated and trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm.
+KL of logits (of FCPE: of its pitches), mean per input in nats; top-1: share of positions with the same largest logit.
+CPU seconds are of the swap, calibration and healing, on one thread.
 """
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=1)
-    parser.add_argument(
-        "--models", type=names, default=[*embedded_models(), "minilm"], help="models (the embedded ones, minilm)"
-    )
-    parser.add_argument("--limit", type=int, help="inputs of each (all)")
+    parser = options(__doc__)
+    parser.add_argument("--models", type=names, default=list(MODELS), help=f"({','.join(MODELS)})")
+    parser.add_argument("--curves", type=names, default=list(CURVES), help=f"({','.join(CURVES)})")
+    parser.add_argument("--ways", type=lambda text: text.split(";" if ";" in text else ","), default=[*STARTS, *OTHERS],
+                        help=f"of {'; '.join((*STARTS, *OTHERS, *TRAINED))} (all but the last four)")  # fmt: skip
+    parser.add_argument("--limit", type=int, help="inputs to learn from and held out (all)")
+    parser.add_argument("--texts", type=int, default=320, help="docstrings to learn from (%(default)s)")
+    parser.add_argument("--steps", type=int, help="of healing, in place of --minutes")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of healing (%(default)s)")
     args = parser.parse_args()
+    length = {"steps": args.steps} if args.steps else {"minutes": args.minutes}
+    given = (args.curves, args.ways, args.texts, args.limit, length)
+    measurements = [row for model in args.models for row in in_own_process(measured, model, *given, threads=1)]
+    healing = f"{args.steps} steps" if args.steps else f"{args.minutes:g} minutes"
+    about = ABOUT.format(texts=args.texts, held_out=HELD_OUT, length=healing)
+    libraries = ["timm", "torchaudio", "diffusers", "transformers"]
+    finish("swaps", about, measurements, args, threads=[1], libraries=libraries, added=True)
+
+
+def measured(
+    model: str, curves: Sequence[str], ways: Sequence[str], texts: int, limit: int | None, length: dict[str, float]
+) -> list[Measurement]:
+    """Swap every curve in every way, and compare the outputs."""
     torch.set_num_threads(1)
-    measurements = [one for name in args.models for one in measured(name, args.limit)]
-    finish(
-        "swaps", ABOUT, measurements, args, threads=[1], libraries=["timm", "torchaudio", "diffusers", "transformers"]
-    )
+    network, learned, held_out = inputs_of(model, texts, limit)
+    seen = normscope.capture(network.module, learned, by_gamma=True, per_channel="fit per channel" in ways)
+    healing = {"outputs": network.outputs, **length}
+
+    def swapped(curve: str, way: str) -> nn.Module:
+        module, fits, init, sites = copy.deepcopy(network.module), seen, "fit", "all"
+        if way == "fit per channel":
+            fits = fitted(seen, curves_named(curve)[0], per="channel")
+        elif way in STARTS:
+            init = way
+        elif way == "calibrated, two kept":
+            modules = normscope.replacements(network, curve, seen)
+            sites = normscope.keep(network, learned, modules, number=2).swapped
+        elif curve == "rmsnorm":
+            kinds = {site.name: network.module.get_submodule(site.name) for site in seen.sites}
+            sites = [name for name, norm in kinds.items() if not isinstance(norm, nn.GroupNorm)]
+        normscope.swap(module, curve, fits, init=init, sites=sites)
+        if way == "healed":
+            normscope.heal(network.module, module, learned, held_out, **healing)
+        elif way in TRAINED:
+            refit = "norms" if way == "functions calibrated" else "neighbours"
+            normscope.calibrate(network.module, module, learned, outputs=network.outputs, refit=refit)
+        return module
+
+    pairs = [(curve, way) for curve in curves for way in ways if way not in OTHERS]
+    pairs += [(way, "") for way in ways if way in OTHERS]
+    results, paper = [], {}
+    for curve, way in sorted(pairs, key=lambda pair: pair[1] != "paper"):
+        began = time.process_time()
+        module = swapped(curve, way)
+        seconds = time.process_time() - began
+        name = f"{curve}, {way}" if way else curve
+        rows = [*compared(model, name, network, module, held_out), Measurement(model, name, "CPU", "s", [seconds])]
+        median = statistics.median(rows[0].samples)
+        if way == "paper":
+            paper[curve] = median
+        if curve in paper:
+            rows.append(Measurement(model, name, "of paper's", "%", [100 * median / paper[curve]]))
+        print(name, *rows, sep="\n", flush=True)
+        results += rows
+    return results
 
 
-def measured(name: str, limit: int | None) -> Iterator[Measurement]:
-    """Swap each function in from each start."""
-    network = normscope.load(name, limit=limit, device="cpu")
-    learned, held_out = divided(network.inputs, network.calibration)
-    seen = normscope.capture(network, learned, by_gamma=True, per_channel=True)
-    inputs = list(held_out)
-    for func in CURVES:
-        moved = {init: moves(network, seen, func, init, inputs) for init in INITS}
-        paper = statistics.median(moved["paper"])
-        for init, samples in moved.items():
-            yield Measurement(name, f"{func}, {init}", "relative L2", "at the output", samples)
-            share = 100 * statistics.median(samples) / paper
-            yield Measurement(name, f"{func}, {init}", "of paper's", "%", [share])
-    for func in OTHERS:
-        samples = moves(network, seen, func, "fit", inputs)
-        yield Measurement(name, func, "relative L2", "at the output", samples)
-
-
-def moves(network: LoadedModel, seen: Capture, func: str, init: str, inputs: list[Batch]) -> list[float]:
-    """Return the relative L2 at the output for each input."""
-    fits = seen
-    if init == "fit per channel":
-        (curve,) = curves_named(func)
-        fits, init = fitted(seen, curve, per="channel"), "fit"
-    modules = replacements(network.module, func, fits, init=init)
-    found = []
-    for batch in inputs:
-        for number in range(len(batch.samples)):
-            alone = normscope.drift(
-                network.module,
-                [batch.take([number])],
-                modules,
-                outputs=network.outputs,
-                one_at_a_time=False,
-                cumulative=False,
-            )
-            found.append(alone.all.relative_l2.p50)
-    return found
+@torch.no_grad()
+def compared(
+    model: str, way: str, network: normscope.LoadedModel, module: nn.Module, held_out: Sequence[normscope.Batch]
+) -> Iterator[Measurement]:
+    """Compare a network with the original, input by input."""
+    errors: dict[str, list[Tensor]] = {"relative_l2": [], "kl": [], "top1": [], "answers": []}
+    surprises: list[float] = []
+    for batch in (part for whole in held_out for part in by_length(whole, BATCH_SIZE)):
+        outputs = [network.outputs.read(run(each, batch), batch) for each in (network.module, module)]
+        arranged = [output_by_sample(output, batch, network.outputs.kind) for output in outputs]
+        (original, valid), (other, _) = arranged
+        errors["relative_l2"].append(distances(original, other, valid, "tensor").relative_l2)
+        if model == FCPE or network.outputs.kind in ("classes", "tokens"):
+            logits = [output.clamp_min(1e-9).log() if model == FCPE else output for output in (original, other)]
+            of_logits = distances(*logits, valid, "tokens")
+            for name in ("kl", "top1", "answers"):
+                errors[name].append(getattr(of_logits, name))
+        if network.outputs.kind == "tokens" and "input_ids" in batch.kwargs:
+            for row, ids in enumerate(batch.kwargs["input_ids"]):
+                kept = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid[row]
+                chosen = other[row][kept].log_softmax(-1)[:-1].gather(1, ids[kept][1:, None])
+                surprises += (-chosen).flatten().tolist()
+    columns = {name: torch.cat(parts) for name, parts in errors.items() if parts}
+    yield Measurement(model, way, "relative L2", "at the output", columns["relative_l2"].tolist())
+    if "kl" in columns:
+        yield Measurement(model, way, "KL", "nats", columns["kl"].tolist())
+        yield Measurement(model, way, "top-1", "%", [100 * float(columns["top1"].sum() / columns["answers"].sum())])
+    if surprises:
+        yield Measurement(model, way, "perplexity", "", [math.exp(statistics.fmean(surprises))])
 
 
 if __name__ == "__main__":

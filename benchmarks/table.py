@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +30,24 @@ TITLES = {
     "page": "How fast the page is written, opens and answers",
     "commands": "How long commands take",
     "scale": "What a whole data set costs",
-}
-OF_A_GPU = {
-    "gpu_checks": "Whether the kernels are right on a GPU",
-    "gpu_accuracy": "How accurate the kernels' functions are on a GPU",
-    "gpu_kernels": "How fast the kernels are on a GPU",
-    "gpu_captures": "What a capture costs on a GPU",
-    "gpu_networks": "How fast swapped networks are on a GPU",
+    "gpu": "Tests of the kernels on a GPU",
 }
 INTRODUCTION = """# Benchmarks
 
 Each number is a median, with the smallest and the largest of its samples behind it. Whatever is compared ran in turn on
 the same machine within one command. Ratios carry over to other machines better than times do. The raw samples are in
-[benchmarks/results](../benchmarks/results). To repeat all of it:
+[benchmarks/results](../benchmarks/results). To repeat it:
 
 ```bash
 pip install -e '.[bench]'
 {commands}
-python benchmarks/gpu.py  # with an NVIDIA GPU: kernels.md says what it does
+python benchmarks/gpu.py  # with an NVIDIA GPU, see kernels.md
 python benchmarks/table.py
 ```
 
-This page is written by the last of these commands; a change to it by hand would be lost.
+This page is written by the last of these commands; a change to it by hand would be lost. Below each section are the
+command and the commit of its numbers. Scripts that are part of others now: `pointwise.py` of `speed.py`,
+`calibration.py`, `healing.py` and `prenorm.py` of `swaps.py`, `machine_code_capture.py` of `machine_code.py`.
 """
 
 
@@ -60,40 +56,22 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
     parser.add_argument("--page", type=Path, default=PAGE, help="to write (%(default)s)")
     args = parser.parse_args()
-    if not (found := records(args.results)):
-        parser.error(f"there is no result in {args.results}; run python benchmarks/fit.py, for example")
-    args.page.write_text(page(found), encoding="utf-8")
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.results.glob("*.json"))]
+    scripts = [name for name in TITLES if name != "gpu" and Path(__file__).with_name(f"{name}.py").exists()]
+    parts = [INTRODUCTION.format(commands="\n".join(f"python benchmarks/{name}.py" for name in scripts))]
+    for name, title in TITLES.items():
+        of_title = [record for record in records if record["benchmark"] == name]
+        parts += [f"## {title}\n"] if of_title else []
+        for record in of_title:
+            failures = "".join(f"- {sentence}\n" for sentence in record.get("failed", ()))
+            failed = [f"What failed:\n\n{failures}"] if failures else []
+            parts += [record["about"] + "\n", *tables_of(record), *failed, origin(record)]
+    args.page.write_text("\n".join(parts), encoding="utf-8")
     print(args.page)
 
 
-def records(results: Path) -> list[dict[str, Any]]:
-    """Read the files of a folder."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))]
-
-
-def page(found: Sequence[Mapping[str, Any]]) -> str:
-    """Write the whole page, a section a benchmark, and in it a part for each machine."""
-    commands = "\n".join(f"python benchmarks/{name}.py" for name in TITLES)
-    parts = [INTRODUCTION.format(commands=commands)]
-    for name, title in {**TITLES, **OF_A_GPU}.items():
-        own = [record for record in found if record["benchmark"] == name]
-        parts += [f"## {title}\n"] if own else []
-        for record in own:
-            tables = [markdown(*table) for table in tables_of(record)]
-            wrong = "".join(f"- {sentence}\n" for sentence in record.get("failed", ()))
-            failed = [f"What failed:\n\n{wrong}"] if wrong else []
-            parts += [record["about"] + "\n", *tables, *failed, origin(record)]
-    return "\n".join(parts)
-
-
-def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of Markdown with its first two columns aligned to the left."""
-    rules = [":--" if number < 2 else "--:" for number in range(len(headings))]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (headings, rules, *rows))
-
-
 def origin(record: Mapping[str, Any]) -> str:
-    """Say which machine, versions and command the numbers come from."""
+    """Return the command, commit, machine and versions of a record."""
     machine, versions = record["machine"], record["versions"]
     hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:g} GB, {machine['os']}"
     if "gpu" in machine:

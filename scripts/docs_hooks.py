@@ -1,4 +1,4 @@
-"""What ``mkdocs build`` needs besides: files beside docs/ join the site, and docstrings become what it can read."""
+"""Hooks of ``mkdocs build``: add files outside of docs/ to the site, and convert docstrings."""
 
 import re
 from pathlib import Path
@@ -38,4 +38,4 @@ class Docstrings(Extension):
         """Rewrite what was collected of one function, class or module."""
         if obj.docstring is not None:
             text = _ROLE.sub(r"`\1`", obj.docstring.value)
-            obj.docstring.value = _DOCTEST.sub(lambda found: "Examples:\n" + indent(found[0], "    "), text)
+            obj.docstring.value = _DOCTEST.sub(lambda match: "Examples:\n" + indent(match[0], "    "), text)

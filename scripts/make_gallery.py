@@ -29,14 +29,14 @@ def main() -> None:
 
 
 def written(model: str) -> bool:
-    """Let the command line write a page; return whether it did."""
+    """Write a page by the command line; return True on success."""
     page = PAGES.relative_to(ROOT) / f"{model}.html"
     command = [sys.executable, "-m", "normscope", "report", model, "--func", CURVES, "--output", str(page)]
     return subprocess.run(command, cwd=ROOT).returncode == 0  # noqa: S603
 
 
 def pictured() -> list[str]:
-    """Let a browser without a window paint a page into the picture; return a sentence if it was not made."""
+    """Paint a page into the picture by a browser without a window; return a sentence on failure."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         return [f"{PICTURE.name} was not made: it takes a Chromium, and none is installed (Debian: chromium)."]

@@ -72,8 +72,8 @@ def synthesize(text: str, voice: Voice) -> Tensor:
 def refuse_unknown_variants(variants: Iterable[str]) -> None:
     """Exit where espeak-ng lacks one of these variants: it would speak with its default voice and say nothing."""
     listing = espeak("--voices=variant").decode()
-    known = {line.split("!v/")[1].strip() for line in listing.splitlines() if "!v/" in line}
-    missing = sorted(set(variants) - known)
+    installed = {line.split("!v/")[1].strip() for line in listing.splitlines() if "!v/" in line}
+    missing = sorted(set(variants) - installed)
     if missing:
         raise SystemExit(f"This espeak-ng ({espeak_version()}) has no variant {', '.join(missing)}; 1.51 has them.")
 

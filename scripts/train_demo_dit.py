@@ -3,18 +3,12 @@
 The same seed makes the same bytes again on the same machine and versions: ``python scripts/train_demo_dit.py``.
 """
 
-import argparse
-import copy
-import json
-from pathlib import Path
-
 import diffusers
 import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DiTTransformer2DModel
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_demo_vit import EMBEDDED, PIXELS_TO_INPUT, load_pixels_and_labels, optimize, split
+from train_demo_vit import PIXELS_TO_INPUT, load_pixels_and_labels, options, parsed, save_model, split, trained
 
 import normscope
 
@@ -55,27 +49,21 @@ SAMPLING_STEPS, SAMPLES_A_CLASS = 50, 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=EMBEDDED)
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    args = parsed(options(__doc__))
     images, labels = load_pixels_and_labels()
     train, validation, _ = split(len(images), args.seed)
     shown = torch.cat([train, validation])
-    weights = {
-        name: tensor.half() for name, tensor in train_dit(images[shown], labels[shown], args.seed).state_dict().items()
-    }
-
+    weights = train_dit(images[shown], labels[shown], args.seed).half().state_dict()
     model = DiTTransformer2DModel(**CONFIG).eval()
     model.load_state_dict(weights)
     asked = torch.arange(CLASSES).repeat_interleave(SAMPLES_A_CLASS)
     score = recognised(sample(model, asked, args.seed), asked)
     print(f"recognised {score:.3f} ({round(score * len(asked))}/{len(asked)})")
     args.out.mkdir(parents=True, exist_ok=True)
-    save_model(weights, args.out / "demo_dit.safetensors", args.seed, score)
+    facts = {"config": CONFIG, "scheduler": SCHEDULER, "pixels": PIXELS_TO_LATENT, "seed": args.seed}
+    facts |= {"steps": RECIPE["steps"], "recognised": score}
+    facts |= {"torch": torch.__version__, "diffusers": diffusers.__version__}
+    save_model("demo_dit", args.out, weights, facts)
 
 
 def to_latent(pixels: Tensor) -> Tensor:
@@ -99,9 +87,7 @@ def train_dit(pixels: Tensor, labels: Tensor, seed: int) -> nn.Module:
         shown_labels = labels[batch].masked_fill(unlabelled, NO_CLASS)
         return F.mse_loss(model(noisy, timestep=timesteps, class_labels=shown_labels).sample, clean)
 
-    average = copy.deepcopy(model).requires_grad_(False)
-    optimize(model, loss, RECIPE, 100, average)
-    return average.eval()
+    return trained(model, loss, RECIPE, 100)
 
 
 @torch.no_grad()
@@ -130,21 +116,6 @@ def recognised(latents: Tensor, labels: Tensor) -> float:
     pixels = (latents - PIXELS_TO_LATENT["offset"]) / PIXELS_TO_LATENT["scale"]
     logits = vit(pixels * PIXELS_TO_INPUT["scale"] + PIXELS_TO_INPUT["offset"])
     return (logits.argmax(dim=1) == labels).double().mean().item()
-
-
-def save_model(weights: dict[str, Tensor], path: Path, seed: int, share_recognised: float) -> None:
-    facts = {
-        "model": "demo_dit",
-        "config": CONFIG,
-        "scheduler": SCHEDULER,
-        "pixels": PIXELS_TO_LATENT,
-        "seed": seed,
-        "steps": RECIPE["steps"],
-        "recognised": share_recognised,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-    }
-    save_file(weights, path, metadata={"normscope": json.dumps(facts)})
 
 
 if __name__ == "__main__":

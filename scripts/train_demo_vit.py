@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -48,17 +49,12 @@ HELD_OUT, VALIDATION, SHIPPED = 360, 240, 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=EMBEDDED)
+    parser = options(__doc__)
     parser.add_argument(
         "--validate", action="store_true", help="leave 240 digits out of training, score them, write nothing"
     )
     parser.add_argument("--only", choices=["calibration"], help="write the digits to learn from, and nothing else")
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    args = parsed(parser)
     images, labels = load_pixels_and_labels()
     train, validation, held_out = split(len(images), args.seed)
 
@@ -76,9 +72,26 @@ def main() -> None:
     model = rounded_to_fp16(train_vit(images[everything_else], labels[everything_else], args.seed))
     score = accuracy(model, images[held_out], labels[held_out])
     print(f"held-out accuracy {score:.4f} ({round(score * HELD_OUT)}/{HELD_OUT})")
-    save_model(model, args.out / "demo_vit.safetensors", args.seed, score)
+    facts = {"config": CONFIG, "seed": args.seed, "steps": RECIPE["steps"], "held_out_accuracy": score}
+    save_model("demo_vit", args.out, model.state_dict(), facts | {"torch": torch.__version__, "timm": timm.__version__})
     shipped = held_out[balanced_choice(labels[held_out], args.seed)]
     save_digits(images[shipped], labels[shipped], args.out / "demo_vit_digits.safetensors")
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of every training script."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=EMBEDDED)
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; all computation is deterministic from here."""
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    return args
 
 
 def load_pixels_and_labels() -> tuple[Tensor, Tensor]:
@@ -133,19 +146,17 @@ def train_vit(pixels: Tensor, labels: Tensor, seed: int) -> nn.Module:
         batch = torch.randint(len(pixels), (RECIPE["batch_size"],), generator=generator)
         return F.cross_entropy(model(to_input(augment(pixels[batch], generator))), labels[batch])
 
-    average = copy.deepcopy(model).requires_grad_(False)
-    optimize(model, loss, RECIPE, 250, average)
-    return average.eval()
+    return trained(model, loss, RECIPE, 250)
 
 
-def optimize(
-    model: nn.Module,
-    loss_of_a_batch: Callable[[], Tensor],
-    recipe: Mapping[str, float],
-    report_every: int,
-    average: nn.Module | None = None,
-) -> None:
-    """Train by AdamW with a warmup, a cosine schedule and clipped gradients; update an average of the weights."""
+def trained(
+    model: nn.Module, loss_of_a_batch: Callable[[], Tensor], recipe: Mapping[str, float], report_every: int
+) -> nn.Module:
+    """Train by AdamW with a warmup, a cosine schedule and clipped gradients.
+
+    With ``ema_decay`` in the recipe, return an average of the weights.
+    """
+    average = copy.deepcopy(model).requires_grad_(False) if "ema_decay" in recipe else None
 
     def warmup_then_cosine(step: int) -> float:
         warmup, steps = recipe["warmup_steps"], recipe["steps"]
@@ -167,6 +178,7 @@ def optimize(
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
         if step % report_every == 0:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+    return (model if average is None else average).eval()
 
 
 def rounded_to_fp16(model: nn.Module) -> nn.Module:
@@ -178,18 +190,10 @@ def accuracy(model: nn.Module, pixels: Tensor, labels: Tensor) -> float:
     return (model(to_input(pixels)).argmax(dim=1) == labels).double().mean().item()
 
 
-def save_model(model: nn.Module, path: Path, seed: int, held_out_accuracy: float) -> None:
-    facts = {
-        "model": "demo_vit",
-        "config": CONFIG,
-        "seed": seed,
-        "steps": RECIPE["steps"],
-        "held_out_accuracy": held_out_accuracy,
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-    }
-    weights = {name: tensor.half() for name, tensor in model.state_dict().items()}
-    save_file(weights, path, metadata={"normscope": json.dumps(facts)})
+def save_model(name: str, folder: Path, weights: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write weights in half precision, with facts about them in the metadata."""
+    metadata = {"normscope": json.dumps({"model": name, **facts})}
+    save_file({key: tensor.half() for key, tensor in weights.items()}, folder / f"{name}.safetensors", metadata)
 
 
 def save_digits(pixels: Tensor, labels: Tensor, path: Path) -> None:

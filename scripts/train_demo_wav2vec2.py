@@ -5,11 +5,10 @@ versions: ``python scripts/train_demo_wav2vec2.py``. ``--only calibration`` writ
 nothing.
 """
 
-import argparse
 import io
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,18 +16,10 @@ import soundfile
 import torch
 import torch.nn.functional as F
 import torchaudio
-from make_speech import (
-    EMBEDDED,
-    INT16_TO_FLOAT,
-    SAMPLE_RATE,
-    Voice,
-    espeak_version,
-    refuse_unknown_variants,
-    synthesize,
-)
+from make_speech import INT16_TO_FLOAT, SAMPLE_RATE, Voice, espeak_version, refuse_unknown_variants, synthesize
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from train_demo_vit import optimize, rounded_to_fp16
+from train_demo_vit import options, parsed, rounded_to_fp16, save_model, trained
 
 LABELS = ["-", "|", "'", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]  # torchaudio's letters; the first is CTC's blank
 CONFIG = {
@@ -90,14 +81,9 @@ class Clip(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=EMBEDDED)
+    parser = options(__doc__)
     parser.add_argument("--only", choices=["calibration"], help="write the words to learn from, and nothing else")
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    args = parsed(parser)
     refuse_unknown_variants(VARIANTS_WITH_A_TWIN + VARIANTS_APART)
     args.out.mkdir(parents=True, exist_ok=True)
     calibration_path = args.out / "demo_wav2vec2_calibration.safetensors"
@@ -117,7 +103,10 @@ def main() -> None:
     for start in range(0, len(held_out), WORDS_A_VOICE):
         of_voice = held_out[start:][:WORDS_A_VOICE]
         print(f"  {of_voice[0].variant:<12} {accuracy(model, of_voice):.2f}")
-    save_model(model, args.out / "demo_wav2vec2.safetensors", args.seed, score)
+    facts = {"config": CONFIG, "labels": LABELS, "sample_rate": SAMPLE_RATE, "normalize_waveform": True}
+    facts |= {"seed": args.seed, "steps": RECIPE["steps"], "held_out_accuracy": score}
+    facts |= {"torch": torch.__version__, "torchaudio": torchaudio.__version__, "espeak-ng": espeak_version()}
+    save_model("demo_wav2vec2", args.out, model.state_dict(), facts)
     save_clips(shipped, args.out / "demo_wav2vec2_words.safetensors")
 
 
@@ -152,8 +141,7 @@ def train_wav2vec2(clips: Sequence[Clip], seed: int) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     model = torchaudio.models.wav2vec2_model(**CONFIG)
     batches = batches_of_like_length(clips, generator)
-    optimize(model, lambda: ctc_loss(model, next(batches)), RECIPE, 100)
-    return model.eval()
+    return trained(model, lambda: ctc_loss(model, next(batches)), RECIPE, 100)
 
 
 def batches_of_like_length(clips: Sequence[Clip], generator: torch.Generator) -> Iterator[list[Clip]]:
@@ -187,44 +175,14 @@ def recognized(model: nn.Module, waveform: Tensor) -> str:
     return "".join(LABELS[i] for i in letters if i != 0)
 
 
-def save_model(model: nn.Module, path: Path, seed: int, held_out_accuracy: float) -> None:
-    facts = {
-        "model": "demo_wav2vec2",
-        "config": CONFIG,
-        "labels": LABELS,
-        "sample_rate": SAMPLE_RATE,
-        "normalize_waveform": True,
-        "seed": seed,
-        "steps": RECIPE["steps"],
-        "held_out_accuracy": held_out_accuracy,
-        "torch": torch.__version__,
-        "torchaudio": torchaudio.__version__,
-        "espeak-ng": espeak_version(),
-    }
-    weights = {name: tensor.half() for name, tensor in model.state_dict().items()}
-    save_file(weights, path, metadata={"normscope": json.dumps(facts)})
-
-
 def save_clips(clips: Sequence[Clip], path: Path) -> None:
+    waveforms = torch.cat([clip.waveform for clip in clips])
     voices = list(dict.fromkeys(clip.variant for clip in clips))
-    tensors = {
-        "waveforms": torch.cat([clip.waveform for clip in clips]),
-        "lengths": torch.tensor([len(clip.waveform) for clip in clips]),
-        "speakers": torch.tensor([voices.index(clip.variant) for clip in clips]),
-    }
-    facts = {
-        "words": [clip.word for clip in clips],
-        "voices": voices,
-        "sample_rate": SAMPLE_RATE,
-        "scale": INT16_TO_FLOAT,
-        "normalize_waveform": True,
-    }
-    save_file(tensors, path, metadata={"normscope": json.dumps(facts)})
+    save_words(clips, voices, path, {"waveforms": waveforms}, {"scale": INT16_TO_FLOAT})
 
 
 def save_compact(clips: Sequence[Clip], path: Path) -> None:
-    """Write words with 8 bits a sample, each scaled to its own peak, one after the other in one FLAC stream."""
-    voices = sorted({clip.variant for clip in clips})
+    """Write words with 8 bits per sample, each scaled to its own peak, one after the other in one FLAC stream."""
     peaks = [int(clip.waveform.int().abs().max()) for clip in clips]
     coded = torch.cat([(clip.waveform.float() * 127 / peak).round() for clip, peak in zip(clips, peaks, strict=True)])
     stream = io.BytesIO()
@@ -232,17 +190,19 @@ def save_compact(clips: Sequence[Clip], path: Path) -> None:
     soundfile.write(stream, whole.numpy(), SAMPLE_RATE, format="FLAC", subtype="PCM_S8", compression_level=1.0)
     tensors = {
         "flac": torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8),
-        "lengths": torch.tensor([len(clip.waveform) for clip in clips]),
-        "speakers": torch.tensor([voices.index(clip.variant) for clip in clips]),
         "peaks": torch.tensor(peaks) * (INT16_TO_FLOAT * 128 / 127),  # of what soundfile reads as floats, 127/128
     }
-    facts = {
-        "words": [clip.word for clip in clips],
-        "voices": voices,
-        "sample_rate": SAMPLE_RATE,
-        "normalize_waveform": True,
-    }
-    save_file(tensors, path, metadata={"normscope": json.dumps(facts)})
+    save_words(clips, sorted({clip.variant for clip in clips}), path, tensors)
+
+
+def save_words(
+    clips: Sequence[Clip], voices: list[str], path: Path, tensors: dict[str, Tensor], facts: Mapping[str, float] = {}
+) -> None:
+    """Write tensors with the length, the speaker and the transcript of each clip."""
+    tensors["lengths"] = torch.tensor([len(clip.waveform) for clip in clips])
+    tensors["speakers"] = torch.tensor([voices.index(clip.variant) for clip in clips])
+    words = {"words": [clip.word for clip in clips], "voices": voices, "sample_rate": SAMPLE_RATE}
+    save_file(tensors, path, metadata={"normscope": json.dumps({**words, **facts, "normalize_waveform": True})})
 
 
 if __name__ == "__main__":

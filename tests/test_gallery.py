@@ -41,7 +41,7 @@ def document(model):
 
 
 def names_in(page):
-    """What a page says of itself, of its first capture, and of the first site in it."""
+    """Return the keys of a page, of its first capture and of the first site in it."""
     capture = page["captures"][0]
     return set(page), set(capture), set(capture["sites"][0])
 

@@ -1,4 +1,4 @@
-"""What benchmarks run of normscope, other tests cover."""
+"""Benchmarks run without coverage: other tests cover what they call."""
 
 import pytest
 
