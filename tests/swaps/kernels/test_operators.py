@@ -5,12 +5,9 @@ Where there is a GPU they run there, and Triton's kernels compute what is not fl
 
 import os
 import re
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -111,23 +108,6 @@ def test_fake_tensors_have_the_strides_of_real_ones(name, wanted):
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), shape=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_fake_strides_are_real_ones_for_any_view(data, shape):
-    order = data.draw(st.permutations(range(len(shape))))
-    steps = data.draw(st.tuples(*[st.integers(1, 2)] * len(shape)))
-    x = torch.zeros([size * step for size, step in zip(shape, steps, strict=True)])
-    x = x[tuple(slice(None, None, step) for step in steps)].permute(order)
-    behind = data.draw(st.integers(0, len(shape) - 1))
-    own = [torch.ones(1), None, torch.ones(x.shape[x.ndim - 1 - behind]), None]
-    real = operators.pointwise(x, *own, "isru", behind)
-    with FakeTensorMode() as mode:
-        x, one, weight = map(mode.from_tensor, (x, own[0], own[2]))
-        fake = operators.pointwise(x, one, None, weight, None, "isru", behind)
-    for size, one, other in zip(real.shape, real.stride(), fake.stride(), strict=True):
-        assert one == other or size == 1  # a stride that is never taken
-
-
 @everywhere
 @pytest.mark.parametrize("name", ["plain", "NCHW", "sliced"])
 @pytest.mark.parametrize("each", [False, True])
@@ -172,18 +152,6 @@ def test_autocast_changes_nothing(monkeypatch):
         # the curve of a bfloat16 input is approximate too, and moves some of the roundings.
         tolerance = 2**-5 if ON_GPU else 2**-6
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(("of_input", "of_parameters"), [(True, False), (False, True), (True, True)])
-def test_only_what_is_needed_is_asked_for(chosen, of_input, of_parameters):
-    layer = Derf(C).requires_grad_(of_parameters)
-    x = values(3, C, dtype=torch.float32).requires_grad_(of_input)
-    y = layer(x)
-    with mock.patch.object(operators, "pointwise_backward", wraps=operators.pointwise_backward) as asked:
-        y.sum().backward()
-    assert asked.call_args.args[-2:] == (of_input, of_parameters)
-    assert (x.grad is not None) == of_input
-    assert all((part.grad is not None) == of_parameters for part in layer.parameters())
 
 
 @pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
@@ -292,15 +260,6 @@ def test_forward_mode_is_plain_torchs(monkeypatch, curve, frozen, asked):
     with pytest.raises(UsageError, match=r"no forward-mode derivative.*NORMSCOPE_KERNELS=eager"):
         asked(layer, x)
     assert layer(x).shape == x.shape
-
-
-@everywhere
-def test_in_forward_mode_what_has_no_tangent_goes_on(monkeypatch, curve):
-    monkeypatch.setattr(module, "by_kernels", lambda *_: True)
-    layer, x = PointwiseFunction(curve, C).double(), values(3, C)
-    expected = layer(x)
-    with forward_ad.dual_level():
-        assert torch.equal(layer(x), expected)
 
 
 def by_is_grads_batched(y, x, each):
