@@ -27,19 +27,19 @@ from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged, warmed
 from normscope.swaps.bench.whole_network import (
     ModelBench,
-    Norm,
     NormBench,
     Only,
     Variant,
     commonest,
     compiled,
     computed,
+    distinct,
     every,
     variants,
 )
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
-from normscope.swaps.replace import module_at
+from normscope.swaps.replace import model_tensor, module_at
 from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Case, Latency, Norms, Passes, PublishedReport
 
 CURVES = ("dyt", "dyisru", "derf")
@@ -118,7 +118,7 @@ def bench(
     '1 sample of 64 held-out digits'
     """
     model, batch, about, outputs = _first_batch(model, batch, about, outputs)
-    tensor = _tensor_of(model)
+    tensor = model_tensor(model, torch.empty(0))
     chosen = _dtypes(dtypes, full, tensor)
     budget = (math.inf if full else BUDGET) if budget is None else budget
     inner = uncompiled(model)
@@ -175,11 +175,10 @@ def bench(
 def _first_batch(
     model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
 ) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
-    """Return the module, a batch to time it on, a description of both, and the outputs' reader."""
     module, batches, described, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
     if batch is None:
         batch = next(iter(batches))
-        batch = batch.first_sample() if _tensor_of(module).device.type == "cpu" else batch
+        batch = batch.first_sample() if model_tensor(module).device.type == "cpu" else batch
         described["data"] = f"{count(len(batch.samples), 'sample')} of {described['data']}"
     return module, batch, described, outputs
 
@@ -252,16 +251,9 @@ def _dtypes(names: Sequence[str] | None, full: bool, of_network: Tensor) -> list
     return [torch.bfloat16 if on_gpu else of_network.dtype]
 
 
-def _tensor_of(model: nn.Module) -> Tensor:
-    """Return a tensor on the network's device and in its dtype."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.detach() for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
-
-
 TOKENS, PASSES_TIMED = 4096, 100
-_GB = 1e9
-# 6.74 billion weights of two bytes; their gradients, and the activations that a backward pass of 4096 tokens needs.
-_NEEDED: dict[Passes, float] = {"forward": 16 * _GB, "forward + backward": 70 * _GB}
+# GB for 6.74 billion weights of two bytes; their gradients, and the activations of a backward pass of 4096 tokens.
+_NEEDED: dict[Passes, int] = {"forward": 16, "forward + backward": 70}
 _NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
 
 
@@ -276,12 +268,12 @@ def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
             f"The published table is not repeated on the {device.type}: LLaMA 7B takes 13.5 GB of weights and "
             f"{PASSES_TIMED} passes over {TOKENS} tokens, which are hours without CUDA."
         )
-    memory, needed = torch.cuda.get_device_properties(device).total_memory, _NEEDED[passes]
+    memory, needed = torch.cuda.get_device_properties(device).total_memory / 1e9, _NEEDED[passes]
     if memory >= needed:
         return None
     return (
-        f"The published table's passes {passes} are not run: they need {needed / _GB:.0f} GB for 13.5 GB of weights"
-        f" and what else a pass over {TOKENS} tokens keeps, and the device has {memory / _GB:.0f} GB."
+        f"The published table's passes {passes} are not run: they need {needed} GB for 13.5 GB of weights"
+        f" and what else a pass over {TOKENS} tokens keeps, and the device has {memory:.0f} GB."
     )
 
 
@@ -324,10 +316,6 @@ def published(
     with left_as_found(model, timed=True), compilations():
         report = find_norms(model, batch)
         candidates = [each for each in variants(model, report.sites, curves) if each.name in (NATIVE, *curves)]
-        alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-        for site in report.sites:
-            alike.setdefault((site.kind, tuple(report.shapes[site.name])), []).append(site.name)
-        norms = [Norm(names[0], kind, shape, len(names)) for (kind, shape), names in alike.items()]
         shapes = {site.name: tuple(report.shapes[site.name]) for site in report.sites}
         whole = ModelBench(model, batch, outputs or Outputs(), candidates, shapes, True)
         if not whole.fused:
@@ -345,7 +333,7 @@ def published(
                 placed = Variant(variant.name, {name: compiled(module) for name, module in modules.items()})
             layer = 0.0
             with computed(way):
-                for norm in norms:
+                for norm in distinct(report):
                     alone = NormBench(model, [variant], norm, where.detach())
                     layer += alone.seconds(variant.name, way, passes, n_passes) * norm.sites
                 rows.append(Latency(variant.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))

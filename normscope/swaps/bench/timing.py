@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -38,19 +38,12 @@ _BLOCK_SECONDS = 0.02  # of a sample of something short: a hundred times what a 
 
 @dataclass(frozen=True)
 class TimeQuantiles:
-    """Measured durations, in seconds.
+    """Quantiles of durations, in seconds; of few samples, the interval from p20 to p80 spans all."""
 
-    Attributes:
-        minimum: of the samples: with the least of what else the machine did.
-        median: of them.
-        p20: quantile 0.2, or the sample below it.
-        p80: quantile 0.8, or the sample above it: of few samples the interval is the whole of them.
-    """
-
-    minimum: float
+    minimum: float  # the sample that other work on the machine affected least
     median: float
-    p20: float
-    p80: float
+    p20: float  # or the sample below it
+    p80: float  # or the sample above it
 
 
 def spread(samples: Sequence[float]) -> TimeQuantiles:
@@ -144,25 +137,18 @@ def in_turns(
     return samples
 
 
-_CALLS = 200  # of one replay
-_REPLAYS = 10
-_LEAST_SETS = 4
-_CACHES = 4  # so many times the L2 cache the buffers are together
-
 Buffers = TypeVar("Buffers")
 
 
 def flushed(run: Run, milliseconds: int = 100) -> list[float]:
-    """Time calls by triton.testing.do_bench, which clears the L2 cache before each: seconds, a sample a call.
+    """Time calls by triton.testing.do_bench, which clears the L2 cache before each: seconds, one sample per call.
 
-    Args:
-        run: what is timed.
-        milliseconds: that all calls together take, about; a quarter of them more to warm up.
+    All calls together take about ``milliseconds``, after a warm-up of a quarter of that.
     """
     from triton.testing import do_bench
 
     times = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
-    return [one / 1e3 for one in times]
+    return [time / 1e3 for time in times]
 
 
 def sets_beyond_cache(nbytes: int, cache: int) -> int:
@@ -171,34 +157,29 @@ def sets_beyond_cache(nbytes: int, cache: int) -> int:
     >>> sets_beyond_cache(50_000_000, 60_000_000), sets_beyond_cache(1_000_000_000, 60_000_000)
     (5, 4)
     """
-    return max(_LEAST_SETS, math.floor(_CACHES * cache / nbytes) + 1)
-
-
-def cache_of(device: torch.device) -> int:
-    """Return the size of a CUDA device's L2 cache in bytes."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return max(4, math.floor(4 * cache / nbytes) + 1)
 
 
 def replayed(
     run: Callable[[Buffers], object],
     sets: Sequence[Buffers],
-    number: int = _REPLAYS,
+    number: int = 10,
     *,
-    calls: int = _CALLS,
+    calls: int = 200,
     stream: torch.cuda.Stream | None = None,
 ) -> list[float]:
     """Time the replays of one CUDA graph of about 200 calls: seconds a call, a sample a replay.
 
-    No launch from Python is timed. Each call takes the next of the buffer sets, and what it returns is kept until that
-    set's next turn, so that neither what it reads nor what it writes is still in the cache.
+    No launch from Python is timed. Each call takes the next of the buffer sets, and its result is kept until that set's
+    next turn, so that neither inputs nor outputs are still in the cache.
 
     Args:
-        run: what is timed, of a buffer set.
-        sets: as many as :func:`sets_beyond_cache` says.
+        run: the timed function of a buffer set.
+        sets: as many as :func:`sets_beyond_cache` returns.
         number: of replays.
-        calls: of one replay; a few more where they are no multiple of the sets.
-        stream: that the calls are captured on; a new one without. A backward pass runs on the stream of its forward
-            pass, and can only be captured on that.
+        calls: of one replay, rounded up to a multiple of the sets.
+        stream: captures the calls; by default a new one. A backward pass can only be captured on the stream of its
+            forward pass.
     """
     aside: torch.cuda.Stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
@@ -231,17 +212,10 @@ _TENSORS: dict[Passes, int] = {"forward": 2, "forward + backward": 4}
 
 @dataclass(frozen=True)
 class Measured:
-    """The samples of a case.
-
-    Attributes:
-        case: what was timed.
-        samples: in seconds; none where it did not run.
-        compile_seconds: as of :class:`Timing`.
-        note: as of :class:`Timing`.
-    """
+    """The samples of a case, in seconds; none if it did not run."""
 
     case: Case
-    samples: Sequence[float] = field(default=())
+    samples: tuple[float, ...] = ()
     compile_seconds: float | None = None
     note: str = ""
 
@@ -272,8 +246,8 @@ def _timing(row: Measured) -> Timing:
     times, nbytes = spread(row.samples), row.case.nbytes
     # The identity is an empty CUDA graph, whose replays a clock may not see.
     rate = None if nbytes is None or times.median == 0 else nbytes / times.median / 1e9
-    seconds, samples = dataclasses.asdict(times), tuple(row.samples)
-    return Timing(**case, **seconds, samples=samples, gb_per_s=rate, compile_seconds=row.compile_seconds, note=row.note)
+    values = {**case, **vars(times), "samples": tuple(row.samples), "gb_per_s": rate}
+    return Timing(**values, compile_seconds=row.compile_seconds, note=row.note)
 
 
 def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], float | None]) -> Timing:
