@@ -67,10 +67,9 @@ def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ())
     try:
         target = _target_folder(path, files, also)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
-        ) as at:
-            partial, old = Path(at, "new"), Path(at, "old")
+        around = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True)
+        with around as aside:
+            partial, old = Path(aside, "new"), Path(aside, "old")
             partial.mkdir()
             yield partial
             for file in partial.iterdir():
