@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -193,8 +194,9 @@ def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
         call.run()
     finally:
         compiled._run = launcher
-    pointers = {name: value for name, value in call.arguments.items() if value is None or isinstance(value, Tensor)}
-    behind = tuple(value for name, value in call.arguments.items() if name not in pointers)
+    is_pointer = [value is None or isinstance(value, Tensor) for value in call.arguments.values()]
+    pointers = dict(itertools.islice(call.arguments.items(), (*is_pointer, False).index(False)))
+    behind = tuple(call.arguments.values())[len(pointers) :]
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
     grid, active = (*call.grid, 1, 1)[:3], _triton()[2].active
     stream = active.get_current_stream(active.get_current_device())
