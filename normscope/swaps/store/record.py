@@ -26,45 +26,27 @@ _MOST_AXES = 8
 
 @dataclass(frozen=True)
 class SwappedSite:
-    """Replacement of one norm, as stored.
+    """Replacement of one norm, as stored; other fields are as of :class:`normscope.PointwiseFunction`."""
 
-    Attributes:
-        name: module path.
-        norm: full class name of the replaced norm.
-        curve: name of f; ``NAME=FORMULA`` for a formula; ``free``, whose table is among the tensors; or ``rmsnorm``.
-        normalized_shape: sizes of the channel axes.
-        channel_axis: the channel axis.
-        per_channel: each channel has its own α.
-        shift: there is an s.
-        elementwise_affine: each channel has its own weight.
-        bias: there is a bias.
-        activated: an activation follows, as in the norm's class.
-        eps: of ``rmsnorm``; otherwise None.
-        keeps: strides that the output takes over from the input, see :class:`normscope.PointwiseFunction`.
-    """
-
-    name: str
-    norm: str
-    curve: str
+    name: str  # module path
+    norm: str  # full class name of the replaced norm
+    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; or ``rmsnorm``
     normalized_shape: tuple[int, ...]
     channel_axis: int
-    per_channel: bool
+    per_channel: bool  # each channel has its own α
     shift: bool
     elementwise_affine: bool
     bias: bool
-    activated: bool
-    eps: float | None
+    activated: bool  # an activation follows, as in the norm's class
+    eps: float | None  # of ``rmsnorm``; otherwise None
     keeps: str = "none"
 
 
 @dataclass(frozen=True)
 class KeptNorm:
-    """A norm that was not replaced, with the median output error it decides.
+    """A norm that was not replaced, with the median output error if it is swapped or kept.
 
-    Attributes:
-        name: module path.
-        swapped: the error if it is replaced too, with the norms before it in the list kept; None where not finite.
-        kept: the error with it kept as well.
+    The norms before it in the list are kept for both errors, which are None if not finite.
     """
 
     name: str
@@ -74,33 +56,19 @@ class KeptNorm:
 
 @dataclass(frozen=True)
 class SwapRecord:
-    """Record of a swap: its replacements, its network and the data it was fitted to.
+    """Record of a swap: its replacements, its network and the data it was fitted to."""
 
-    Attributes:
-        model: the name that :func:`normscope.load` takes.
-        weights: the resolved checkpoint and revision of the network before the swap.
-        data: what the start values were learned from.
-        func: the requested curve, ``free``, ``best`` or ``rmsnorm``.
-        init: the swap initialization, or None.
-        healed: number of healing steps; None for none.
-        sha256: of the file of tensors.
-        versions: of Python and the libraries.
-        tied: second names of tensors, which are written once.
-        sites: the replacements.
-        kept: norms that were chosen to be kept, the most valuable first; None if there was no choice.
-    """
-
-    model: str
-    weights: str
-    data: str
-    func: str
-    init: str | None
-    healed: int | None
-    sha256: str
-    versions: Mapping[str, str]
-    tied: Mapping[str, str]
+    model: str  # the name that :func:`normscope.load` takes
+    weights: str  # the resolved checkpoint and revision of the network before the swap
+    data: str  # from which the start values were learned
+    func: str  # the requested curve, ``free``, ``best`` or ``rmsnorm``
+    init: str | None  # the swap initialization
+    healed: int | None  # number of healing steps
+    sha256: str  # of the file of tensors
+    versions: Mapping[str, str]  # of Python and the libraries
+    tied: Mapping[str, str]  # second names of tensors, which are written once
     sites: tuple[SwappedSite, ...]
-    kept: tuple[KeptNorm, ...] | None = None
+    kept: tuple[KeptNorm, ...] | None = None  # the norms that were chosen to be kept, the most valuable first
 
     @property
     def description(self) -> str:
@@ -156,7 +124,6 @@ def read_record(folder: str | Path) -> SwapRecord:
 
 
 def damaged(folder: Path, why: str) -> ModelError:
-    """Error for a saved swap that is not as it was written."""
     return ModelError(f"The swap in {folder} is damaged: {why}.")
 
 
