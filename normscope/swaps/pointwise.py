@@ -107,13 +107,13 @@ class PointwiseFunction(nn.Module):
             return of_each(self, input)
         if self.keeps != "all":
             input = with_strides_kept(input, self.keeps)
-        own: dict[str, Any] = self._parameters
+        stored: dict[str, Any] = self._parameters
         curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
         # As attributes nn.Module finds them last, and where they are parametrized they are nothing else.
-        alpha = own["alpha"] if "alpha" in own else self.alpha  # noqa: SIM401
-        shift = own["shift"] if "shift" in own else self.shift  # noqa: SIM401
-        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
-        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
+        alpha = stored["alpha"] if "alpha" in stored else self.alpha  # noqa: SIM401
+        shift = stored["shift"] if "shift" in stored else self.shift  # noqa: SIM401
+        weight = stored["weight"] if "weight" in stored else self.weight  # noqa: SIM401
+        bias = stored["bias"] if "bias" in stored else self.bias  # noqa: SIM401
         parameters = (alpha, shift, weight, bias)
         output = None
         if not torch.compiler.is_dynamo_compiling():

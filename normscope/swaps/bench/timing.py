@@ -94,10 +94,10 @@ def warmed(run: Callable[[], Result], device: torch.device, clock: Callable[[], 
         run()
         torch.cuda.synchronize(device)
     begun = clock()
-    made = run()
+    result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return made, clock() - begun
+    return result, clock() - begun
 
 
 def in_turns(

@@ -66,7 +66,7 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
     asked = split_names(curves) if isinstance(curves, str) else curves
     names = dict.fromkeys((RMS_NORM, IDENTITY, *(name.strip().lower() for name in asked)))
     names.pop(NATIVE, None)
-    made = [Variant(NATIVE, {})]
+    result = [Variant(NATIVE, {})]
     for name in names:
         modules: dict[str, nn.Module] = {}
         reasons: list[str] = []
@@ -76,8 +76,8 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
             except ModelError as error:
                 reasons.append(str(error))
         note = f"{len(reasons)} of {len(sites)} norms left as they are: {reasons[0]}" if reasons else ""
-        made.append(Variant(name, modules, note))
-    return made
+        result.append(Variant(name, modules, note))
+    return result
 
 
 def compiled(module: nn.Module) -> nn.Module:

@@ -209,9 +209,9 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
     torch's threads; the result is the same to the bit whatever their number. ``curve`` is ``tanh``, ``isru`` or
     ``erf``; ``behind`` counts the axes of x after the channels.
 
-    >>> one = torch.ones(1)
+    >>> alpha = torch.ones(1)
     >>> with torch.no_grad():
-    ...     pointwise(torch.tensor([[0.75, -3e38]]), Parameters(one, None, torch.tensor([1.0, 2.0]), None), "isru", 0)
+    ...     pointwise(torch.tensor([[0.75, -3e38]]), Parameters(alpha, None, torch.tensor([1.0, 2.0]), None), "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
     parts = (parameters.alpha, parameters.shift, parameters.weight, parameters.bias)

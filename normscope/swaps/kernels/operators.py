@@ -40,8 +40,8 @@ def pointwise(
     Raises:
         UsageError: if parameters have other channels or another device, or ``NORMSCOPE_KERNELS`` cannot be met.
 
-    >>> one = torch.ones(1)
-    >>> pointwise(torch.tensor([[0.75, -3e38]]), one, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
+    >>> alpha = torch.ones(1)
+    >>> pointwise(torch.tensor([[0.75, -3e38]]), alpha, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
     parameters = Parameters(alpha, shift, weight, bias)
@@ -75,10 +75,10 @@ def pointwise_backward(
     """
     parameters = Parameters(alpha, shift, weight, bias)
     _check_shape(dy, x)
-    wanted = (of_input, *[of_parameters] * len(vars(parameters)))
+    needed = (of_input, *[of_parameters] * len(vars(parameters)))
     gradients: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
-        gradients = _launching().backward(dy, x, parameters, curve, behind, wanted)
+        gradients = _launching().backward(dy, x, parameters, curve, behind, needed)
     else:
         parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
@@ -87,8 +87,8 @@ def pointwise_backward(
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         gradients = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
     return [
-        x.new_empty(0) if gradient is None or not needed else gradient
-        for gradient, needed in zip(gradients, wanted, strict=True)
+        x.new_empty(0) if gradient is None or not asked else gradient
+        for gradient, asked in zip(gradients, needed, strict=True)
     ]
 
 
@@ -106,8 +106,8 @@ def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
     _check_shape(dy, x)
     Parameters(*parameters).channel_axes(x, behind)
     by_x = torch.empty_like(x) if of_input else x.new_empty(0)
-    wanted = [part if of_parameters else None for part in parameters]
-    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in wanted)]
+    needed = [part if of_parameters else None for part in parameters]
+    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in needed)]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
@@ -142,8 +142,8 @@ def back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         raise _not_by_kernels("batched gradients (vmap, is_grads_batched=True)")
     of_input, *of_each = ctx.needs_input_grad[:5]
     gradients = pointwise_backward(dy, *ctx.saved_tensors, ctx.curve, ctx.behind, of_input, any(of_each))
-    wanted = zip(gradients, (of_input, *of_each), strict=True)
-    return (*(gradient if needed else None for gradient, needed in wanted), None, None)
+    selected = zip(gradients, (of_input, *of_each), strict=True)
+    return (*(gradient if needed else None for gradient, needed in selected), None, None)
 
 
 pointwise.register_autograd(back, setup_context=_save)
