@@ -195,59 +195,54 @@ def test_the_folder_appears_whole_or_not_at_all(folder, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == ["swap"]
 
 
-def test_folders_that_are_none(folder, tmp_path):
-    with pytest.raises(ModelError, match=r"There is no swap in .*nothing: no swap\.json"):
-        restored(trained(tokens), tmp_path / "nothing")
-    (folder / "swap.json").write_text('{"format": "another"}')
-    with pytest.raises(ModelError, match="is no swap's"):
-        restored(trained(tokens), folder)
-    (folder / "swap.json").unlink()
-    os.mkfifo(folder / "swap.json")  # which whoever opens it would wait at
-    with pytest.raises(ModelError, match="is no regular file"):
-        restored(trained(tokens), folder)
-
-
-@pytest.mark.parametrize("keep", [0, 4, 200, -1])
-def test_truncated_tensors(folder, keep):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ModelError, match=r"is damaged: model\.safetensors is not the file"):
-        restored(trained(tokens), folder)
-    path.unlink()
-    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
-        restored(trained(tokens), folder)
-
-
 def edited(folder, change):
     document = json.loads((folder / "swap.json").read_text())
     change(document)
     (folder / "swap.json").write_text(json.dumps(document if document["seal"] == "0" else sealed(document)))
-    return folder
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda swap: swap.update(seal="0"), r"swap\.json does not hold what was written"),
-        (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
-        (lambda swap: swap.pop("sites"), "the sites of a swap is missing"),
-        (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
-        (lambda swap: swap["sites"][0].update(name="5"), "something at 5, where this Sequential has no module"),
-        (lambda swap: swap["sites"][0].update(name="0"), "replaced a LayerNorm at 0, where this network has a Linear"),
-        (lambda swap: swap["sites"][0].update(curve="tanhh"), "There is no curve 'tanhh'. Did you mean 'tanh'"),
-        (lambda swap: swap["sites"][0].update(curve="f=__import__('os')"), "is not understood at column"),
-        (lambda swap: swap["sites"][0].update(curve="free"), "the table of 1 is no function"),
-        (lambda swap: swap["sites"][0].update(activated=True), "activates at 1, where a LayerNorm does not"),
-        (lambda swap: swap["sites"][0].update(normalized_shape=[2**40]), r"1.weight is \(8,\), not \(1099511627776,\)"),
-        (lambda swap: swap["sites"].pop(), r"does not fit this Sequential: 3.alpha is not in the network"),
-        (lambda swap: swap["tied"].update({"x": "y"}), "x cannot be y under another name"),
-    ],
-)
-def test_a_folder_that_does_not_fit(folder, change, said):
+def cut(folder, size):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def unopened(folder):
+    (folder / "swap.json").unlink()
+    os.mkfifo(folder / "swap.json")  # opening it would wait
+
+
+EDITS = [
+    (lambda swap: swap.update(seal="0"), r"swap\.json does not hold what was written"),
+    (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
+    (lambda swap: swap.pop("sites"), "the sites of a swap is missing"),
+    (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
+    (lambda swap: swap["sites"][0].update(name="5"), "something at 5, where this Sequential has no module"),
+    (lambda swap: swap["sites"][0].update(name="0"), "replaced a LayerNorm at 0, where this network has a Linear"),
+    (lambda swap: swap["sites"][0].update(curve="tanhh"), "There is no curve 'tanhh'. Did you mean 'tanh'"),
+    (lambda swap: swap["sites"][0].update(curve="f=__import__('os')"), "is not understood at column"),
+    (lambda swap: swap["sites"][0].update(curve="free"), "the table of 1 is no function"),
+    (lambda swap: swap["sites"][0].update(activated=True), "activates at 1, where a LayerNorm does not"),
+    (lambda swap: swap["sites"][0].update(normalized_shape=[2**40]), r"1.weight is \(8,\), not \(1099511627776,\)"),
+    (lambda swap: swap["sites"].pop(), r"does not fit this Sequential: 3.alpha is not in the network"),
+    (lambda swap: swap["tied"].update({"x": "y"}), "x cannot be y under another name"),
+]
+FILES = [
+    (lambda folder: (folder / "swap.json").write_text('{"format": "another"}'), "is no swap's"),
+    (lambda folder: (folder / "swap.json").unlink(), r"There is no swap in .*: no swap\.json"),
+    (unopened, "is no regular file"),
+    (lambda folder: (folder / "model.safetensors").unlink(), r"has no model\.safetensors"),
+    *[(lambda folder, size=size: cut(folder, size), r"model\.safetensors is not the file") for size in (0, 4, 200, -1)],
+    *[(lambda folder, change=change: edited(folder, change), fragment) for change, fragment in EDITS],
+]
+
+
+@pytest.mark.parametrize(("change", "fragment"), FILES)
+def test_a_folder_that_is_damaged_or_does_not_fit(folder, change, fragment):
     model = trained(tokens)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ModelError, match=said):
-        restored(model, edited(folder, change))
+    change(folder)
+    with pytest.raises(ModelError, match=fragment):
+        restored(model, folder)
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
