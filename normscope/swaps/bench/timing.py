@@ -108,17 +108,10 @@ def in_turns(
     until: float = math.inf,
     now: Callable[[], float] = time.monotonic,
 ) -> dict[Name, list[float]]:
-    """Take samples of several things in rounds, each round beginning with another of them.
+    """Sample in rounds, each of which begins with another sampler; return the samples by name.
 
-    Args:
-        samplers: what to sample, by name.
-        at_least: rounds, whatever the time.
-        at_most: rounds, whatever time is left.
-        until: no further round begins that would end after this, as the longest so far took.
-        now: the clock of ``until``.
-
-    Returns:
-        The samples by name, in the order of ``samplers``.
+    After ``at_least`` rounds, no round begins that would end after ``until`` on the clock ``now`` if it took as long as
+    the longest.
 
     >>> in_turns({"a": lambda: [1.0], "b": lambda: [2.0, 3.0]}, at_least=2, at_most=2)
     {'a': [1.0, 1.0], 'b': [2.0, 3.0, 2.0, 3.0]}
@@ -221,9 +214,7 @@ class Measured:
 
 
 def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
-    """Bytes that a norm alone has to move at least: x and y forward, x, y, dy and dx forward + backward.
-
-    Each is counted once, though a backward pass on its own reads x again: what is shared by all ways to compute it.
+    """Return the least bytes that a norm moves: x and y forward, x, y, dy and dx forward + backward, each once.
 
     >>> bytes_moved("forward", 1000, 4), bytes_moved("forward + backward", 1000, 2)
     (8000, 8000)
@@ -232,7 +223,7 @@ def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
 
 
 def judged(measured: Sequence[Measured]) -> list[Timing]:
-    """Set each row beside the native norm's and the copy's of the same run."""
+    """Compare each row with the native norm and the copy of the same run."""
     plain = {row.case: _timing(row) for row in measured}
     copies = {(case.dtype, case.timer): row.gb_per_s for case, row in plain.items() if case.variant == COPY}
     natives = {_setting(case): row for case, row in plain.items() if case.variant == NATIVE}

@@ -120,11 +120,7 @@ def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes, way: Way
 
 @contextlib.contextmanager
 def computed(way: Way) -> Iterator[None]:
-    """Context in which networks are computed in a way.
-
-    Kernels compute point-wise functions if the way is fused, otherwise plain torch. Compiled parts run as compiled if
-    the way is, otherwise eagerly. A compiled network calls kernels only on request.
-    """
+    """Context in which networks are computed in a way: by kernels if it is fused, and compiled if it says so."""
     with contextlib.ExitStack() as choices:
         if way not in FUSED:
             choices.enter_context(choice.plain_torch())
@@ -136,7 +132,7 @@ def computed(way: Way) -> Iterator[None]:
 
 
 def require_gradients(module: nn.Module) -> list[torch.Tensor]:
-    """Let every parameter require gradients, and return them."""
+    """Make every parameter require gradients, and return the parameters."""
     return [parameter.requires_grad_() for parameter in module.parameters() if parameter.is_floating_point()]
 
 
