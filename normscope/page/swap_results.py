@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from normscope.errors import DataError, UsageError
-from normscope.runtime.records import checked, is_count, is_text
+from normscope.runtime.records import checked
 from normscope.swaps.reports import BenchReport, DriftReport
 
 SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | BenchReport] | Mapping[str, Any]"
@@ -17,31 +16,17 @@ SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | Ben
 _MOST_BYTES = 2**28  # of a file
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value))
-
-
-def _is_text_or_none(value: Any) -> bool:
-    return value is None or is_text(value)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-_QUANTILES = dict.fromkeys(("p10", "p50", "p90"), _is_number)
-_DRIFT: dict[str, Callable[[Any], bool]] = {
-    **{"func": is_text, "init": is_text, "sites": _is_list, "rows": _is_list, "no_quality": is_text},
+_NUMBER = float | None
+_QUANTILES = dict.fromkeys(("p10", "p50", "p90"), _NUMBER)
+_DRIFT = {"func": str, "init": str, "sites": tuple[str, ...], "rows": list, "no_quality": str}
+_ROW = {
+    **{"swapped": str, "site": str | None, "at": str, "part": str, "sites_swapped": int},
+    **{"inputs": int, "nonfinite": int, "top1": _NUMBER},
 }
-_ROW: dict[str, Callable[[Any], bool]] = {
-    **{"swapped": is_text, "site": _is_text_or_none, "at": is_text, "part": is_text, "sites_swapped": is_count},
-    **{"inputs": is_count, "nonfinite": is_count, "top1": _is_number},
-}
-_QUALITY: dict[str, Callable[[Any], bool]] = {"name": is_text, "over": is_text}
-_TIMING: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("variant", "way", "scope", "passes", "dtype", "verdict", "note"), is_text),
-    **dict.fromkeys(("minimum", "median", "p20", "p80", "gb_per_s", "share_of_copy", "ratio"), _is_number),
-    "shape": _is_list,
+_TIMING = {
+    **dict.fromkeys(("variant", "way", "scope", "passes", "dtype", "verdict", "note"), str),
+    **dict.fromkeys(("minimum", "median", "p20", "p80", "gb_per_s", "share_of_copy", "ratio"), _NUMBER),
+    "shape": list,
 }
 _ABOUT = ("model", "weights", "data")
 
@@ -102,9 +87,7 @@ def _checked(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _drift(report: Any) -> dict[str, Any]:
-    held = checked(_mapping(report, "drift"), _DRIFT, "drift")
-    if not all(map(is_text, held["sites"])):
-        raise ValueError("the sites of a drift are no names")
+    held = checked(report, _DRIFT, "drift")
     quality = report.get("quality")
     return {
         **held,
@@ -115,30 +98,24 @@ def _drift(report: Any) -> dict[str, Any]:
 
 
 def _row(row: Any) -> dict[str, Any]:
-    held = checked(_mapping(row, "row of a drift"), _ROW, "row of a drift")
-    spread = {
-        name: checked(_mapping(row.get(name), f"{name} of a row"), _QUANTILES, name)
-        for name in ("relative_l2", "cosine")
-    }
-    return held | spread
+    held = checked(row, _ROW, "row of a drift")
+    return held | {name: checked(row.get(name), _QUANTILES, f"{name} of a row") for name in ("relative_l2", "cosine")}
 
 
 def _quality(quality: Any) -> dict[str, Any]:
-    held = checked(_mapping(quality, "quality"), _QUALITY, "quality")
-    scores = {}
-    for network, score in _mapping(quality.get("scores"), "scores of a quality").items():
-        value = checked(_mapping(score, "score"), {"value": _is_number}, "score")["value"]
-        interval = score.get("interval")
-        if interval is not None and not (_is_list(interval) and len(interval) == 2 and all(map(_is_number, interval))):
-            raise ValueError(f"the interval of a score is {interval!r:.60}")
-        scores[str(network)] = {"value": value, "interval": interval}
+    held = checked(quality, {"name": str, "over": str}, "quality")
+    types = {"value": _NUMBER, "interval": tuple[_NUMBER, _NUMBER] | None}
+    scores = {
+        str(network): checked({"interval": None, **_mapping(score, "score")}, types, "score")
+        for network, score in _mapping(quality.get("scores"), "scores of a quality").items()
+    }
     return held | {"scores": scores, "higher_is_better": quality.get("higher_is_better") is not False}
 
 
 def _speed(report: Any) -> dict[str, Any]:
-    held = checked(_mapping(report, "speed"), {"device": is_text, "rows": _is_list, "left_out": _is_list}, "speed")
-    rows = [checked(_mapping(row, "timing"), _TIMING, "timing") for row in held["rows"]]
-    left_out = [line for line in held["left_out"] if is_text(line)]
+    held = checked(report, {"device": str, "rows": list, "left_out": list}, "speed")
+    rows = [checked(row, _TIMING, "timing") for row in held["rows"]]
+    left_out = [line for line in held["left_out"] if isinstance(line, str)]
     return {**held, "left_out": left_out, "rows": rows, "about": _about(report.get("about", {}))}
 
 

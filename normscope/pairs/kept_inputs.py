@@ -16,7 +16,7 @@ from normscope.inputs.previews import Preview
 from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import FloatGrid
-from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
+from normscope.runtime.records import checked, converted, is_shape
 
 Previews = Callable[[Batch, int], Preview | None]
 _Key = tuple[str, str, int]
@@ -215,43 +215,28 @@ def rebuilt(
     return [_rebuilt(number, entry, sites, tensors) for number, entry in enumerate(entries)]
 
 
-_SHOWN = ("size", "along_width", "length", "words", "note")
 _DRAWN = ("pixels", "envelope")
-_SAMPLE_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "source": is_text,
-    "source_index": is_int,
-    "index": is_int,
-    "data": is_text,
-    "label": lambda value: value is None or isinstance(value, (int, float, str)),
-}
-_PREVIEW_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "size": lambda value: (
-        isinstance(value, tuple) and len(value) == 2 and all(is_count(n) and n < 2**20 for n in value)
-    ),
-    "along_width": is_bool,
-    "length": is_count,
-    "words": lambda value: isinstance(value, tuple) and all(map(is_text, value)),
-    "note": is_text,
-}
+_SHOWN = {"size": tuple[int, int], "along_width": bool, "length": int, "words": tuple[str, ...], "note": str}
 
 
 def _rebuilt(
     number: int, entry: Mapping[str, Any], sites: Sequence[NormSite], tensors: Mapping[str, Tensor]
 ) -> KeptInput:
-    sample = Sample(**checked(entry["sample"], _SAMPLE_FIELDS, "sample"))
-    if not is_text(entry["part"]):
-        raise ValueError(f"the part of an input is {entry['part']!r}")
-    shown = {name: tuple(entry[name]) if isinstance(entry[name], list) else entry[name] for name in _SHOWN}
+    sample = converted(Sample, entry["sample"], "sample")
+    part: str = checked(entry, {"part": str}, "kept input")["part"]
+    shown = checked(entry, _SHOWN, "kept input")
+    if min(shown["size"]) < 0 or max(shown["size"]) >= 2**20 or shown["length"] < 0:
+        raise ValueError(f"a kept input has the size {shown['size']} and length {shown['length']}")
     pixels, envelope = (tensors.get(f"input/{number}.{name}") for name in _DRAWN)
     try:
-        preview = Preview(pixels=pixels, envelope=envelope, **checked(shown, _PREVIEW_FIELDS, "kept input"))
+        preview = Preview(pixels=pixels, envelope=envelope, **shown)
     except DataError as error:
         raise ValueError(str(error)) from None
     names = {str(site.index): site.name for site in sites}
     tokens = {
         names[index]: _kept(f"input/{number}/{index}", shape, tensors) for index, shape in entry["tokens"].items()
     }
-    return KeptInput(sample, entry["part"], preview, tokens)
+    return KeptInput(sample, part, preview, tokens)
 
 
 def _kept(prefix: str, shape: Sequence[int], tensors: Mapping[str, Tensor]) -> KeptTokens:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
@@ -21,7 +20,7 @@ from normscope.errors import DataError, UsageError
 from normscope.pairs import kept_inputs
 from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.norms.formulas import FORMS, form_name
-from normscope.pairs.norms.sites import NormSite, SkippedNorm
+from normscope.pairs.norms.sites import PLACEMENTS, NormSite, SkippedNorm
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS
 from normscope.pairs.sums.binning import (
@@ -45,7 +44,7 @@ from normscope.pairs.sums.sampling import (
 )
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import file_stem, umask, write_tensors
-from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
+from normscope.runtime.records import checked, converted, is_shape
 from normscope.runtime.sealed_files import HEADER, digest, read_checked, write_checked
 
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
@@ -202,25 +201,6 @@ _GRIDS = {
 }
 
 
-_SITE_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "index": is_count,
-    "name": is_text,
-    "kind": is_text,
-    "normalized_shape": is_shape,
-    "channel_axis": lambda value: all(map(is_int, value if isinstance(value, tuple) else (value,))),
-    "channels": lambda value: is_count(value) and value > 0,
-    "eps": lambda value: isinstance(value, float) and 0 <= value < math.inf,
-    "affine": is_bool,
-    "placement": lambda value: value in (None, "pre-norm", "post-norm", "qk", "final"),
-    "calls": is_count,
-    "tokens_per_sample": is_count,
-    "centred": is_bool,
-    "bounded": is_bool,
-    "grouped": is_bool,
-    "form": lambda value: value is None or value in [form_name(form) for form in FORMS.values()],
-}
-
-
 def described(capture: Capture) -> dict[str, Any]:
     """Return what differs between a capture and its parts, as JSON takes it: about, number of samples, sites."""
     sites = [asdict(site) | {"sources": asdict(capture.stats[site.name].sources)} for site in capture.sites]
@@ -296,7 +276,11 @@ def _numbers(grid: FloatGrid) -> list[int]:
 
 
 def _site(entry: Mapping[str, Any]) -> NormSite:
-    site = NormSite(**checked({name: _tuples(value) for name, value in entry.items()}, _SITE_FIELDS, "norm site"))
+    site = converted(NormSite, entry, "norm site")
+    sizes = (site.index, site.channels - 1, site.eps, site.calls, site.tokens_per_sample)
+    words = site.form in (None, *map(form_name, FORMS.values())) and site.placement in (None, *PLACEMENTS)
+    if min(sizes) < 0 or not is_shape(site.normalized_shape) or not words:
+        raise ValueError(f"the norm site {site.name} is {entry!r:.200}")
     if not site.grouped and site.d != site.channels:
         raise ValueError(f"the tokens of {site.name} have {site.d} elements, but {site.channels} channels")
     return site
@@ -437,7 +421,7 @@ def _capture(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Captur
     json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogateescape")  # fails on what no path or name holds
     parts = {}
     for number, entry in enumerate(header["parts"]):
-        if not is_text(entry["name"]) or not entry["name"] or entry["name"] in parts:
+        if not isinstance(entry["name"], str) or not entry["name"] or entry["name"] in parts:
             raise ValueError(f"the name of a part is {entry['name']!r}")
         of_part = {key: entry[key] for key in ("about", "n_samples", "sites")}
         parts[entry["name"]] = _whole({**header, **of_part}, tensors, f"{number}/")
@@ -457,8 +441,8 @@ def _whole(
     prefix: str,
     parts: Sequence[Mapping[str, PairStats]] = (),
 ) -> Capture:
-    if not is_count(header["n_samples"]) or type(header["seed"]) is not int:
-        raise ValueError("its number of samples or its seed is none")
+    if checked(header, {"n_samples": int, "seed": int}, "capture")["n_samples"] < 0:
+        raise ValueError("its number of samples is none")
     sites, stats = sites_and_stats(header["sites"], header["seed"], tensors, prefix, parts)
     about = {key: str(header["about"][key]) for key in ("model", "weights", "data")}
     return Capture(

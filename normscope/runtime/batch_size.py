@@ -25,11 +25,7 @@ _LONGEST = 5.0  # seconds of a pass; a slow network is not made to try what woul
 
 @dataclass(frozen=True)
 class Fitting:
-    """A batch size that fits.
-
-    Attributes:
-        size: inputs in a batch.
-        because: why it is no larger.
+    """A batch size that fits, and the reason why it is no larger.
 
     >>> print(Fitting(256, "memory ends at 512"))
     batches of 256: memory ends at 512
@@ -43,7 +39,7 @@ class Fitting:
 
 
 def fit_batches(network: LoadedModel) -> Fitting:
-    """Set the batch size of a network's inputs to the largest that fits, also of those to learn from, and note why.
+    """Set the batch size of a network's inputs and calibration inputs to the largest that fits, and note the reason.
 
     Raises:
         MemoryEndedError: see :func:`largest`.
@@ -62,15 +58,11 @@ def fit_batches(network: LoadedModel) -> Fitting:
 
 
 def largest(module: nn.Module, inputs: Inputs) -> Fitting:
-    """Find the largest batch size that fits: 1, 2, 4, … copies of the first sample, until memory ends; then back.
+    """Find the largest batch size that fits: 1, 2, 4, … copies of the first readable sample, until memory ends.
 
-    Memory ends where an allocation fails, and on a GPU where twice the memory of a pass would exceed four fifths of
-    what is free: the sums need the rest. Without a GPU 32 samples are the most. Later inputs that are longer than the
-    first (texts) may still not fit; their batches are split then.
-
-    Args:
-        module: ready to run. Its training flags, the grad mode and torch's random numbers are left as found.
-        inputs: the first readable input is run. Their batch size is changed.
+    Memory ends if an allocation fails, and on a GPU if twice the memory of a pass would exceed four fifths of the free
+    memory: the sums need the rest. Without a GPU the limit is 32 samples. Batches of longer inputs, such as texts, are
+    split if they do not fit. The network is left as found; the batch size of the inputs changes.
 
     Raises:
         MemoryEndedError: if a single sample takes more memory than there is.
@@ -111,7 +103,7 @@ def largest(module: nn.Module, inputs: Inputs) -> Fitting:
 
 
 def _fullness(gpu: torch.device, before: int) -> float:
-    """Return the part of the memory available to passes that the last pass used at its peak."""
+    """Return the last pass's peak as a fraction of the memory available to passes."""
     torch.cuda.synchronize(gpu)
     room = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) - before - _SUMS
     return (torch.cuda.max_memory_allocated(gpu) - before) / max(room, 1)

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -27,10 +26,10 @@ CHECKPOINT = ".checkpoint"  # how the name of a folder ends that an unfinished c
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path that takes the place of ``path`` once the block ends without an exception.
 
-    Where ``path`` is a symbolic link, what it points at is replaced, and the link stays.
+    If ``path`` is a symbolic link, its target is replaced, and the link stays.
 
     Raises:
-        UsageError: if the file cannot be written there, for whatever reason the system gives.
+        UsageError: if the system cannot write the file there.
     """
     partial = None
     try:
@@ -40,7 +39,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.close(handle)
         partial = Path(name)
         yield partial
-        partial.chmod(0o666 & ~umask())
         _settle(partial)
         partial.replace(target)
         partial = None
@@ -52,11 +50,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse what :func:`whole_file` would refuse, before the work that is to be written; leaves nothing behind.
-
-    Raises:
-        UsageError: if the file cannot be written there, for whatever reason the system gives.
-    """
+    """Raise the UsageError of :func:`whole_file` before the work that is to be written; leaves nothing behind."""
     _check(path, lambda: _target(path))
 
 
@@ -64,42 +58,35 @@ def check_writable(path: Path) -> None:
 def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ()) -> Iterator[Path]:
     """Yield a temporary folder that takes the place of ``path`` once the block ends without an exception.
 
-    What stood there is removed only where it held all such files and nothing else, or nothing; a symbolic link stays,
-    and what it points at is replaced.
-
-    Args:
-        path: the folder.
-        files: names of the files that the block writes.
-        also: names of files that it writes or leaves out, and which may go with the others.
+    A previous folder is removed only if it is empty, or contains all of ``files`` and nothing but them and ``also``,
+    names of files that the block may leave out. A symbolic link stays, and its target is replaced.
 
     Raises:
-        UsageError: if it cannot be written there, or if something else would have to go.
+        UsageError: if it cannot be written there, or if other files would be lost.
     """
-    partial = None
     try:
         target = _target_folder(path, files, also)
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        yield partial
-        partial.chmod(0o777 & ~umask())
-        for file in partial.iterdir():
-            file.chmod(0o666 & ~umask())
-            _settle(file)
-        _put_in_place(partial, target)
-        partial = None
+        around = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True)
+        with around as aside:
+            partial, old = Path(aside, "new"), Path(aside, "old")
+            partial.mkdir()
+            yield partial
+            for file in partial.iterdir():
+                _settle(file)
+            try:
+                if target.exists():
+                    target.rename(old)
+                partial.rename(target)
+            finally:
+                if old.exists() and not target.exists():  # whatever came between, an interruption too
+                    old.rename(target)
     except OSError as error:
         raise _cannot_write(path, error) from error
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
 
 
 def check_folder_writable(path: Path, files: Collection[str], also: Collection[str] = ()) -> None:
-    """Refuse what :func:`whole_folder` would refuse, before the work that is to be written; leaves nothing behind.
-
-    Raises:
-        UsageError: if it cannot be written there, or if something else would have to go.
-    """
+    """Raise the UsageError of :func:`whole_folder` before the work that is to be written; leaves nothing behind."""
     _check(path, lambda: _target_folder(path, files, also))
 
 
@@ -118,7 +105,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     """Write one safetensors file, in a block of :func:`whole_file` or :func:`whole_folder`.
 
     Raises:
-        OSError: if the system refuses, which safetensors tells with an error of its own that is no OSError.
+        OSError: if the system refuses; safetensors itself raises another error.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -131,7 +118,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 
 def _settle(file: Path) -> None:
-    """Wait until the file is on the disk, as some file systems report a full disk only then."""
+    """Set the usual permissions, and wait until the file is on the disk: some file systems report errors only then."""
+    file.chmod(0o666 & ~umask())
     descriptor = os.open(file, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -162,22 +150,6 @@ def _target_folder(path: Path, files: Collection[str], also: Collection[str]) ->
     return target
 
 
-def _put_in_place(partial: Path, target: Path) -> None:
-    """Rename a folder to where another may be, which comes back if that fails."""
-    if not target.exists():
-        partial.rename(target)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    old = aside / "old"
-    try:
-        target.rename(old)
-        partial.rename(target)
-    finally:
-        if old.exists() and not target.exists():  # whatever came between, an interruption too
-            old.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def _target(path: Path) -> Path:
     """Follow symbolic links to the file that is to be replaced, and refuse whatever is none."""
     target = Path(os.path.realpath(path))  # Path.resolve raises an error of no system's on a loop, in some versions
@@ -198,10 +170,10 @@ def _cannot_write(path: Path, error: OSError) -> UsageError:
 
 
 def visible(text: str) -> str:
-    r"""Escape what would steer a terminal or reverse text, as names of files and modules may contain it.
+    r"""Escape characters of file and module names that would steer a terminal or reverse text.
 
-    Those are the control characters, among them line feeds, the separators of lines and paragraphs, the marks,
-    embeddings, overrides and isolates of bidirectional text, and halves of surrogate pairs (bytes that are no UTF-8).
+    These are control characters, separators of lines and paragraphs, marks of bidirectional text, and halves of
+    surrogate pairs (bytes that are no UTF-8).
 
     >>> print(visible("a\nb \x1b[2J \u202egnp.exe"))
     a\nb \x1b[2J \u202egnp.exe

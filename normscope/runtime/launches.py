@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -30,24 +31,16 @@ EAGER, TRITON = "eager", "triton"
 LIMIT = 1024  # plans that are kept; the oldest is dropped first
 ALIGNED = 16  # bytes: Triton compiles a kernel anew for tensors that do not start at a multiple of this
 _LINE_OF_CACHE = 128  # bytes: scratch tensors start at multiples of this
-_NO_HOOKS = (None, None, None)  # launch metadata, and the hooks before and after a launch
 _UNKNOWN = object()
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel with its grid, arguments and compiler options.
+    """One kernel with its grid, arguments and compiler options."""
 
-    Attributes:
-        kernel: a Triton kernel, whose tensor arguments come first.
-        grid: the number of programs along each axis.
-        arguments: by name; None for an absent tensor. :func:`launch` adds tensors and scratch that are left out.
-        options: for Triton's compiler.
-    """
-
-    kernel: Any
+    kernel: Any  # a Triton kernel, whose tensor arguments come first
     grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # None for an absent tensor; :func:`launch` adds tensors and scratch that are left out
     options: Mapping[str, int | None] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -201,27 +194,20 @@ def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
         call.run()
     finally:
         compiled._run = launcher
-    values = list(call.arguments.items())
-    number = next((at for at, (_, value) in enumerate(values) if not _is_tensor(value)), len(values))
-    pointers, behind = dict(values[:number]), tuple(value for _, value in values[number:])
+    is_pointer = [value is None or isinstance(value, Tensor) for value in call.arguments.values()]
+    pointers = dict(itertools.islice(call.arguments.items(), (*is_pointer, False).index(False)))
+    behind = tuple(call.arguments.values())[len(pointers) :]
     function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
     grid, active = (*call.grid, 1, 1)[:3], _triton()[2].active
     stream = active.get_current_stream(active.get_current_device())
-    expected = (*grid, stream, function, metadata, ..., ..., ..., *pointers.values(), *behind)
+    hooks = (..., ..., ...)  # launch metadata, and the hooks before and after a launch
+    expected = (*grid, stream, function, metadata, *hooks, *pointers.values(), *behind)
     if len(passed) != 1 or len(passed[0]) != len(expected) or not all(map(_equal, passed[0], expected)):
         return None
     given = {**tensors, **scratch.tensors}
-    if any(_address(given.get(name)) != _address(tensor) for name, tensor in pointers.items()):
+    if any(given.get(name) is not tensor for name, tensor in pointers.items()):
         return None  # a copy was launched on
-    return _Step(launcher, grid, (function, metadata, *_NO_HOOKS), tuple(pointers), behind, compiled)
-
-
-def _is_tensor(value: object) -> bool:
-    return value is None or isinstance(value, Tensor)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return _Step(launcher, grid, (function, metadata, None, None, None), tuple(pointers), behind, compiled)
 
 
 def _equal(passed: object, expected: object) -> bool:
@@ -250,10 +236,10 @@ def _watched() -> bool:
 
 
 def why_no_launcher() -> str:
-    """Return why Triton cannot launch a kernel on this machine's GPU; empty where it can.
+    """Return why Triton cannot launch a kernel on this machine's GPU, with a warning once per process; empty if it can.
 
-    Triton builds a small C module for each kernel, which requires a compiler and Python's headers. A reason is warned
-    of once a process, unless ``NORMSCOPE_KERNELS`` is set.
+    Triton builds a small C module for each kernel, which requires a compiler and Python's headers. There is no warning
+    if ``NORMSCOPE_KERNELS`` is set.
     """
     reason = _tried()
     if reason and not os.environ.get(VARIABLE):

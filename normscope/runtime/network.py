@@ -1,4 +1,4 @@
-"""Running a lent network: whatever is changed for it is put back. accelerate may have spread it."""
+"""Running a network and restoring all that was changed for it; accelerate may have spread it."""
 
 from __future__ import annotations
 
@@ -28,33 +28,27 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
     """Run the block in eval mode without gradients, then restore training flags, grad mode, RNG states and buffers.
 
     Each module runs by itself, see :func:`module_by_module`, unless ``timed`` leaves compilation and fusion to torch.
-    Yields the buffers as they were, which passes that must not depend on one another restore in between.
+    Yields the original buffers, which independent passes restore in between.
     """
-    training = {module: module.training for module in model.modules()}
-    try:
+    with contextlib.ExitStack() as restored:
+        for module in model.modules():
+            restored.callback(setattr, module, "training", module.training)
         model.eval()
         buffers = KeptBuffers(model)
-        try:
-            with (
-                contextlib.nullcontext() if timed else module_by_module(model),
-                torch.random.fork_rng(cuda_devices(model)),
-                torch.no_grad(),
-            ):
-                yield buffers
-        finally:
-            buffers.put_back()
-    finally:
-        for module, flag in training.items():
-            module.training = flag
+        restored.callback(buffers.put_back)
+        if not timed:
+            restored.enter_context(module_by_module(model))
+        restored.enter_context(torch.random.fork_rng(cuda_devices(model)))
+        restored.enter_context(torch.no_grad())
+        yield buffers
 
 
 @contextlib.contextmanager
 def module_by_module(model: nn.Module) -> Iterator[None]:
-    """Run each module of a network by itself: nothing that torch.compile made, and no encoder layer that torch fuses.
+    """Disable torch.compile and torch's fused encoder layers in the block.
 
-    Neither is for hooks. Compiled code has those that it was compiled with, and of others hears nothing; dynamo would
-    follow them into their sums. A fused :class:`torch.nn.TransformerEncoder` gives nested tensors to the modules that
-    have hooks, and those modules cannot take them.
+    Compiled code does not call new hooks, or dynamo would trace into them. A fused
+    :class:`torch.nn.TransformerEncoder` passes nested tensors to modules with hooks, which they do not accept.
 
     >>> compiled = torch.compile(nn.LayerNorm(4), backend=lambda graph, inputs: print("compiling"))
     >>> with module_by_module(compiled):
@@ -69,12 +63,12 @@ def module_by_module(model: nn.Module) -> Iterator[None]:
 
 
 def _of_others(model: nn.Module) -> bool:
-    """True if modules of a network may call torch.compile when they run; forbidding it imports for a second."""
+    """True if modules may call torch.compile when they run; disabling it takes an import of a second."""
     return not all(type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules())
 
 
 class _OneByOne:
-    """Switches that the whole process shares: threads that overlap turn them once, and once back."""
+    """Process-wide switches: threads that overlap set and restore them once."""
 
     def __init__(self) -> None:
         self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
@@ -118,7 +112,7 @@ def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threadin
 
 @contextlib.contextmanager
 def passes_by(lock: Any) -> Iterator[None]:
-    """Let hooks of :func:`heard_by` run for the passes of this thread in the block, and of threads that these start."""
+    """Let hooks of :func:`heard_by` run in the block, for passes of this thread and of threads that it starts."""
     thread = threading.current_thread()
     before, _passes[thread] = _passes.get(thread), lock
     try:
@@ -128,7 +122,7 @@ def passes_by(lock: Any) -> Iterator[None]:
 
 
 def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that ignores the passes of unrelated threads, and runs one at a time for those of related ones."""
+    """Return a hook that ignores the passes of unrelated threads, and runs one at a time for the others."""
 
     def heard(*call: Any) -> Any:
         if _passes.get(threading.current_thread()) is not lock:
@@ -141,7 +135,7 @@ def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def captured_once(model: nn.Module) -> Iterator[None]:
-    """Raise UsageError if another thread is capturing the network or a part of it, and in the block let none begin."""
+    """Raise UsageError if another thread is capturing the network or a part of it; exclude others in the block."""
     here, modules = threading.get_ident(), set(map(id, getattr(model, "modules", tuple)()))
     with _capturing:
         if any(thread != here and modules & others for thread, others in _captured.items()):
@@ -158,11 +152,10 @@ def captured_once(model: nn.Module) -> Iterator[None]:
 
 
 class KeptBuffers:
-    """The buffers of a network as they are now, to be put back: a forward pass may count its steps in one of them.
+    """The buffers of a network as they are now, to be restored: a forward pass may count its steps in one of them.
 
-    A module that came to hold other buffers, or more of them, gets what else was set on it back too, since that may
-    say what they hold: the longest sequence that a table of positions was made for, for example. What has no values of
-    its own to keep (meta, lazy, sparse and quantized tensors, and subclasses of Tensor) keeps those that it has.
+    A module whose buffers were replaced also gets its other attributes back, such as the length of a table of
+    positions. Meta, lazy, sparse and quantized tensors, and subclasses of Tensor, keep their values.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> kept = KeptBuffers(norm)
@@ -175,7 +168,6 @@ class KeptBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Keep a copy of each buffer, on its own device."""
         scripted = torch.jit.ScriptModule  # whose tensors have a new wrapper whenever they are asked for
         modules = [module for module in model.modules() if not isinstance(module, scripted)]
         self._held = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
@@ -188,7 +180,7 @@ class KeptBuffers:
         return not (held and all(_same_values(buffer, value) for buffer, value in self._values))
 
     def put_back(self) -> None:
-        """Let every module hold its own buffers again, and these their values; what did not change is not written."""
+        """Restore the modules' buffers and their values; unchanged ones are not written."""
         for module, buffers, attributes in self._held:
             if not _same_objects(module._buffers, buffers):
                 module._buffers.clear()
@@ -219,7 +211,7 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _same_values(buffer: Tensor, value: Tensor) -> bool:
-    """Compare bit by bit: a NaN is what it was, and no count of changes would tell of those made through ``.data``."""
+    """Compare bit by bit: NaN equals NaN, and version counters would miss changes through ``.data``."""
     return _alike(buffer, value) and torch.equal(_bytes(buffer), _bytes(value))
 
 
@@ -228,17 +220,17 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
-    """Number the CUDA devices that a network is on."""
+    """Return the indices of a network's CUDA devices."""
     devices = {parameter.device for parameter in model.parameters()}
     return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on a copy of a batch, which it may change, and return what it gives.
+    """Run the model on a copy of a batch, which it may change, and return its output.
 
     Raises:
-        MemoryEndedError: if memory ends meanwhile.
-        ModelError: if the model itself raises anything else.
+        MemoryEndedError: if memory ends.
+        ModelError: if the model raises anything else.
     """
     try:
         return call(model, batch.copied())
@@ -262,7 +254,7 @@ def run(model: nn.Module, batch: Batch) -> Any:
 
 
 def _about_arguments(error: Exception, batch: Batch) -> str:
-    """Say how a batch becomes arguments, where that may be what a network did not understand; empty elsewhere."""
+    """Explain how a batch becomes arguments if that may be the cause of an error; otherwise empty."""
     if not (isinstance(error, TypeError) or len(batch.args) > 1 or "list" in str(error)):
         return ""
     return (
@@ -272,7 +264,7 @@ def _about_arguments(error: Exception, batch: Batch) -> str:
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on the batch itself, where that is a copy of its own already."""
+    """Run the model on the batch itself, which it may change."""
     if batch.forward is not None:
         return batch.forward(model, *batch.args, **batch.kwargs)
     return model(*batch.args, **batch.kwargs)
@@ -280,11 +272,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 @contextlib.contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Turn running out of memory in the block into a sentence that says ``what`` was being done.
-
-    Raises:
-        MemoryEndedError: if it does.
-    """
+    """Raise MemoryEndedError with the step ``what`` if memory ends in the block."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -294,7 +282,7 @@ def memory_for(what: str) -> Iterator[None]:
 
 
 def memory_ended(error: BaseException) -> bool:
-    """Return whether an allocation failed: on a GPU, whose error has a type of its own, or on the CPU or MPS."""
+    """True if an allocation failed, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ALLOCATORS)
@@ -327,15 +315,10 @@ def check_whole(model: nn.Module) -> None:
 def at_hand(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Keep the weights of a module on a device within the block, and its arguments on the same one.
-
-    Args:
-        module: a norm; nothing is done where it is not spread.
-        args: positional arguments that it was called with; those that are tensors are moved.
-        kwargs: keyword arguments, likewise.
+    """Keep the weights of a spread module on a device within the block, and move its tensor arguments there.
 
     Raises:
-        ModelError: if its weights are on no device even then.
+        ModelError: if accelerate gives no access to the weights.
     """
     if not is_spread(module):
         yield args, kwargs

@@ -9,14 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process among those that work together.
-
-    Attributes:
-        rank: its number, from 0.
-        ranks: how many there are.
-        local_rank: its number among those of its host.
-        restarts: how often torchrun started them all anew, after one was lost.
-        launched: whether torchrun started it, alone or with others.
+    """Rank of this process among those that torchrun started.
 
     >>> Place.from_environment({})
     Place(rank=0, ranks=1, local_rank=0, restarts=0, launched=False)
@@ -25,26 +18,18 @@ class Place:
     rank: int = 0
     ranks: int = 1
     local_rank: int = 0
-    restarts: int = 0
-    launched: bool = False
+    restarts: int = 0  # of all processes by torchrun, after one was lost
+    launched: bool = False  # torchrun started this process, alone or with others
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Place:
-        """Return the place that torchrun gave this process; the only one where it was started without."""
+        """Read torchrun's variables; a process that it did not start is the only one."""
         variables = os.environ if environment is None else environment
         if "TORCHELASTIC_RUN_ID" not in variables:
             return cls()
-
-        def number(name: str, default: int) -> int:
-            return int(variables.get(name, default))
-
-        return cls(
-            number("RANK", 0),
-            number("WORLD_SIZE", 1),
-            number("LOCAL_RANK", 0),
-            number("TORCHELASTIC_RESTART_COUNT", 0),
-            launched=True,
-        )
+        defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
+        rank, ranks, local_rank, restarts = (int(variables.get(name, value)) for name, value in defaults.items())
+        return cls(rank, ranks, local_rank, restarts, launched=True)
 
     @property
     def alone(self) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-# Called with the name of a stage, how much of it is done, and all of it: None where only the end will tell. A name that
-# ends in … is that of one long step, which is worth a word when it begins.
+# Called with the name of a stage, the amount done and the total (None if unknown). A name ending in … is one long step.
 Progress = Callable[[str, int, int | None], object]
 
 
@@ -20,7 +19,7 @@ def silent(stage: str, done: int, of: int | None) -> None:
 
 
 class StageProgress:
-    """Counts what is done of one stage, and reports it.
+    """Progress of one stage.
 
     >>> stage = StageProgress(print, "samples", 10)
     samples 0 10
@@ -29,13 +28,12 @@ class StageProgress:
     """
 
     def __init__(self, progress: Progress, stage: str, of: int | None, ranks: int = 1) -> None:
-        """Begin a stage; of several ranks each counts its own share for that of all."""
         self._progress, self._stage, self._of, self._ranks = progress, stage, of, ranks
         self._done = 0
         self.add(0)
 
     def add(self, number: int) -> None:
-        """Count and report what this rank has done since."""
+        """Report progress of this rank; each of several ranks counts for all."""
         self._done += number * self._ranks
         self._progress(self._stage, self._done if self._of is None else min(self._done, self._of), self._of)
 
@@ -45,7 +43,7 @@ _under_way: list[Progress] = []  # of the calls that are running, the innermost 
 
 @contextlib.contextmanager
 def reporting(progress: Progress) -> Iterator[None]:
-    """Let :func:`report` reach this call's progress, meanwhile."""
+    """Context in which :func:`report` reaches this call's progress."""
     _under_way.append(progress)
     try:
         yield
@@ -54,7 +52,7 @@ def reporting(progress: Progress) -> Iterator[None]:
 
 
 def report(stage: str, done: int, of: int | None) -> None:
-    """Report what happens far below the call that asked for progress, such as that something is compiled.
+    """Report a stage far below the call that asked for progress, such as compiling.
 
     >>> with reporting(print):
     ...     report("compiling …", 0, 1)

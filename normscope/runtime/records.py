@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, overload
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    SupportsIndex,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from normscope.errors import UsageError, unknown
 
@@ -143,37 +158,73 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def checked(document: Mapping[str, Any], holds: Mapping[str, Callable[[Any], bool]], what: str) -> dict[str, Any]:
-    """Return the values of a document by the names in ``holds``; ValueError where one is missing or wrong.
+def checked(document: Any, types: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return the members of a JSON object by name, each of its type: lists become tuples and records.
 
-    >>> checked({"eps": 1e-5, "more": 1}, {"eps": is_bool}, "site")
+    Types are ``str``, ``bool``, ``int`` (64 bits), ``float`` (finite), ``list``, ``None``, dataclasses, literals,
+    mappings, tuples and unions of these.
+
+    Raises:
+        ValueError: if a member is missing or of another type.
+
+    >>> checked({"shape": [2, 3], "more": 1}, {"shape": tuple[int, ...]}, "site")
+    {'shape': (2, 3)}
+    >>> checked({"eps": 1e-5}, {"eps": bool}, "site")
     Traceback (most recent call last):
     ValueError: the eps of a site is 1e-05
     """
-    for name, right in holds.items():
+    if not isinstance(document, Mapping):
+        raise ValueError(f"a {what} is {document!r:.60}")
+    values = {}
+    for name, kind in types.items():
         if name not in document:
             raise ValueError(f"the {name} of a {what} is missing")
-        if not right(document[name]):
-            raise ValueError(f"the {name} of a {what} is {document[name]!r:.60}")
-    return {name: document[name] for name in holds}
+        try:
+            values[name] = _typed(document[name], kind)
+        except TypeError:
+            raise ValueError(f"the {name} of a {what} is {document[name]!r:.60}") from None
+    return values
 
 
-def is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+def converted(kind: type[R], document: Any, what: str = "") -> R:
+    """Convert a JSON object into a dataclass by its annotations; a missing member takes the field's default.
+
+    Raises:
+        ValueError: as of :func:`checked`.
+    """
+    names = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+    given = {name: value for name, value in names.items() if value is not MISSING}
+    document = {**given, **document} if isinstance(document, Mapping) else document
+    hints = get_type_hints(kind)
+    return kind(**checked(document, {name: hints[name] for name in names}, what or kind.__name__))
 
 
-def is_int(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**63  # a bool is an int to isinstance
+def _typed(value: Any, kind: Any) -> Any:
+    """Return a JSON value as a type; TypeError if it is of another."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        for choice in inner:
+            with contextlib.suppress(TypeError):
+                return _typed(value, choice)
+    elif origin is Literal:
+        if isinstance(value, str) and value in inner:
+            return value
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)) and (inner[-1] is ... or len(inner) == len(value)):
+            return tuple(map(_typed, value, itertools.repeat(inner[0]) if inner[-1] is ... else inner))
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        if isinstance(value, Mapping):
+            return {_typed(name, inner[0]): _typed(entry, inner[1]) for name, entry in value.items()}
+    elif is_dataclass(kind):
+        return converted(kind, value)  # type: ignore[arg-type]
+    elif (type(value) is kind or (kind is float and type(value) is int)) and (  # a bool is an int to isinstance
+        not isinstance(value, (int, float)) or abs(value) < (2**63 if kind is int else math.inf)
+    ):
+        return value
+    raise TypeError
 
 
-def is_count(value: Any) -> bool:
-    return is_int(value) and value >= 0
-
-
-def is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def is_shape(value: Any) -> bool:
-    positive = isinstance(value, tuple) and value != () and all(is_int(size) and size > 0 for size in value)
-    return positive and math.prod(value) < 2**63
+def is_shape(sizes: Iterable[int]) -> bool:
+    """True for sizes of at least one axis, all positive, whose product fits into 64 bits."""
+    sizes = tuple(sizes)
+    return sizes != () and min(sizes) > 0 and math.prod(sizes) < 2**63

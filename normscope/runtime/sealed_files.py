@@ -15,11 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from normscope.errors import DataError, count
+from normscope.errors import DataError
 from normscope.runtime.files import whole_file, write_tensors
 
 HEADER, DIGEST, _DEFLATED = "normscope", "sha256", "deflated"
-_LONGEST_HEADER = 100_000_000  # bytes: safetensors refuses more
 _LEAST_LIMIT, _LARGEST_RATIO = 2**28, 64  # decompressed: bytes of any file, and times the compressed ones
 _DAMAGES = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError, BufferError, zlib.error)
 _AGAIN = "write it again"
@@ -31,13 +30,13 @@ def write_checked(
     """Write one file, whole or not at all.
 
     Args:
-        path: of the file; what stood there stays until the new one is whole.
-        header: as JSON takes it, with ``format`` (``normscope-KIND``) and ``version`` among it.
+        path: the file; a previous one stays until the new one is whole.
+        header: JSON with ``format`` (``normscope-KIND``) and ``version``.
         tensors: by name, contiguous, on the CPU, no two in the same memory.
-        deflated: whether to compress, without loss: worth its time for counts and sums, not for weights.
+        deflated: compress without loss: worth its time for counts and sums, not for weights.
 
     Raises:
-        UsageError: if it cannot be written there, for whatever reason the system gives.
+        UsageError: if the system cannot write it there.
     """
     kept, kinds = _deflated(tensors) if deflated else (tensors, {})
     text = json.dumps({**header, _DEFLATED: kinds} if kinds else header)
@@ -50,13 +49,13 @@ def write_checked(
 def read_checked(
     path: Path, form: str, versions: Collection[int], again: str = _AGAIN
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what :func:`write_checked` wrote: header and tensors are those that were written, to the bit.
+    """Read header and tensors as :func:`write_checked` wrote them, to the bit.
 
     Args:
-        path: of the file.
-        form: the ``format`` that its header has to name.
-        versions: of which its header has to name one.
-        again: what to do, which ends the sentence that refuses a file.
+        path: the file.
+        form: the ``format`` of its header.
+        versions: accepted versions.
+        again: the advice that ends each error message.
 
     Raises:
         DataError: if the file is missing, damaged, of another kind or of another version.
@@ -70,7 +69,8 @@ def read_checked(
             header = json.loads(sealed)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except SafetensorError as error:
-        raise DataError(f"Cannot read the {kind} {path}: {_why_not(path)}; {again}.") from error
+        reason = f"it is incomplete, damaged, or no safetensors file ({error})"
+        raise DataError(f"Cannot read the {kind} {path}: {reason}; {again}.") from error
     except (OSError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
         raise DataError(f"Cannot read the {kind} {path}: {error}; {again}.") from error
     if not isinstance(header, dict) or header.get("format") != form:
@@ -95,10 +95,10 @@ def read_checked(
 
 
 def _deflated(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
-    """Return the tensors in less room, and dtype and shape of those that take less as bytes of zlib.
+    """Compress tensors that become smaller; return all, and dtype and shape of the compressed.
 
-    Compressed are the first bytes of all elements, then all second ones, and so on: those of small counts and of
-    numbers of alike size are nearly all the same.
+    The first bytes of all elements come first, then all second bytes, and so on: for small counts and numbers of
+    similar size these are nearly all the same.
     """
     kept, kinds = dict(tensors), {}
     for name, tensor in tensors.items():
@@ -121,36 +121,11 @@ def _inflated(small: Tensor, dtype: str, shape: list[int]) -> Tensor:
     return torch.from_numpy(elements).view(kind).view(shape)
 
 
-def _why_not(path: Path) -> str:
-    """Describe the damage of a file that safetensors refuses: usually it is truncated.
-
-    It begins with the length of its header, 8 bytes, little-endian; the header says where each tensor's bytes end.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        begun = 8 + int.from_bytes(file.read(8), "little")
-        if size >= 8 and begun > _LONGEST_HEADER:
-            return "it is no safetensors file"
-        if size < begun:
-            least = f"its header alone takes {begun:,}" if size >= 8 else "the length of its header alone takes 8"
-            return f"it is incomplete: it has {count(size, 'byte')}, and {least}"
-        try:
-            entries = json.loads(file.read(begun - 8))
-            ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
-        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-            return "its header is damaged"
-    promised = begun + max(ends, default=0)
-    if size == promised:
-        return "its header is damaged"
-    damage = "is incomplete" if size < promised else "holds more than it should"
-    return f"it {damage}: it has {count(size, 'byte')}, and its header promises {promised:,}"
-
-
 def digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of a header's text and of every tensor's name, dtype, shape and bytes, in hexadecimal.
 
-    Everything is preceded by its length in bytes, 8 of them, little-endian: first the text; then of each tensor, in the
-    order of their names, ``[name, dtype, shape]`` as JSON, and the bytes as the file holds them. No tensor is copied.
+    Each part is preceded by its length in 8 bytes, little-endian: first the text; then, for each tensor in the order of
+    names, ``[name, dtype, shape]`` as JSON, and the bytes of the file. No tensor is copied.
 
     >>> digest("{}", {"n": torch.tensor(3)}) == digest("{}", {"n": torch.tensor([3])})
     False

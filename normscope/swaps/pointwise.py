@@ -100,20 +100,20 @@ class PointwiseFunction(nn.Module):
         return self.alpha.numel() > 1
 
     def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Apply it to every element of the input, under whatever name the norm was given its own."""
+        """Apply the function elementwise; libraries call norms with keywords of several names."""
         if input is None:
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
         if self.keeps != "all":
             input = with_strides_kept(input, self.keeps)
-        own: dict[str, Any] = self._parameters
+        stored: dict[str, Any] = self._parameters
         curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
         # As attributes nn.Module finds them last, and where they are parametrized they are nothing else.
-        alpha = own["alpha"] if "alpha" in own else self.alpha  # noqa: SIM401
-        shift = own["shift"] if "shift" in own else self.shift  # noqa: SIM401
-        weight = own["weight"] if "weight" in own else self.weight  # noqa: SIM401
-        bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
+        alpha = stored["alpha"] if "alpha" in stored else self.alpha  # noqa: SIM401
+        shift = stored["shift"] if "shift" in stored else self.shift  # noqa: SIM401
+        weight = stored["weight"] if "weight" in stored else self.weight  # noqa: SIM401
+        bias = stored["bias"] if "bias" in stored else self.bias  # noqa: SIM401
         parameters = (alpha, shift, weight, bias)
         output = None
         if not torch.compiler.is_dynamo_compiling():
@@ -139,16 +139,14 @@ class PointwiseFunction(nn.Module):
     def also_activate(self, norm: nn.Module, activation: Callable[[nn.Module, Tensor], Tensor]) -> None:
         """Apply the activation of a norm such as timm's NormAct to each output.
 
-        Args:
-            norm: its children become this module's, for the activation to call.
-            activation: a function of this module and its output.
+        The norm's children become this module's, for the activation to call.
         """
         for name, child in norm.named_children():
             self.add_module(name, child)
         self._activate = activation
 
     def give_each_channel_its_own(self) -> None:
-        """Let every channel have a weight and a bias, where there are none yet; what it computes stays the same."""
+        """Add a weight and a bias per channel where there are none; outputs stay the same."""
         shape = self.normalized_shape
         if self.weight.shape != shape:
             self.weight = nn.Parameter(self.weight.detach().expand(shape).clone())
@@ -156,13 +154,13 @@ class PointwiseFunction(nn.Module):
             self.bias = nn.Parameter(torch.zeros_like(self.weight))
 
     def extra_repr(self) -> str:
-        """Say which function, over how many channels, and where they are."""
+        """Return the curve, the shape and the channel axis."""
         shape = ", ".join(map(str, self.normalized_shape))
         axis = "" if self.channel_axis == -1 else f", channel_axis={self.channel_axis}"
         return f"{self.curve.name}, {shape}{axis}"
 
     def _behind(self, input: Tensor) -> int:
-        """Return how many axes of the input come after those of its channels."""
+        """Return the number of the input's axes after those of its channels."""
         return (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
 
     def _one_or_each(self, name: str, value: float | Tensor) -> Tensor:

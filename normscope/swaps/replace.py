@@ -36,7 +36,7 @@ _FULL_BACKWARD = "_is_full_backward_hook"
 
 
 class Holders:
-    """The parents of each module of a network, found once for many swaps; ModelError if accelerate has spread it."""
+    """Parents of each module of a network, indexed once for many swaps; ModelError if accelerate has spread it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._inner = uncompiled(model)
@@ -181,15 +181,9 @@ def replacements(
 
 
 def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
-    """Make the replacement of a norm, with the norm's weight and bias.
+    """Make the replacement of a norm, with the norm's weight and bias; ModelError if it cannot be replaced.
 
-    Args:
-        norm: the norm; it stays as it is.
-        start: the start values.
-        where: a tensor whose device and dtype the module gets if the norm has no weight.
-
-    Raises:
-        ModelError: if the norm cannot be replaced.
+    A norm without a weight gets a module with the device and dtype of ``where``.
     """
     site = start.norm
     if isinstance(norm, PointwiseFunction):

@@ -26,7 +26,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def number(value: float) -> Tensor:
-    """Return a constant of a formula; unlike Python's own numbers it may overflow and be divided by zero."""
+    """Return a constant of a formula, which may overflow and be divided by zero, unlike Python's numbers."""
     return torch.tensor(value, dtype=torch.float64)
 
 
@@ -61,7 +61,7 @@ def of_each(module: nn.Module, nested: Tensor) -> Tensor:
 
 
 class Table(nn.Module):
-    """Piecewise linear function of points; its outer pieces have no end.
+    """Piecewise linear function through points; the outer pieces extend to infinity.
 
     >>> lines = Table(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 3.0]), torch.tensor([0.0, 3.0, 0.0]))
     >>> lines(torch.tensor([-2.0, 0.5, 9.0]))
@@ -250,7 +250,7 @@ def swapped(network: nn.Module, weights: str | Path = WEIGHTS) -> nn.Module:
 
 
 def register(library: Any) -> None:
-    """Let AutoModel of transformers load the folder, whose config.json has a model type of its own."""
+    """Let AutoModel of transformers load the folder, whose config.json has its own model type."""
     facts = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     names = facts["pointwise"]
 

@@ -56,7 +56,7 @@ MISTAKES = [
     ("plot nowhere.safetensors", 4, "There is no capture file nowhere.safetensors"),
     ("fit demo_vit nowhere.safetensors", 4, "There is no capture file nowhere.safetensors"),
     ("report missing.safetensors", 4, "There is no capture file missing.safetensors"),
-    ("plot cut.safetensors", 4, "cut.safetensors: it is incomplete: it has 4,000 bytes, and its header promises"),
+    ("plot cut.safetensors", 4, "cut.safetensors: it is incomplete, damaged, or no safetensors file"),
     ("plot notes.txt", 4, "Cannot read the capture notes.txt"),
     ("plot seen.safetensors --limit 3", 2, "--limit can have no effect"),
     ("fit seen.safetensors --sample 3", 2, "--sample can have no effect"),

@@ -324,37 +324,13 @@ def test_files_that_are_not_what_they_say(file, tmp_path, name):
         load_capture(rewritten(file, tmp_path / "changed.safetensors", change))
 
 
-def test_a_file_that_breaks_off_is_told_in_bytes(file, tmp_path):
-    content = file.read_bytes()
+def test_a_file_that_breaks_off_or_is_another_is_refused(file, tmp_path):
+    content, path = file.read_bytes(), tmp_path / "cut.safetensors"
     header_end = 8 + int.from_bytes(content[:8], "little")
-    path = tmp_path / "cut.safetensors"
-    for size, sentence in [
-        (
-            len(content) - 1,
-            f"it is incomplete: it has {len(content) - 1:,} bytes, and its header promises {len(content):,};",
-        ),
-        (header_end, f"it is incomplete: it has {header_end:,} bytes, and its header promises {len(content):,};"),
-        (20, f"it is incomplete: it has 20 bytes, and its header alone takes {header_end:,};"),
-        (1, "it is incomplete: it has 1 byte, and the length of its header alone takes 8;"),
-        (0, "it is incomplete: it has 0 bytes, and the length of its header alone takes 8;"),
-    ]:
-        path.write_bytes(content[:size])
-        with pytest.raises(DataError) as caught:
-            load_capture(path)
-        assert str(caught.value) == (
-            f"Cannot read the capture {path}: {sentence} `normscope capture MODEL -o FILE` writes one."
-        )
-
-
-def test_a_file_that_is_longer_or_another_is_told(file, tmp_path):
-    content, path = file.read_bytes(), tmp_path / "other.safetensors"
-    for changed, sentence in [
-        (content + b"more", f"more than it should: it has {len(content) + 4:,} bytes, and its header promises"),
-        (content[:8] + b"x" + content[9:], "its header is damaged;"),
-        (b"a text and no capture", "it is no safetensors file;"),
-    ]:
+    cut = [content[:size] for size in (len(content) - 1, header_end, 20, 1, 0)]
+    for changed in (*cut, content + b"more", content[:8] + b"x" + content[9:], b"a text and no capture"):
         path.write_bytes(changed)
-        with pytest.raises(DataError, match=sentence):
+        with pytest.raises(DataError, match=r"it is incomplete, damaged, or no safetensors file .* writes one\.$"):
             load_capture(path)
 
 

@@ -61,10 +61,6 @@ def test_sizes_double_until_memory_ends(at_most, number, size, because, sizes):
     assert (found.size, found.because, module.sizes) == (size, because, sizes)
 
 
-def test_the_limit_counts_first():
-    assert largest(Tight(), inputs(64, limit=5)).size == 5
-
-
 def test_a_single_sample_that_does_not_fit_is_an_error():
     with pytest.raises(MemoryEndedError, match="with 1 sample"):
         largest(Tight(0), inputs(4))

@@ -87,29 +87,6 @@ def test_without_a_compiler_point_wise_functions_are_plain_torchs_after_one_warn
     assert f"{VARIABLE}=eager" in str(warning.message)
 
 
-def test_a_compiled_function_is_plain_torchs_too(no_compiler, said, monkeypatch):
-    from normscope.swaps.pointwise import DyT
-
-    graphs = []
-    by_kernels = choice.by_kernels
-    monkeypatch.setattr(
-        "normscope.swaps.pointwise.by_kernels", lambda curve, device, dtype: by_kernels(curve, CUDA, dtype)
-    )
-
-    def backend(graph, inputs):
-        graphs.append({str(node.target) for node in graph.graph.nodes})
-        return graph.forward
-
-    torch._dynamo.reset()
-    x = torch.linspace(-2, 2, 8).view(2, 4)
-    y = torch.compile(DyT(4).requires_grad_(False), backend=backend, fullgraph=True)(x)
-    torch._dynamo.reset()
-    torch.testing.assert_close(y, (x / 2).tanh(), rtol=1e-6, atol=0)  # two roundings of float32
-    [targets] = graphs
-    assert "normscope.pointwise.default" not in targets
-    assert not [one for one in said if NO_COMPILER in str(one.message)]  # nothing wanted a kernel here
-
-
 def test_without_a_compiler_a_capture_on_cuda_is_the_references(no_compiler, said, monkeypatch):
     calls = []
     monkeypatch.setattr(reference, "add", lambda stats, tokens: calls.append(tokens.rows.device))

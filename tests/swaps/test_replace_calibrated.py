@@ -95,12 +95,11 @@ def test_an_interrupted_calibration_leaves_the_network_as_it_was():
 def test_mistakes_are_sentences():
     model, x = network(), batches()
     seen = normscope.capture(model, x)
-    with pytest.raises(
-        UsageError, match="init='calibrated' learns from inputs, and a Sequential brings none: pass learn="
+    for curve, options, fragment in (
+        ("dyt", {"init": "calibrated"}, "learns from inputs, and a Sequential brings none: pass learn="),
+        ("dyt", {"init": "theory", "refit": "norms"}, "nothing is calibrated: refit goes with init='calibrated'"),
+        ("rmsnorm", {"init": "calibrated", "learn": x}, "There is no calibrated start of rmsnorm"),
     ):
-        normscope.swap(model, "dyt", seen, init="calibrated")
-    with pytest.raises(UsageError, match="With init='theory' nothing is calibrated: refit goes with init='calibrated'"):
-        normscope.swap(model, "dyt", seen, init="theory", refit="norms")
-    with pytest.raises(UsageError, match="There is no calibrated start of rmsnorm"):
-        normscope.swap(model, "rmsnorm", seen, init="calibrated", learn=x)
+        with pytest.raises(UsageError, match=fragment):
+            normscope.swap(model, curve, seen, **options)
     assert isinstance(model[1], nn.LayerNorm)

@@ -27,19 +27,19 @@ from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged, warmed
 from normscope.swaps.bench.whole_network import (
     ModelBench,
-    Norm,
     NormBench,
     Only,
     Variant,
     commonest,
     compiled,
     computed,
+    distinct,
     every,
     variants,
 )
 from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
 from normscope.swaps.pointwise import check_kernels
-from normscope.swaps.replace import module_at
+from normscope.swaps.replace import model_tensor, module_at
 from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Case, Latency, Norms, Passes, PublishedReport
 
 CURVES = ("dyt", "dyisru", "derf")
@@ -68,40 +68,32 @@ def bench(
 ) -> BenchReport:
     """Time a network's native norms, an RMSNorm, the identity and point-wise functions in their places.
 
-    The norm alone is the most common class and shape among the network's norms at this batch, on random values. Its
-    GB/s count x and y forward, and x, y, dy and dx forward + backward. The whole network runs on the batch, in eval
-    mode; its backward pass computes the gradients of all parameters of a sum of squares of its output. Compared cases
-    are timed in turns, but a network compiled as a whole is compiled anew for each variant, one after the other. What
-    torch.compile holds of other modules is forgotten.
+    The norm alone is the most common class and shape of the network's norms at this batch, on random values. Its GB/s
+    count x and y forward, and x, y, dy and dx forward + backward. The whole network runs on the batch in eval mode; its
+    backward pass computes the gradients of all parameters for a sum of squares of the output. Compared cases are timed
+    in turns, except that a network compiled as a whole is recompiled for each variant. Compiled code of other modules
+    is discarded.
 
-    Eager and compiled, point-wise functions are plain torch on every device. ``fused``, normscope's kernels
-    (:mod:`normscope.swaps.kernels.choice`) compute them, alone and in the eager network; ``compile + fused``, of
-    ``full``, in the compiled network. On the CPU they are timed forward and eager alone.
-
-    The timer is torch.utils.benchmark on the CPU; triton.testing.do_bench and a CUDA graph's replay over buffers
-    beyond the L2 cache on CUDA.
+    ``eager`` and ``compile`` compute point-wise functions in plain torch; ``fused`` uses normscope's kernels
+    (:mod:`normscope.swaps.kernels.choice`), alone and in the eager network; ``compile + fused``, with ``full``, in the
+    compiled network. On the CPU, kernels are timed forward and eager alone. The timer is torch.utils.benchmark on the
+    CPU; on CUDA, triton.testing.do_bench and replays of a CUDA graph over buffers beyond the L2 cache.
 
     Args:
-        model: the network: a result of :func:`normscope.load`, or any module; it is left as found, to the bit.
-            Trained weights do not change its speed.
-        batch: its input, on its device and in its dtype. None for a loaded model's first batch; on a CPU, for the
-            first sample of that.
-        curves: any curve that needs no fit, by name.
-        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, but on CUDA bfloat16 instead of
-            float32, and with ``full`` all three.
-        full: the whole matrix. Otherwise the norm alone, eager, fused and compiled, and the whole network forward:
-            fused where kernels compute a curve, otherwise eager.
-        budget: seconds, which decide on the number of rounds and on compiling. The norm gets at least 4 rounds, the
-            network 3, which a verdict takes, if they fit into the budget, else 1. None for 15; with ``full`` for no
-            limit: 10 rounds of everything.
-        outputs: how to read the network's output; a loaded model brings its own.
+        model: a result of :func:`normscope.load`, or any module; it is left as found, to the bit.
+        batch: the input, on the network's device and in its dtype. None for a loaded model's first batch; on a CPU, for
+            that batch's first sample.
+        curves: names of curves that need no fit.
+        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, but bfloat16 instead of float32 on
+            CUDA, and all three with ``full``.
+        full: time everything. Otherwise the norm alone in all ways, and the whole network forward, fused if kernels
+            compute a curve and eager if not.
+        budget: seconds, for rounds and compiling: at least 4 rounds of the norm, and 3 of the network if they fit, else
+            1. None for 15; with ``full`` for 10 rounds of everything.
+        outputs: reader of the network's output; a loaded model has its own.
         about: model, weights and data, for the report.
-        only: selects the cases to time; for the norm alone it is asked before there is a timer. Without the native
-            norm's row no row has a ratio or a verdict.
+        only: selects the cases; without the native norm's row there are no ratios and verdicts.
         progress: called with the next step, 0 and 1.
-
-    Returns:
-        A :class:`BenchReport`; ``left_out`` says what was not timed.
 
     Raises:
         UsageError: if there is no such curve or dtype, a module comes without a batch, or ``NORMSCOPE_KERNELS`` asks
@@ -118,7 +110,7 @@ def bench(
     '1 sample of 64 held-out digits'
     """
     model, batch, about, outputs = _first_batch(model, batch, about, outputs)
-    tensor = _tensor_of(model)
+    tensor = model_tensor(model, torch.empty(0))
     chosen = _dtypes(dtypes, full, tensor)
     budget = (math.inf if full else BUDGET) if budget is None else budget
     inner = uncompiled(model)
@@ -175,11 +167,10 @@ def bench(
 def _first_batch(
     model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
 ) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
-    """Return the module, a batch to time it on, a description of both, and the outputs' reader."""
     module, batches, described, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
     if batch is None:
         batch = next(iter(batches))
-        batch = batch.first_sample() if _tensor_of(module).device.type == "cpu" else batch
+        batch = batch.first_sample() if model_tensor(module).device.type == "cpu" else batch
         described["data"] = f"{count(len(batch.samples), 'sample')} of {described['data']}"
     return module, batch, described, outputs
 
@@ -252,21 +243,14 @@ def _dtypes(names: Sequence[str] | None, full: bool, of_network: Tensor) -> list
     return [torch.bfloat16 if on_gpu else of_network.dtype]
 
 
-def _tensor_of(model: nn.Module) -> Tensor:
-    """Return a tensor on the network's device and in its dtype."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((tensor.detach() for tensor in tensors if tensor.is_floating_point()), torch.empty(0))
-
-
 TOKENS, PASSES_TIMED = 4096, 100
-_GB = 1e9
-# 6.74 billion weights of two bytes; their gradients, and the activations that a backward pass of 4096 tokens needs.
-_NEEDED: dict[Passes, float] = {"forward": 16 * _GB, "forward + backward": 70 * _GB}
+# GB for 6.74 billion weights of two bytes; their gradients, and the activations of a backward pass of 4096 tokens.
+_NEEDED: dict[Passes, int] = {"forward": 16, "forward + backward": 70}
 _NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
 
 
 def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
-    """Return why the published table is not repeated on a device, in a sentence; None if it can be.
+    """Return the reason why the published table is not repeated on a device; None if it can be.
 
     >>> why_not(torch.device("cpu"))
     'The published table is not repeated on the cpu: LLaMA 7B takes 13.5 GB of weights and 100 passes over 4096 tokens, which are hours without CUDA.'
@@ -276,12 +260,12 @@ def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
             f"The published table is not repeated on the {device.type}: LLaMA 7B takes 13.5 GB of weights and "
             f"{PASSES_TIMED} passes over {TOKENS} tokens, which are hours without CUDA."
         )
-    memory, needed = torch.cuda.get_device_properties(device).total_memory, _NEEDED[passes]
+    memory, needed = torch.cuda.get_device_properties(device).total_memory / 1e9, _NEEDED[passes]
     if memory >= needed:
         return None
     return (
-        f"The published table's passes {passes} are not run: they need {needed / _GB:.0f} GB for 13.5 GB of weights"
-        f" and what else a pass over {TOKENS} tokens keeps, and the device has {memory / _GB:.0f} GB."
+        f"The published table's passes {passes} are not run: they need {needed} GB for 13.5 GB of weights"
+        f" and what else a pass over {TOKENS} tokens keeps, and the device has {memory:.0f} GB."
     )
 
 
@@ -295,19 +279,11 @@ def published(
     outputs: Outputs | None = None,
     progress: Progress = silent,
 ) -> PublishedReport:
-    """Repeat the published table with a network: seconds of its norms, and of all of it, over ``n_passes`` passes.
+    """Repeat the published table: seconds of a network's norms, and of the whole network, over ``n_passes`` passes.
 
-    The norms' time is that of each class and shape alone, times their number.
-
-    Args:
-        model: ``llama_7b`` in bfloat16, with any weights; it is left as found. Another causal language model of
-            transformers is timed likewise, and is another table.
-        curves: replacements of the norms.
-        tokens: length of one random sequence.
-        n_passes: passes per number.
-        on_cpu: run it on a CPU too.
-        outputs: how to read the network's output.
-        progress: as of :func:`bench`.
+    The norms' time is that of each class and shape alone, times their number. The model is ``llama_7b`` in bfloat16,
+    or another causal language model of transformers, with any weights; it is left as found. It runs on one random
+    sequence of ``tokens``, on a CPU only if ``on_cpu``; other arguments are as of :func:`bench`.
 
     Raises:
         DeviceError: if :func:`why_not` has a reason, unless ``on_cpu``.
@@ -324,10 +300,6 @@ def published(
     with left_as_found(model, timed=True), compilations():
         report = find_norms(model, batch)
         candidates = [each for each in variants(model, report.sites, curves) if each.name in (NATIVE, *curves)]
-        alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-        for site in report.sites:
-            alike.setdefault((site.kind, tuple(report.shapes[site.name])), []).append(site.name)
-        norms = [Norm(names[0], kind, shape, len(names)) for (kind, shape), names in alike.items()]
         shapes = {site.name: tuple(report.shapes[site.name]) for site in report.sites}
         whole = ModelBench(model, batch, outputs or Outputs(), candidates, shapes, True)
         if not whole.fused:
@@ -345,7 +317,7 @@ def published(
                 placed = Variant(variant.name, {name: compiled(module) for name, module in modules.items()})
             layer = 0.0
             with computed(way):
-                for norm in norms:
+                for norm in distinct(report):
                     alone = NormBench(model, [variant], norm, where.detach())
                     layer += alone.seconds(variant.name, way, passes, n_passes) * norm.sites
                 rows.append(Latency(variant.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))

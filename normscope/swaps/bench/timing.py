@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -38,19 +38,12 @@ _BLOCK_SECONDS = 0.02  # of a sample of something short: a hundred times what a 
 
 @dataclass(frozen=True)
 class TimeQuantiles:
-    """Measured durations, in seconds.
+    """Quantiles of durations, in seconds; of few samples, the interval from p20 to p80 spans all."""
 
-    Attributes:
-        minimum: of the samples: with the least of what else the machine did.
-        median: of them.
-        p20: quantile 0.2, or the sample below it.
-        p80: quantile 0.8, or the sample above it: of few samples the interval is the whole of them.
-    """
-
-    minimum: float
+    minimum: float  # the sample that other work on the machine affected least
     median: float
-    p20: float
-    p80: float
+    p20: float  # or the sample below it
+    p80: float  # or the sample above it
 
 
 def spread(samples: Sequence[float]) -> TimeQuantiles:
@@ -101,10 +94,10 @@ def warmed(run: Callable[[], Result], device: torch.device, clock: Callable[[], 
         run()
         torch.cuda.synchronize(device)
     begun = clock()
-    made = run()
+    result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return made, clock() - begun
+    return result, clock() - begun
 
 
 def in_turns(
@@ -115,17 +108,10 @@ def in_turns(
     until: float = math.inf,
     now: Callable[[], float] = time.monotonic,
 ) -> dict[Name, list[float]]:
-    """Take samples of several things in rounds, each round beginning with another of them.
+    """Sample in rounds, each of which begins with another sampler; return the samples by name.
 
-    Args:
-        samplers: what to sample, by name.
-        at_least: rounds, whatever the time.
-        at_most: rounds, whatever time is left.
-        until: no further round begins that would end after this, as the longest so far took.
-        now: the clock of ``until``.
-
-    Returns:
-        The samples by name, in the order of ``samplers``.
+    After ``at_least`` rounds, no round begins that would end after ``until`` on the clock ``now`` if it took as long as
+    the longest.
 
     >>> in_turns({"a": lambda: [1.0], "b": lambda: [2.0, 3.0]}, at_least=2, at_most=2)
     {'a': [1.0, 1.0], 'b': [2.0, 3.0, 2.0, 3.0]}
@@ -144,25 +130,18 @@ def in_turns(
     return samples
 
 
-_CALLS = 200  # of one replay
-_REPLAYS = 10
-_LEAST_SETS = 4
-_CACHES = 4  # so many times the L2 cache the buffers are together
-
 Buffers = TypeVar("Buffers")
 
 
 def flushed(run: Run, milliseconds: int = 100) -> list[float]:
-    """Time calls by triton.testing.do_bench, which clears the L2 cache before each: seconds, a sample a call.
+    """Time calls by triton.testing.do_bench, which clears the L2 cache before each: seconds, one sample per call.
 
-    Args:
-        run: what is timed.
-        milliseconds: that all calls together take, about; a quarter of them more to warm up.
+    All calls together take about ``milliseconds``, after a warm-up of a quarter of that.
     """
     from triton.testing import do_bench
 
     times = do_bench(run, warmup=milliseconds // 4, rep=milliseconds, return_mode="all")
-    return [one / 1e3 for one in times]
+    return [time / 1e3 for time in times]
 
 
 def sets_beyond_cache(nbytes: int, cache: int) -> int:
@@ -171,34 +150,29 @@ def sets_beyond_cache(nbytes: int, cache: int) -> int:
     >>> sets_beyond_cache(50_000_000, 60_000_000), sets_beyond_cache(1_000_000_000, 60_000_000)
     (5, 4)
     """
-    return max(_LEAST_SETS, math.floor(_CACHES * cache / nbytes) + 1)
-
-
-def cache_of(device: torch.device) -> int:
-    """Return the size of a CUDA device's L2 cache in bytes."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    return max(4, math.floor(4 * cache / nbytes) + 1)
 
 
 def replayed(
     run: Callable[[Buffers], object],
     sets: Sequence[Buffers],
-    number: int = _REPLAYS,
+    number: int = 10,
     *,
-    calls: int = _CALLS,
+    calls: int = 200,
     stream: torch.cuda.Stream | None = None,
 ) -> list[float]:
     """Time the replays of one CUDA graph of about 200 calls: seconds a call, a sample a replay.
 
-    No launch from Python is timed. Each call takes the next of the buffer sets, and what it returns is kept until that
-    set's next turn, so that neither what it reads nor what it writes is still in the cache.
+    No launch from Python is timed. Each call takes the next of the buffer sets, and its result is kept until that set's
+    next turn, so that neither inputs nor outputs are still in the cache.
 
     Args:
-        run: what is timed, of a buffer set.
-        sets: as many as :func:`sets_beyond_cache` says.
+        run: the timed function of a buffer set.
+        sets: as many as :func:`sets_beyond_cache` returns.
         number: of replays.
-        calls: of one replay; a few more where they are no multiple of the sets.
-        stream: that the calls are captured on; a new one without. A backward pass runs on the stream of its forward
-            pass, and can only be captured on that.
+        calls: of one replay, rounded up to a multiple of the sets.
+        stream: captures the calls; by default a new one. A backward pass can only be captured on the stream of its
+            forward pass.
     """
     aside: torch.cuda.Stream = stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
     aside.wait_stream(torch.cuda.current_stream())
@@ -231,25 +205,16 @@ _TENSORS: dict[Passes, int] = {"forward": 2, "forward + backward": 4}
 
 @dataclass(frozen=True)
 class Measured:
-    """The samples of a case.
-
-    Attributes:
-        case: what was timed.
-        samples: in seconds; none where it did not run.
-        compile_seconds: as of :class:`Timing`.
-        note: as of :class:`Timing`.
-    """
+    """The samples of a case, in seconds; none if it did not run."""
 
     case: Case
-    samples: Sequence[float] = field(default=())
+    samples: tuple[float, ...] = ()
     compile_seconds: float | None = None
     note: str = ""
 
 
 def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
-    """Bytes that a norm alone has to move at least: x and y forward, x, y, dy and dx forward + backward.
-
-    Each is counted once, though a backward pass on its own reads x again: what is shared by all ways to compute it.
+    """Return the least bytes that a norm moves: x and y forward, x, y, dy and dx forward + backward, each once.
 
     >>> bytes_moved("forward", 1000, 4), bytes_moved("forward + backward", 1000, 2)
     (8000, 8000)
@@ -258,7 +223,7 @@ def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
 
 
 def judged(measured: Sequence[Measured]) -> list[Timing]:
-    """Set each row beside the native norm's and the copy's of the same run."""
+    """Compare each row with the native norm and the copy of the same run."""
     plain = {row.case: _timing(row) for row in measured}
     copies = {(case.dtype, case.timer): row.gb_per_s for case, row in plain.items() if case.variant == COPY}
     natives = {_setting(case): row for case, row in plain.items() if case.variant == NATIVE}
@@ -272,8 +237,8 @@ def _timing(row: Measured) -> Timing:
     times, nbytes = spread(row.samples), row.case.nbytes
     # The identity is an empty CUDA graph, whose replays a clock may not see.
     rate = None if nbytes is None or times.median == 0 else nbytes / times.median / 1e9
-    seconds, samples = dataclasses.asdict(times), tuple(row.samples)
-    return Timing(**case, **seconds, samples=samples, gb_per_s=rate, compile_seconds=row.compile_seconds, note=row.note)
+    values = {**case, **vars(times), "samples": tuple(row.samples), "gb_per_s": rate}
+    return Timing(**values, compile_seconds=row.compile_seconds, note=row.note)
 
 
 def _beside(row: Timing, native: Timing | None, copies: dict[tuple[str, str], float | None]) -> Timing:

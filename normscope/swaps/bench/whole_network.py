@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from normscope.swaps.bench.timing import (
     Sampler,
     blocks,
     bytes_moved,
-    cache_of,
     flushed,
     in_turns,
     once,
@@ -49,17 +48,11 @@ AT_LEAST, NORM_AT_LEAST, AT_MOST = 1, 4, 10  # samples: of the network, of the n
 
 @dataclass(frozen=True)
 class Variant:
-    """Replacements of the norms.
-
-    Attributes:
-        name: ``native`` for the norms themselves, ``rmsnorm``, ``identity``, or a curve as it was asked for.
-        modules: by module path; none for ``native``.
-        note: the norms that it cannot replace, and why.
-    """
+    """Replacements of the norms: ``native`` for the norms themselves, ``rmsnorm``, ``identity``, or a curve."""
 
     name: str
-    modules: dict[str, nn.Module]
-    note: str = ""
+    modules: dict[str, nn.Module]  # by module path; none for ``native``
+    note: str = ""  # the norms that it cannot replace, and why
 
 
 def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence[str]) -> list[Variant]:
@@ -73,7 +66,7 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
     asked = split_names(curves) if isinstance(curves, str) else curves
     names = dict.fromkeys((RMS_NORM, IDENTITY, *(name.strip().lower() for name in asked)))
     names.pop(NATIVE, None)
-    made = [Variant(NATIVE, {})]
+    result = [Variant(NATIVE, {})]
     for name in names:
         modules: dict[str, nn.Module] = {}
         reasons: list[str] = []
@@ -83,8 +76,8 @@ def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence
             except ModelError as error:
                 reasons.append(str(error))
         note = f"{len(reasons)} of {len(sites)} norms left as they are: {reasons[0]}" if reasons else ""
-        made.append(Variant(name, modules, note))
-    return made
+        result.append(Variant(name, modules, note))
+    return result
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -127,11 +120,7 @@ def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes, way: Way
 
 @contextlib.contextmanager
 def computed(way: Way) -> Iterator[None]:
-    """Context in which networks are computed in a way.
-
-    Kernels compute point-wise functions if the way is fused, otherwise plain torch. Compiled parts run as compiled if
-    the way is, otherwise eagerly. A compiled network calls kernels only on request.
-    """
+    """Context in which networks are computed in a way: by kernels if it is fused, and compiled if it says so."""
     with contextlib.ExitStack() as choices:
         if way not in FUSED:
             choices.enter_context(choice.plain_torch())
@@ -143,23 +132,13 @@ def computed(way: Way) -> Iterator[None]:
 
 
 def require_gradients(module: nn.Module) -> list[torch.Tensor]:
-    """Let every parameter require gradients, and return them."""
+    """Make every parameter require gradients, and return the parameters."""
     return [parameter.requires_grad_() for parameter in module.parameters() if parameter.is_floating_point()]
-
-
-_SEED = 0
 
 
 @dataclass(frozen=True)
 class Norm:
-    """The norm that is timed: the commonest class and shape of a network.
-
-    Attributes:
-        name: module path of the first of them.
-        kind: its class in the table of norms.
-        shape: of its input.
-        sites: how many norms of the network have this class and shape.
-    """
+    """A norm's class and input shape, the number of norms in the network that share them, and the first one's path."""
 
     name: str
     kind: str
@@ -167,8 +146,7 @@ class Norm:
     sites: int
 
 
-@dataclass(frozen=True)
-class Buffers:
+class Buffers(NamedTuple):
     """Arguments of one call: the norm's input and the gradient of its output, of one shape."""
 
     x: Tensor
@@ -184,23 +162,21 @@ def every(case: Case) -> bool:
     return True
 
 
-def commonest(report: NormReport) -> Norm:
-    """Return the most common class and shape of a network's norms; of equally common ones, the first called."""
+def distinct(report: NormReport) -> list[Norm]:
+    """Return the classes and shapes of a network's norms, in the order of their first calls."""
     names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for site in report.sites:
         names.setdefault((site.kind, tuple(report.shapes[site.name])), []).append(site.name)
-    (kind, shape), alike = max(names.items(), key=lambda item: len(item[1]))
-    return Norm(alike[0], kind, shape, len(alike))
+    return [Norm(alike[0], kind, shape, len(alike)) for (kind, shape), alike in names.items()]
+
+
+def commonest(report: NormReport) -> Norm:
+    """Return the most common class and shape of a network's norms; of equally common ones, the first called."""
+    return max(distinct(report), key=lambda norm: norm.sites)
 
 
 class NormBench:
-    """The norm alone and its replacements, on random values.
-
-    Args:
-        model: the network, in the dtype that is timed; it is left as it is.
-        candidates: its :func:`variants`.
-        norm: the norm.
-        where: a tensor whose device and dtype the buffers get.
+    """The norm alone and its replacements, on random values of the device and dtype of ``where``.
 
     Attributes:
         modules: the native norm's copy and its replacements, by variant, all with gradients required.
@@ -213,7 +189,7 @@ class NormBench:
         self.norm = norm
         self.modules = {name: _without_hooks(module) for name, module in modules.items() if module is not None}
         self._missing = {variant.name: variant.note for variant in candidates if modules[variant.name] is None}
-        generator = torch.Generator(where.device).manual_seed(_SEED)
+        generator = torch.Generator(where.device).manual_seed(0)
 
         def noise() -> Tensor:
             values = torch.randn(norm.shape, generator=generator, device=where.device, dtype=torch.float32)
@@ -221,7 +197,7 @@ class NormBench:
 
         number, nbytes = 1, bytes_moved("forward", math.prod(norm.shape), where.element_size())
         if where.is_cuda:
-            number = sets_beyond_cache(nbytes, cache_of(where.device))
+            number = sets_beyond_cache(nbytes, torch.cuda.get_device_properties(where.device).L2_cache_size)
         self.buffers = [Buffers(noise().requires_grad_(), noise()) for _ in range(number)]
 
     @property
@@ -246,9 +222,7 @@ class NormBench:
     def measured(self, ways: Sequence[Way], passes: Passes, until: float, only: Only = every) -> list[Measured]:
         """Time the cases of some ways in turns, ``until`` as in :func:`normscope.swaps.bench.timing.in_turns`."""
         rows: list[Measured] = []
-        samplers: dict[Case, Sampler] = {}
-        failed: dict[Case, str] = {}
-        compile_seconds: dict[Case, float | None] = {}
+        samplers: dict[Measured, Sampler] = {}
         for case, module in self.cases(ways, passes, only):
             if module is None:
                 rows.append(Measured(case, note=self._missing[case.variant]))
@@ -260,13 +234,8 @@ class NormBench:
                 rows.append(Measured(case, note=first_line(error)))
                 continue
             for timer, sampler in self._timers(run):
-                timed = dataclasses.replace(case, timer=timer)
-                samplers[timed], compile_seconds[timed] = _noting(timed, sampler, failed), seconds
-        samples = in_turns(samplers, at_least=NORM_AT_LEAST, at_most=AT_MOST, until=until)
-        return rows + [
-            Measured(case, () if case in failed else times, compile_seconds[case], failed.get(case, ""))
-            for case, times in samples.items()
-        ]
+                samplers[Measured(dataclasses.replace(case, timer=timer), compile_seconds=seconds)] = sampler
+        return rows + _sampled(samplers, NORM_AT_LEAST, until)
 
     def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
         """Time ``number`` calls of one variant together, after an untimed call."""
@@ -318,47 +287,44 @@ def first_line(error: Exception) -> str:
     return line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}"
 
 
-def _noting(case: Case, sampler: Sampler, failed: dict[Case, str]) -> Sampler:
-    """Note a case that fails, for example in a CUDA graph, so that the others are timed."""
+def _sampled(samplers: Mapping[Measured, Sampler], at_least: int, until: float, warm: bool = False) -> list[Measured]:
+    """Sample rows in turns. A row that fails, for example in a CUDA graph, gets a note, and the others are timed."""
+    failed: dict[Measured, str] = {}
 
-    def sample() -> list[float]:
-        if case in failed:
+    def sample(row: Measured) -> list[float]:
+        if row in failed:
             return []
         try:
-            with computed(case.way):
-                return sampler()
+            with computed(row.case.way):
+                return samplers[row]()
         except Exception as error:
-            failed[case] = first_line(error)
+            failed[row] = first_line(error)
             return []
 
-    return sample
+    if warm:
+        for row in samplers:
+            sample(row)
+    turns = {row: functools.partial(sample, row) for row in samplers}
+    return [
+        dataclasses.replace(row, note=failed[row]) if row in failed else dataclasses.replace(row, samples=tuple(times))
+        for row, times in in_turns(turns, at_least=at_least, at_most=AT_MOST, until=until).items()
+    ]
 
 
 _COMPILED_PASSES = 10
-_TIMER = "passes"
-
 _Pass = Callable[[Batch], object]
 
 
 @dataclass(frozen=True)
 class ModelBench:
-    """The whole network and its variants.
-
-    Attributes:
-        model: in the dtype that is timed.
-        batch: likewise.
-        outputs: how to read the network's output.
-        candidates: the variants.
-        shapes: of the input of each norm.
-        warm: run each variant once before it is timed.
-    """
+    """The whole network, in the dtype that is timed, and its variants."""
 
     model: nn.Module
     batch: Batch
     outputs: Outputs
     candidates: Sequence[Variant]
-    shapes: Mapping[str, Sequence[int]]
-    warm: bool
+    shapes: Mapping[str, Sequence[int]]  # of each norm's input
+    warm: bool  # run each variant once before it is timed
 
     @property
     def fused(self) -> list[Variant]:
@@ -387,24 +353,15 @@ class ModelBench:
     ) -> list[Measured]:
         """Time the cases of some ways: in turns, at least ``rounds`` times, or each compiled by itself."""
         rows: list[Measured] = []
-        samplers: dict[Case, Sampler] = {}
-        notes, failed = {}, dict[Case, str]()
+        samplers: dict[Measured, Sampler] = {}
         for case, variant in self.cases(ways, passes, only):
-            notes[case] = variant.note
             if not variant.modules and variant.name != NATIVE:
                 rows.append(Measured(case, note=variant.note))
             elif "eager" in ways:
-                samplers[case] = _noting(case, functools.partial(self._sample, variant, case), failed)
+                samplers[Measured(case, note=variant.note)] = functools.partial(self._sample, variant, case)
             else:
                 rows.append(self._compiled(variant, case))
-        if self.warm:
-            for sampler in samplers.values():
-                sampler()
-        samples = in_turns(samplers, at_least=rounds, at_most=AT_MOST, until=until)
-        return rows + [
-            Measured(case, () if case in failed else times, note=failed.get(case, notes[case]))
-            for case, times in samples.items()
-        ]
+        return rows + _sampled(samplers, rounds, until, self.warm)
 
     def seconds(self, variant: Variant, passes: Passes, number: int) -> float:
         """Time ``number`` passes with one variant together, after an untimed pass."""
@@ -414,7 +371,7 @@ class ModelBench:
             return repeated(lambda: run(next(batches)), number)
 
     def by_kernels(self, way: Way, passes: Passes) -> list[Variant]:
-        """Return the variants that kernels compute in a way and pass, at one norm at least."""
+        """Return the variants that kernels compute in a way and pass for at least one norm."""
         return [
             variant
             for variant in self.candidates
@@ -432,7 +389,7 @@ class ModelBench:
         try:
             with computed(case.way), self._placed(variant, called, case.passes) as run:
                 [compile_seconds] = _timed(run, self.batch)
-                samples = [seconds for _ in range(_COMPILED_PASSES) for seconds in _timed(run, self.batch)]
+                samples = tuple(seconds for _ in range(_COMPILED_PASSES) for seconds in _timed(run, self.batch))
         except Exception as error:
             return Measured(case, note=first_line(error))
         finally:
@@ -464,7 +421,7 @@ class ModelBench:
         shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
         dtype = next((part.dtype for part in self.model.parameters() if part.is_floating_point()), torch.float32)
         name, sites = str(dtype).removeprefix("torch."), len(self.shapes if variant.name == NATIVE else variant.modules)
-        return Case(variant.name, way, "model", passes, name, _TIMER, shape, sites)
+        return Case(variant.name, way, "model", passes, name, "passes", shape, sites)
 
 
 def _timed(run: _Pass, batch: Batch) -> list[float]:

@@ -44,10 +44,10 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
 
     They compute tanh, isru and erf on CUDA in float32, bfloat16 and float16, if Triton is installed and can build its
     launchers; otherwise plain torch computes, after a warning. torch.compile and torch.export trace plain torch, which
-    a compiler merges with its neighbours. ``NORMSCOPE_KERNELS`` overrides this: ``eager`` for plain torch everywhere,
-    ``triton`` for the kernels alone, compiled or not. The straight line is always plain torch, and so are
-    transforms of torch.func (vmap, grad, …) unless the variable is set. torch.compile compiles anew if the variable
-    changes, but not if it was unset at first.
+    a compiler fuses with its neighbours. ``NORMSCOPE_KERNELS`` overrides this: ``eager`` selects plain torch
+    everywhere, ``triton`` the kernels alone, compiled or not. The straight line is always plain torch, as are
+    transforms of torch.func unless the variable is set. torch.compile recompiles if the variable changes, but not if
+    it was unset at first.
 
     Raises:
         UsageError: if the variable has another value, or asks for kernels that do not exist.
@@ -104,12 +104,7 @@ def _loop() -> ModuleType | None:
 
 @contextlib.contextmanager
 def asking_for(word: str) -> Iterator[None]:
-    """Context in which ``NORMSCOPE_KERNELS`` has a value.
-
-    >>> with asking_for("eager"):
-    ...     os.environ["NORMSCOPE_KERNELS"]
-    'eager'
-    """
+    """Context in which ``NORMSCOPE_KERNELS`` has a value."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = word
     try:

@@ -148,7 +148,7 @@ def _of_narrowed(number: Any, into: Any) -> Any:
 
 @_fused
 def _apply(curve: int, x: Any, y: Any, alpha: Any, shift: Any, weight: Any, bias: Any) -> None:
-    """Fill y with weight · f(αx + s) + bias, of which each is an array as long as y at least."""
+    """Fill y with weight · f(αx + s) + bias, all at least as long as y."""
     if curve == TANH:
         for j in range(y.size):
             y[j] = _narrowed(weight[j] * _tanh(alpha[j] * _widened(x[j]) + shift[j]) + bias[j], y)
@@ -172,21 +172,11 @@ def _lay_out(part: Any, into: Any) -> None:
 def fill(
     curve: int, x: Any, y: Any, alpha: Any, shift: Any, weight: Any, bias: Any, inner: int, start: int, stop: int
 ) -> None:
-    """Fill y with weight · f(αx + s) + bias, for some of its lines.
+    """Fill the lines of y from ``start`` to ``stop`` with weight · f(αx + s) + bias.
 
-    A line is all channels at one position; or, where more than one element of a channel lie side by side, those.
-
-    Args:
-        curve: TANH, ISRU or ERF.
-        x: all elements as they lie in memory, float32, or the bits of bfloat16 as int16.
-        y: takes the result, likewise.
-        alpha: one number, or one a channel, float32.
-        shift: likewise. −0 where there is none: added to anything, it leaves even the sign of zero.
-        weight: likewise.
-        bias: likewise; −0 where there is none.
-        inner: how many elements of one channel lie side by side.
-        start: the first line that is filled.
-        stop: the one after the last.
+    A line contains all channels at one position; or, if ``inner`` > 1 elements of a channel are contiguous, those.
+    x and y are float32, or the bits of bfloat16 as int16. Parameters are float32, one number or one per channel; an
+    absent shift or bias is −0, which added to anything preserves even the sign of zero.
     """
     channels = max(alpha.size, shift.size, weight.size, bias.size)
     if inner == 1:
@@ -219,9 +209,9 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
     torch's threads; the result is the same to the bit whatever their number. ``curve`` is ``tanh``, ``isru`` or
     ``erf``; ``behind`` counts the axes of x after the channels.
 
-    >>> one = torch.ones(1)
+    >>> alpha = torch.ones(1)
     >>> with torch.no_grad():
-    ...     pointwise(torch.tensor([[0.75, -3e38]]), Parameters(one, None, torch.tensor([1.0, 2.0]), None), "isru", 0)
+    ...     pointwise(torch.tensor([[0.75, -3e38]]), Parameters(alpha, None, torch.tensor([1.0, 2.0]), None), "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
     parts = (parameters.alpha, parameters.shift, parameters.weight, parameters.bias)

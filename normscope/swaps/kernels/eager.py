@@ -14,7 +14,7 @@ from normscope.errors import UsageError
 
 @dataclass  # not frozen: that would double the time to make one, at every call
 class Parameters:
-    """α, s, weight and bias: each one number, or one a channel in the shape of the axes that number the channels."""
+    """α, s, weight and bias: each one number, or one per channel in the shape of the channel axes."""
 
     alpha: Tensor
     shift: Tensor | None
@@ -22,16 +22,12 @@ class Parameters:
     bias: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Parameters:
-        """Return what ``change`` makes of those that there are."""
-        return Parameters(
-            alpha=change(self.alpha),
-            shift=None if self.shift is None else change(self.shift),
-            weight=change(self.weight),
-            bias=None if self.bias is None else change(self.bias),
-        )
+        """Apply a function to each parameter that is not None."""
+        parts = {name: None if part is None else change(part) for name, part in vars(self).items()}
+        return Parameters(**parts)  # type: ignore[arg-type]
 
     def along(self, behind: int) -> Parameters:
-        """View them such that they meet their channels in an input with ``behind`` axes after those of the channels.
+        """Append ``behind`` axes of one element, so that parameters broadcast against an input.
 
         >>> import torch
         >>> Parameters(torch.ones(1), None, torch.ones(3), None).along(behind=2).weight.shape
@@ -42,16 +38,12 @@ class Parameters:
         return self.each(lambda part: part if part.numel() == 1 else part.view(*part.shape, *[1] * behind))
 
     def channel_axes(self, x: Tensor, behind: int) -> tuple[int, int]:
-        """Return which axis of x is the first that numbers channels, and which is the one after the last.
+        """Return the first channel axis of x and the axis after the last, where ``behind`` axes follow the channels.
 
-        Where no parameter has a number for each, it does not matter what a channel is: it is the last axis.
-
-        Args:
-            x: the input.
-            behind: how many axes of it come after those of the channels.
+        If all parameters are single numbers, the channels are the last axis.
 
         Raises:
-            UsageError: if x has other channels than the parameters, or they differ among themselves, or are elsewhere.
+            UsageError: if shapes or devices of x and the parameters do not match.
 
         >>> import torch
         >>> Parameters(torch.ones(1), None, torch.ones(3), None).channel_axes(torch.ones(2, 3, 5, 5), behind=2)
@@ -84,21 +76,13 @@ class Strides:
 
 @dataclass(frozen=True)
 class Layout:
-    """Memory layout shared by several tensors of one shape.
+    """Memory layout shared by several tensors of one shape: outers × others × channels elements."""
 
-    Attributes:
-        outers: how many of what the others' stride does not span; 1 where it spans all.
-        others: how many elements of one channel are in each.
-        channels: their number.
-        channels_in_columns: whether neighbouring channels are closer together in memory than neighbouring others.
-        strides: of each tensor.
-    """
-
-    outers: int
+    outers: int  # 1 if one stride spans all axes but the channels'
     others: int
     channels: int
-    channels_in_columns: bool
-    strides: tuple[Strides, ...]
+    channels_in_columns: bool  # neighbouring channels are closer together in memory than neighbouring others
+    strides: tuple[Strides, ...]  # of each tensor
 
 
 @dataclass(frozen=True)
@@ -112,15 +96,9 @@ class _Axis:
 
 
 def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
-    """Find the layout of tensors of one shape, none of whose sizes is zero.
+    """Return the layout of non-empty tensors of one shape, whose channel axes are ``begin`` to ``end`` - 1.
 
-    Args:
-        tensors: at least one.
-        begin: the first of the axes that number the channels.
-        end: the axis after the last of them.
-
-    Returns:
-        None if there is none: if the strides of some tensor span its axes neither as one nor as two and the channels.
+    Returns None if the strides of a tensor span its axes neither as one nor as two, apart from the channels.
 
     >>> import torch
     >>> layout_of([torch.empty(2, 6, 5, 4)[:, 1:]], begin=3, end=4)
@@ -144,7 +122,7 @@ def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
 
 
 def _merged(axes: Sequence[_Axis]) -> list[_Axis]:
-    """Leave out axes of one element, and join neighbours that are one axis in memory."""
+    """Drop axes of one element, and join neighbours that are one axis in memory."""
     merged: list[_Axis] = []
     for axis in axes:
         if axis.size == 1:
@@ -159,7 +137,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Gradients(NamedTuple):
-    """Gradients of a loss by the input and each parameter; None where there is no such parameter or none is wanted."""
+    """Gradients of a loss by the input and each parameter; None without such a parameter, or if it is not needed."""
 
     x: Tensor | None
     alpha: Tensor | None
@@ -169,16 +147,9 @@ class Gradients(NamedTuple):
 
 
 def pointwise(x: Tensor, function: Function, parameters: Parameters, behind: int) -> Tensor:
-    """Weight · f(αx + s) + bias in plain torch, in float32 at least.
+    """Return weight · f(αx + s) + bias in plain torch, computed in float32 at least, in x's shape and dtype.
 
-    Args:
-        x: of any shape.
-        function: f, elementwise.
-        parameters: α, s, weight and bias.
-        behind: how many axes of x come after those of the channels.
-
-    Returns:
-        A tensor of x's shape and dtype.
+    ``behind`` axes of x follow those of the channels.
 
     Raises:
         UsageError: if x would have to grow to the parameters' shape.
@@ -200,14 +171,7 @@ def pointwise(x: Tensor, function: Function, parameters: Parameters, behind: int
 def pointwise_backward(
     dy: Tensor, x: Tensor, function: Function, derivative: Function, parameters: Parameters, behind: int
 ) -> Gradients:
-    """Go back through :func:`pointwise` in plain torch; the sums are float64.
-
-    ``dy`` is the gradient of the loss by :func:`pointwise`'s output, of x's shape; ``derivative`` is f′, and the others
-    are as there.
-
-    Returns:
-        Gradients of the shapes and dtypes of what they are by.
-    """
+    """Return the gradients of :func:`pointwise` in plain torch, summed in float64; ``derivative`` is f′."""
     inside = torch.promote_types(x.dtype, torch.float32)
     there = parameters.along(behind).each(lambda part: part.to(inside))
     values, upstream = x.to(inside), dy.to(inside)

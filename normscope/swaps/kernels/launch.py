@@ -24,23 +24,14 @@ ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill 
 
 @dataclass(frozen=True, eq=False)  # plans depend on which it is, and ask at every call
 class Tiling:
-    """Distribution of a kernel over a GPU, chosen by counted instructions, not by timing.
+    """Distribution of a kernel over a GPU, chosen by counted instructions, not by timing."""
 
-    Attributes:
-        warps: of a program.
-        loads: how often each thread of a program loads of one tile, at most.
-        steps: tiles that are loaded together, at most.
-        per_multiprocessor: programs for each multiprocessor, where a program takes more than one run of tiles.
-        registers: that a thread may have, so that all of these programs run at once; None for as many as it takes.
-        shares: whether tanh of half precision is made of the exponential that its derivative takes.
-    """
-
-    warps: int
-    loads: int
-    steps: int = 1
-    per_multiprocessor: int = 0
-    registers: int | None = None
-    shares: bool = False
+    warps: int  # per program
+    loads: int  # per thread and tile, at most
+    steps: int = 1  # tiles that are loaded together, at most
+    per_multiprocessor: int = 0  # programs, where a program takes more than one run of tiles
+    registers: int | None = None  # per thread, so that all of these programs run at once; None for no limit
+    shares: bool = False  # tanh of half precision reuses the exponential of its derivative
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -56,15 +47,7 @@ ADDING: dict[str, int | None] = {"num_warps": 4}
 
 
 def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout, curve: str) -> KernelCall:
-    """The launch that fills y, which has x's layout.
-
-    Args:
-        x: not empty.
-        y: of x's shape and dtype.
-        parameters: α, s, weight and bias, contiguous.
-        layout: of x and y.
-        curve: ``tanh``, ``isru`` or ``erf``.
-    """
+    """Return the call that fills y, of the shape, dtype and ``layout`` of a non-empty x; parameters are contiguous."""
     constants = _constants(layout, FORWARD, [x, y])
     blocks = _parts(layout.channels, constants["block_channels"])
     tiles = _parts(layout.others, constants["block_others"])
@@ -87,14 +70,8 @@ def backward_launches(
 ) -> list[KernelCall]:
     """Return the calls that fill the gradients that are not None: the pass over x, then that over the slots.
 
-    Args:
-        dy: of x's shape.
-        x: not empty.
-        parameters: α, s, weight and bias, contiguous.
-        gradients: contiguous, except that by x.
-        layout: of dy, x and the gradient by x; without that gradient, of x a second time.
-        curve: as of :func:`forward_launch`.
-        scratch: memory for the slots; None to allocate it here.
+    Parameters and their gradients are contiguous. ``layout`` is that of dy, x and the gradient by x; without that
+    gradient, of x a second time. ``scratch`` is the memory for the slots; None allocates it.
     """
     filled = [] if gradients.x is None else [gradients.x]
     constants, each = _constants(layout, BACKWARD, [x, dy, *filled]), _each(parameters)
@@ -134,28 +111,22 @@ def backward_launches(
 
 
 def _each(parameters: Parameters) -> dict[str, bool]:
-    """Say which parameters hold one number a channel."""
     return {f"{name}_each": part is not None and part.numel() > 1 for name, part in vars(parameters).items()}
 
 
 def _parts(number: int, size: int) -> int:
-    """Return how many parts of a size there are; triton.cdiv, asked ten times in a backward pass, takes 2 µs each."""
+    """Divide and round up; each of ten calls of triton.cdiv in a backward pass would take 2 µs."""
     return -(-number // size)
 
 
 def _power_of_2(number: int) -> int:
-    """Return the least power of two that is no smaller."""
     return 1 << (number - 1).bit_length()
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has; in the interpreter a few, so that there is something to add up."""
-    return _multiprocessors(device) if device.type == "cuda" else 2
-
-
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors; 2 in the interpreter, so that there is something to add up."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
 def _constants(layout: Layout, tiling: Tiling, tensors: Sequence[Tensor]) -> dict[str, int | bool]:
@@ -178,10 +149,10 @@ def _constants(layout: Layout, tiling: Tiling, tensors: Sequence[Tensor]) -> dic
 
 
 def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
-    """Return rows and columns, powers of two, of a tile of a plane; at most ``elements``.
+    """Return rows and columns of a tile of a plane: powers of two, at most ``elements`` together.
 
-    Columns are ``most`` where that wastes little, more where the plane is low; never one, for two bfloat16 are widened
-    together.
+    There are ``most`` columns if that wastes little, more if the plane is low, and at least two, because two bfloat16
+    are widened together.
 
     >>> tile(width=768, height=25216, elements=8192, most=256), tile(1152, 131072, 8192, 256)
     ((32, 256), (64, 128))
@@ -211,7 +182,7 @@ def _aligned(layout: Layout, width: int, vector: int) -> bool:
 def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
     """Return sizes and strides by name; a row's size and the strides between rows in units of ``multiple`` elements.
 
-    The compiler is to see that they are multiples: by itself Triton looks whether a number is divisible by 16.
+    This tells the compiler that they are multiples; Triton itself only tests divisibility by 16.
     """
     of_other, of_channel = (multiple, 1) if layout.channels_in_columns else (1, multiple)
     sizes = {"outers": layout.outers, "others": layout.others // of_channel, "channels": layout.channels // of_other}
@@ -223,17 +194,14 @@ def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
 
 
 def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, plan: Any = None) -> Tensor:
-    """Return weight · f(αx + s) + bias, in one pass over x.
+    """Return weight · f(αx + s) + bias in one pass over x, with x's shape and dtype, and its strides if without gaps.
 
     Args:
         x: float32, bfloat16 or float16, of any shape and strides.
         parameters: α, s, weight and bias, each float32, bfloat16 or float16.
         curve: ``tanh``, ``isru`` or ``erf``.
         behind: the number of axes of x after those of the channels.
-        plan: that of the call's kind, see :func:`kind_of`, if it was looked up before.
-
-    Returns:
-        A tensor of x's shape and dtype, and of its strides if they leave no gaps.
+        plan: of the call's :func:`kind_of`, if it was looked up before.
 
     Raises:
         UsageError: if the parameters do not match x's channels.
@@ -260,16 +228,10 @@ def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, plan: An
 def backward(
     dy: Tensor, x: Tensor, parameters: Parameters, curve: str, behind: int, needed: Sequence[bool]
 ) -> Gradients:
-    """Go back through :func:`forward` in one pass over dy and x, and one over what its programs have summed.
+    """Return gradients of :func:`forward`, in one pass over dy and x and one over the programs' partial sums.
 
-    ``dy`` is the gradient of the loss by :func:`forward`'s output, of x's shape and of any strides; ``x`` to ``behind``
-    are as there; ``needed`` selects the gradients by x, α, s, weight and bias.
-
-    Returns:
-        Gradients of the shapes and dtypes of what they are by. The same inputs on the same device give the same bits.
-
-    Raises:
-        UsageError: as there.
+    ``dy`` is the gradient by its output, of any strides; ``needed`` selects the gradients by x, α, s, weight and bias.
+    The same inputs on the same device give the same bits.
     """
     allocate = torch.empty_like if x.numel() else torch.zeros_like
     inputs = (x, *vars(parameters).values())
@@ -299,10 +261,7 @@ def backward(
 
 
 def kind_of(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Hashable:
-    """Return everything that launches depend on.
-
-    New memory, which outputs get, begins at 256 bytes at least, and its strides follow from x's.
-    """
+    """Return everything that launches depend on. Outputs are aligned to 256 bytes, and their strides follow from x."""
     alpha, shift, weight, bias = parameters.alpha, parameters.shift, parameters.weight, parameters.bias
     of_shift = shift is not None and (shift.shape, shift.dtype, shift.get_device(), shift.is_contiguous())
     of_bias = bias is not None and (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
@@ -314,7 +273,7 @@ def kind_of(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Hasha
 
 
 def _laid_out(tensors: Sequence[Tensor], axes: tuple[int, int]) -> tuple[list[Tensor], Layout]:
-    """Return the tensors with the layout that they share, or contiguous ones with theirs where they share none."""
+    """Return the tensors, or contiguous copies if they share no layout, and their layout."""
     layout = layout_of(tensors, *axes)
     if layout is not None:
         return list(tensors), layout

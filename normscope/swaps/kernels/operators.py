@@ -32,26 +32,16 @@ def _launching() -> Any:
 def pointwise(
     x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, curve: str, behind: int
 ) -> Tensor:
-    """Weight · f(αx + s) + bias in one operator: Triton's kernel where there is one, plain torch elsewhere.
+    """Return weight · f(αx + s) + bias from Triton's kernel if there is one, otherwise from plain torch.
 
-    Args:
-        x: of any shape.
-        alpha: one number, or one a channel in the order of the channels.
-        shift: likewise; None for none.
-        weight: likewise.
-        bias: likewise; None for none.
-        curve: ``tanh``, ``isru`` or ``erf``.
-        behind: how many axes of x come after those of the channels.
-
-    Returns:
-        A tensor of x's shape and dtype, computed in float32 at least.
+    α, s, weight and bias are each one number, or one per channel. ``curve`` is ``tanh``, ``isru`` or ``erf``, and
+    ``behind`` axes of x follow the channels. The result has x's shape and dtype, computed in float32 at least.
 
     Raises:
-        UsageError: if the parameters are for other channels or on another device, or if ``NORMSCOPE_KERNELS`` cannot
-            be met.
+        UsageError: if parameters have other channels or another device, or ``NORMSCOPE_KERNELS`` cannot be met.
 
-    >>> one = torch.ones(1)
-    >>> pointwise(torch.tensor([[0.75, -3e38]]), one, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
+    >>> alpha = torch.ones(1)
+    >>> pointwise(torch.tensor([[0.75, -3e38]]), alpha, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
     parameters = Parameters(alpha, shift, weight, bias)
@@ -75,24 +65,20 @@ def pointwise_backward(
     of_input: bool,
     of_parameters: bool,
 ) -> list[Tensor]:
-    """Return the gradients by x, α, s, weight and bias of what :func:`pointwise` returned.
+    """Return the gradients of :func:`pointwise` by x, α, s, weight and bias, where ``dy`` is that by its output.
 
-    ``dy`` is the gradient by its output, ``x`` to ``behind`` are as there, and ``of_input`` and ``of_parameters`` say
-    whether the gradient by x and those by the parameters are wanted.
-
-    Returns:
-        Five tensors, empty where there is nothing to return: an operator's lists hold nothing but tensors.
+    ``of_input`` and ``of_parameters`` select gradients. Tensors that are not computed are empty, because an operator's
+    lists contain nothing but tensors.
 
     Raises:
-        UsageError: as there; if dy is not of x's shape; and where a second derivative is asked for, or several
-            gradients at once.
+        UsageError: as :func:`pointwise`; if dy has another shape than x; for second derivatives and batched gradients.
     """
     parameters = Parameters(alpha, shift, weight, bias)
     _check_shape(dy, x)
-    wanted = (of_input, *[of_parameters] * len(vars(parameters)))
+    needed = (of_input, *[of_parameters] * len(vars(parameters)))
     gradients: tuple[Tensor | None, ...]
     if by_kernels(curve, x.device, x.dtype):
-        gradients = _launching().backward(dy, x, parameters, curve, behind, wanted)
+        gradients = _launching().backward(dy, x, parameters, curve, behind, needed)
     else:
         parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
@@ -101,8 +87,8 @@ def pointwise_backward(
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         gradients = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
     return [
-        x.new_empty(0) if gradient is None or not needed else gradient
-        for gradient, needed in zip(gradients, wanted, strict=True)
+        x.new_empty(0) if gradient is None or not asked else gradient
+        for gradient, asked in zip(gradients, needed, strict=True)
     ]
 
 
@@ -120,8 +106,8 @@ def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
     _check_shape(dy, x)
     Parameters(*parameters).channel_axes(x, behind)
     by_x = torch.empty_like(x) if of_input else x.new_empty(0)
-    wanted = [part if of_parameters else None for part in parameters]
-    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in wanted)]
+    needed = [part if of_parameters else None for part in parameters]
+    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in needed)]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
@@ -131,11 +117,7 @@ def _check_shape(dy: Tensor, x: Tensor) -> None:
 
 
 def check_no_tangents(*tensors: Tensor | None) -> None:
-    """Refuse forward-mode differentiation, in which torch takes an operator's output for constant, without a word.
-
-    Raises:
-        UsageError: if a tensor has a tangent.
-    """
+    """Raise UsageError if a tensor has a tangent: in forward mode torch would treat the operator as constant."""
     if forward_ad._current_level < 0:
         return
     for tensor in tensors:
@@ -153,19 +135,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients by what :func:`pointwise` was given, of what autograd has kept.
-
-    Raises:
-        UsageError: where gradients in forward mode or several at once are asked for.
-    """
+    """Return the gradients by :func:`pointwise`'s arguments; UsageError in forward mode and for batched gradients."""
     check_no_tangents(dy)
     # is_grads_batched=True has torch's older vmap, which no rule of batching that an operator registers is for.
     if torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
         raise _not_by_kernels("batched gradients (vmap, is_grads_batched=True)")
     of_input, *of_each = ctx.needs_input_grad[:5]
     gradients = pointwise_backward(dy, *ctx.saved_tensors, ctx.curve, ctx.behind, of_input, any(of_each))
-    wanted = zip(gradients, (of_input, *of_each), strict=True)
-    return (*(gradient if needed else None for gradient, needed in wanted), None, None)
+    selected = zip(gradients, (of_input, *of_each), strict=True)
+    return (*(gradient if needed else None for gradient, needed in selected), None, None)
 
 
 pointwise.register_autograd(back, setup_context=_save)
@@ -181,11 +159,11 @@ pointwise_backward.register_autograd(_back_twice)
 def bypassed(
     x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, curve: str, behind: int
 ) -> Tensor | None:
-    """Return what :func:`pointwise` returns, without torch's dispatcher; None where the operator has to be called.
+    """Compute :func:`pointwise` without torch's dispatcher; None if the operator has to be called.
 
-    For small tensors, torch's work around an operator written in Python takes longer than everything else. The operator
-    is called the first time, because it decides whether there is a kernel and caches its launch; and where dispatch
-    modes, tensor subclasses, transforms or forward mode have to see it.
+    For small tensors, the dispatcher's work on an operator written in Python takes longer than everything else. The
+    first call goes to the operator, which selects a kernel and caches its launch. Later calls do so if dispatch modes,
+    tensor subclasses, transforms or forward mode have to see it.
     """
     if launches is None or asked_for_plain_torch() or not unseen(x, alpha, shift, weight, bias):
         return None

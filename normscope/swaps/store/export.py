@@ -53,9 +53,14 @@ _Origin = tuple[str, list[str], str, dict[str, Any] | None]
 
 def export(model: nn.Module, record: SwapRecord) -> dict[str, str]:
     """Return the content of pointwise.py, and of config.json where the network's library reads one, by file name."""
-    remark, imports, made, config = _origin_of(model, record.model)
+    remark, imports, network, config = _origin_of(model, record.model)
     by_transformers = config is not None and "pointwise" in config
-    lines = [*(["import pointwise"] if by_transformers else ["from pointwise import swapped"]), *imports, "", made]
+    lines = [
+        *(["import pointwise"] if by_transformers else ["from pointwise import swapped"]),
+        *imports,
+        "",
+        network,
+    ]
     head = _HEAD.format(
         what=f"{in_docstring(record.func)} in place of {count(len(record.sites), 'norm')} of "
         f"{in_docstring(record.model)}",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from normscope.errors import ModelError, UsageError, count, unknown
 from normscope.fits.curves.expressions import curve_from
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.runtime.records import checked, is_bool, is_count, is_int, is_shape, is_text
+from normscope.runtime.records import converted, is_shape
 from normscope.swaps.start import RMS_NORM
 
 FORMAT = "normscope-swap"
@@ -27,45 +26,27 @@ _MOST_AXES = 8
 
 @dataclass(frozen=True)
 class SwappedSite:
-    """Replacement of one norm, as stored.
+    """Replacement of one norm, as stored; other fields are as of :class:`normscope.PointwiseFunction`."""
 
-    Attributes:
-        name: module path.
-        norm: full class name of the replaced norm.
-        curve: name of f; ``NAME=FORMULA`` for a formula; ``free``, whose table is among the tensors; or ``rmsnorm``.
-        normalized_shape: sizes of the channel axes.
-        channel_axis: the channel axis.
-        per_channel: each channel has its own α.
-        shift: there is an s.
-        elementwise_affine: each channel has its own weight.
-        bias: there is a bias.
-        activated: an activation follows, as in the norm's class.
-        eps: of ``rmsnorm``; otherwise None.
-        keeps: strides that the output takes over from the input, see :class:`normscope.PointwiseFunction`.
-    """
-
-    name: str
-    norm: str
-    curve: str
+    name: str  # module path
+    norm: str  # full class name of the replaced norm
+    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; or ``rmsnorm``
     normalized_shape: tuple[int, ...]
     channel_axis: int
-    per_channel: bool
+    per_channel: bool  # each channel has its own α
     shift: bool
     elementwise_affine: bool
     bias: bool
-    activated: bool
-    eps: float | None
+    activated: bool  # an activation follows, as in the norm's class
+    eps: float | None  # of ``rmsnorm``; otherwise None
     keeps: str = "none"
 
 
 @dataclass(frozen=True)
 class KeptNorm:
-    """A norm that was not replaced, with the median output error it decides.
+    """A norm that was not replaced, with the median output error if it is swapped or kept.
 
-    Attributes:
-        name: module path.
-        swapped: the error if it is replaced too, with the norms before it in the list kept; None where not finite.
-        kept: the error with it kept as well.
+    The norms before it in the list are kept for both errors, which are None if not finite.
     """
 
     name: str
@@ -75,33 +56,19 @@ class KeptNorm:
 
 @dataclass(frozen=True)
 class SwapRecord:
-    """Record of a swap: its replacements, its network and the data it was fitted to.
+    """Record of a swap: its replacements, its network and the data it was fitted to."""
 
-    Attributes:
-        model: the name that :func:`normscope.load` takes.
-        weights: the resolved checkpoint and revision of the network before the swap.
-        data: what the start values were learned from.
-        func: the requested curve, ``free``, ``best`` or ``rmsnorm``.
-        init: the swap initialization, or None.
-        healed: number of healing steps; None for none.
-        sha256: of the file of tensors.
-        versions: of Python and the libraries.
-        tied: second names of tensors, which are written once.
-        sites: the replacements.
-        kept: norms that were chosen to be kept, the most valuable first; None if there was no choice.
-    """
-
-    model: str
-    weights: str
-    data: str
-    func: str
-    init: str | None
-    healed: int | None
-    sha256: str
-    versions: Mapping[str, str]
-    tied: Mapping[str, str]
+    model: str  # the name that :func:`normscope.load` takes
+    weights: str  # the resolved checkpoint and revision of the network before the swap
+    data: str  # from which the start values were learned
+    func: str  # the requested curve, ``free``, ``best`` or ``rmsnorm``
+    init: str | None  # the swap initialization
+    healed: int | None  # number of healing steps
+    sha256: str  # of the file of tensors
+    versions: Mapping[str, str]  # of Python and the libraries
+    tied: Mapping[str, str]  # second names of tensors, which are written once
     sites: tuple[SwappedSite, ...]
-    kept: tuple[KeptNorm, ...] | None = None
+    kept: tuple[KeptNorm, ...] | None = None  # the norms that were chosen to be kept, the most valuable first
 
     @property
     def description(self) -> str:
@@ -121,42 +88,6 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document with the SHA-256 of all else in it, as JSON with sorted keys, under ``seal``."""
     content = {name: value for name, value in document.items() if name != "seal"}
     return {**content, "seal": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()}
-
-
-def _is_name(value: Any) -> bool:
-    return is_text(value) and value != "" and "\0" not in value
-
-
-def _is_size(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and 0 <= value < math.inf)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(is_text, value.values()))
-
-
-_SITE: dict[str, Callable[[Any], bool]] = {
-    "name": _is_name,
-    "norm": _is_name,
-    "curve": _is_name,
-    "normalized_shape": lambda value: is_shape(value) and len(value) <= _MOST_AXES,
-    "channel_axis": lambda value: is_int(value) and -_MOST_AXES <= value < _MOST_AXES,
-    **dict.fromkeys(("per_channel", "shift", "elementwise_affine", "bias", "activated"), is_bool),
-    "eps": _is_size,
-    "keeps": lambda value: value in ("all", "channels_last", "none"),
-}
-_KEPT: dict[str, Callable[[Any], bool]] = {"name": _is_name, "swapped": _is_size, "kept": _is_size}
-_SWAP: dict[str, Callable[[Any], bool]] = {
-    "model": _is_name,
-    **dict.fromkeys(("weights", "data", "func", "sha256"), is_text),
-    "init": lambda value: value is None or is_text(value),
-    "healed": lambda value: value is None or is_count(value),
-    **dict.fromkeys(("versions", "tied"), _are_texts),
-    "sites": lambda value: isinstance(value, list) and value != [],
-    "kept": lambda value: (
-        value is None or (isinstance(value, list) and all(isinstance(entry, dict) for entry in value))
-    ),
-}
 
 
 def read_record(folder: str | Path) -> SwapRecord:
@@ -193,7 +124,6 @@ def read_record(folder: str | Path) -> SwapRecord:
 
 
 def damaged(folder: Path, why: str) -> ModelError:
-    """Error for a saved swap that is not as it was written."""
     return ModelError(f"The swap in {folder} is damaged: {why}.")
 
 
@@ -214,23 +144,20 @@ def curve_named(text: str) -> Curve:
 
 
 def _record(document: Mapping[str, Any]) -> SwapRecord:
-    values = checked({"kept": None, **document}, _SWAP, "swap")  # folders of the first versions lack it
-    sites = tuple(_site(entry) for entry in values.pop("sites"))
-    kept = values.pop("kept")
-    kept = None if kept is None else tuple(KeptNorm(**checked(entry, _KEPT, "norm that is kept")) for entry in kept)
-    if len({site.name for site in sites}) != len(sites):
-        raise ValueError("it names a site twice")
-    return SwapRecord(**values, sites=sites, kept=kept)
-
-
-def _site(entry: Any) -> SwappedSite:
-    if not isinstance(entry, dict):
-        raise ValueError(f"one of its sites is {entry!r:.60}")
-    shape = entry.get("normalized_shape")
-    shape = tuple(shape) if isinstance(shape, list) else shape
-    site = SwappedSite(**checked({"keeps": "none", **entry, "normalized_shape": shape}, _SITE, "site"))
-    if (site.eps is not None) != (site.curve == RMS_NORM):
-        raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
-    if site.curve not in (FREE, RMS_NORM):
-        curve_named(site.curve)
-    return site
+    record = converted(SwapRecord, document, "swap")
+    for site in record.sites:
+        names = (site.name, site.norm, site.curve, record.model)
+        if not all(names) or "\0" in "".join(names):
+            raise ValueError(f"a name of {site.name!r:.60} is empty or contains a zero")
+        shape, axis = site.normalized_shape, site.channel_axis
+        if not is_shape(shape) or len(shape) > _MOST_AXES or not -_MOST_AXES <= axis < _MOST_AXES:
+            raise ValueError(f"{site.name} has the shape {shape} and channel axis {axis}")
+        if site.keeps not in ("all", "channels_last", "none"):
+            raise ValueError(f"the keeps of {site.name} is {site.keeps!r:.60}")
+        if (site.eps is not None) != (site.curve == RMS_NORM) or (site.eps or 0) < 0:
+            raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
+        if site.curve not in (FREE, RMS_NORM):
+            curve_named(site.curve)
+    if len({site.name for site in record.sites}) != len(record.sites) or not record.sites:
+        raise ValueError("it names a site twice, or none")
+    return record

@@ -52,10 +52,10 @@ def save_swapped(
 ) -> Path:
     """Write a swapped network as a folder that :func:`normscope.load_swapped` reads.
 
-    The folder appears whole or not at all. It replaces a swap that was there before, but no folder with other files.
-    ``model.safetensors`` and ``swap.json`` are loaded. Processes without normscope import ``pointwise.py``, plain
-    PyTorch that makes the same network; its first lines are an example. Networks of transformers, timm and diffusers
-    get their library's ``config.json`` too.
+    The folder appears whole or not at all. It replaces a previous swap, but no folder with other files.
+    ``load_swapped`` reads ``model.safetensors`` and ``swap.json``. Processes without normscope import ``pointwise.py``,
+    plain PyTorch that builds the same network; its first lines are an example. Networks of transformers, timm and
+    diffusers get their library's ``config.json`` too.
 
     Args:
         model: the network with point-wise functions in the place of norms, see :func:`normscope.swap`.
@@ -113,17 +113,10 @@ def save_swapped(
 
 
 def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
-    """Restore a folder of :func:`save_swapped` into a fresh network, in place: modules and all tensors.
+    """Restore a folder of :func:`save_swapped` into a fresh network, in place, and return its record.
 
-    Nothing of the folder is run or unpickled, and every value in it is checked.
-
-    Args:
-        model: of the same architecture, with its norms; its weights do not matter. It keeps its device and dtype, and
-            is unchanged if an error is raised.
-        folder: the folder.
-
-    Returns:
-        The folder's record.
+    The model has the same architecture, with its norms and any weights. It keeps its device and dtype, and is unchanged
+    if an error is raised. Nothing in the folder is run or unpickled, and every value is checked.
 
     Raises:
         ModelError: if there is no swap, it is damaged or of another format version, or it does not fit the network.

@@ -235,17 +235,6 @@ def test_what_cannot_be_met_is_an_error_before_anything_is_timed(monkeypatch, as
     assert os.environ[choice.VARIABLE] == asked
 
 
-@pytest.mark.parametrize("before", [None, "triton", ""])
-def test_plain_torch_ends_where_it_ends(monkeypatch, before):
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    if before is not None:
-        monkeypatch.setenv(choice.VARIABLE, before)
-    with pytest.raises(ZeroDivisionError), choice.plain_torch():
-        assert not choice.by_kernels("tanh", torch.device("cpu"), torch.float32)
-        raise ZeroDivisionError
-    assert os.environ.get(choice.VARIABLE) == before
-
-
 def test_a_compiled_module_is_compiled_anew_where_the_choice_changes(monkeypatch):
     """Else what is compiled by plain torch would be called fused, or the other way about."""
     monkeypatch.setattr(choice, "why_not_on", lambda device: "")

@@ -13,8 +13,6 @@ from normscope.swaps.bench.timing import (
     blocks,
     flushed,
     in_turns,
-    once,
-    repeated,
     replayed,
     sets_beyond_cache,
     spread,
@@ -31,29 +29,10 @@ def test_quantiles_are_numpys(samples):
     assert found.p80 == np.quantile(samples, 0.8, method="higher")
 
 
-def test_of_three_samples_the_interval_is_all():
-    assert (spread([5.0, 1.0, 2.0]).p20, spread([5.0, 1.0, 2.0]).p80) == (1.0, 5.0)
-
-
 def test_blocks_time_a_call_and_not_a_block():
     # A sleep never ends early, and a block of these lasts no thousand times as long, whatever else the machine does.
     samples = blocks(lambda: time.sleep(0.004))
     assert samples and all(0.004 <= sample < 4 for sample in samples)
-
-
-def test_blocks_run_on_all_threads():
-    seen = []
-    blocks(lambda: seen.append(torch.get_num_threads()))
-    assert set(seen) == {torch.get_num_threads()}
-
-
-def test_once_calls_once_and_repeated_so_often():
-    calls = []
-    clock = iter([10.0, 12.5, 20.0, 24.0]).__next__
-    assert once(lambda: calls.append(1), clock) == [2.5]
-    assert len(calls) == 1
-    assert repeated(lambda: calls.append(1), 3, clock) == 4.0
-    assert len(calls) == 4
 
 
 def test_turns_begin_with_another_each_round():
@@ -83,107 +62,11 @@ def test_no_round_begins_that_would_end_too_late(until, rounds):
     assert len(samples["a"]) == rounds
 
 
-def test_nothing_to_sample_takes_no_round():
-    assert in_turns({}, at_least=2, at_most=2) == {}
-
-
 @given(st.integers(1, 10**10), st.integers(1, 10**8))
 def test_buffers_are_beyond_four_caches_and_no_more_than_it_takes(nbytes, cache):
     number = sets_beyond_cache(nbytes, cache)
     assert number >= 4 and number * nbytes > 4 * cache
     assert number == 4 or (number - 1) * nbytes <= 4 * cache
-
-
-def test_a_replay_goes_round_the_buffers_and_keeps_what_it_returns(monkeypatch):
-    """Without CUDA, on a stand-in for its streams, graphs and events: which calls are captured, and how they count."""
-    state, streams = {"capturing": False, "replays": 0}, []
-
-    class Context:
-        def __init__(self, *args, **kwargs):
-            self.graph = bool(args) and args[0] == "graph"
-            if self.graph:
-                streams.append(kwargs["stream"])
-
-        def __enter__(self):
-            state["capturing"] = self.graph
-
-        def __exit__(self, *raised):
-            state["capturing"] = False
-
-        def wait_stream(self, stream):
-            pass
-
-    class Graph(str):
-        __slots__ = ()
-
-        def replay(self):
-            state["replays"] += 1
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            pass
-
-        def elapsed_time(self, end):
-            return 420.0  # milliseconds
-
-    for name, stand_in in {
-        "Stream": Context,
-        "stream": lambda stream: Context(),
-        "current_stream": Context,
-        "CUDAGraph": lambda: Graph("graph"),
-        "graph": Context,
-        "Event": Event,
-        "synchronize": lambda: None,
-    }.items():
-        monkeypatch.setattr(timing.torch.cuda, name, stand_in)
-    captured = []
-    samples = replayed(lambda buffers: captured.append(buffers) if state["capturing"] else None, list("abcdefg"), 5)
-    assert len(captured) == 203  # the least multiple of 7 from 200 on: each set is used as often
-    assert "".join(captured[:8]) == "abcdefga"
-    assert samples == [pytest.approx(0.42 / 203)] * 5 and state["replays"] == 6
-    captured.clear()
-    own = Context()
-    assert replayed(lambda buffers: captured.append(buffers), list("ab"), 1, calls=3, stream=own) == [0.42 / 4]
-    assert captured == list("ab" + "abab")  # both once before anything is captured
-    assert streams[0] is not own and streams[1] is own
-
-
-def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch):
-    """torch.cuda.graph stays on the stream that it captures on where ending the capture raises."""
-    current = ["default"]
-
-    class OnStream:
-        def __init__(self, stream):
-            self.stream = stream
-
-        def __enter__(self):
-            self.before, current[0] = current[0], self.stream.name
-
-        def __exit__(self, *raised):
-            current[0] = self.before
-
-    class Stream:
-        name = "aside"
-
-        def wait_stream(self, stream):
-            pass
-
-    class Capture(OnStream):
-        def __init__(self, graph, stream):
-            super().__init__(stream)
-
-        def __exit__(self, *raised):
-            raise RuntimeError("operation failed due to a previous error during capture")
-
-    stand_ins = {"Stream": Stream, "current_stream": Stream, "stream": OnStream, "CUDAGraph": object, "graph": Capture}
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(timing.torch.cuda, name, stand_in)
-    with pytest.raises(RuntimeError, match="previous error"):
-        replayed(lambda buffers: None, "abcd")
-    assert current == ["default"]
 
 
 def test_do_bench_takes_as_long_as_it_is_told(monkeypatch):
@@ -208,3 +91,73 @@ def test_a_cold_start_is_in_no_time_and_the_device_is_waited_for(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert warmed(run, torch.device("cuda"), lambda: at[0]) == ("done", pytest.approx(0.01))
+
+
+class Stream:
+    """A stand-in for CUDA's streams, graphs and events, which records what is captured and replayed."""
+
+    current, capturing, fails, replays = ["default"], False, False, 0
+
+    def __init__(self, name="aside", capture=False):
+        self.name, self.capture = name, capture
+
+    def __enter__(self):
+        self.before, Stream.current[0] = Stream.current[0], self.name
+        Stream.capturing = self.capture
+
+    def __exit__(self, *raised):
+        Stream.capturing = False
+        if self.capture and Stream.fails:  # torch.cuda.graph stays on its stream then
+            raise RuntimeError("operation failed due to a previous error during capture")
+        Stream.current[0] = self.before
+
+    def wait_stream(self, stream):
+        pass
+
+    def replay(self):
+        Stream.replays += 1
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 420.0  # milliseconds
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(Stream, "fails", False)
+    monkeypatch.setattr(Stream, "replays", 0)
+    for name, stand_in in {
+        "Stream": Stream,
+        "stream": lambda stream: Stream(stream.name),
+        "current_stream": Stream,
+        "CUDAGraph": Stream,
+        "graph": lambda graph, stream: Stream(stream.name, capture=True),
+        "Event": lambda enable_timing: Stream(),
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(timing.torch.cuda, name, stand_in)
+    return Stream
+
+
+def test_a_replay_goes_round_the_buffers(cuda):
+    captured = []
+
+    def run(buffers):
+        if cuda.capturing:
+            captured.append((buffers, cuda.current[0]))
+
+    assert replayed(run, list("abcdefg"), 5) == [pytest.approx(0.42 / 203)] * 5 and cuda.replays == 6
+    assert len(captured) == 203  # the least multiple of 7 from 200 on: each set is used as often
+    assert "".join(buffers for buffers, _ in captured[:8]) == "abcdefga"
+    captured.clear()
+    assert replayed(run, list("ab"), 1, calls=3, stream=Stream("own")) == [0.42 / 4]
+    assert captured == [(buffers, "own") for buffers in "abab"]
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(cuda, monkeypatch):
+    monkeypatch.setattr(cuda, "fails", True)
+    with pytest.raises(RuntimeError, match="previous error"):
+        replayed(lambda buffers: None, "abcd")
+    assert cuda.current == ["default"]

@@ -93,15 +93,10 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
         torch.func.jvp(lambda x: loss(own, x), (x,), (torch.ones_like(x),))
 
 
-def test_eager_is_plain_torch_on_cuda_too(fake_cuda, ampere, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "eager")
-    assert not OWN & set(called("tanh", torch.bfloat16, "cuda"))
-
-
-@pytest.mark.parametrize("asked", ["", "eager"])
-def test_on_the_cpu_plain_torch_is_the_default(monkeypatch, asked):
+@pytest.mark.parametrize(("asked", "device"), [("eager", "cuda"), ("eager", "cpu"), ("", "cpu")])
+def test_plain_torch_is_the_default_on_the_cpu_and_eager_everywhere(fake_cuda, ampere, monkeypatch, asked, device):
     monkeypatch.setenv(VARIABLE, asked)
-    assert not OWN & set(called("tanh", torch.float32, "cpu"))
+    assert not OWN & set(called("tanh", torch.float32, device))
 
 
 @pytest.mark.parametrize(("asked", "compiled"), [("", False), ("triton", True), ("eager", False)])

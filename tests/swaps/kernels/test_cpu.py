@@ -1,10 +1,8 @@
 """The CPU's loop against float64 over the whole range of float32, and who gets plain torch instead."""
 
-import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -195,22 +193,6 @@ def one_channel(layer, j):
     return Parameters(layer.alpha.detach(), shift, weight, bias)
 
 
-def test_layers_in_several_threads_at_once_do_not_meet():
-    layer = DyT(64).requires_grad_(False)
-    x = torch.randn(5000, 64)
-    expected, found = layer(x), [None] * 4
-
-    def run(i):
-        found[i] = layer(x)
-
-    running = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for one in running:
-        one.start()
-    for one in running:
-        one.join()
-    assert all(torch.equal(y, expected) for y in found)
-
-
 X = torch.randn(200, 64, generator=torch.Generator().manual_seed(2))
 
 
@@ -336,11 +318,3 @@ with warnings.catch_warnings(record=True) as said, torch.no_grad():
 def test_where_numba_cannot_do_all_layers_are_computed_all_the_same(before, printed):
     done = subprocess.run([sys.executable, "-c", before + CALLED], capture_output=True, text=True, check=True)
     assert re.fullmatch(printed, done.stdout.strip().replace('"', "'"))
-
-
-@pytest.mark.slow
-def test_few_elements_import_no_numba():
-    code = CALLED.replace(f"({LOOP_FROM} // 64, 64)", "(2, 64)") + "import sys; print('numba' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "False"

@@ -18,7 +18,7 @@ from torch.library import opcheck
 
 from normscope.swaps.kernels import operators
 from normscope.swaps.kernels.choice import CURVES, VARIABLE
-from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
+from normscope.swaps.pointwise import DyISRU, DyT, PointwiseFunction
 
 C = 6
 ON_GPU = torch.cuda.is_available() and torch.version.hip is None and os.environ.get("TRITON_INTERPRET") != "1"
@@ -69,26 +69,6 @@ def test_inductor_compiles_it_with_any_batch(chosen):
     net = nn.Sequential(DyT(C), nn.GELU())
     with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
         held_against_eager(net, torch.compile(net, fullgraph=True, dynamic=True), True, C)
-
-
-@pytest.mark.parametrize("axis", [-1, 1])
-def test_one_graph_serves_every_size(chosen, axis):
-    torch._dynamo.reset()
-    graphs = []
-
-    def seen(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    layer = Derf(C, channel_axis=axis)
-    compiled = torch.compile(layer, fullgraph=True, backend=seen, dynamic=True)
-    for size in (3, 4, 7):
-        x = values(*((size, 5, C) if axis == -1 else (size, C, 5, size)))
-        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0)
-    assert len(graphs) == 1
-    assert [node.target for node in graphs[0].graph.nodes if "pointwise" in str(node.target)] == [
-        torch.ops.normscope.pointwise.default
-    ]
 
 
 def test_an_exported_program_runs_where_the_kernels_are_not(chosen, monkeypatch, tmp_path):

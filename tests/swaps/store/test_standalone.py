@@ -11,7 +11,6 @@ import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
 
 import normscope
@@ -22,8 +21,6 @@ from normscope.fits.curves.known import CURVES
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps.kernels.choice import plain_torch
-from normscope.swaps.replace import replacements
-from normscope.swaps.start import asked_for, fitted
 from normscope.swaps.store.export import in_docstring, in_torch
 
 EVALUATED = {"torch": torch, "math": __import__("math"), "number": lambda value: torch.tensor(value).double()}
@@ -53,68 +50,6 @@ def loaded_from(folder):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-class Mixed(nn.Module):
-    """Norms of many layouts: channels second, groups, activations with weights, in two places, without weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), GroupNormAct(8, 2))
-        self.activated = BatchNormAct2d(8, act_layer=nn.PReLU)
-        self.norm = self.again = nn.LayerNorm(8)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.second.weight = self.first.weight
-        self.last = nn.LayerNorm(8, elementwise_affine=False)
-
-    def forward(self, x):
-        tokens = self.activated(self.stem(x)).flatten(2).mT
-        return self.last(self.second(self.again(self.first(self.norm(tokens)))))
-
-
-def mixed(seed=0):
-    torch.manual_seed(seed)
-    model = Mixed().eval()
-    for parameter in model.parameters():
-        parameter.data = parameter.data + 0.3 * torch.randn(parameter.shape)
-    return model
-
-
-PICTURES = torch.randn(16, 3, 4, 4, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize(
-    ("curve", "per", "dtype"),
-    [
-        ("dyt", "site", torch.float32),
-        ("derf", "channel", torch.bfloat16),
-        ("dyisru", "channel", torch.float32),
-        ("free", "site", torch.bfloat16),
-        pytest.param("best", "site", torch.float32, marks=pytest.mark.slow),  # fits all curves, to write one of them
-        ("softsign", "site", torch.float32),
-    ],
-)
-def test_any_network_is_the_same_to_the_bit(curve, per, dtype, tmp_path):
-    model, x = mixed().to(dtype), PICTURES.to(dtype)
-    seen = capture(model, [x], per_channel=per == "channel")
-    Swap(model, replacements(model, curve, fitted(seen, asked_for(curve), per=per)))
-    save_swapped(model, tmp_path / "swap")
-    fresh = loaded_from(tmp_path / "swap").swapped(mixed(seed=1))
-    with plain_torch(), torch.no_grad():  # the same operations of torch in the same order
-        assert torch.equal(fresh(x), model(x))
-    mine, theirs = fresh.state_dict(), model.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in theirs)
-    assert fresh.norm is fresh.again and fresh.first.weight is fresh.second.weight
-    assert not any(type(module).__module__.startswith("normscope") for module in fresh.modules())
-
-
-def test_an_rms_norm_is_the_same_to_the_bit(tmp_path):
-    model = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), LayerNorm2d(8))
-    Swap(model, replacements(model, "rmsnorm", capture(model, [PICTURES]).sites))
-    save_swapped(model, tmp_path / "swap")
-    fresh = nn.Sequential(nn.Conv2d(3, 8, 1), LayerNorm2d(8), nn.Conv2d(8, 8, 1), LayerNorm2d(8))
-    assert torch.equal(loaded_from(tmp_path / "swap").swapped(fresh)(PICTURES), model(PICTURES))
 
 
 def test_the_names_of_parameters_are_the_published_ones(tmp_path):
@@ -314,14 +249,3 @@ def test_a_download_is_not_taken_for_a_swap(tmp_path):
     Swap(model, {"1": PointwiseFunction("tanh", 8)})
     with pytest.raises(normscope.NormscopeError, match=r"config\.json in it would be lost"):
         save_swapped(model, folder)
-
-
-def test_it_fits_no_other_network(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    Swap(model, {"1": PointwiseFunction("tanh", 8)})
-    save_swapped(model, tmp_path / "swap")
-    own = loaded_from(tmp_path / "swap")
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        own.swapped(nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8)))
-    with pytest.raises(RuntimeError, match="Missing key"):
-        own.swapped(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)))

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from truth import DEVICE, EVERY, GPU, OF_INPUT, OF_PARAMETERS, agree, hold, numbers, parameters, truth
+from truth import DEVICE, EVERY, GPU, OF_INPUT, OF_PARAMETERS, agree, fill, hold, numbers, parameters, truth
 
 from normscope.runtime.launches import KernelCall
 from normscope.swaps.kernels import launch
@@ -20,12 +20,9 @@ ALL = "alpha shift weight bias"
 def run_in_place(x: Tensor, y: Tensor, dy: Tensor, dx: Tensor, shape: tuple[int, ...], behind: int) -> None:
     """Fill y and dx where they are, and hold them and the other gradients to float64."""
     own = parameters("isru", shape, x.dtype, ALL)
-    axes = own.channel_axes(x, behind)
     held = truth("isru", x, own, behind, dy)
     gradients = Gradients(dx, *(torch.empty_like(part) for part in vars(own).values()))
-    forward_launch(x, y, own, layout_of([x, y], *axes), "isru").run()
-    for step in backward_launches(dy, x, own, gradients, layout_of([dy, x, dx], *axes), "isru"):
-        step.run()
+    fill("isru", x, own, behind, dy, y, gradients)
     for name, made in {"y": y, **gradients._asdict()}.items():
         agree(made, held[name], "isru", x.dtype, name)
 

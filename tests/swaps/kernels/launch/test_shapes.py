@@ -1,4 +1,6 @@
-"""Shapes and strides that other kernels failed at."""
+"""Forward and every gradient of each curve, in each dtype and layout, with parameters of every shape and dtype."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from normscope.swaps.kernels.eager import layout_of
 
 ALL = "alpha shift weight bias"
 HALF = torch.bfloat16
+DTYPES = (torch.float32, HALF, torch.float16)
 
 
 # What comes of it: x, the sizes of the axes of its channels, how many axes are behind them.
@@ -76,10 +79,6 @@ def test_a_gradient_of_other_strides_than_the_input(name):
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (2, 0, 5), (0,)], ids=str)
 def test_nothing_has_gradients_of_zero(shape):
     hold("isru", torch.ones(shape, device=DEVICE), parameters("isru", shape[-1:], HALF, "weight" if shape[-1] else ""))
-
-
-def test_more_rows_than_a_grid_has_on_its_second_axis():
-    hold("isru", numbers((66_001, 2)), parameters("isru", (2,)))
 
 
 def test_no_axis_of_a_grid_but_the_first_grows():
@@ -153,3 +152,48 @@ def test_any_strides_at_all(drawn, curve, each, expanded):
             behind,
             x.new_ones(()).expand(x.shape) if expanded else None,
         )
+
+
+KINDS = [
+    (ALL, ""), ("weight bias", "shift"), ("shift bias", ""),
+    ("alpha weight", "bias"), ("alpha", "shift"), ("", "shift bias"),
+]  # fmt: skip
+
+each_curve = pytest.mark.parametrize("curve", BY_NUMPY)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@each_curve
+@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda kind: " without ".join(KINDS[kind]))
+def test_whatever_is_one_number_a_channel_and_whatever_there_is_not(curve, kind):
+    """Every curve and every dtype meets every kind, and each other, if not all three at once."""
+    dtype = DTYPES[(kind + list(BY_NUMPY).index(curve)) % len(DTYPES)]
+    hold(curve, numbers((5, 24), dtype), parameters(curve, (24,), dtype, *KINDS[kind]))
+
+
+@each_curve
+@pytest.mark.parametrize("other", [(0, 1), (1, 0), (2, 1), (1, 2)], ids=lambda at: " ".join(str(DTYPES[i]) for i in at))
+def test_parameters_of_another_dtype(curve, other):
+    dtype, of_parameters = (DTYPES[i] for i in other)
+    hold(curve, numbers((6, 19), dtype), parameters(curve, (19,), of_parameters, ALL))
+
+
+@each_curve
+@each_dtype
+def test_several_tiles_and_programs(curve, dtype):
+    hold(curve, numbers((40, 136), dtype), parameters(curve, (136,), dtype, ALL))
+
+
+@each_dtype
+def test_so_many_tiles_that_programs_take_several(dtype, monkeypatch):
+    monkeypatch.setattr(launch, "LANES", 2)
+    monkeypatch.setattr(launch, "BACKWARD", replace(launch.BACKWARD, per_multiprocessor=1))
+    hold("tanh", numbers((70, 12), dtype), parameters("tanh", (12,), dtype))
+    hold("tanh", numbers((2, 4, 26), dtype), parameters("tanh", (4,), dtype, ALL), behind=1)
+
+
+def test_parameters_with_strides():
+    own = parameters("erf", (48,), each=ALL)
+    hold("erf", numbers((9, 24)), own.each(lambda part: part[::2]))
+    hold("isru", numbers((9, 24)), own.each(lambda part: part[:1].expand(24)))
+    hold("tanh", numbers((5, 4, 6)), parameters("tanh", (6, 4), each=ALL).each(torch.Tensor.t))

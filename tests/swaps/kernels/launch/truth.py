@@ -192,18 +192,23 @@ def most_additions(dy: Tensor, x: Tensor, own: Parameters, made: Gradients, curv
     return -(-runs // given["programs"]) * given["steps"] + tile.bit_length() + 4
 
 
+def fill(curve: str, x: Tensor, own: Parameters, behind: int, dy: Tensor, y: Tensor, made: Gradients) -> None:
+    """Fill y and the gradients where they are, by the kernels alone."""
+    axes = own.channel_axes(x, behind)
+    forward_launch(x, y, own, layout_of([x, y], *axes), curve).run()
+    for launch in backward_launches(dy, x, own, made, layout_of([dy, x, made.x], *axes), curve):
+        launch.run()
+
+
 def unrounded(curve: str, x: Tensor, own: Parameters, behind: int, dy: Tensor) -> dict[str, Tensor]:
     """Return what the kernels make of half precision where what they fill is float32."""
-    axes = own.channel_axes(x, behind)
     x, dy = x.contiguous(), dy.contiguous()
     own = own.each(Tensor.contiguous)
     whole = {"dtype": torch.float32, "device": x.device}
     y, dx = torch.empty(x.shape, **whole), torch.empty(x.shape, **whole)
     parts = (None if part is None else torch.empty(part.shape, **whole) for part in vars(own).values())
     gradients = Gradients(dx, *parts)
-    forward_launch(x, y, own, layout_of([x, y], *axes), curve).run()
-    for launch in backward_launches(dy, x, own, gradients, layout_of([dy, x, dx], *axes), curve):
-        launch.run()
+    fill(curve, x, own, behind, dy, y, gradients)
     return {"y": y} | {name: made for name, made in gradients._asdict().items() if made is not None}
 
 
