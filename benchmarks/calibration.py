@@ -20,7 +20,7 @@ import torch
 from common import Measurement, finish, in_own_process, names, options
 
 import normscope
-from normscope.inputs.splits import divided
+from normscope.inputs.held_out import divided
 from normscope.swaps.calibrate import closed_form, refitting
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
 from normscope.swaps.distances import output_errors

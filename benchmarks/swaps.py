@@ -11,8 +11,8 @@ from common import Measurement, finish, names, options
 import normscope
 from normscope.fits.curves.expressions import curves_named
 from normscope.inputs.batch import Batch
+from normscope.inputs.held_out import divided
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.splits import divided
 from normscope.models.registry import embedded_models
 from normscope.pairs.captures import Capture
 from normscope.swaps.replace import replacements

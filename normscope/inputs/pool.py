@@ -14,7 +14,7 @@ from torch import Tensor
 from normscope.errors import DataError
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.entries import as_batches
-from normscope.inputs.splits import learned_and_held_out
+from normscope.inputs.held_out import learned_and_held_out
 
 MOST_BYTES = 2**30  # of inputs that are learned from
 _MOST_JUDGED = 100  # samples that decide what is kept

@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
-from normscope.inputs.splits import Chunk
 from normscope.models.inputs.numbered_inputs import NumberedInputs
 from normscope.models.inputs.trajectories import (
     STEPS,
@@ -329,6 +329,8 @@ class PipelineCalls(NumberedInputs):
         timesteps: rounded to integers, in the order of sampling.
     """
 
+    by_network = True
+
     def __init__(self, pipeline: Any, options: LoadOptions) -> None:
         """Encode the first prompt, which sets the pipeline's timesteps, and choose among them.
 
@@ -376,8 +378,9 @@ class PipelineCalls(NumberedInputs):
         calls = self._calls(self.order[0], self.timesteps[0])
         return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.order)
 
-    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
-        return (Chunk(numbers, self._at_timesteps(*numbers)) for numbers in plan)
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Return the calls for one prompt, which are made while they are taken."""
+        return Chunk(numbers, self._at_timesteps(*numbers))
 
     def _at_timesteps(self, number: int) -> Iterator[Batch]:
         for timestep in self.timesteps:

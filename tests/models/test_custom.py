@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from normscope.errors import DataError, ModelError, UsageError
+from normscope.inputs.chunks import ALL, Share
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import ALL, Share
 from normscope.loading import load
 from normscope.models.custom import load_factory
 from normscope.pairs.capture import capture

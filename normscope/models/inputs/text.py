@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import math
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, count
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
-from normscope.inputs.splits import Chunk
-from normscope.models.inputs.numbered_inputs import ReadInputs, find_files, listing_digest, name_in, reason
+from normscope.models.inputs.numbered_inputs import NumberedInputs, find_files, listing_digest, name_in, reason
 from normscope.models.weights import downloads
 from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
 
@@ -162,8 +163,50 @@ class Reading:
     words: Words | None = None
 
 
-class Texts(ReadInputs):
-    """The lines of some documents, a text each; blank ones are skipped. Read and tokenized chunk by chunk."""
+class _Tokenized(NumberedInputs):
+    """Inputs of one or more texts each, tokenized chunk by chunk."""
+
+    def __init__(self, reading: Reading, total: int, options: LoadOptions, **described: Any) -> None:
+        self._reading, self.words = reading, reading.words
+        cut_to = count(reading.longest, "token")
+        super().__init__(total, options, remarks=reading.remarks, cut_to=cut_to, **described)
+
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Tokenize the texts of some inputs, and pad what can be read of them to one length."""
+        samples, rows, unreadable, n_cut = [], [], {}, 0
+        for number, texts in zip(numbers, self._texts(numbers), strict=True):
+            try:
+                if isinstance(texts, Exception):
+                    raise texts
+                tokenized = [self._reading.tokenize(text) for text in texts]
+            except Exception as error:  # of the file system, of decoding, of any tokenizer
+                unreadable[number] = f"{self._name_of(number, error)}: {reason(error)}"
+                continue
+            n_cut += sum(cut for _, cut in tokenized)
+            rows += [tokens for tokens, _ in tokenized]
+            samples += self._samples(number)
+        batches = [replace(padded(rows, self._reading), samples=tuple(samples))] if rows else []
+        return Chunk(numbers, batches, unreadable, n_cut)
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield the samples of each selected input, readable or not."""
+        return (sample for number in self.order for sample in self._samples(number))
+
+    @abstractmethod
+    def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:
+        """Return the texts of each input, or why they cannot be read."""
+
+    @abstractmethod
+    def _samples(self, number: int) -> list[Sample]:
+        """Return a sample for each text of an input."""
+
+    @abstractmethod
+    def _name_of(self, number: int, error: Exception) -> str:
+        """Name an input that raised an error."""
+
+
+class Texts(_Tokenized):
+    """The lines of some documents, a text each; blank ones are skipped."""
 
     def __init__(
         self,
@@ -174,63 +217,38 @@ class Texts(ReadInputs):
         *,
         data: str,
         source_is_line: bool,
-        remarks: tuple[str, ...] = (),
+        besides: Sequence[str] = (),
     ) -> None:
         """Note where each text begins, without keeping it.
 
         Args:
-            name: what the description calls them together.
+            name: of all documents, in the description.
             documents: each with its name; UTF-8.
             reading: how texts become batches.
             options: limit, order, batch size, device and dtype.
-            data: what tells this data set from others, see :class:`normscope.inputs.batch.Sample`.
-            source_is_line: whether each line is a source of its own, or each document.
-            remarks: what the description says besides.
+            data: identity of the data set, see :class:`normscope.inputs.batch.Sample`.
+            source_is_line: True if each line is a source of its own, False for each document.
+            besides: what the description says of other files.
 
         Raises:
             DataError: if there is no text.
         """
-        self._name, self._reading, self._remarks = name, reading, remarks
-        self._data, self._source_is_line, self.words = data, source_is_line, reading.words
-        self._lines = TextLines(documents)
+        self._data, self._source_is_line, self._lines = data, source_is_line, TextLines(documents)
         if not len(self._lines):
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
-        super().__init__(len(self._lines), options)
-        self._tried = f"{count(len(self.order), 'text')} tried at {name!r}"
+        total = len(self._lines)
+        super().__init__(reading, total, options, at=name, noun="text", of=count(total, "text"), besides=besides)
 
-    @property
-    def description(self) -> str:
-        """Describe the numbers of texts: read, truncated, unreadable and ignored."""
-        cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
-        texts = count(len(self._lines), "text")
-        return self._described(self._name, texts, [*self._reading.remarks, *cut], self._remarks)
+    def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:
+        return [[text] if isinstance(text, str) else text for text in self._lines.read(numbers)]
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        """Tokenize some lines, and pad what can be read of them to one length."""
-        samples, texts, unreadable, n_cut = [], [], {}, 0
-        for number, content in zip(numbers, self._lines.read(numbers), strict=True):
-            try:
-                if isinstance(content, Exception):
-                    raise content
-                tokens, cut = self._reading.tokenize(content)
-            except Exception as error:  # of the file system, of decoding, of any tokenizer
-                place = self._lines.document(number) if isinstance(error, OSError) else self._lines.place(number)
-                unreadable[number] = f"{place}: {reason(error)}"
-                continue
-            n_cut += cut
-            samples.append(self._sample(number))
-            texts.append(tokens)
-        batches = [replace(padded(texts, self._reading), samples=tuple(samples))] if texts else []
-        return Chunk(numbers, batches, unreadable, n_cut)
-
-    def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each text that is taken, readable or not."""
-        return map(self._sample, self.order)
-
-    def _sample(self, number: int) -> Sample:
+    def _samples(self, number: int) -> list[Sample]:
         if self._source_is_line:
-            return Sample(self._lines.place(number), number, number, self._data)
-        return Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)
+            return [Sample(self._lines.place(number), number, number, self._data)]
+        return [Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)]
+
+    def _name_of(self, number: int, error: Exception) -> str:
+        return self._lines.document(number) if isinstance(error, OSError) else self._lines.place(number)
 
 
 def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
@@ -252,7 +270,7 @@ def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
         options,
         data=listing_digest(root, paths),
         source_is_line=not root.is_dir(),
-        remarks=(f"{count(left_out, 'other file')} left out",) if left_out else (),
+        besides=[f"{count(left_out, 'other file')} left out"] if left_out else [],
     )
 
 
@@ -427,62 +445,33 @@ _COLUMNS = ("sentence1", "sentence2", "score")
 _TABLES = (".tsv", ".csv")
 
 
-class SentencePairs(ReadInputs):
-    """Pairs of sentences with scores: two samples each, of one source, that have the pair's score for a label."""
+class SentencePairs(_Tokenized):
+    """Pairs of sentences with scores: two samples each, of one source, with the pair's score as their label."""
 
     def __init__(self, path: Path, reading: Reading, options: LoadOptions) -> None:
-        """Read a file, see :func:`read_pairs`.
-
-        Args:
-            path: of the file.
-            reading: how texts become batches.
-            options: limit and order, of pairs; batch size, device and dtype.
-
-        Raises:
-            DataError: if it holds anything else.
-        """
-        self._path, self._reading, self._pairs = path, reading, read_pairs(path)
-        self._data = listing_digest(path, [path])
-        super().__init__(len(self._pairs), options)
-        self._tried = f"{count(len(self.order), 'pair')} tried at {str(path)!r}"
-
-    @property
-    def description(self) -> str:
-        """Describe the numbers of pairs read, of truncated sentences and of unreadable pairs."""
-        cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
-        pairs = f"{count(len(self._pairs), 'pair')} of sentences"
-        return self._described(str(self._path), pairs, [*self._reading.remarks, *cut], [])
+        """Read the pairs of a file, see :func:`read_pairs`; ``options`` count pairs."""
+        self._path, self._pairs, self._data = path, read_pairs(path), listing_digest(path, [path])
+        of = f"{count(len(self._pairs), 'pair')} of sentences"
+        super().__init__(reading, len(self._pairs), options, at=str(path), noun="pair", of=of)
 
     @property
     def n_samples(self) -> int:
         """Number of sentences."""
         return 2 * len(self.order)
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        """Tokenize some pairs, and pad their sentences to one length."""
-        samples, texts, unreadable, n_cut = [], [], {}, 0
-        for number in numbers:
-            try:
-                (first, first_cut), (second, second_cut) = map(self._reading.tokenize, self._pairs[number][:2])
-            except Exception as error:  # of any tokenizer
-                unreadable[number] = f"{self._path.name} pair {number + 1}: {reason(error)}"
-                continue
-            n_cut += first_cut + second_cut
-            samples += [self._sample(number, side) for side in range(2)]
-            texts += [first, second]
-        batches = [replace(padded(texts, self._reading), samples=tuple(samples))] if texts else []
-        return Chunk(numbers, batches, unreadable, n_cut)
+    def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:
+        return [self._pairs[number][:2] for number in numbers]
 
-    def known_samples(self) -> Iterator[Sample]:
-        """Yield two samples for each pair that is taken, readable or not."""
-        return (self._sample(number, side) for number in self.order for side in range(2))
+    def _samples(self, number: int) -> list[Sample]:
+        score = self._pairs[number][2]
+        return [Sample(f"pair {number + 1}", number, 2 * number + side, self._data, score) for side in range(2)]
+
+    def _name_of(self, number: int, error: Exception) -> str:
+        return f"{self._path.name} pair {number + 1}"
 
     def _at_once(self) -> int:
-        """Return how many pairs are read together: both sentences are in one batch, also where that holds one."""
+        """Return the number of pairs of a batch: both sentences are in one, also where ``batch_size`` is 1."""
         return max(1, self.batch_size // 2)
-
-    def _sample(self, number: int, side: int) -> Sample:
-        return Sample(f"pair {number + 1}", number, 2 * number + side, self._data, self._pairs[number][2])
 
 
 def pairs_or_texts(reading: Reading, options: LoadOptions) -> Inputs:

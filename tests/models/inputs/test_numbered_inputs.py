@@ -14,8 +14,8 @@ from PIL import Image
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Sample
+from normscope.inputs.chunks import ALL, LeftOut, Share
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import ALL, LeftOut, Share
 from normscope.loading import load
 from normscope.models.inputs.images import Preprocessing, image_files
 from normscope.models.inputs.numbered_inputs import TensorInputs, number_of_workers
