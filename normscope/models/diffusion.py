@@ -46,7 +46,7 @@ from normscope.models.weights.checkpoints import (
     ready,
     with_weights,
 )
-from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
+from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
 from normscope.runtime.files import sha256_of
 from normscope.runtime.network import memory_ended
 
@@ -174,7 +174,7 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     module, provenance = with_weights(
         name,
         options,
-        build=lambda: _build(name, description.config),
+        build=lambda: _build(name, dit_class(), description.config),
         pretrained=lambda: _pretrained(name, repository, description),
     )
     return _loaded(name, module, inputs, provenance, options)
@@ -279,11 +279,11 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
     return scheduler
 
 
-def _build(name: str, config: dict[str, Any]) -> nn.Module:
+def _build(name: str, kind: Any, config: dict[str, Any]) -> nn.Module:
     try:
-        module: nn.Module = dit_class().from_config(config)
+        module: nn.Module = kind.from_config(config)
     except Exception as error:  # diffusers passes on whatever torch and Python make of wrong values
-        raise ModelError(f"The configuration of {name} does not make a DiTTransformer2DModel: {error}") from error
+        raise ModelError(f"The configuration of {name} does not make a {kind.__name__}: {error}") from error
     return module
 
 
@@ -296,8 +296,8 @@ def _pretrained(name: str, repository: Repository, description: _Description) ->
             f"{name} has neither {' nor '.join(description.folder + filename for filename in WEIGHTS)}. Name a file "
             "with --weights FILE, or take --weights random."
         )
-    module = _build(name, description.config)
-    with repository.damage_named(path):
+    module = _build(name, dit_class(), description.config)
+    with damage_named(path):
         read = load_file(module, path, name)
     if repository.is_folder:
         return module, Provenance(read.kind, f"{repository.name}: {read.description}")
@@ -499,7 +499,7 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     module, provenance = with_weights(
         name,
         options,
-        build=lambda: _built(name, kind, part),
+        build=lambda: _build(name, kind, kind.load_config(part)),
         pretrained=lambda: _pretrained_in(name, kind, folder, part),
     )
     others = [_kind(value) for key, value in components.items() if key != "transformer" and isinstance(value, list)]
@@ -560,14 +560,6 @@ def _by_accelerate(name: str, kinds: Iterable[Any]) -> bool:
             "accelerate alone, which is not installed. Install it: pip install 'normscope[accelerate]'."
         )
     return keeping is not None
-
-
-def _built(name: str, kind: Any, folder: Path) -> nn.Module:
-    try:
-        module: nn.Module = kind.from_config(kind.load_config(folder))
-    except Exception as error:  # of any configuration's checks
-        raise ModelError(f"The transformer of {name} cannot be made: {downloads.first_line(error)}.") from error
-    return module
 
 
 def _pretrained_in(name: str, kind: Any, folder: Path, part: Path) -> tuple[nn.Module, Provenance]:

@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from normscope.errors import DataError, UsageError, count
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch, Sample, joined, tensors_at
 from normscope.inputs.chunks import Chunk, Inputs, LeftOut, Share
 from normscope.inputs.loaded_model import LoadOptions
+from normscope.inputs.previews import Normalized, Words
 from normscope.runtime.files import CHECKPOINT
 
 MOST_BY_DEFAULT = 8  # processes that read for one GPU
@@ -302,31 +303,18 @@ class Prepared:
 
 
 def alike_together(samples: Sequence[tuple[Sample, Prepared]]) -> list[Batch]:
-    """Put what is of one shape into one batch, so that nothing is padded for another's sake; sizes may differ.
+    """Put inputs of one shape into one batch, so that none is padded for another's sake.
 
     >>> made = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
-    >>> [len(batch.samples) for batch in alike_together([(Sample("a", 0, i), one) for i, one in enumerate(made)])]
+    >>> batches = alike_together([(Sample("a", 0, i), prepared) for i, prepared in enumerate(made)])
+    >>> [len(batch.samples) for batch in batches]
     [2, 1]
     """
-    groups: dict[Any, list[tuple[Sample, Batch]]] = {}
+    groups: dict[Any, list[Batch]] = {}
     for sample, prepared in samples:
-        parts = [prepared.batch.kwargs, {"": prepared.batch.valid}, prepared.batch.valid_within]
-        shapes = [(name, value.shape) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
-        groups.setdefault(tuple(shapes), []).append((sample, prepared.batch))
-    return [_joined([one for _, one in group], tuple(sample for sample, _ in group)) for group in groups.values()]
-
-
-def _joined(batches: Sequence[Batch], samples: tuple[Sample, ...]) -> Batch:
-    def one(values: Sequence[Any]) -> Any:
-        return torch.cat(list(values)) if isinstance(values[0], Tensor) else values[0]
-
-    first = batches[0]
-    return Batch(
-        kwargs={name: one([batch.kwargs[name] for batch in batches]) for name in first.kwargs},
-        samples=samples,
-        valid=one([batch.valid for batch in batches]),
-        valid_within={name: one([batch.valid_within[name] for batch in batches]) for name in first.valid_within},
-    )
+        shapes = tuple((path, tensor.shape) for path, tensor in tensors_at(prepared.batch.kwargs))
+        groups.setdefault(shapes, []).append(replace(prepared.batch, samples=(sample,)))
+    return [batch for group in groups.values() for batch in joined(group)]
 
 
 class TensorInputs(NumberedInputs):
@@ -455,6 +443,29 @@ class Files(NumberedInputs):
     def _sample(self, number: int) -> Sample:
         name = name_in(self.root, self.paths[number])
         return Sample(name, number, number, self._data, self.classes.get(name.partition("/")[0]))
+
+
+def files_or(
+    default: Callable[[], tuple[Sequence[Tensor | Prepared], Sequence[Sample], str]],
+    kind: FileKind,
+    options: LoadOptions,
+    *,
+    one_by_one: bool = False,
+    normalized_by: Normalized | None = None,
+    words: Words | None = None,
+) -> Files | TensorInputs:
+    """Return the files at ``options.data``, or what ``default`` makes where it is None: see :class:`TensorInputs`.
+
+    Raises:
+        DataError: if there is no such file.
+    """
+    inputs: Files | TensorInputs
+    if options.data is None:
+        inputs = TensorInputs(*default(), options, one_by_one=one_by_one, cut_to=kind.cut_to)
+    else:
+        inputs = Files(Path(options.data), kind, options, one_by_one=one_by_one)
+    inputs.normalized_by, inputs.words = normalized_by, words
+    return inputs
 
 
 def _chunk(numbers: Sequence[int], samples: Sequence[tuple[Sample, Any]], unreadable: dict[int, str]) -> Chunk:

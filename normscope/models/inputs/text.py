@@ -26,7 +26,7 @@ from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
 from normscope.models.inputs.numbered_inputs import NumberedInputs, find_files, listing_digest, name_in, reason
 from normscope.models.weights import downloads
-from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
+from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
 
 _BYTE_ORDER_MARK = "\ufeff"
 _NOT_OPENED = 0  # in place of a line's number, which are counted from 1
@@ -307,8 +307,6 @@ _SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})
 
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
-Tokenize = Callable[[str], tuple[list[int], bool]]
-
 
 def load_tokenizer(library: Any, name: str, repository: Repository, weights: str) -> Any:
     """Return the tokenizer that lies beside a model.
@@ -336,7 +334,7 @@ def load_tokenizer(library: Any, name: str, repository: Repository, weights: str
     if paths[-1] is None:
         raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
-    with repository.damage_named(*paths):
+    with damage_named(*paths):
         try:
             return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
         except Exception as error:  # of tokenizers, of transformers
@@ -353,7 +351,7 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
         remarks.append("the decoder reads the same text")
     window = getattr(config, "attention_window", 1)
     return Reading(
-        _checked(_bytes(longest) if tokenizer is None else _tokens(tokenizer, longest), vocabulary),
+        partial(_tokenize, tokenizer, longest, vocabulary),
         _keywords(module, config),
         longest=longest,
         pad_id=pad_id if pad_id is not None and (vocabulary is None or pad_id < vocabulary) else 0,
@@ -393,38 +391,25 @@ def _positions(module: nn.Module, config: Any) -> int:
     return min(limits, default=LONGEST)
 
 
-def _tokens(tokenizer: Any, longest: int) -> Tokenize:
-    def tokenize(text: str) -> tuple[list[int], bool]:
+def _tokenize(tokenizer: Any, longest: int, vocabulary: int | None, text: str) -> tuple[list[int], bool]:
+    """Return the token ids of a text, without those beyond ``longest``, and report truncation."""
+    if tokenizer is None:
+        tokens = list(text.encode())
+        tokens, cut = tokens[:longest], len(tokens) > longest
+    else:
         if not tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
             raise DataError("the tokenizer leaves nothing of it")
-        whole = tokenizer(text, verbose=False)["input_ids"]
-        if len(whole) <= longest:
-            return whole, False
-        return tokenizer(text, truncation=True, max_length=longest)["input_ids"], True
-
-    return tokenize
-
-
-def _bytes(longest: int) -> Tokenize:
-    def tokenize(text: str) -> tuple[list[int], bool]:
-        content = text.encode()
-        return list(content[:longest]), len(content) > longest
-
-    return tokenize
+        tokens = tokenizer(text, verbose=False)["input_ids"]
+        if cut := len(tokens) > longest:
+            tokens = tokenizer(text, truncation=True, max_length=longest)["input_ids"]
+    check_tokens(tokens, vocabulary)
+    return tokens, cut
 
 
-def _checked(tokenize: Tokenize, vocabulary: int | None) -> Tokenize:
+def check_tokens(tokens: Sequence[int], vocabulary: int | None, what: str = "it") -> None:
     """Refuse tokens that the model has no embedding for, which a GPU would answer with an assertion."""
-    if vocabulary is None:
-        return tokenize
-
-    def checked(text: str) -> tuple[list[int], bool]:
-        tokens, cut = tokenize(text)
-        if max(tokens) >= vocabulary:
-            raise DataError(f"the tokenizer makes token {max(tokens)} of it, and the model knows {vocabulary}")
-        return tokens, cut
-
-    return checked
+    if vocabulary is not None and max(tokens) >= vocabulary:
+        raise DataError(f"the tokenizer makes token {max(tokens)} of {what}, and the model knows {vocabulary}")
 
 
 def _keywords(module: nn.Module, config: Any) -> Callable[[Tensor, Tensor], dict[str, Any]]:
