@@ -96,15 +96,7 @@ class FactoryBatches(Inputs):
         options: LoadOptions,
         kept: Sequence[torch.dtype] = (),
     ) -> None:
-        """Look at the first batch; a list is counted.
-
-        Args:
-            name: what errors call the model.
-            model: which takes what it can of each batch.
-            batches: as the factory returned them.
-            code: what runs the factory's code.
-            options: limit, order, device and dtype.
-            kept: without a dtype in the options, those in which tensors stay; others get the first of them.
+        """Look at the first batch, and count those of a list; tensors of the dtypes in ``kept`` are not converted.
 
         Raises:
             UsageError: if batches are to be shuffled that can only be taken in their own order.

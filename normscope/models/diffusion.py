@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
@@ -89,17 +89,7 @@ _DITS = ("DiTTransformer2DModel", "Transformer2DModel")
 _OTHERS = "Or write a function that returns it and batches for it, and name it as py:FILE:FACTORY."
 
 
-@dataclass(frozen=True)
-class _Default:
-    """The trajectories of a network, unless told otherwise; see :func:`from_noise`."""
-
-    guidance: float
-    trajectories: int
-    steps: tuple[int, ...] = (STEPS,)
-    remark: str = ""
-
-
-_DEMO = _Default(1.0, DEMO_TRAJECTORIES)
+_DEMO: dict[str, Any] = {"guidance": 1.0, "trajectories": DEMO_TRAJECTORIES}  # of from_noise()
 
 
 @dataclass(frozen=True)
@@ -169,7 +159,8 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     if components is not None and kind not in (None, *_DITS):
         return load_pipeline(name, Path(repository.name), components, options)
     description = _describe(name, repository)
-    default = _Default(GUIDANCE, TRAJECTORIES, (FEW_STEPS, STEPS), description.remark)
+    default = {"guidance": GUIDANCE, "trajectories": TRAJECTORIES, "steps": (FEW_STEPS, STEPS)}
+    default["remark"] = description.remark
     inputs = _inputs(description.config, description.scheduler, options, default)
     module, provenance = with_weights(
         name,
@@ -217,7 +208,7 @@ def _loaded(
 
 
 def _inputs(
-    config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: _Default
+    config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: Mapping[str, Any]
 ) -> Callable[[nn.Module], Inputs]:
     """Return what makes the inputs of a module, having refused all that would fail once it is loaded."""
     defaults = inspect.signature(dit_class()).parameters
@@ -226,7 +217,7 @@ def _inputs(
     )
     space = LatentSpace(channels, size, classes)
     if options.data is None:
-        return from_noise(space, scheduler, options, **asdict(default))
+        return from_noise(space, scheduler, options, **default)
     latents = read_latents(Path(options.data), space, scheduler, options)
     return lambda module: latents
 

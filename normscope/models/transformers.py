@@ -80,18 +80,13 @@ def has_head(library: Any, kind: str) -> bool:
 
 
 def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: str | None) -> Takes:
-    """Return the kind of inputs of a class of transformers.
+    """Return the kind of inputs of ``kind``, a class of transformers.
 
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the files of processors lie.
-        kind: the class.
-        data: path of the user's own. What reads texts and sees images is run on texts alone, where there are no images,
-            or where it lies there without a processor.
+    A network that reads texts and sees images is run on texts alone if ``data`` has no images, or the repository no
+    processor.
 
     Raises:
-        ModelError: if that is not to be had here.
+        ModelError: if the inputs are of another kind.
         ImportError: if torchaudio is missing, which reads recordings.
     """
     modalities = {kind.input_modalities} if isinstance(kind.input_modalities, str) else {*kind.input_modalities}
@@ -139,15 +134,7 @@ def _writes(network: Any) -> bool:
 def readers_of(
     library: Any, name: str, repository: Repository, kind: Any, takes: Takes, tokenizer: Callable[[], Any]
 ) -> tuple[Any, ...]:
-    """Return what makes inputs of data: a tokenizer, a processor, or both.
-
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the files of processors lie.
-        kind: the class.
-        takes: on what it is run.
-        tokenizer: loads it.
+    """Return a tokenizer (``tokenizer`` loads it), a processor, or both, which make inputs of data.
 
     Raises:
         ModelError: if something is missing, damaged, or asks for code of its own.

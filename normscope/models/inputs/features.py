@@ -23,14 +23,7 @@ from normscope.models.inputs.text import check_tokens, words_of
 
 @dataclass(frozen=True)
 class Hearing:
-    """The way in which a network of transformers hears, and writes where it has a decoder.
-
-    Attributes:
-        extractor: the feature extractor of the network's own.
-        tokenizer: of the decoder's tokens; None where there is no decoder.
-        module: the network.
-        config: its configuration.
-    """
+    """Preparation of recordings for a network of transformers; ``tokenizer`` is None where it has no decoder."""
 
     extractor: Any
     tokenizer: Any

@@ -334,14 +334,10 @@ class TensorInputs(NumberedInputs):
     ) -> None:
         """Keep all samples of a data set.
 
-        Args:
-            tensors: one for each sample, without an axis for samples; of one shape, unless batches hold one sample. Or
-                what a processor made of each.
-            samples: one for each tensor.
-            total: how many of what there are.
-            options: which of them are taken, in which order and batches, on which device and in which dtype.
-            one_by_one: whether batches hold one sample, whatever ``options.batch_size`` says.
-            cut_to: how much is left of one that is longer than the model takes.
+        Args, besides those of :class:`NumberedInputs`:
+            tensors: one for each sample, without an axis for samples, of one shape unless taken one by one. Or what a
+                processor made of each.
+            total: number and kind of all samples in words.
         """
         super().__init__(len(samples), options, one_by_one=one_by_one, of=total, cut_to=cut_to)
         self._tensors, self._samples = tensors, samples

@@ -43,13 +43,7 @@ def has_processor(repository: Repository) -> bool:
 
 
 def load_processor(library: Any, name: str, repository: Repository, automatic: Automatic) -> Any:
-    """Return the processor that lies beside a model, or the part of it that is asked for.
-
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the processor's files lie.
-        automatic: the class of transformers that finds the processor's own.
+    """Return the processor beside a model, or a part of it, found by the class ``automatic`` of transformers.
 
     Raises:
         HubSilentError: if the hub cannot be asked for it.

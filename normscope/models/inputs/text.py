@@ -45,11 +45,7 @@ class TextLines:
     """
 
     def __init__(self, documents: Sequence[tuple[str, Traversable]]) -> None:
-        """Go through all documents once, to see where their lines begin.
-
-        Args:
-            documents: each with its name; UTF-8.
-        """
+        """Find the beginnings of lines in all documents, each given with its name."""
         self._documents = documents
         self._states = [_state(document) for _, document in documents]
         self._where = array("q"), array("q"), array("q")  # document, offset in bytes, number of the line
@@ -64,7 +60,7 @@ class TextLines:
         return len(self._where[0])
 
     def document_index(self, line: int) -> int:
-        """Return in which of the documents a line is."""
+        """Return the index of a line's document."""
         return self._where[0][line]
 
     def document(self, line: int) -> str:
@@ -77,7 +73,7 @@ class TextLines:
         return self.document(line) if number == _NOT_OPENED else f"{self.document(line)} line {number}"
 
     def read(self, lines: Sequence[int]) -> list[str | Exception]:
-        """Return what some lines say, or why that cannot be had: one for each, in their order."""
+        """Return the text of each line, or why it cannot be read, in their order."""
         contents: list[str | Exception] = []
         for index, of_document in groupby(lines, self.document_index):
             contents += self._of_document(index, list(of_document))
@@ -309,13 +305,7 @@ _FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
 
 def load_tokenizer(library: Any, name: str, repository: Repository, weights: str) -> Any:
-    """Return the tokenizer that lies beside a model.
-
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the tokenizer's files lie.
-        weights: ``pretrained``, ``random`` or a file's path: where the hub is silent, that decides what else there is.
+    """Return the tokenizer beside a model; if the hub is silent, ``weights`` decides which remedy the error names.
 
     Raises:
         HubSilentError: if the hub cannot be asked for it.

@@ -149,14 +149,7 @@ class Trajectories(NumberedInputs):
         options: LoadOptions,
         remark: str = "",
     ) -> None:
-        """Start from noise, before the first step.
-
-        Args, besides the attributes:
-            null_class: the label that stands for no class.
-            guidance: scale of classifier-free guidance; 1 for none, and then no latent runs twice.
-            options: those that say which trajectories are taken, ``seed``, and those that say how to batch are read.
-            remark: what the description says besides.
-        """
+        """Start from noise; ``null_class`` is the label of no class, and a ``guidance`` of 1 runs no latent twice."""
         super().__init__(len(noise), options)
         self.module, self.scheduler, self.noise, self.labels = module, scheduler, noise, labels
         self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
@@ -329,7 +322,7 @@ def from_noise(
     steps: Sequence[int] = (STEPS,),
     remark: str = "",
 ) -> Callable[[nn.Module], Trajectories]:
-    """Return what takes a module that is ready to run, and returns its trajectories under ``options.seed``.
+    """Return a function from a module that is ready to run to its trajectories under ``options.seed``.
 
     Their labels go through all classes, in an order that the seed chooses, before one comes again. Their noise is what
     DiTPipeline draws from one generator of that seed, given for each image. Of more trajectories these are the first.
@@ -363,14 +356,7 @@ def from_noise(
 
 
 def denoising_batch(latents: Tensor, timestep: int, labels: Tensor, samples: Sequence[Sample]) -> Batch:
-    """Return the arguments of one forward pass of a DiT.
-
-    Args:
-        latents: ``(samples, channels, height, width)``.
-        timestep: of all of them.
-        labels: int64 ``(samples,)``.
-        samples: one for each latent.
-    """
+    """Return one forward pass of a DiT: latents ``(samples, channels, height, width)``, labels int64 ``(samples,)``."""
     arguments = {
         "hidden_states": latents,
         "timestep": torch.full((len(latents),), timestep),
@@ -424,19 +410,10 @@ class NoisedLatents(NumberedInputs):
         options: LoadOptions,
         remark: str,
     ) -> None:
-        """Keep, or map into memory, all latents of a file.
-
-        Args:
-            path: of the file that they come from.
-            latents: x₀: floats ``(latents, channels, height, width)``.
-            labels: class of each: int64 ``(latents,)``.
-            scheduler: of training; it knows ᾱ.
-            timesteps: what they are noised to.
-            options: ``seed``, those that say which are taken, and those that say how to batch are read.
-            remark: whose classes they have, for the description.
+        """Keep the latents of a file: floats ``(latents, channels, height, width)``, with labels ``(latents,)``.
 
         Raises:
-            DataError: if one that is taken is not finite.
+            DataError: if a selected latent is not finite.
         """
         super().__init__(len(latents), options)
         self._path, self._latents, self._labels, self._remark = path, latents, labels, remark

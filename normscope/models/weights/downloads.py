@@ -136,17 +136,17 @@ def _check_answer(url: str, embedded: str) -> None:
     def question() -> None:
         with urlopen(Request(url, method="HEAD"), timeout=DEADLINE) as answer:  # noqa: S310 (always https)
             if answer.headers.get_content_type() == "text/html":
-                raise WebPageError
+                raise NotAHubError
 
     failure = ask(question)
     if failure is not None:
-        is_page = isinstance(failure, WebPageError)
+        is_page = isinstance(failure, NotAHubError)
         why = f"what answers at {host} is a web page" if is_page else reason(failure, host)
         raise ModelError(f"The weights {url} cannot be had: {why}. {ways_on(embedded)}") from failure
 
 
-class WebPageError(Exception):
-    """The answer is a page to be read by people: a captive portal's, for example."""
+class NotAHubError(Exception):
+    """The answer is a web page: a captive portal's, or that of a mistyped address."""
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def _ask_for(repo: str, filename: str) -> Exception | None:
     def question() -> None:
         metadata = get_hf_file_metadata(hf_hub_url(repo, filename), timeout=deadline)
         if not metadata.commit_hash:
-            raise NotAHubError
+            raise downloads.NotAHubError
 
     return downloads.ask(question, deadline)
 
@@ -76,17 +76,13 @@ def _deadline() -> float:
     return constants.HF_HUB_ETAG_TIMEOUT if os.environ.get("HF_HUB_ETAG_TIMEOUT") else downloads.DEADLINE
 
 
-class NotAHubError(Exception):
-    """The answer is not one of a model hub: a captive portal's page, or a mistyped HF_ENDPOINT."""
-
-
 def reason(error: Exception, filename: str) -> str:
     """Explain in one clause why the hub does not provide ``filename``."""
     host = urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT
     match error:
         case OfflineModeIsEnabled():
             return f"HF_HUB_OFFLINE is set, and the cache in {constants.HF_HUB_CACHE} does not hold them"
-        case NotAHubError():
+        case downloads.NotAHubError():
             return f"what answers at {host} is no model hub (HF_ENDPOINT is {constants.ENDPOINT})"
         case EntryNotFoundError():
             return f"there is no {filename} on {host}, and other formats, which can run code, are not fetched"

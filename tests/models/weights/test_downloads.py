@@ -103,11 +103,6 @@ def test_closed_port(served, fetch):
     )
 
 
-def test_silent_server(served, fetch):
-    served(Server(None))
-    assert_refusal(fetch, "the hub at weights.example did not answer within 3 s", within=5)
-
-
 def test_server_that_falls_silent(served, fetch, monkeypatch):
     monkeypatch.setattr(downloads, "SILENCE", 0.2)
     served(Server(HEAD, HEAD + b"..."))
@@ -115,15 +110,21 @@ def test_server_that_falls_silent(served, fetch, monkeypatch):
     assert socket.getdefaulttimeout() is None
 
 
-def test_web_page(served, fetch):
-    served(Server(HEAD.replace(b"application/octet-stream", b"text/html; charset=utf-8")))
-    assert_refusal(fetch, "what answers at weights.example is a web page", within=5)
-
-
-@pytest.mark.parametrize("status", [403, 503])
-def test_refusing_server(served, fetch, status):
-    served(Server(HEAD.replace(b"200 OK", f"{status} No".encode())))
-    assert_refusal(fetch, f"weights.example failed with HTTPError: HTTP Error {status}", within=5)
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (None, "the hub at weights.example did not answer within 3 s"),
+        (
+            HEAD.replace(b"application/octet-stream", b"text/html; charset=utf-8"),
+            "what answers at weights.example is a",
+        ),
+        (HEAD.replace(b"200 OK", b"403 No"), "weights.example failed with HTTPError: HTTP Error 403"),
+        (HEAD.replace(b"200 OK", b"503 No"), "weights.example failed with HTTPError: HTTP Error 503"),
+    ],
+)
+def test_server_that_is_silent_or_refuses(served, fetch, answer, reason):
+    served(Server(answer))
+    assert_refusal(fetch, reason, within=5)
 
 
 def test_damaged_file_in_the_cache_is_named(tmp_path):
