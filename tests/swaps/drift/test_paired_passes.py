@@ -17,7 +17,7 @@ from torch import nn
 
 from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.chunks import ALL, Chunk
+from normscope.inputs.chunks import ALL, Chunk, Inputs
 from normscope.inputs.loaded_model import Outputs
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs.ranks import Ranks
@@ -239,14 +239,13 @@ def test_processes_that_torchrun_started_find_the_same(tmp_path):
     assert found[1] == found[0]
 
 
-class Sized:
+class Sized(Inputs):
     """Numbered inputs in chunks of ``batch_size``."""
+
+    description = "noise"
 
     def __init__(self, batch_size):
         self.batch_size = batch_size
-
-    def __iter__(self):
-        return iter(chunk.batches[0] for chunk in self.chunks(ALL))
 
     def chunks(self, share):
         for numbers in share.of(in_pieces(share.left(range(20)), self.batch_size)):
