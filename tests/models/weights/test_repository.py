@@ -263,7 +263,8 @@ def test_a_plain_file_is_removed_itself(tmp_path, monkeypatch):
     assert said_of(plain).endswith(f"damaged: remove {str(plain)!r}, and the next run fetches it again.")
 
 
-def test_a_blob_that_caches_share_is_removed_with_the_link_to_it(tmp_path):
+def test_a_blob_that_caches_share_is_removed_with_the_link_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(hubs.constants, "HF_HUB_CACHE", str(tmp_path))
     link = cached_file(tmp_path / "repo", b"{", "0" * 64)
     blob, store = link.resolve(), tmp_path / "store" / ("1" * 64)
     store.parent.mkdir()
