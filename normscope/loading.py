@@ -76,6 +76,7 @@ def load(
     >>> [batch.args[0].shape for batch in model.inputs]
     [torch.Size([2, 1, 8, 8])]
     """
+    given: dict[str, Any] = {key: value for key, value in locals().items() if key != "name"}
     if isinstance(batch_size, str) and batch_size != "auto":
         raise UsageError(f"batch_size is {batch_size!r}; it has to be a number, or 'auto'.")
     device = str(device)
@@ -94,20 +95,14 @@ def load(
 
     # The weights that cost nothing, where a swap brings its own; a factory alone knows how to make its network.
     unread = "pretrained" if entry.library == _CODE else "random"
-    options = LoadOptions(
-        weights=weights if record is None else unread,
-        data=None if data is None else str(data),
-        limit=limit,
-        batch_size=size,
-        seed=seed,
-        dtype=resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
-        device=resolve_device(device),
-        guidance=guidance,
-        timesteps=timesteps,
-        workers=workers,
-        shuffle=shuffle,
-        device_map=device_map,
-    )
+    given |= {
+        "weights": weights if record is None else unread,
+        "data": None if data is None else str(data),
+        "batch_size": size,
+        "dtype": resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
+        "device": resolve_device(device),
+    }
+    options = LoadOptions(**given)
     try:
         network = registry.loader_of(entry)(name, entry.source.partition(":")[2], options)
     except Exception as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import normscope
 from normscope.errors import UsageError, count, unknown
-from normscope.inputs.splits import divided
+from normscope.inputs.held_out import divided
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import Curve
+    from normscope.inputs.chunks import Inputs
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.inputs.splits import Inputs, Part
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
@@ -198,16 +198,16 @@ class SwapSource:
         self._seen: dict[str, Capture] = {}
 
     @cached_property
-    def _divided(self) -> tuple[Inputs | Part, Inputs | Part]:
+    def _divided(self) -> tuple[Inputs, Inputs]:
         return divided(self.network.inputs, self.network.calibration)
 
     @property
-    def learned(self) -> Inputs | Part:
+    def learned(self) -> Inputs:
         """Inputs to fit to."""
         return self._divided[0]
 
     @property
-    def held_out(self) -> Inputs | Part:
+    def held_out(self) -> Inputs:
         """Inputs to measure on."""
         return self._divided[1]
 

@@ -203,6 +203,13 @@ def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
             yield from tensors_at(part, (*path, key))
 
 
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements, in order."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def joined(batches: Sequence[Batch]) -> list[Batch]:
     """Make one batch of several where their tensors allow it; else leave them as they are.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from normscope.errors import DataError
-from normscope.inputs.batch import BY_HAND, Batch, Sample, leaves
+from normscope.inputs.batch import BY_HAND, Batch, Sample, leaves, tensor_bytes, tensors_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,10 +122,6 @@ class ForwardSignature:
             None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(names),
         )
 
-    @property
-    def _required(self) -> set[str]:
-        return {*(self.positional or ())[: self.required]}
-
     def read(self, entry: Any, number: int) -> Iterable[Batch]:
         """Return the batches that an entry holds, their samples without names."""
         import torch
@@ -139,8 +135,6 @@ class ForwardSignature:
         match entry:
             case torch.Tensor():
                 args = (entry,)
-            case tuple() if self._required and self._required <= {*getattr(entry, "_fields", ())}:
-                kwargs = self._by_name(entry._asdict())  # type: ignore[attr-defined]
             case tuple() | list():
                 args = self._in_places(tuple(entry))
             case Mapping():
@@ -275,13 +269,9 @@ def _counting(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> 
 
 def _digest(batch: Batch) -> str:
     """Return a hash of the first tensor of a batch that counts its samples, or of the first, if there is any."""
-    import torch
-
     values = list(leaves([*batch.args, batch.kwargs], of_lists=True))
     values += [value for record in values for value in leaves(getattr(record, "__dict__", {}).values(), of_lists=True)]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    tensors = tensors_of(values)
     counting = [tensor for tensor in tensors if tensor.ndim and len(tensor) == len(batch.samples)] or tensors
-    content = b"".join(
-        tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in counting[:1]
-    )
+    content = b"".join(map(tensor_bytes, counting[:1]))
     return hashlib.blake2b(content, digest_size=8).hexdigest()

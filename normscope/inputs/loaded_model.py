@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from normscope.errors import ModelError, UsageError
-from normscope.inputs.splits import Inputs as Inputs
+from normscope.inputs.chunks import Inputs as Inputs
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, tensors_of
+from normscope.inputs.batch import Batch, tensor_bytes, tensors_of
 from normscope.inputs.entries import as_batches
-from normscope.inputs.splits import learned_and_held_out
+from normscope.inputs.held_out import learned_and_held_out
 
 MOST_BYTES = 2**30  # of inputs that are learned from
 _MOST_JUDGED = 100  # samples that decide what is kept
@@ -162,8 +161,3 @@ def _cut(batch: Batch) -> Batch:
 
     kwargs = {name: cut(value) for name, value in batch.kwargs.items()}
     return replace(batch, args=tuple(map(cut, batch.args)), kwargs=kwargs, valid=cut(batch.valid))
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The bytes of a tensor's elements, in order."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

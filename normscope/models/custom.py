@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, NormscopeError, UsageError, count, unknown
 from normscope.inputs.batch import Batch
+from normscope.inputs.chunks import Chunk, Inputs, LeftOut, Share
 from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
-from normscope.inputs.splits import ALL, Chunk, LeftOut, Share
 from normscope.models.inputs.numbered_inputs import drawn
 from normscope.models.weights.checkpoints import load_file, ready, seeded
 from normscope.runtime.files import sha256_of
@@ -81,12 +81,10 @@ class UserCode:
         return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in (in_file or frames)[-1:])
 
 
-class FactoryBatches:
+class FactoryBatches(Inputs):
     """The batches that a factory returned, on the model's device and in dtypes that it has; each is an input.
 
-    Attributes:
-        batch_size: 1: setting it has no effect, as the factory decides how large its batches are.
-        left_out: empty: what goes wrong in the user's code is raised.
+    Nothing is left out: what goes wrong in the user's code is raised.
     """
 
     def __init__(
@@ -98,21 +96,13 @@ class FactoryBatches:
         options: LoadOptions,
         kept: Sequence[torch.dtype] = (),
     ) -> None:
-        """Look at the first batch; a list is counted.
-
-        Args:
-            name: what errors call the model.
-            model: which takes what it can of each batch.
-            batches: as the factory returned them.
-            code: what runs the factory's code.
-            options: limit, order, device and dtype.
-            kept: without a dtype in the options, those in which tensors stay; others get the first of them.
+        """Look at the first batch, and count those of a list; tensors of the dtypes in ``kept`` are not converted.
 
         Raises:
             UsageError: if batches are to be shuffled that can only be taken in their own order.
             DataError: if there is none, or it is no batch.
         """
-        self.batch_size, self.left_out = 1, LeftOut()
+        self.left_out = LeftOut()
         self._name, self._model, self._batches, self._code = name, model, batches, code
         self._options, self._kept = options, kept
         if options.shuffle and not isinstance(batches, list):
@@ -149,37 +139,18 @@ class FactoryBatches:
         before = accumulate(self._sizes, initial=0)
         return sum(seen < self._options.limit for seen, _ in zip(before, self._sizes, strict=False))
 
-    @property
-    def unreadable(self) -> list[str]:
-        """Name what could not be read: nothing."""
-        return self.left_out.lines
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches, the last one cut where the limit falls into it.
-
-        Raises:
-            DataError: if one is no batch, the user's code raises, or an iterator is to be taken a second time.
-        """
-        for chunk in self.chunks(ALL):
-            yield from chunk.batches
-
     def chunks(self, share: Share) -> Iterator[Chunk]:
         """Yield each batch of a share as a chunk; those of the others are gone through, as only the factory can skip.
 
         Raises:
-            DataError: see above.
+            DataError: if one is no batch, the user's code raises, or an iterator is to be taken a second time.
         """
-        self.left_out = LeftOut()
         left = ((number, batch) for number, batch in self._taken() if number not in share.done)
         for number, batch in share.of(left):
             yield Chunk([number], [self._placed(batch)])
 
     def first_sample(self) -> Batch:
-        """Return the first sample of the first batch.
-
-        Raises:
-            DataError: if there is none, it is no batch, or the user's code raises.
-        """
+        """Return the first sample of the first batch; DataError if there is none."""
         for _, batch in self._taken():
             return self._placed(batch.first_sample())
         raise DataError(f"{self._name} returned no batch to run its module on.")

@@ -6,8 +6,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
-from normscope.inputs.splits import Chunk
 from normscope.models.inputs.numbered_inputs import NumberedInputs
 from normscope.models.inputs.trajectories import (
     STEPS,
@@ -46,7 +46,7 @@ from normscope.models.weights.checkpoints import (
     ready,
     with_weights,
 )
-from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
+from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
 from normscope.runtime.files import sha256_of
 from normscope.runtime.network import memory_ended
 
@@ -89,17 +89,7 @@ _DITS = ("DiTTransformer2DModel", "Transformer2DModel")
 _OTHERS = "Or write a function that returns it and batches for it, and name it as py:FILE:FACTORY."
 
 
-@dataclass(frozen=True)
-class _Default:
-    """The trajectories of a network, unless told otherwise; see :func:`from_noise`."""
-
-    guidance: float
-    trajectories: int
-    steps: tuple[int, ...] = (STEPS,)
-    remark: str = ""
-
-
-_DEMO = _Default(1.0, DEMO_TRAJECTORIES)
+_DEMO: dict[str, Any] = {"guidance": 1.0, "trajectories": DEMO_TRAJECTORIES}  # of from_noise()
 
 
 @dataclass(frozen=True)
@@ -169,12 +159,13 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     if components is not None and kind not in (None, *_DITS):
         return load_pipeline(name, Path(repository.name), components, options)
     description = _describe(name, repository)
-    default = _Default(GUIDANCE, TRAJECTORIES, (FEW_STEPS, STEPS), description.remark)
+    default = {"guidance": GUIDANCE, "trajectories": TRAJECTORIES, "steps": (FEW_STEPS, STEPS)}
+    default["remark"] = description.remark
     inputs = _inputs(description.config, description.scheduler, options, default)
     module, provenance = with_weights(
         name,
         options,
-        build=lambda: _build(name, description.config),
+        build=lambda: _build(name, dit_class(), description.config),
         pretrained=lambda: _pretrained(name, repository, description),
     )
     return _loaded(name, module, inputs, provenance, options)
@@ -217,7 +208,7 @@ def _loaded(
 
 
 def _inputs(
-    config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: _Default
+    config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: Mapping[str, Any]
 ) -> Callable[[nn.Module], Inputs]:
     """Return what makes the inputs of a module, having refused all that would fail once it is loaded."""
     defaults = inspect.signature(dit_class()).parameters
@@ -226,7 +217,7 @@ def _inputs(
     )
     space = LatentSpace(channels, size, classes)
     if options.data is None:
-        return from_noise(space, scheduler, options, **asdict(default))
+        return from_noise(space, scheduler, options, **default)
     latents = read_latents(Path(options.data), space, scheduler, options)
     return lambda module: latents
 
@@ -279,11 +270,11 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
     return scheduler
 
 
-def _build(name: str, config: dict[str, Any]) -> nn.Module:
+def _build(name: str, kind: Any, config: dict[str, Any]) -> nn.Module:
     try:
-        module: nn.Module = dit_class().from_config(config)
+        module: nn.Module = kind.from_config(config)
     except Exception as error:  # diffusers passes on whatever torch and Python make of wrong values
-        raise ModelError(f"The configuration of {name} does not make a DiTTransformer2DModel: {error}") from error
+        raise ModelError(f"The configuration of {name} does not make a {kind.__name__}: {error}") from error
     return module
 
 
@@ -296,8 +287,8 @@ def _pretrained(name: str, repository: Repository, description: _Description) ->
             f"{name} has neither {' nor '.join(description.folder + filename for filename in WEIGHTS)}. Name a file "
             "with --weights FILE, or take --weights random."
         )
-    module = _build(name, description.config)
-    with repository.damage_named(path):
+    module = _build(name, dit_class(), description.config)
+    with damage_named(path):
         read = load_file(module, path, name)
     if repository.is_folder:
         return module, Provenance(read.kind, f"{repository.name}: {read.description}")
@@ -328,6 +319,8 @@ class PipelineCalls(NumberedInputs):
         pipeline: on the asked-for device, in the asked-for dtype.
         timesteps: rounded to integers, in the order of sampling.
     """
+
+    by_network = True
 
     def __init__(self, pipeline: Any, options: LoadOptions) -> None:
         """Encode the first prompt, which sets the pipeline's timesteps, and choose among them.
@@ -376,8 +369,9 @@ class PipelineCalls(NumberedInputs):
         calls = self._calls(self.order[0], self.timesteps[0])
         return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.order)
 
-    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
-        return (Chunk(numbers, self._at_timesteps(*numbers)) for numbers in plan)
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Return the calls for one prompt, which are made while they are taken."""
+        return Chunk(numbers, self._at_timesteps(*numbers))
 
     def _at_timesteps(self, number: int) -> Iterator[Batch]:
         for timestep in self.timesteps:
@@ -496,7 +490,7 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     module, provenance = with_weights(
         name,
         options,
-        build=lambda: _built(name, kind, part),
+        build=lambda: _build(name, kind, kind.load_config(part)),
         pretrained=lambda: _pretrained_in(name, kind, folder, part),
     )
     others = [_kind(value) for key, value in components.items() if key != "transformer" and isinstance(value, list)]
@@ -557,14 +551,6 @@ def _by_accelerate(name: str, kinds: Iterable[Any]) -> bool:
             "accelerate alone, which is not installed. Install it: pip install 'normscope[accelerate]'."
         )
     return keeping is not None
-
-
-def _built(name: str, kind: Any, folder: Path) -> nn.Module:
-    try:
-        module: nn.Module = kind.from_config(kind.load_config(folder))
-    except Exception as error:  # of any configuration's checks
-        raise ModelError(f"The transformer of {name} cannot be made: {downloads.first_line(error)}.") from error
-    return module
 
 
 def _pretrained_in(name: str, kind: Any, folder: Path, part: Path) -> tuple[nn.Module, Provenance]:

@@ -77,24 +77,13 @@ def build(bundle: Any) -> nn.Module:
 
 
 def wrap(module: nn.Module, normalize_waveform: bool, aligns: bool = False) -> nn.Module:
-    """Return a network that normalizes each waveform first, as torchaudio's bundles do.
-
-    Args:
-        module: torchaudio's Wav2Vec2Model.
-        normalize_waveform: to zero mean and unit variance.
-        aligns: whether log-probabilities with a star come out in place of logits.
-    """
+    """Return a Wav2Vec2Model that normalizes each waveform first; ``aligns`` for log-probabilities with a star."""
     wrapped: nn.Module = utils._extend_model(module, normalize_waveform, apply_log_softmax=aligns, append_star=aligns)
     return wrapped
 
 
 def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Module, Provenance]:
-    """Return a bundle's network with its published weights, and which they are.
-
-    Args:
-        architecture: torchaudio's name of the bundle.
-        bundle: of :func:`find`.
-        embedded: the model that a message names where there is no network to download from.
+    """Return a bundle's network with its published weights; an error names ``embedded`` as a model to take instead.
 
     Raises:
         ModelError: if the weights cannot be had, or do not load.

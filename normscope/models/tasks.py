@@ -66,13 +66,7 @@ def transformers_task(
 ) -> Task:
     """Return the task of a model of transformers: texts by :func:`language_task`, images by the names of their folders.
 
-    Args:
-        library: the module ``transformers``.
-        module: the network.
-        tokenizer: its own; None of a network that does more than read.
-        repository: where it lies.
-        inputs: what it runs on.
-        outputs: how what it gives is read.
+    ``tokenizer`` is None for a network that does more than read.
     """
     if module.main_input_name == "input_ids" and module.input_modalities in ("text", ("text",)):
         return language_task(library, module, tokenizer, repository, inputs)
@@ -83,15 +77,7 @@ def transformers_task(
 
 
 def language_task(library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs) -> Task:
-    """Return the task of a model of transformers that reads text.
-
-    Args:
-        library: the module ``transformers``.
-        module: the network.
-        tokenizer: its own; None where bytes are its tokens.
-        repository: where it lies, with what sentence-transformers says of its embeddings.
-        inputs: texts, or pairs of sentences.
-    """
+    """Return the task of a model of transformers that reads text; ``tokenizer`` is None where bytes are its tokens."""
     automatic, kind = library.models.auto.modeling_auto, type(module).__name__
     if module.config.is_encoder_decoder:
         return Task(untold="an encoder–decoder is given the same text on both sides, where nothing is left to predict")

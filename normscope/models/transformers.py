@@ -39,7 +39,7 @@ from normscope.models.weights.checkpoints import (
     with_weights,
 )
 from normscope.models.weights.devices import offload_folder, quiet
-from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
+from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
 from normscope.runtime.files import sha256_of
 
 Takes = Literal["texts", "images", "recordings", "images with texts", "prompts"]
@@ -65,7 +65,7 @@ _WAVES = ("input_values", "input_features")  # what recordings are called, as wa
 
 
 def is_for(library: Any, kind: str, tasks: Iterable[str]) -> bool:
-    """Return whether a class of transformers, by its name, is for one of the library's tasks."""
+    """True if a class of transformers, by its name, is for one of the library's tasks."""
     automatic = library.models.auto.modeling_auto
     for task in tasks:
         for names in getattr(automatic, f"MODEL_FOR_{task}_MAPPING_NAMES", {}).values():
@@ -75,23 +75,18 @@ def is_for(library: Any, kind: str, tasks: Iterable[str]) -> bool:
 
 
 def has_head(library: Any, kind: str) -> bool:
-    """Return whether a class of transformers, by its name, ends in what can be read."""
+    """True if a class of transformers, by its name, has a head whose output can be read."""
     return any(is_for(library, kind, tasks) for tasks in HEADS.values())
 
 
 def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: str | None) -> Takes:
-    """Return the kind of inputs of a class of transformers.
+    """Return the kind of inputs of ``kind``, a class of transformers.
 
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the files of processors lie.
-        kind: the class.
-        data: path of the user's own. What reads texts and sees images is run on texts alone, where there are no images,
-            or where it lies there without a processor.
+    A network that reads texts and sees images is run on texts alone if ``data`` has no images, or the repository no
+    processor.
 
     Raises:
-        ModelError: if that is not to be had here.
+        ModelError: if the inputs are of another kind.
         ImportError: if torchaudio is missing, which reads recordings.
     """
     modalities = {kind.input_modalities} if isinstance(kind.input_modalities, str) else {*kind.input_modalities}
@@ -139,15 +134,7 @@ def _writes(network: Any) -> bool:
 def readers_of(
     library: Any, name: str, repository: Repository, kind: Any, takes: Takes, tokenizer: Callable[[], Any]
 ) -> tuple[Any, ...]:
-    """Return what makes inputs of data: a tokenizer, a processor, or both.
-
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the files of processors lie.
-        kind: the class.
-        takes: on what it is run.
-        tokenizer: loads it.
+    """Return a tokenizer (``tokenizer`` loads it), a processor, or both, which make inputs of data.
 
     Raises:
         ModelError: if something is missing, damaged, or asks for code of its own.
@@ -333,7 +320,7 @@ def _config(library: Any, name: str, repository: Repository, options: LoadOption
         logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, known)
         content = {key: value for key, value in content.items() if key != "auto_map"}
     refuse_code(name, "config.json", content)
-    with repository.damage_named(repository.file("config.json")):
+    with damage_named(repository.file("config.json")):
         try:
             return library.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
         except Exception as error:  # of any configuration's checks
@@ -395,7 +382,7 @@ class _Network:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
         files = repository.weights()
         what = f"The model of {repository.name}"
-        with repository.damage_named(*files):
+        with damage_named(*files):
             if self.device_map is None:
                 module, report = self._loaded(repository.name, what, **repository.where())
             else:  # each part is read into its place, and the whole is nowhere

@@ -115,7 +115,7 @@ def _created(name: str, architecture: str, repo: str, commit: str, path: Path) -
 
     # The commit makes timm read the very file that was fetched; the name keeps it from looking for a pickle.
     source = {"hf_hub_id": f"{repo}@{commit}", "hf_hub_filename": repository.WEIGHTS, "url": None}
-    with repository.damage_named([path]):
+    with repository.damage_named(path):
         try:
             module = timm.create_model(architecture, pretrained=True, pretrained_cfg_overlay=source)
         except Exception as error:  # of safetensors, of torch, of the conversion that timm has for the family

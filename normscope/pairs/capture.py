@@ -11,9 +11,9 @@ from torch import nn
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
+from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
-from normscope.inputs.splits import Done, LeftOut, Share, shared
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, SkippedNorm, select
 from normscope.pairs.norms.streams import unpacked

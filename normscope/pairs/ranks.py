@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError
-from normscope.inputs.splits import LeftOut
+from normscope.inputs.chunks import LeftOut
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.storage import packed_seen, unpacked_seen
 from normscope.runtime.processes import Place

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
-from normscope.inputs.splits import Done, LeftOut
+from normscope.inputs.chunks import Done, LeftOut
 from normscope.pairs.ranks import Ranks
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.storage import DAMAGES, grids, other_grid, packed_seen, unpacked_seen

@@ -11,8 +11,8 @@ from torch import nn
 
 from normscope.errors import MemoryEndedError
 from normscope.inputs.batch import Batch
+from normscope.inputs.chunks import Inputs
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.splits import Inputs
 from normscope.runtime.network import left_as_found, memory_ended, run
 from normscope.runtime.processes import Place
 

@@ -62,7 +62,6 @@ def samples(number):
 
 
 Pair = namedtuple("Pair", "image label")
-PixelPair = namedtuple("PixelPair", "label pixel_values")
 LABELLED = {
     "a DataLoader of (x, label)": (OneNorm, DataLoader(TensorDataset(x, y), batch_size=4)),
     "of a network with a mask": (Masked, DataLoader(TensorDataset(x, y), batch_size=4)),
@@ -71,7 +70,6 @@ LABELLED = {
     "a dict with the network's name": (Named, [{"pixel_values": x, "target": y}]),
     "a dict with labels of the network's": (Named, [{"pixel_values": x, "labels": y}]),
     "a namedtuple in order": (OneNorm, [Pair(x, y)]),
-    "a namedtuple by name": (Named, [PixelPair(y, x)]),
     "whatever a network takes": (Anything, [{"x": x, "label": y}]),
     "compiled": (lambda: torch.compile(OneNorm(), backend="eager"), [(x, y)]),
 }

@@ -9,8 +9,8 @@ import torch
 import normscope
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.batch import Batch
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.inputs.loaded_model import Outputs, first_tensor, without_variances
-from normscope.inputs.splits import learned_and_held_out
 
 
 @pytest.fixture(scope="module")

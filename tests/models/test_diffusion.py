@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from normscope.errors import ModelError, UsageError
 from normscope.loading import load
-from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, _build
+from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, dit_class
 
 TINY = {
     "num_attention_heads": 2,
@@ -223,7 +223,7 @@ def numbers(module):
 
 
 def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
-    module = _build("dit_xl", _PUBLISHED["facebook/DiT-XL-2-256"] | {"num_layers": 1})
+    module = dit_class().from_config(_PUBLISHED["facebook/DiT-XL-2-256"] | {"num_layers": 1})
     block = module.transformer_blocks[0]
     embedders = numbers(block.norm1.emb)  # diffusers has them once a block, the paper's own code once
     outside = numbers(module) - numbers(block) + module.pos_embed.pos_embed.numel()  # there a frozen parameter

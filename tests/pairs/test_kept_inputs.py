@@ -11,7 +11,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.splits import Chunk, LeftOut
+from normscope.inputs.chunks import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs.capture import captured
 from normscope.pairs.kept_inputs import SIZE_GRID, KeptTokens, first_inputs, sizes_of

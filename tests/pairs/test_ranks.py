@@ -26,8 +26,8 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import Preview
-from normscope.inputs.splits import LeftOut
 from normscope.pairs import ranks as ranks_module
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms.sites import SkippedNorm

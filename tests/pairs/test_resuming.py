@@ -19,7 +19,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, StoppedError, UsageError
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.splits import Chunk, LeftOut
+from normscope.inputs.chunks import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs import resuming as checkpoints_module
 from normscope.pairs.capture import capture, captured

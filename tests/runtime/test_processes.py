@@ -37,5 +37,5 @@ def test_what_torchrun_says(environment, place, monkeypatch):
 
 
 def test_it_takes_no_torch_to_know():
-    said = "import sys, normscope.runtime.processes, normscope.inputs.splits; print('torch' in sys.modules)"
+    said = "import sys, normscope.runtime.processes, normscope.inputs.chunks; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", said], text=True) == "False\n"

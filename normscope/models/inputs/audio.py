@@ -16,7 +16,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
-from normscope.models.inputs.numbered_inputs import FileKind, Files, TensorInputs
+from normscope.models.inputs.numbered_inputs import FileKind, files_or
 
 # What libsndfile opens, and MP4 is not among it. A single file is tried whatever its name.
 SUFFIXES = frozenset(
@@ -49,27 +49,22 @@ def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
 
     Raises:
         DataError: if there is no recording to be found.
-    """
-    if options.data is None:
-        return synthetic_utterances(taken, options)
-    kind = FileKind("recording", SUFFIXES, lambda path: read(path, taken))
-    return Files(Path(options.data), kind, options, one_by_one=True)
 
-
-def synthetic_utterances(taken: AudioFormat, options: LoadOptions) -> TensorInputs:
-    """Return what voices of espeak-ng said: each voice is a source.
-
-    >>> import torch
     >>> options = LoadOptions("random", None, 2, 1, 0, torch.device("cpu"), torch.float32)
-    >>> synthetic_utterances(AudioFormat(16_000, shortest=400), options).description
+    >>> audio_inputs(AudioFormat(16_000, shortest=400), options).description
     'the first 2 of 8 synthetic utterances (espeak-ng)'
     """
-    samples, waveforms, _, total = utterances(taken)
-    return TensorInputs(waveforms, samples, total, options, one_by_one=True)
+
+    def synthetic() -> tuple[list[Tensor], list[Sample], str]:
+        samples, waveforms, _, total = utterances(taken)
+        return waveforms, samples, total
+
+    kind = FileKind("recording", SUFFIXES, lambda path: read(path, taken))
+    return files_or(synthetic, kind, options, one_by_one=True)
 
 
 def utterances(taken: AudioFormat) -> tuple[list[Sample], list[Tensor], list[str], str]:
-    """Return the synthetic utterances: which samples they are, their waveforms, what they say, and how many of what."""
+    """Return the samples, waveforms, transcripts and a description of what voices of espeak-ng said, a source each."""
     folder = files("normscope.models") / "embedded" / "speech"
     names = sorted(file.name.removesuffix(".flac") for file in folder.iterdir() if file.name.endswith(".flac"))
     return (

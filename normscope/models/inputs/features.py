@@ -6,32 +6,24 @@ import copy
 import inspect
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, count
-from normscope.inputs.batch import Batch
+from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
-from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
+from normscope.models.inputs.numbered_inputs import FileKind, Prepared, files_or, text_beside
 from normscope.models.inputs.processors import arguments
-from normscope.models.inputs.text import words_of
+from normscope.models.inputs.text import check_tokens, words_of
 
 
 @dataclass(frozen=True)
 class Hearing:
-    """The way in which a network of transformers hears, and writes where it has a decoder.
-
-    Attributes:
-        extractor: the feature extractor of the network's own.
-        tokenizer: of the decoder's tokens; None where there is no decoder.
-        module: the network.
-        config: its configuration.
-    """
+    """Preparation of recordings for a network of transformers; ``tokenizer`` is None where it has no decoder."""
 
     extractor: Any
     tokenizer: Any
@@ -142,8 +134,7 @@ class Hearing:
         longest = getattr(self.config, "max_target_positions", len(tokens))
         if len(tokens) > longest:
             raise DataError(f"its transcript has {len(tokens):,} tokens, and the model writes {longest:,} at most")
-        if max(tokens) >= (known := self.config.vocab_size):
-            raise DataError(f"the tokenizer makes token {max(tokens)} of its transcript, and the model knows {known}")
+        check_tokens(tokens, self.config.vocab_size, "its transcript")
         return torch.tensor([tokens])
 
 
@@ -159,14 +150,13 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
     """
     hearing = Hearing(extractor, tokenizer, module, config)
     taken = hearing.taken
-    if options.data is None:
+    writes = tokenizer is not None
+
+    def synthetic() -> tuple[list[Prepared], list[Sample], str]:
         samples, waveforms, transcripts, total = utterances(taken)
         heard = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
-        total += ", each with what it says" if tokenizer is not None else ""
-        spoken = TensorInputs(heard, samples, total, options, one_by_one=True, cut_to=hearing.longest)
-        spoken.words = hearing.words
-        return spoken
-    writes = tokenizer is not None
+        return heard, samples, total + (", each with what it says" if writes else "")
+
     kind = FileKind(
         "recording",
         SUFFIXES,
@@ -175,6 +165,4 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
         beside=".txt" if writes else "",
         remarks=("the decoder reads NAME.txt, or without one the start alone",) if writes else (),
     )
-    recordings = Files(Path(options.data), kind, options, one_by_one=True)
-    recordings.words = hearing.words
-    return recordings
+    return files_or(synthetic, kind, options, one_by_one=True, words=hearing.words)

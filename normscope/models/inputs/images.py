@@ -16,7 +16,7 @@ from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs
+from normscope.models.inputs.numbered_inputs import FileKind, Prepared, files_or
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of the photograph's short edge: a face or a badge, not one button
@@ -49,29 +49,20 @@ def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
     Raises:
         DataError: if there is no image to be found.
     """
-    if options.data is None:
-        inputs: Files | TensorInputs = photograph_crops(preprocessing, options)
-    else:
-        inputs = image_files(Path(options.data), preprocessing, options)
-    inputs.normalized_by = preprocessing.normalized_by
-    return inputs
-
-
-def image_files(root: Path, preprocessing: Preprocessing, options: LoadOptions) -> Files:
-    """Return one image file, or those of a folder in sorted order.
-
-    Raises:
-        DataError: if ``root`` is missing, or a folder without a single image.
-    """
 
     def read(path: Path) -> Tensor | Prepared:
         return preprocessing.transform(read_image(path, preprocessing.mode))
 
-    return Files(root, FileKind("image", suffixes(), read, remarks=preprocessing.remarks), options)
+    def crops() -> tuple[list[Tensor | Prepared], list[Sample], str]:
+        images, samples, total = crops_of_photograph(preprocessing.mode, options)
+        return [preprocessing.transform(image) for image in images], samples, total
+
+    kind = FileKind("image", suffixes(), read, remarks=preprocessing.remarks)
+    return files_or(crops, kind, options, normalized_by=preprocessing.normalized_by)
 
 
 def suffixes() -> frozenset[str]:
-    """Return those of the files that are opened: of a folder's other files nothing is tried."""
+    """Return the suffixes of image files; a folder's other files are not opened."""
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in _formats())
 
 
@@ -88,18 +79,10 @@ def read_image(path: Path, mode: str) -> Image.Image:
         raise DataError("not an image that Pillow can read") from error
 
 
-def photograph_crops(preprocessing: Preprocessing, options: LoadOptions) -> TensorInputs:
-    """Return square crops of grace_hopper.jpg (512×600), placed by ``options.seed``; all are of one source.
-
-    Raises:
-        DataError: if matplotlib's sample data are not installed.
-    """
-    crops, samples, total = crops_of_photograph(preprocessing.mode, options)
-    return TensorInputs([preprocessing.transform(crop) for crop in crops], samples, total, options)
-
-
 def crops_of_photograph(mode: str, options: LoadOptions) -> tuple[list[Image.Image], list[Sample], str]:
-    """Return the crops themselves, which samples they are, and how many of what.
+    """Return square crops of grace_hopper.jpg (512×600), placed by ``options.seed``, their samples and a description.
+
+    All crops are of one source.
 
     Raises:
         DataError: if matplotlib's sample data are not installed.

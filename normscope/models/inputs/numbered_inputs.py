@@ -1,4 +1,4 @@
-"""Inputs that have numbers: which of them are taken, in which order and chunks, and reading ahead."""
+"""Inputs with numbers: selection, order, chunks and reading ahead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from normscope.errors import DataError, UsageError, count
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch, Sample, joined, tensors_at
+from normscope.inputs.chunks import Chunk, Inputs, LeftOut, Share
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.previews import Normalized, Preview, Words, preview_of
-from normscope.inputs.splits import ALL, Chunk, LeftOut, Share
+from normscope.inputs.previews import Normalized, Words
 from normscope.runtime.files import CHECKPOINT
 
 MOST_BY_DEFAULT = 8  # processes that read for one GPU
@@ -126,39 +126,55 @@ def _signals_as_they_were() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-class NumberedInputs(ABC):
-    """Inputs of which any can be had at any time by its number; see :class:`normscope.inputs.splits.Inputs`.
+class NumberedInputs(Inputs):
+    """Inputs with numbers, any of which can be read at any time, ahead of the network and in processes of their own.
 
     Attributes:
-        order: the numbers of those that are taken, in the order in which they are.
-        left_out: what the latest iteration could not read, or has cut.
-        normalized_by: mean and standard deviation of each channel that pixels from 0 to 1 were normalized by; None
-            where there are no pixels, or nothing tells.
-        words: from token ids to what they stand for; None where there is no text, or nothing tells.
+        order: numbers of the selected inputs, in the order in which they are taken.
+        kept: True if they lie in memory, so that reading them is no work for another process.
+        by_network: True if the network itself makes its inputs, on its device and in its dtype.
     """
 
     order: Sequence[int]
-    left_out: LeftOut
-    normalized_by: Normalized | None = None
-    words: Words | None = None
+    kept = False
+    by_network = False
 
-    def __init__(self, total: int, options: LoadOptions, *, one_by_one: bool = False) -> None:
+    def __init__(
+        self,
+        total: int,
+        options: LoadOptions,
+        *,
+        one_by_one: bool = False,
+        at: str = "",
+        noun: str = "input",
+        of: str = "",
+        remarks: Sequence[str] = (),
+        cut_to: str = "",
+        besides: Sequence[str] = (),
+    ) -> None:
         """Choose among ``total`` inputs.
 
         Args:
-            total: how many the data set holds.
+            total: size of the data set.
             options: ``limit``, ``shuffle``, ``seed`` and those that say how to batch are read.
-            one_by_one: whether each is a chunk of its own, whatever ``batch_size`` is set to.
+            one_by_one: True if each is a chunk of its own, whatever ``batch_size`` is set to.
+            at: name of the data in descriptions and errors.
+            noun: for errors.
+            of: number and kind of all inputs in words, for the description.
+            remarks: what the description says besides.
+            cut_to: length of an input that is longer than the model takes.
+            besides: remarks on what is not among the inputs.
         """
         self.order = drawn(total, options)
         self.left_out = LeftOut()
         self._total, self._options, self._one_by_one = total, options, one_by_one
-        self._batch_size = options.batch_size
-        self._tried, self._read_as = "inputs", ""  # in the sentence that none of them can be
+        self._batch_size, self._at, self._of, self._cut_to = options.batch_size, at, of, cut_to
+        self._remarks, self._besides, self._read_as = remarks, besides, ""
+        self._tried = f"{count(len(self.order), noun)} tried at {at!r}"
 
     @property
     def batch_size(self) -> int:
-        """Number of inputs read together, at most; setting it has no effect where that is always one."""
+        """Largest number of inputs read together; setting it has no effect where that is always one."""
         return 1 if self._one_by_one else self._batch_size
 
     @batch_size.setter
@@ -167,7 +183,7 @@ class NumberedInputs(ABC):
 
     @property
     def n_inputs(self) -> int:
-        """Number of inputs taken."""
+        """Number of selected inputs."""
         return len(self.order)
 
     @property
@@ -176,55 +192,60 @@ class NumberedInputs(ABC):
         return len(self.order)
 
     @property
-    def unreadable(self) -> list[str]:
-        """``name: reason`` of each input that the latest iteration could not read, in order of their numbers."""
-        return self.left_out.lines
+    def description(self) -> str:
+        """Describe the selected inputs, with remarks and the numbers of truncated and unreadable ones."""
+        unreadable, cut = len(self.left_out.unreadable), self.left_out.cut
+        remarks = [
+            *self._remarks,
+            *([f"{cut:,} cut to {self._cut_to}"] if cut else []),
+            *([f"{unreadable:,} unreadable"] if unreadable else []),
+            *self._besides,
+        ]
+        taken = f"{self._at}: {self._taken_of(self._of)}" if self._at else self._taken_of(self._of)
+        return taken + (f" ({', '.join(remarks)})" if remarks else "")
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of all inputs.
-
-        Raises:
-            DataError: at the end, if not one input could be read.
-        """
-        for chunk in self.chunks(ALL):
-            yield from chunk.batches
+        """Yield the batches of all inputs; DataError at the end if not one input could be read."""
+        yield from super().__iter__()
         if len(self.left_out.unreadable) == len(self.order):
             raise self._none_readable(self.left_out)
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
         """Yield the chunks of one process's share, and note in ``left_out`` what of them could not be read."""
         self.left_out = left_out = LeftOut()
-        for chunk in self._made(share.of(in_pieces(share.left(self.order), self._at_once()))):
+        for chunk in self._in_turn(share.of(in_pieces(share.left(self.order), self._at_once()))):
             left_out.add(chunk)
             yield chunk
 
     def first_sample(self) -> Batch:
-        """Return the first sample that can be read, whoever's share it is in.
-
-        Raises:
-            DataError: if there is none.
-        """
+        """Return the first sample that can be read, in any process's share; DataError if there is none."""
         left_out = LeftOut()
         for number in self.order:
-            chunk = self._alone(number)
+            chunk = self._placed(self.read([number]))
             for batch in chunk.batches:
                 return batch.first_sample()
             left_out.add(chunk)
         raise self._none_readable(left_out)
 
-    def preview(self, batch: Batch, place: int) -> Preview | None:
-        """Return what can be looked at of a sample of one of these batches; None where there is nothing."""
-        return preview_of(batch, place, self.normalized_by, self.words)
-
     @abstractmethod
-    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
-        """Yield the chunk of each list of numbers, on the model's device and in its dtype."""
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Return a chunk, the same in any process and after any other one; on the CPU unless :attr:`by_network`."""
 
-    def _alone(self, number: int) -> Chunk:
-        return next(self._made(iter([[number]])))
+    def _in_turn(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+        """Yield the chunk of each list of numbers, on the model's device and in its dtype."""
+        if self.by_network:
+            return map(self.read, plan)
+        chunks = -(-len(self.order) // self.batch_size)
+        workers = 0 if self.kept else number_of_workers(self._options, chunks)
+        return map(self._placed, read_ahead(self.read, plan, workers, self._options.device))
+
+    def _placed(self, chunk: Chunk) -> Chunk:
+        if self.by_network:
+            return chunk
+        return replace(chunk, batches=[batch.to(self._options.device, self._options.dtype) for batch in chunk.batches])
 
     def _at_once(self) -> int:
-        """Return how many inputs a chunk has."""
+        """Return the number of inputs of a chunk."""
         return self.batch_size
 
     def _none_readable(self, left_out: LeftOut) -> DataError:
@@ -238,42 +259,6 @@ class NumberedInputs(ABC):
         if self._options.shuffle:
             return f"{number:,} of {total}, drawn with seed {seed}"
         return f"the first {number:,} of {total}"
-
-
-class ReadInputs(NumberedInputs):
-    """Numbered inputs that are read, without the network: ahead of it, in processes of their own where asked for.
-
-    Attributes:
-        kept: whether they lie in memory, so that reading them is no work for another process.
-    """
-
-    kept = False
-
-    @abstractmethod
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        """Return a chunk on the CPU, the same in any process and after any other one; its batches are a list."""
-
-    @abstractmethod
-    def known_samples(self) -> Iterator[Sample]:
-        """Yield all samples that are taken, in order, without reading: also of inputs that turn out unreadable."""
-
-    def _described(self, name: str, total: str, before: Sequence[str], after: Sequence[str]) -> str:
-        """Describe the selected inputs, with remarks and the number of unreadable ones."""
-        unreadable = len(self.left_out.unreadable)
-        remarks = [*before, *([f"{unreadable:,} unreadable"] if unreadable else []), *after]
-        return f"{name}: {self._taken_of(total)}" + (f" ({', '.join(remarks)})" if remarks else "")
-
-    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
-        chunks = -(-len(self.order) // self.batch_size)
-        workers = 0 if self.kept else number_of_workers(self._options, chunks)
-        for chunk in read_ahead(self.read, plan, workers, self._options.device):
-            yield self._placed(chunk)
-
-    def _alone(self, number: int) -> Chunk:
-        return self._placed(self.read([number]))
-
-    def _placed(self, chunk: Chunk) -> Chunk:
-        return replace(chunk, batches=[batch.to(self._options.device, self._options.dtype) for batch in chunk.batches])
 
 
 def drawn(total: int, options: LoadOptions) -> Sequence[int]:
@@ -318,34 +303,21 @@ class Prepared:
 
 
 def alike_together(samples: Sequence[tuple[Sample, Prepared]]) -> list[Batch]:
-    """Put what is of one shape into one batch, so that nothing is padded for another's sake; sizes may differ.
+    """Put inputs of one shape into one batch, so that none is padded for another's sake.
 
     >>> made = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
-    >>> [len(batch.samples) for batch in alike_together([(Sample("a", 0, i), one) for i, one in enumerate(made)])]
+    >>> batches = alike_together([(Sample("a", 0, i), prepared) for i, prepared in enumerate(made)])
+    >>> [len(batch.samples) for batch in batches]
     [2, 1]
     """
-    groups: dict[Any, list[tuple[Sample, Batch]]] = {}
+    groups: dict[Any, list[Batch]] = {}
     for sample, prepared in samples:
-        parts = [prepared.batch.kwargs, {"": prepared.batch.valid}, prepared.batch.valid_within]
-        shapes = [(name, value.shape) for part in parts for name, value in part.items() if isinstance(value, Tensor)]
-        groups.setdefault(tuple(shapes), []).append((sample, prepared.batch))
-    return [_joined([one for _, one in group], tuple(sample for sample, _ in group)) for group in groups.values()]
+        shapes = tuple((path, tensor.shape) for path, tensor in tensors_at(prepared.batch.kwargs))
+        groups.setdefault(shapes, []).append(replace(prepared.batch, samples=(sample,)))
+    return [batch for group in groups.values() for batch in joined(group)]
 
 
-def _joined(batches: Sequence[Batch], samples: tuple[Sample, ...]) -> Batch:
-    def one(values: Sequence[Any]) -> Any:
-        return torch.cat(list(values)) if isinstance(values[0], Tensor) else values[0]
-
-    first = batches[0]
-    return Batch(
-        kwargs={name: one([batch.kwargs[name] for batch in batches]) for name in first.kwargs},
-        samples=samples,
-        valid=one([batch.valid for batch in batches]),
-        valid_within={name: one([batch.valid_within[name] for batch in batches]) for name in first.valid_within},
-    )
-
-
-class TensorInputs(ReadInputs):
+class TensorInputs(NumberedInputs):
     """Samples that are small and few enough to be kept."""
 
     kept = True
@@ -362,23 +334,13 @@ class TensorInputs(ReadInputs):
     ) -> None:
         """Keep all samples of a data set.
 
-        Args:
-            tensors: one for each sample, without an axis for samples; of one shape, unless batches hold one sample. Or
-                what a processor made of each.
-            samples: one for each tensor.
-            total: how many of what there are.
-            options: which of them are taken, in which order and batches, on which device and in which dtype.
-            one_by_one: whether batches hold one sample, whatever ``options.batch_size`` says.
-            cut_to: how much is left of one that is longer than the model takes.
+        Args, besides those of :class:`NumberedInputs`:
+            tensors: one for each sample, without an axis for samples, of one shape unless taken one by one. Or what a
+                processor made of each.
+            total: number and kind of all samples in words.
         """
-        super().__init__(len(samples), options, one_by_one=one_by_one)
-        self._tensors, self._samples, self._all, self._cut_to = tensors, samples, total, cut_to
-
-    @property
-    def description(self) -> str:
-        """Describe the selected samples and the number of truncated ones."""
-        cut = f" ({self.left_out.cut:,} cut to {self._cut_to})" if self.left_out.cut else ""
-        return self._taken_of(self._all) + cut
+        super().__init__(len(samples), options, one_by_one=one_by_one, of=total, cut_to=cut_to)
+        self._tensors, self._samples = tensors, samples
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Stack the tensors of some samples."""
@@ -426,7 +388,7 @@ class FileKind:
     remarks: tuple[str, ...] = ()
 
 
-class Files(ReadInputs):
+class Files(NumberedInputs):
     """One file, or those of a folder in sorted order; opened batch by batch, each a source of its own.
 
     Attributes:
@@ -442,22 +404,23 @@ class Files(ReadInputs):
         """
         self.root, self.kind = root, kind
         self.classes: Mapping[str, int] = {}
-        self.paths, self._others = find_files(root, kind.noun, kind.suffixes)
+        self.paths, others = find_files(root, kind.noun, kind.suffixes)
         companions = [path.with_suffix(kind.beside) for path in self.paths] if kind.beside else []
         companions = [path for path in companions if path.is_file() and root.is_dir()]
-        self._others -= len(set(companions))
+        others -= len(set(companions))
         self._data = listing_digest(root, self.paths + companions)
-        super().__init__(len(self.paths), options, one_by_one=one_by_one)
-        self._tried = f"{count(len(self.order), 'file')} tried at {str(root)!r}"
+        super().__init__(
+            len(self.paths),
+            options,
+            one_by_one=one_by_one,
+            at=str(root),
+            noun="file",
+            of=count(len(self.paths), kind.noun),
+            remarks=kind.remarks,
+            cut_to=kind.cut_to,
+            besides=[f"{count(others, 'other file')} left out"] if others else [],
+        )
         self._read_as = f" as {'an' if kind.noun[0] in 'aeiou' else 'a'} {kind.noun}"
-
-    @property
-    def description(self) -> str:
-        """Describe the numbers of files: read, unreadable and ignored."""
-        others = [f"{count(self._others, 'other file')} left out"] if self._others else []
-        cut = [f"{self.left_out.cut:,} cut to {self.kind.cut_to}"] if self.left_out.cut else []
-        files = count(len(self.paths), self.kind.noun)
-        return self._described(str(self.root), files, [*self.kind.remarks, *cut], others)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Open some files, and stack what can be read of them."""
@@ -476,6 +439,29 @@ class Files(ReadInputs):
     def _sample(self, number: int) -> Sample:
         name = name_in(self.root, self.paths[number])
         return Sample(name, number, number, self._data, self.classes.get(name.partition("/")[0]))
+
+
+def files_or(
+    default: Callable[[], tuple[Sequence[Tensor | Prepared], Sequence[Sample], str]],
+    kind: FileKind,
+    options: LoadOptions,
+    *,
+    one_by_one: bool = False,
+    normalized_by: Normalized | None = None,
+    words: Words | None = None,
+) -> Files | TensorInputs:
+    """Return the files at ``options.data``, or what ``default`` makes where it is None: see :class:`TensorInputs`.
+
+    Raises:
+        DataError: if there is no such file.
+    """
+    inputs: Files | TensorInputs
+    if options.data is None:
+        inputs = TensorInputs(*default(), options, one_by_one=one_by_one, cut_to=kind.cut_to)
+    else:
+        inputs = Files(Path(options.data), kind, options, one_by_one=one_by_one)
+    inputs.normalized_by, inputs.words = normalized_by, words
+    return inputs
 
 
 def _chunk(numbers: Sequence[int], samples: Sequence[tuple[Sample, Any]], unreadable: dict[int, str]) -> Chunk:

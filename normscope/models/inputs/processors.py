@@ -13,14 +13,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError
-from normscope.inputs.batch import Batch
+from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
 from normscope.models.inputs.images import Preprocessing, crops_of_photograph, image_inputs, read_image, suffixes
-from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, TensorInputs, text_beside
-from normscope.models.inputs.text import LONGEST, lines_of_page, words_of
+from normscope.models.inputs.numbered_inputs import FileKind, Prepared, files_or, text_beside
+from normscope.models.inputs.text import LONGEST, check_tokens, lines_of_page, words_of
 from normscope.models.weights import downloads
-from normscope.models.weights.repository import Repository, refuse_code
+from normscope.models.weights.repository import Repository, damage_named, refuse_code
 
 Automatic = Literal["AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor"]
 
@@ -43,13 +43,7 @@ def has_processor(repository: Repository) -> bool:
 
 
 def load_processor(library: Any, name: str, repository: Repository, automatic: Automatic) -> Any:
-    """Return the processor that lies beside a model, or the part of it that is asked for.
-
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the processor's files lie.
-        automatic: the class of transformers that finds the processor's own.
+    """Return the processor beside a model, or a part of it, found by the class ``automatic`` of transformers.
 
     Raises:
         HubSilentError: if the hub cannot be asked for it.
@@ -65,7 +59,7 @@ def load_processor(library: Any, name: str, repository: Repository, automatic: A
     for filename in filenames:
         refuse_code(name, filename, repository.json(filename))
     paths = [repository.file(filename) for filename in (*filenames, *([_TEMPLATE] if whole else ()))]
-    with repository.damage_named(*paths):
+    with damage_named(*paths):
         try:
             return getattr(library, automatic).from_pretrained(
                 repository.name, trust_remote_code=False, **repository.where()
@@ -150,7 +144,7 @@ def images_with_texts(processor: Any, module: nn.Module, config: Any, options: L
 
     def prepared(image: Image.Image, text: str) -> Prepared:
         kwargs = arguments(processor(images=image, text=[text], return_tensors="pt", **given), module)
-        _check_tokens(kwargs["input_ids"], text_config)
+        check_tokens(kwargs["input_ids"].flatten().tolist(), text_config.vocab_size)
         mask = tokenizer([text], return_tensors="pt", return_attention_mask=True, **given)["attention_mask"].bool()
         if bool(mask.all()):
             kwargs.pop("attention_mask", None)
@@ -187,7 +181,7 @@ def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions
         cut = len(tokens) > LONGEST
         asked = prompt(tokenizer.decode(tokens[:LONGEST]) if cut else text)
         kwargs = arguments(processor(images=[image], text=[asked], return_tensors="pt"), module)
-        _check_tokens(kwargs["input_ids"], config.get_text_config())
+        check_tokens(kwargs["input_ids"].flatten().tolist(), config.get_text_config().vocab_size)
         return Prepared(Batch(kwargs=kwargs | {"use_cache": False}), cut)
 
     return _pairs(prepared, processor, options, cut_to=f"{LONGEST} tokens", one_by_one=True)
@@ -202,12 +196,11 @@ def _pairs(
     one_by_one: bool = False,
 ) -> Inputs:
     """Return the images at ``options.data``, each with the text file of its name; or crops with lines of the page."""
-    if options.data is None:
+
+    def with_lines() -> tuple[list[Prepared], list[Sample], str]:
         crops, samples, total = crops_of_photograph("RGB", options)
         made = [prepared(*pair) for pair in zip(crops, lines_of_page(len(crops)), strict=True)]
-        total = f"{total}, each with a line of normscope's page"
-        crops_with_lines = TensorInputs(made, samples, total, options, one_by_one=one_by_one, cut_to=cut_to)
-        return _shown_by(processor, crops_with_lines)
+        return made, samples, f"{total}, each with a line of normscope's page"
 
     def read(path: Path) -> Prepared:
         text = text_beside(path)
@@ -215,18 +208,11 @@ def _pairs(
             raise DataError(f"there is no text in {path.with_suffix('.txt').name} beside it")
         return prepared(read_image(path, "RGB"), text)
 
-    kind = FileKind("image", suffixes(), read, cut_to, ".txt", remarks=("each with the text in NAME.txt",))
-    return _shown_by(processor, Files(Path(options.data), kind, options, one_by_one=one_by_one))
-
-
-def _shown_by(processor: Any, inputs: Files | TensorInputs) -> Inputs:
-    """Let inputs know how their pixels and tokens are to be shown."""
-    inputs.normalized_by = _normalized_by(getattr(processor, "image_processor", None))
-    inputs.words = partial(words_of, processor.tokenizer)
-    return inputs
-
-
-def _check_tokens(tokens: Tensor, config: Any) -> None:
-    """Refuse tokens that the model has no embedding for, which a GPU would answer with an assertion."""
-    if int(tokens.max()) >= config.vocab_size:
-        raise DataError(f"the tokenizer makes token {int(tokens.max())} of it, and the model knows {config.vocab_size}")
+    return files_or(
+        with_lines,
+        FileKind("image", suffixes(), read, cut_to, ".txt", remarks=("each with the text in NAME.txt",)),
+        options,
+        one_by_one=one_by_one,
+        normalized_by=_normalized_by(getattr(processor, "image_processor", None)),
+        words=partial(words_of, processor.tokenizer),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import math
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, count
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
-from normscope.inputs.splits import Chunk
-from normscope.models.inputs.numbered_inputs import ReadInputs, find_files, listing_digest, name_in, reason
+from normscope.models.inputs.numbered_inputs import NumberedInputs, find_files, listing_digest, name_in, reason
 from normscope.models.weights import downloads
-from normscope.models.weights.repository import HubSilentError, Repository, refuse_code
+from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
 
 _BYTE_ORDER_MARK = "\ufeff"
 _NOT_OPENED = 0  # in place of a line's number, which are counted from 1
@@ -44,11 +45,7 @@ class TextLines:
     """
 
     def __init__(self, documents: Sequence[tuple[str, Traversable]]) -> None:
-        """Go through all documents once, to see where their lines begin.
-
-        Args:
-            documents: each with its name; UTF-8.
-        """
+        """Find the beginnings of lines in all documents, each given with its name."""
         self._documents = documents
         self._states = [_state(document) for _, document in documents]
         self._where = array("q"), array("q"), array("q")  # document, offset in bytes, number of the line
@@ -63,7 +60,7 @@ class TextLines:
         return len(self._where[0])
 
     def document_index(self, line: int) -> int:
-        """Return in which of the documents a line is."""
+        """Return the index of a line's document."""
         return self._where[0][line]
 
     def document(self, line: int) -> str:
@@ -76,7 +73,7 @@ class TextLines:
         return self.document(line) if number == _NOT_OPENED else f"{self.document(line)} line {number}"
 
     def read(self, lines: Sequence[int]) -> list[str | Exception]:
-        """Return what some lines say, or why that cannot be had: one for each, in their order."""
+        """Return the text of each line, or why it cannot be read, in their order."""
         contents: list[str | Exception] = []
         for index, of_document in groupby(lines, self.document_index):
             contents += self._of_document(index, list(of_document))
@@ -162,8 +159,50 @@ class Reading:
     words: Words | None = None
 
 
-class Texts(ReadInputs):
-    """The lines of some documents, a text each; blank ones are skipped. Read and tokenized chunk by chunk."""
+class _Tokenized(NumberedInputs):
+    """Inputs of one or more texts each, tokenized chunk by chunk."""
+
+    def __init__(self, reading: Reading, total: int, options: LoadOptions, **described: Any) -> None:
+        self._reading, self.words = reading, reading.words
+        cut_to = count(reading.longest, "token")
+        super().__init__(total, options, remarks=reading.remarks, cut_to=cut_to, **described)
+
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        """Tokenize the texts of some inputs, and pad what can be read of them to one length."""
+        samples, rows, unreadable, n_cut = [], [], {}, 0
+        for number, texts in zip(numbers, self._texts(numbers), strict=True):
+            try:
+                if isinstance(texts, Exception):
+                    raise texts
+                tokenized = [self._reading.tokenize(text) for text in texts]
+            except Exception as error:  # of the file system, of decoding, of any tokenizer
+                unreadable[number] = f"{self._name_of(number, error)}: {reason(error)}"
+                continue
+            n_cut += sum(cut for _, cut in tokenized)
+            rows += [tokens for tokens, _ in tokenized]
+            samples += self._samples(number)
+        batches = [replace(padded(rows, self._reading), samples=tuple(samples))] if rows else []
+        return Chunk(numbers, batches, unreadable, n_cut)
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield the samples of each selected input, readable or not."""
+        return (sample for number in self.order for sample in self._samples(number))
+
+    @abstractmethod
+    def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:
+        """Return the texts of each input, or why they cannot be read."""
+
+    @abstractmethod
+    def _samples(self, number: int) -> list[Sample]:
+        """Return a sample for each text of an input."""
+
+    @abstractmethod
+    def _name_of(self, number: int, error: Exception) -> str:
+        """Name an input that raised an error."""
+
+
+class Texts(_Tokenized):
+    """The lines of some documents, a text each; blank ones are skipped."""
 
     def __init__(
         self,
@@ -174,63 +213,38 @@ class Texts(ReadInputs):
         *,
         data: str,
         source_is_line: bool,
-        remarks: tuple[str, ...] = (),
+        besides: Sequence[str] = (),
     ) -> None:
         """Note where each text begins, without keeping it.
 
         Args:
-            name: what the description calls them together.
+            name: of all documents, in the description.
             documents: each with its name; UTF-8.
             reading: how texts become batches.
             options: limit, order, batch size, device and dtype.
-            data: what tells this data set from others, see :class:`normscope.inputs.batch.Sample`.
-            source_is_line: whether each line is a source of its own, or each document.
-            remarks: what the description says besides.
+            data: identity of the data set, see :class:`normscope.inputs.batch.Sample`.
+            source_is_line: True if each line is a source of its own, False for each document.
+            besides: what the description says of other files.
 
         Raises:
             DataError: if there is no text.
         """
-        self._name, self._reading, self._remarks = name, reading, remarks
-        self._data, self._source_is_line, self.words = data, source_is_line, reading.words
-        self._lines = TextLines(documents)
+        self._data, self._source_is_line, self._lines = data, source_is_line, TextLines(documents)
         if not len(self._lines):
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
-        super().__init__(len(self._lines), options)
-        self._tried = f"{count(len(self.order), 'text')} tried at {name!r}"
+        total = len(self._lines)
+        super().__init__(reading, total, options, at=name, noun="text", of=count(total, "text"), besides=besides)
 
-    @property
-    def description(self) -> str:
-        """Describe the numbers of texts: read, truncated, unreadable and ignored."""
-        cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
-        texts = count(len(self._lines), "text")
-        return self._described(self._name, texts, [*self._reading.remarks, *cut], self._remarks)
+    def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:
+        return [[text] if isinstance(text, str) else text for text in self._lines.read(numbers)]
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        """Tokenize some lines, and pad what can be read of them to one length."""
-        samples, texts, unreadable, n_cut = [], [], {}, 0
-        for number, content in zip(numbers, self._lines.read(numbers), strict=True):
-            try:
-                if isinstance(content, Exception):
-                    raise content
-                tokens, cut = self._reading.tokenize(content)
-            except Exception as error:  # of the file system, of decoding, of any tokenizer
-                place = self._lines.document(number) if isinstance(error, OSError) else self._lines.place(number)
-                unreadable[number] = f"{place}: {reason(error)}"
-                continue
-            n_cut += cut
-            samples.append(self._sample(number))
-            texts.append(tokens)
-        batches = [replace(padded(texts, self._reading), samples=tuple(samples))] if texts else []
-        return Chunk(numbers, batches, unreadable, n_cut)
-
-    def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each text that is taken, readable or not."""
-        return map(self._sample, self.order)
-
-    def _sample(self, number: int) -> Sample:
+    def _samples(self, number: int) -> list[Sample]:
         if self._source_is_line:
-            return Sample(self._lines.place(number), number, number, self._data)
-        return Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)
+            return [Sample(self._lines.place(number), number, number, self._data)]
+        return [Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)]
+
+    def _name_of(self, number: int, error: Exception) -> str:
+        return self._lines.document(number) if isinstance(error, OSError) else self._lines.place(number)
 
 
 def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
@@ -252,7 +266,7 @@ def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
         options,
         data=listing_digest(root, paths),
         source_is_line=not root.is_dir(),
-        remarks=(f"{count(left_out, 'other file')} left out",) if left_out else (),
+        besides=[f"{count(left_out, 'other file')} left out"] if left_out else [],
     )
 
 
@@ -289,17 +303,9 @@ _SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})
 
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
-Tokenize = Callable[[str], tuple[list[int], bool]]
-
 
 def load_tokenizer(library: Any, name: str, repository: Repository, weights: str) -> Any:
-    """Return the tokenizer that lies beside a model.
-
-    Args:
-        library: the module ``transformers``.
-        name: what errors call the model.
-        repository: where the tokenizer's files lie.
-        weights: ``pretrained``, ``random`` or a file's path: where the hub is silent, that decides what else there is.
+    """Return the tokenizer beside a model; if the hub is silent, ``weights`` decides which remedy the error names.
 
     Raises:
         HubSilentError: if the hub cannot be asked for it.
@@ -318,7 +324,7 @@ def load_tokenizer(library: Any, name: str, repository: Repository, weights: str
     if paths[-1] is None:
         raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
-    with repository.damage_named(*paths):
+    with damage_named(*paths):
         try:
             return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
         except Exception as error:  # of tokenizers, of transformers
@@ -335,7 +341,7 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
         remarks.append("the decoder reads the same text")
     window = getattr(config, "attention_window", 1)
     return Reading(
-        _checked(_bytes(longest) if tokenizer is None else _tokens(tokenizer, longest), vocabulary),
+        partial(_tokenize, tokenizer, longest, vocabulary),
         _keywords(module, config),
         longest=longest,
         pad_id=pad_id if pad_id is not None and (vocabulary is None or pad_id < vocabulary) else 0,
@@ -375,38 +381,25 @@ def _positions(module: nn.Module, config: Any) -> int:
     return min(limits, default=LONGEST)
 
 
-def _tokens(tokenizer: Any, longest: int) -> Tokenize:
-    def tokenize(text: str) -> tuple[list[int], bool]:
+def _tokenize(tokenizer: Any, longest: int, vocabulary: int | None, text: str) -> tuple[list[int], bool]:
+    """Return the token ids of a text, without those beyond ``longest``, and report truncation."""
+    if tokenizer is None:
+        tokens = list(text.encode())
+        tokens, cut = tokens[:longest], len(tokens) > longest
+    else:
         if not tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
             raise DataError("the tokenizer leaves nothing of it")
-        whole = tokenizer(text, verbose=False)["input_ids"]
-        if len(whole) <= longest:
-            return whole, False
-        return tokenizer(text, truncation=True, max_length=longest)["input_ids"], True
-
-    return tokenize
-
-
-def _bytes(longest: int) -> Tokenize:
-    def tokenize(text: str) -> tuple[list[int], bool]:
-        content = text.encode()
-        return list(content[:longest]), len(content) > longest
-
-    return tokenize
+        tokens = tokenizer(text, verbose=False)["input_ids"]
+        if cut := len(tokens) > longest:
+            tokens = tokenizer(text, truncation=True, max_length=longest)["input_ids"]
+    check_tokens(tokens, vocabulary)
+    return tokens, cut
 
 
-def _checked(tokenize: Tokenize, vocabulary: int | None) -> Tokenize:
+def check_tokens(tokens: Sequence[int], vocabulary: int | None, what: str = "it") -> None:
     """Refuse tokens that the model has no embedding for, which a GPU would answer with an assertion."""
-    if vocabulary is None:
-        return tokenize
-
-    def checked(text: str) -> tuple[list[int], bool]:
-        tokens, cut = tokenize(text)
-        if max(tokens) >= vocabulary:
-            raise DataError(f"the tokenizer makes token {max(tokens)} of it, and the model knows {vocabulary}")
-        return tokens, cut
-
-    return checked
+    if vocabulary is not None and max(tokens) >= vocabulary:
+        raise DataError(f"the tokenizer makes token {max(tokens)} of {what}, and the model knows {vocabulary}")
 
 
 def _keywords(module: nn.Module, config: Any) -> Callable[[Tensor, Tensor], dict[str, Any]]:
@@ -427,62 +420,33 @@ _COLUMNS = ("sentence1", "sentence2", "score")
 _TABLES = (".tsv", ".csv")
 
 
-class SentencePairs(ReadInputs):
-    """Pairs of sentences with scores: two samples each, of one source, that have the pair's score for a label."""
+class SentencePairs(_Tokenized):
+    """Pairs of sentences with scores: two samples each, of one source, with the pair's score as their label."""
 
     def __init__(self, path: Path, reading: Reading, options: LoadOptions) -> None:
-        """Read a file, see :func:`read_pairs`.
-
-        Args:
-            path: of the file.
-            reading: how texts become batches.
-            options: limit and order, of pairs; batch size, device and dtype.
-
-        Raises:
-            DataError: if it holds anything else.
-        """
-        self._path, self._reading, self._pairs = path, reading, read_pairs(path)
-        self._data = listing_digest(path, [path])
-        super().__init__(len(self._pairs), options)
-        self._tried = f"{count(len(self.order), 'pair')} tried at {str(path)!r}"
-
-    @property
-    def description(self) -> str:
-        """Describe the numbers of pairs read, of truncated sentences and of unreadable pairs."""
-        cut = [f"{self.left_out.cut:,} cut to {count(self._reading.longest, 'token')}"] if self.left_out.cut else []
-        pairs = f"{count(len(self._pairs), 'pair')} of sentences"
-        return self._described(str(self._path), pairs, [*self._reading.remarks, *cut], [])
+        """Read the pairs of a file, see :func:`read_pairs`; ``options`` count pairs."""
+        self._path, self._pairs, self._data = path, read_pairs(path), listing_digest(path, [path])
+        of = f"{count(len(self._pairs), 'pair')} of sentences"
+        super().__init__(reading, len(self._pairs), options, at=str(path), noun="pair", of=of)
 
     @property
     def n_samples(self) -> int:
         """Number of sentences."""
         return 2 * len(self.order)
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        """Tokenize some pairs, and pad their sentences to one length."""
-        samples, texts, unreadable, n_cut = [], [], {}, 0
-        for number in numbers:
-            try:
-                (first, first_cut), (second, second_cut) = map(self._reading.tokenize, self._pairs[number][:2])
-            except Exception as error:  # of any tokenizer
-                unreadable[number] = f"{self._path.name} pair {number + 1}: {reason(error)}"
-                continue
-            n_cut += first_cut + second_cut
-            samples += [self._sample(number, side) for side in range(2)]
-            texts += [first, second]
-        batches = [replace(padded(texts, self._reading), samples=tuple(samples))] if texts else []
-        return Chunk(numbers, batches, unreadable, n_cut)
+    def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:
+        return [self._pairs[number][:2] for number in numbers]
 
-    def known_samples(self) -> Iterator[Sample]:
-        """Yield two samples for each pair that is taken, readable or not."""
-        return (self._sample(number, side) for number in self.order for side in range(2))
+    def _samples(self, number: int) -> list[Sample]:
+        score = self._pairs[number][2]
+        return [Sample(f"pair {number + 1}", number, 2 * number + side, self._data, score) for side in range(2)]
+
+    def _name_of(self, number: int, error: Exception) -> str:
+        return f"{self._path.name} pair {number + 1}"
 
     def _at_once(self) -> int:
-        """Return how many pairs are read together: both sentences are in one batch, also where that holds one."""
+        """Return the number of pairs of a batch: both sentences are in one, also where ``batch_size`` is 1."""
         return max(1, self.batch_size // 2)
-
-    def _sample(self, number: int, side: int) -> Sample:
-        return Sample(f"pair {number + 1}", number, 2 * number + side, self._data, self._pairs[number][2])
 
 
 def pairs_or_texts(reading: Reading, options: LoadOptions) -> Inputs:

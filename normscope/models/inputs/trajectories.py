@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError, count
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import ALL, Chunk, Share
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.inputs.previews import Preview
-from normscope.inputs.splits import ALL, Chunk, Share
-from normscope.models.inputs.numbered_inputs import NumberedInputs, ReadInputs, in_pieces, listing_digest
+from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces, listing_digest
 from normscope.runtime.network import run
 from normscope.runtime.progress import StageProgress, report
 
@@ -135,6 +135,8 @@ class Trajectories(NumberedInputs):
         timesteps: where to run the module, in the order of the trajectory.
     """
 
+    by_network = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -147,14 +149,7 @@ class Trajectories(NumberedInputs):
         options: LoadOptions,
         remark: str = "",
     ) -> None:
-        """Start from noise, before the first step.
-
-        Args, besides the attributes:
-            null_class: the label that stands for no class.
-            guidance: scale of classifier-free guidance; 1 for none, and then no latent runs twice.
-            options: those that say which trajectories are taken, ``seed``, and those that say how to batch are read.
-            remark: what the description says besides.
-        """
+        """Start from noise; ``null_class`` is the label of no class, and a ``guidance`` of 1 runs no latent twice."""
         super().__init__(len(noise), options)
         self.module, self.scheduler, self.noise, self.labels = module, scheduler, noise, labels
         self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
@@ -203,14 +198,16 @@ class Trajectories(NumberedInputs):
                 latents = self._denoised(latents, timestep, numbers)
             yield tuple(self._sample(number, self._visited[-1], half=0) for number in numbers), latents
 
-    def _made(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+    def read(self, numbers: Sequence[int], progress: StageProgress | None = None) -> Chunk:
+        """Return some trajectories, which are walked while their batches are taken."""
+        given = _Given()
+        return Chunk(numbers, self._taken(numbers, given, progress), heard=partial(self._hear, given))
+
+    def _in_turn(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
         chunks = list(plan)
-        last = self.timesteps[-1]
-        steps = sum(len(self._steps_to(last, walk)) for walk in self._walks(chunks))
-        told = StageProgress(report, _STAGE, steps) if steps else None
-        for numbers in chunks:
-            given = _Given()
-            yield Chunk(numbers, self._taken(numbers, given, told), heard=partial(self._hear, given))
+        steps = sum(len(self._steps_to(self.timesteps[-1], walk)) for walk in self._walks(chunks))
+        progress = StageProgress(report, _STAGE, steps) if steps else None
+        return (self.read(numbers, progress) for numbers in chunks)
 
     def _walks(self, chunks: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
         """Return the trajectories that are walked as one batch, for each batch that these chunks need.
@@ -236,12 +233,12 @@ class Trajectories(NumberedInputs):
         """
         return max(1, self.batch_size // self._runs)
 
-    def _taken(self, numbers: Sequence[int], given: _Given, told: StageProgress | None) -> Iterator[Batch]:
+    def _taken(self, numbers: Sequence[int], given: _Given, progress: StageProgress | None) -> Iterator[Batch]:
         """Yield some trajectories at each of the timesteps, walking on from one to the next as they are asked for."""
         for timestep in self.timesteps:
             if not self._knows(numbers, timestep):
                 for walk in self._walks([numbers]):
-                    self._walk_on(walk, timestep, given if list(walk) == list(numbers) else _Given(), told)
+                    self._walk_on(walk, timestep, given if list(walk) == list(numbers) else _Given(), progress)
             given.timestep, given.output = timestep, None
             yield self._batch(numbers, timestep, self._known(numbers, timestep))
 
@@ -250,7 +247,7 @@ class Trajectories(NumberedInputs):
         if module is self.module:
             given.output = output[0]
 
-    def _walk_on(self, numbers: Sequence[int], timestep: int, given: _Given, told: StageProgress | None) -> None:
+    def _walk_on(self, numbers: Sequence[int], timestep: int, given: _Given, progress: StageProgress | None) -> None:
         """Walk to a timestep from the last one that is known, and keep the latents there.
 
         Those of later trajectories, when many are kept, only until others are walked.
@@ -261,8 +258,8 @@ class Trajectories(NumberedInputs):
         latents = self._known(numbers, steps[0])
         for step in steps:
             latents = self._denoised(latents, step, numbers, given.output if step == given.timestep else None)
-            if told is not None:
-                told.add(1)
+            if progress is not None:
+                progress.add(1)
         kept = self._bytes_kept + latents.nbytes <= MOST_KEPT
         self._bytes_kept += latents.nbytes if kept else 0
         keys = [(number, timestep) for number in numbers]
@@ -325,7 +322,7 @@ def from_noise(
     steps: Sequence[int] = (STEPS,),
     remark: str = "",
 ) -> Callable[[nn.Module], Trajectories]:
-    """Return what takes a module that is ready to run, and returns its trajectories under ``options.seed``.
+    """Return a function from a module that is ready to run to its trajectories under ``options.seed``.
 
     Their labels go through all classes, in an order that the seed chooses, before one comes again. Their noise is what
     DiTPipeline draws from one generator of that seed, given for each image. Of more trajectories these are the first.
@@ -359,14 +356,7 @@ def from_noise(
 
 
 def denoising_batch(latents: Tensor, timestep: int, labels: Tensor, samples: Sequence[Sample]) -> Batch:
-    """Return the arguments of one forward pass of a DiT.
-
-    Args:
-        latents: ``(samples, channels, height, width)``.
-        timestep: of all of them.
-        labels: int64 ``(samples,)``.
-        samples: one for each latent.
-    """
+    """Return one forward pass of a DiT: latents ``(samples, channels, height, width)``, labels int64 ``(samples,)``."""
     arguments = {
         "hidden_states": latents,
         "timestep": torch.full((len(latents),), timestep),
@@ -402,7 +392,7 @@ def _checked(guidance: float) -> float:
     return float(guidance)
 
 
-class NoisedLatents(ReadInputs):
+class NoisedLatents(NumberedInputs):
     """Clean latents, each noised to several timesteps, as in training: √ᾱ·x₀ + √(1−ᾱ)·noise.
 
     Each latent has one noise for all timesteps, which follows from the seed and from the latent's number in its file.
@@ -420,19 +410,10 @@ class NoisedLatents(ReadInputs):
         options: LoadOptions,
         remark: str,
     ) -> None:
-        """Keep, or map into memory, all latents of a file.
-
-        Args:
-            path: of the file that they come from.
-            latents: x₀: floats ``(latents, channels, height, width)``.
-            labels: class of each: int64 ``(latents,)``.
-            scheduler: of training; it knows ᾱ.
-            timesteps: what they are noised to.
-            options: ``seed``, those that say which are taken, and those that say how to batch are read.
-            remark: whose classes they have, for the description.
+        """Keep the latents of a file: floats ``(latents, channels, height, width)``, with labels ``(latents,)``.
 
         Raises:
-            DataError: if one that is taken is not finite.
+            DataError: if a selected latent is not finite.
         """
         super().__init__(len(latents), options)
         self._path, self._latents, self._labels, self._remark = path, latents, labels, remark

@@ -43,12 +43,7 @@ def dtypes_of_files(paths: Iterable[Path]) -> dict[str, torch.dtype]:
 def converted(
     provenance: Provenance, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]
 ) -> Provenance:
-    """Add conversions of the weights' dtypes to a provenance; without any, return it unchanged.
-
-    Args:
-        provenance: of the weights.
-        before: dtypes by name; those that ``after`` does not have are left out.
-        after: likewise.
+    """Add conversions of the weights' dtypes, by name before and after, to a provenance.
 
     >>> before = {"0.weight": torch.bfloat16, "1.weight": torch.float32}
     >>> converted(Provenance.random(0), before, dict.fromkeys(before, torch.float32)).description
@@ -57,13 +52,8 @@ def converted(
     changed = [name for name in before if name in after and before[name] != after[name]]
     if not changed:
         return provenance
-    old, new = ([str(dtypes[name]).removeprefix("torch.") for name in changed] for dtypes in (before, after))
-    said = f"converted from {_listed(old)} to {_listed(new)}"
-    return replace(provenance, description=f"{provenance.description}, {said}")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return " and ".join(sorted(set(names)))
+    old, new = (" and ".join(sorted({_dtype(dtypes[name]) for name in changed})) for dtypes in (before, after))
+    return replace(provenance, description=f"{provenance.description}, converted from {old} to {new}")
 
 
 def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
@@ -148,12 +138,12 @@ def _misfits(state_dict: dict[str, Tensor], module: nn.Module) -> list[str]:
         if value.shape != wanted[key].shape:
             misfits.append(f"{key} is {tuple(value.shape)} and should be {tuple(wanted[key].shape)}")
         elif wanted[key].is_floating_point() and not value.is_floating_point():  # quantized, or a mask
-            misfits.append(f"{key} is {_dtype(value)} and should be {_dtype(wanted[key])}")
+            misfits.append(f"{key} is {_dtype(value.dtype)} and should be {_dtype(wanted[key].dtype)}")
     return misfits
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def with_weights(
@@ -212,13 +202,9 @@ def seeded(seed: int) -> Iterator[None]:
 def ready(
     module: nn.Module, provenance: Provenance, options: LoadOptions, in_float32: Sequence[str] = ()
 ) -> tuple[nn.Module, Provenance]:
-    """Put a module into eval mode, and in the asked-for dtype onto the asked-for device, or spread it over several.
+    """Put a module into eval mode, and in the requested dtype onto the requested device, or spread it over several.
 
-    Args:
-        module: on the CPU.
-        provenance: of its weights; what is returned also says from which dtypes to which they were converted.
-        options: dtype, device and device map are read.
-        in_float32: names of parts whose weights are float32 in any dtype, see :func:`cast`.
+    The provenance gets the conversions of dtypes; for ``in_float32`` see :func:`cast`.
     """
     before = dtypes_by_name(module.named_parameters())
     cast(module.eval(), options.dtype, in_float32)
@@ -229,10 +215,7 @@ def ready(
 def cast(module: nn.Module, dtype: torch.dtype | None, in_float32: Collection[str] = ()) -> None:
     """Convert the floating-point numbers of a module to a dtype, in place; None converts nothing.
 
-    Args:
-        module: any.
-        dtype: of all weights and buffers but those of the following.
-        in_float32: names of modules or tensors, at any depth, whose weights get float32, and whose buffers stay.
+    Weights of modules or tensors named in ``in_float32``, at any depth, become float32; their buffers stay.
 
     >>> module = nn.ModuleDict({"norm1": nn.Linear(1, 1), "ff": nn.Linear(1, 1)})
     >>> cast(module, torch.bfloat16, ["norm1"])
@@ -281,12 +264,9 @@ def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str
 def embedded_module(
     architecture: str, trained_on: str, build: Callable[[dict[str, Any]], nn.Module]
 ) -> tuple[Callable[[], nn.Module], Callable[[], tuple[nn.Module, Provenance]]]:
-    """Return the two functions that :func:`with_weights` takes, for a network whose weights are in this package.
+    """Return the two functions that :func:`with_weights` takes, for the weights in ``ARCHITECTURE.safetensors``.
 
-    Args:
-        architecture: its name; its weights lie in ``ARCHITECTURE.safetensors``, constructor arguments in the header.
-        trained_on: the training data, in words.
-        build: from the facts in the header to the module.
+    ``build`` makes the module from the facts in the file's header.
     """
     weights, facts, digest = read_embedded(f"{architecture}.safetensors")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
-import re
 import socket
 import sys
 import threading
@@ -21,13 +18,6 @@ import torch
 from normscope.errors import ModelError
 
 DEADLINE = 3.0  # seconds for the first answer, which takes less than one where all is well
-
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-_OF_FILES = (errno.EACCES, errno.EPERM)  # and of connections that a firewall forbids, which name no file
-
-
-class UnusableCacheError(ModelError):
-    """The folder that downloads go to is full, or may not be written."""
 
 
 def ask(question: Callable[[], object], deadline: float = DEADLINE) -> Exception | None:
@@ -61,8 +51,11 @@ def reason(error: Exception, host: str, within: str = f"{DEADLINE:g} s") -> str:
     >>> reason(TimeoutError(), "huggingface.co")
     'the hub at huggingface.co did not answer within 3 s'
     """
-    if any("Timeout" in type(cause).__name__ for cause in _causes(error)):
-        return f"the hub at {host} did not answer within {within}"
+    cause: BaseException | None = error
+    while cause is not None:
+        if "Timeout" in type(cause).__name__:
+            return f"the hub at {host} did not answer within {within}"
+        cause = cause.__cause__ or cause.__context__
     return f"asking the hub at {host} failed with {first_line(error)}"
 
 
@@ -74,40 +67,6 @@ def ways_on(example: str = "demo_vit") -> str:
     )
 
 
-def check_cache(error: BaseException, folder: Path, variable: str) -> None:
-    """Raise if a download failed because of the disk of its cache.
-
-    Args:
-        error: that the download, or reading what it brought, raised.
-        folder: of the cache.
-        variable: of the environment, which says where the cache is.
-
-    Raises:
-        UnusableCacheError: if the folder is full, or must not be written or read.
-
-    >>> check_cache(OSError(errno.ENOSPC, "No space left on device"), Path("/c/hub"), "HF_HOME")
-    Traceback (most recent call last):
-    normscope.models.weights.downloads.UnusableCacheError: The cache /c/hub cannot be used: No space left on device. \
-Set HF_HOME to a folder that has room and can be written to.
-    """
-    for cause in _causes(error):
-        number, file = _error_number(cause), getattr(cause, "filename", None)
-        if number in _OF_DISKS or (number in _OF_FILES and file is not None):
-            what = os.strerror(number) + (f" ({file})" if file else "")
-            raise UnusableCacheError(
-                f"The cache {folder} cannot be used: {what}. Set {variable} to a folder that has room and can be "
-                "written to."
-            ) from error
-
-
-def _error_number(error: BaseException) -> int:
-    """Return the system's number of an error, or 0; libraries written in Rust have it in their message alone."""
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return int(number[1]) if number else 0
-
-
 def first_line(error: Exception) -> str:
     """Return the class of an error and the first line of its message, without the stop at its end.
 
@@ -116,12 +75,6 @@ def first_line(error: Exception) -> str:
     """
     line = str(error).strip().partition("\n")[0].rstrip(".:")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 SILENCE = 20.0  # seconds without a byte after which a download has broken off
@@ -144,7 +97,6 @@ def fetch(url: str, cached: Path, download: Callable[[], T], *, embedded: str) -
         embedded: the model that the message names for want of a network.
 
     Raises:
-        UnusableCacheError: if the cache cannot take them, or may not be read.
         ModelError: if the weights cannot be had, or ``download`` fails on them.
     """
     try:
@@ -154,16 +106,20 @@ def fetch(url: str, cached: Path, download: Callable[[], T], *, embedded: str) -
         with redirect_stdout(sys.stderr), _socket_timeout(SILENCE):
             return download()
     except Exception as error:  # of urllib, of the disk, of torch
-        check_cache(error, cache(), "TORCH_HOME")
         if isinstance(error, ModelError) and not cached.exists():  # the server's answer is none
             raise
         raise ModelError(_failure(error, url, cached, embedded)) from error
 
 
+def broken_off(what: str, folder: Path, error: Exception, remedy: str) -> str:
+    """Report a download that a server or the disk ended."""
+    return f"The download of {what} to {folder} broke off: {first_line(error)}. {remedy}"
+
+
 def _failure(error: Exception, url: str, cached: Path, embedded: str) -> str:
     """Explain what is wrong with a download or a cached file, and the remedy."""
     if not cached.exists():
-        return f"The download of {url} broke off: {first_line(error)}. {ways_on(embedded)}"
+        return broken_off(url, cached.parent, error, f"TORCH_HOME sets another folder. {ways_on(embedded)}")
     delete = "Delete it, and the next run fetches it again."
     if isinstance(error, ModelError):
         return f"{error} It is in torch.hub's cache. {delete}"
@@ -180,17 +136,17 @@ def _check_answer(url: str, embedded: str) -> None:
     def question() -> None:
         with urlopen(Request(url, method="HEAD"), timeout=DEADLINE) as answer:  # noqa: S310 (always https)
             if answer.headers.get_content_type() == "text/html":
-                raise WebPageError
+                raise NotAHubError
 
     failure = ask(question)
     if failure is not None:
-        is_page = isinstance(failure, WebPageError)
+        is_page = isinstance(failure, NotAHubError)
         why = f"what answers at {host} is a web page" if is_page else reason(failure, host)
         raise ModelError(f"The weights {url} cannot be had: {why}. {ways_on(embedded)}") from failure
 
 
-class WebPageError(Exception):
-    """The answer is a page to be read by people: a captive portal's, for example."""
+class NotAHubError(Exception):
+    """The answer is a web page: a captive portal's, or that of a mistyped address."""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, Offlin
 from normscope.errors import ModelError
 from normscope.inputs.loaded_model import Provenance
 from normscope.models.weights import downloads
-from normscope.models.weights.downloads import UnusableCacheError
 from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
@@ -39,8 +38,7 @@ def fetch(repo: str, filename: str) -> tuple[Path, str]:
     Without an answer of the hub, it returns the copy in the cache, with a warning.
 
     Raises:
-        UnusableCacheError: if the cache cannot take it.
-        ModelError: if it is neither on the hub nor in the cache.
+        ModelError: if it is neither on the hub nor in the cache, or the cache cannot take it.
     """
     cached = try_to_load_from_cache(repo, filename)
     failure = _ask_for(repo, filename)
@@ -48,11 +46,9 @@ def fetch(repo: str, filename: str) -> tuple[Path, str]:
         try:
             path = hf_hub_download(repo, filename)
         except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
-            downloads.check_cache(error, Path(constants.HF_HUB_CACHE), _cache_variable())
-            raise ModelError(
-                f"The download of {filename} from {repo} broke off: {downloads.first_line(error)}. "
-                f"{downloads.ways_on()}"
-            ) from error
+            remedy = f"HF_HOME, or HF_HUB_CACHE, sets another folder. {downloads.ways_on()}"
+            what, folder = f"{filename} from {repo}", Path(constants.HF_HUB_CACHE)
+            raise ModelError(downloads.broken_off(what, folder, error, remedy)) from error
     elif isinstance(cached, str):
         path = cached
         if not isinstance(failure, OfflineModeIsEnabled):
@@ -71,7 +67,7 @@ def _ask_for(repo: str, filename: str) -> Exception | None:
     def question() -> None:
         metadata = get_hf_file_metadata(hf_hub_url(repo, filename), timeout=deadline)
         if not metadata.commit_hash:
-            raise NotAHubError
+            raise downloads.NotAHubError
 
     return downloads.ask(question, deadline)
 
@@ -80,22 +76,13 @@ def _deadline() -> float:
     return constants.HF_HUB_ETAG_TIMEOUT if os.environ.get("HF_HUB_ETAG_TIMEOUT") else downloads.DEADLINE
 
 
-def _cache_variable() -> str:
-    """Variable that sets the folder of the cache: HF_HOME, unless another one overrules it."""
-    return next((name for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") if os.environ.get(name)), "HF_HOME")
-
-
-class NotAHubError(Exception):
-    """The answer is not one of a model hub: a captive portal's page, or a mistyped HF_ENDPOINT."""
-
-
 def reason(error: Exception, filename: str) -> str:
     """Explain in one clause why the hub does not provide ``filename``."""
     host = urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT
     match error:
         case OfflineModeIsEnabled():
             return f"HF_HUB_OFFLINE is set, and the cache in {constants.HF_HUB_CACHE} does not hold them"
-        case NotAHubError():
+        case downloads.NotAHubError():
             return f"what answers at {host} is no model hub (HF_ENDPOINT is {constants.ENDPOINT})"
         case EntryNotFoundError():
             return f"there is no {filename} on {host}, and other formats, which can run code, are not fetched"
@@ -103,22 +90,17 @@ def reason(error: Exception, filename: str) -> str:
 
 
 @contextmanager
-def damage_named(cached: Iterable[Path]) -> Iterator[None]:
-    """Load files of the hub's cache in the block; where it fails, name the damaged ones to remove.
+def damage_named(*paths: Path | None) -> Iterator[None]:
+    """Load files in the block; where that raises a ModelError, add which files of the hub's cache are damaged.
 
-    Args:
-        cached: files as :func:`huggingface_hub.try_to_load_from_cache` names them: links to blobs, which may be links
-            into a store that caches share.
-
-    Raises:
-        ModelError: the block's own, with the remedy.
+    A file in the cache is a link to a blob, which may be a link into a store that caches share.
     """
     try:
         yield
     except ModelError as error:
-        blobs = [
-            Path(os.path.normpath(path.parent / path.readlink())) if path.is_symlink() else path for path in cached
-        ]
+        cached = [path for path in paths if path is not None and path.is_relative_to(constants.HF_HUB_CACHE)]
+        links = [path.parent / path.readlink() if path.is_symlink() else path for path in cached]
+        blobs = [Path(os.path.normpath(link)) for link in links]
         damaged = [repr(str(file)) for blob in blobs if not _is_intact(blob) for file in (blob, blob.resolve())]
         if not damaged:
             raise
@@ -133,13 +115,12 @@ def _is_intact(blob: Path) -> bool:
     if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
         return False
     try:
-        digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % blob.stat().st_size)  # noqa: S324
-        with blob.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        if len(blob.name) == 64:
+            return sha256_of([blob]) == blob.name
+        content = blob.read_bytes()  # git's hash is that of small files
     except OSError:
         return False
-    return digest.hexdigest() == blob.name
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == blob.name  # noqa: S324
 
 
 WEIGHTS = "model.safetensors"
@@ -224,20 +205,12 @@ class Repository:
         # Files of one commit do not change: those in the cache need no hub.
         return Path(cached) if isinstance(cached, str) else self._fetch(filename)
 
-    def damage_named(self, *paths: Path | None) -> AbstractContextManager[None]:
-        """Return a block in which what some of the files hold is loaded, see :func:`hub.damage_named`.
-
-        Args:
-            paths: as :meth:`file` returns them. Files of a folder are the user's own, and none to be fetched again.
-        """
-        return damage_named(path for path in paths if path is not None and not self.is_folder)
-
     def json(self, filename: str) -> dict[str, Any] | None:
         """Return what a JSON file holds, or None if there is no such file; ModelError if it is damaged."""
         path = self.file(filename)
         if path is None:
             return None
-        with self.damage_named(path):
+        with damage_named(path):
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
@@ -294,8 +267,6 @@ class Repository:
             path, commit = fetch(self.name, filename)
         except ModelError as error:
             cause = error.__cause__
-            if isinstance(error, UnusableCacheError):
-                raise
             if not isinstance(cause, EntryNotFoundError):
                 why = reason(cause, filename) if isinstance(cause, Exception) else str(error)
                 elsewhere = " normscope's scripts/fetch_minilm.py gets the same from the package registry."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from normscope.inputs.batch import Sample
-from normscope.inputs.splits import permutation
+from normscope.inputs.held_out import permutation
 from normscope.pairs.sums.binning import PAIR_GRID
 
 FOLDS = 8

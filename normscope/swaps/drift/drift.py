@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.entries import taken_once
+from normscope.inputs.held_out import divided, samples_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.pool import kept_in_memory
-from normscope.inputs.splits import divided, samples_of
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
@@ -70,7 +70,7 @@ def drift(
         outputs: how to read the network's output; by default as the loaded model says, or the first tensor.
         ends: yields samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at the
             moment of each; they are compared with all sites swapped. Each of several ranks calls it with its own
-            :class:`normscope.inputs.splits.Share`. By default those of a loaded model that runs on trajectories.
+            :class:`normscope.inputs.chunks.Share`. By default those of a loaded model that runs on trajectories.
         func: curve in the norms' place, and
         init: start values, as named in every row; ``calibrated`` calibrates here.
         learn: for ``calibrated``: inputs to learn from, other than the batches, at most a gibibyte in memory. None for

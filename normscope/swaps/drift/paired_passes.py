@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, ModelError, count
 from normscope.inputs.batch import Batch, Halving, Sample
+from normscope.inputs.chunks import LeftOut, Share, shared
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.splits import LeftOut, Share, shared
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_ended, run
 from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample

@@ -11,7 +11,7 @@ import normscope
 from normscope.cli.commands.layers import layers
 from normscope.cli.commands.swap import swap
 from normscope.errors import NormscopeError
-from normscope.inputs.splits import learned_and_held_out
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.swaps.distances import output_errors
 from normscope.swaps.start import asked_for, fitted
 from normscope.swaps.store.record import read_record

@@ -15,7 +15,7 @@ import normscope
 from normscope.cli import app
 from normscope.cli.commands import swap_bench
 from normscope.errors import UsageError
-from normscope.inputs.splits import learned_and_held_out
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.models.inputs.trajectories import Trajectories
 from normscope.swaps.calibrate.swap import swap
 

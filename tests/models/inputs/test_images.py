@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,8 +9,12 @@ from timm.data import create_transform, resolve_data_config
 
 from normscope.errors import DataError
 from normscope.loading import load
-from normscope.models.inputs.images import Preprocessing, image_files, image_inputs, photograph_crops
+from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.vision import _timm_preprocessing
+
+
+def image_files(root, preprocessing, options):
+    return image_inputs(preprocessing, replace(options, data=str(root)))
 
 
 @pytest.fixture
@@ -224,7 +229,7 @@ def test_nothing_that_could_be_an_image(tmp_path, options):
 
 
 def test_crops_are_squares_of_one_source(options):
-    inputs = photograph_crops(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
+    inputs = image_inputs(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
     sizes = tensors(inputs)
     assert sizes.shape == (8, 2)
     assert torch.equal(sizes[:, 0], sizes[:, 1])
@@ -235,17 +240,17 @@ def test_crops_are_squares_of_one_source(options):
 
 
 def test_crops_follow_the_seed_and_fewer_are_the_first(timm_preprocessing, options):
-    crops = tensors(photograph_crops(timm_preprocessing, options()))
-    assert torch.equal(tensors(photograph_crops(timm_preprocessing, options(limit=3))), crops[:3])
-    assert torch.equal(tensors(photograph_crops(timm_preprocessing, options(limit=100))), crops)
-    assert not torch.equal(tensors(photograph_crops(timm_preprocessing, options(seed=1))), crops)
+    crops = tensors(image_inputs(timm_preprocessing, options()))
+    assert torch.equal(tensors(image_inputs(timm_preprocessing, options(limit=3))), crops[:3])
+    assert torch.equal(tensors(image_inputs(timm_preprocessing, options(limit=100))), crops)
+    assert not torch.equal(tensors(image_inputs(timm_preprocessing, options(seed=1))), crops)
 
 
 def test_crops_without_matplotlib(options, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="--data PATH"):
-        photograph_crops(PLAIN, options())
+        image_inputs(PLAIN, options())
 
 
 def test_default_and_data(pictures, options):

@@ -7,7 +7,7 @@ from diffusers import DDIMScheduler
 from safetensors.torch import save_file
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.splits import ALL, Share
+from normscope.inputs.chunks import ALL, Share
 from normscope.models.inputs.trajectories import LatentSpace, read_latents
 
 SPACE = LatentSpace(channels=4, size=8, classes=5)

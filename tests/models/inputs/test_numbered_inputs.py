@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,11 +15,15 @@ from PIL import Image
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Sample
+from normscope.inputs.chunks import ALL, LeftOut, Share
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import ALL, LeftOut, Share
 from normscope.loading import load
-from normscope.models.inputs.images import Preprocessing, image_files
+from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.inputs.numbered_inputs import TensorInputs, number_of_workers
+
+
+def image_files(root, preprocessing, options):
+    return image_inputs(preprocessing, replace(options, data=str(root)))
 
 
 def made(**changes):
@@ -222,10 +227,10 @@ def test_a_worker_that_is_killed_is_a_sentence_and_none_is_left(folder):
 
 
 SLOWLY = """
-import pathlib, signal, sys, time
+import signal, sys, time
 import torch
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.models.inputs.images import Preprocessing, image_files
+from normscope.models.inputs.images import Preprocessing, image_inputs
 
 def slowly(image):
     time.sleep(0.02)
@@ -233,9 +238,9 @@ def slowly(image):
 
 if sys.argv[2:]:
     signal.signal(int(sys.argv[2]), lambda *_: print("noted", flush=True))
-options = LoadOptions("random", None, 60, 3, 0, torch.device("cpu"), torch.float32, workers=2)
+options = LoadOptions("random", sys.argv[1], 60, 3, 0, torch.device("cpu"), torch.float32, workers=2)
 try:
-    for batch in image_files(pathlib.Path(sys.argv[1]), Preprocessing("RGB", slowly), options):
+    for batch in image_inputs(Preprocessing("RGB", slowly), options):
         print("read", flush=True)
 except KeyboardInterrupt:
     print("stopped")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import normscope
 from normscope.errors import MemoryEndedError, ModelError, UsageError
-from normscope.inputs.splits import ALL, Share
+from normscope.inputs.chunks import ALL, Share
 from normscope.loading import load
 from normscope.models.diffusion import OTHERWISE, PROMPTS
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from normscope.errors import DataError
-from normscope.inputs.splits import learned_and_held_out
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.models.inputs.text import Reading, SentencePairs, pairs_or_texts, read_pairs
 
 

@@ -9,7 +9,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.inputs.splits import ALL, Share, learned_and_held_out
+from normscope.inputs.chunks import ALL, Share
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.loading import load
 from normscope.models.inputs.trajectories import LatentSpace, from_noise, select_timesteps
 

@@ -236,13 +236,14 @@ def cached_file(folder, content, name):
 
 
 def said_of(path):
-    with pytest.raises(ModelError) as caught, hubs.damage_named([path]):
+    with pytest.raises(ModelError) as caught, hubs.damage_named(path):
         raise ModelError("It does not load")
     return str(caught.value)
 
 
-def test_files_are_held_to_the_hash_that_they_are_called_by(tmp_path):
+def test_files_are_held_to_the_hash_that_they_are_called_by(tmp_path, monkeypatch):
     """The first name is what ``git hash-object`` says of these bytes; the hub gives it for small files."""
+    monkeypatch.setattr(hubs.constants, "HF_HUB_CACHE", str(tmp_path))
     content = b"hello\n"
     names = ["ce013625030ba8dba906f756967f9e9ca394464a", hashlib.sha256(content).hexdigest()]
     for number, name in enumerate(names):
@@ -255,13 +256,15 @@ def test_files_are_held_to_the_hash_that_they_are_called_by(tmp_path):
         )
 
 
-def test_a_plain_file_is_removed_itself(tmp_path):
+def test_a_plain_file_is_removed_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(hubs.constants, "HF_HUB_CACHE", str(tmp_path))
     plain = tmp_path / "config.json"  # where a file system has no links
     plain.write_bytes(b"{")
     assert said_of(plain).endswith(f"damaged: remove {str(plain)!r}, and the next run fetches it again.")
 
 
-def test_a_blob_that_caches_share_is_removed_with_the_link_to_it(tmp_path):
+def test_a_blob_that_caches_share_is_removed_with_the_link_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(hubs.constants, "HF_HUB_CACHE", str(tmp_path))
     link = cached_file(tmp_path / "repo", b"{", "0" * 64)
     blob, store = link.resolve(), tmp_path / "store" / ("1" * 64)
     store.parent.mkdir()
@@ -280,22 +283,19 @@ def test_a_slow_hub_has_the_time_that_its_own_variable_gives(hub, silent_server,
 
 
 FULL = "import huggingface_hub.file_download as into\ndef http_get(*args, **kwargs): raise OSError(28, 'full')\n"
-FORBIDDEN = "import os\ndef makedirs(path, *args, **kwargs): raise OSError({number}, 'no', path)\n"
+FORBIDDEN = "import os\ndef makedirs(path, *args, **kwargs): raise OSError(13, 'no', path)\n"
 
 
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        (FULL + "into.http_get = http_get", "No space left on device"),
-        (FORBIDDEN.format(number=30) + "os.makedirs = makedirs", "Read-only file system (/"),
-        (FORBIDDEN.format(number=13) + "os.makedirs = makedirs", "Permission denied (/"),
+        (FULL + "into.http_get = http_get", "[Errno 28] full"),
+        (FORBIDDEN + "os.makedirs = makedirs", "[Errno 13] no: '/"),
     ],
 )
-@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE"])
-def test_a_cache_that_cannot_take_a_file(hub, python, tmp_path, broken, reason, variable):
+def test_a_cache_that_cannot_take_a_file(hub, python, tmp_path, broken, reason):
     """Stand in for disks: whoever runs the tests may be allowed to write anywhere."""
-    folder = {"HF_HOME": tmp_path / "home" / "hub", "HF_HUB_CACHE": tmp_path / "home"}[variable]
-    outcome = python(f"{broken}\n{FETCH}", HF_ENDPOINT=hub.url, **{variable: str(tmp_path / "home")})
+    outcome = python(f"{broken}\n{FETCH}", HF_ENDPOINT=hub.url)
     sentence = outcome.result["sentence"]
-    assert sentence.startswith(f"The cache {folder} cannot be used: {reason}")
-    assert sentence.endswith(f". Set {variable} to a folder that has room and can be written to.")
+    assert f"from {REPO} to {tmp_path / 'hf' / 'hub'} broke off: " in sentence and reason in sentence
+    assert "HF_HOME, or HF_HUB_CACHE, sets another folder." in sentence

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import normscope
 from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.splits import learned_and_held_out
+from normscope.inputs.held_out import learned_and_held_out
 
 LENGTHS, POSITIONS, WIDTH = (9, 6, 4), 9, 16
 REAL = torch.arange(POSITIONS) < torch.tensor(LENGTHS)[:, None]  # 19 tokens

@@ -14,8 +14,8 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.splits import learned_and_held_out
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE
 from normscope.swaps.calibrate.calibrate import calibrate

@@ -17,8 +17,8 @@ from torch import nn
 
 from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import ALL, Chunk, Inputs
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.splits import ALL, Chunk
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs.ranks import Ranks
 from normscope.swaps.drift import paired_passes
@@ -32,7 +32,7 @@ import torch
 import normscope
 from normscope.pairs.ranks import joined
 from normscope.runtime.processes import Place
-from normscope.inputs.splits import learned_and_held_out
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 from normscope.swaps.drift.drift import drift
@@ -239,14 +239,13 @@ def test_processes_that_torchrun_started_find_the_same(tmp_path):
     assert found[1] == found[0]
 
 
-class Sized:
+class Sized(Inputs):
     """Numbered inputs in chunks of ``batch_size``."""
+
+    description = "noise"
 
     def __init__(self, batch_size):
         self.batch_size = batch_size
-
-    def __iter__(self):
-        return iter(chunk.batches[0] for chunk in self.chunks(ALL))
 
     def chunks(self, share):
         for numbers in share.of(in_pieces(share.left(range(20)), self.batch_size)):

@@ -9,8 +9,9 @@ from PIL import Image
 import normscope
 from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.chunks import ALL, Chunk, Done, LeftOut, Share, shared
+from normscope.inputs.held_out import learned_and_held_out
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.inputs.splits import ALL, Chunk, Done, LeftOut, Share, learned_and_held_out, shared
 from normscope.models.inputs.numbered_inputs import TensorInputs
 
 _of_batches = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=5)
@@ -191,7 +192,6 @@ def test_what_a_part_passes_on():
     learned.left_out = told = LeftOut(cut=3)
     assert inputs.left_out is held.left_out is told
     of_a_list, _ = learned_and_held_out([torch.zeros(2, 8), torch.zeros(1, 8)])
-    of_a_list.batch_size, of_a_list.left_out = 8, told
     assert (of_a_list.batch_size, of_a_list.left_out, of_a_list.n_inputs) == (1, LeftOut(), 2)
 
 

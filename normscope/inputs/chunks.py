@@ -1,0 +1,249 @@
+"""Inputs of a network: read in chunks, and divided among processes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from normscope.errors import DataError
+from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.entries import as_batches
+from normscope.inputs.previews import Normalized, Preview, Words, preview_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Inputs that are read together, as batches, and what was left out of them.
+
+    Attributes:
+        numbers: of the inputs.
+        batches: what they became, to be taken once, in order; made while they are taken, where the network makes them.
+            None, where not one of the inputs could be read.
+        unreadable: ``name: reason`` of each input that could not be read, by its number.
+        cut: how many inputs are longer than the network takes, and were cut.
+        heard: called, by whoever has run a module on a batch as it came and before the next is asked for, with the
+            module and what it gave: where the network makes its inputs, it then takes no second pass for that. None
+            where nobody needs it.
+    """
+
+    numbers: Sequence[int]
+    batches: Iterable[Batch]
+    unreadable: dict[int, str] = field(default_factory=dict)
+    cut: int = 0
+    heard: Callable[[nn.Module, Any], None] | None = None
+
+    def pin_memory(self) -> Chunk:
+        """Return the chunk with its batches in pinned memory, as a DataLoader asks for it."""
+        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
+
+
+@dataclass
+class LeftOut:
+    """Inputs omitted by reading so far.
+
+    Attributes:
+        unreadable: ``name: reason`` of each input that could not be read, by its number.
+        cut: how many inputs were cut.
+
+    >>> left_out = LeftOut()
+    >>> left_out.add(Chunk([3, 4], [], {4: "b.png: truncated"}))
+    >>> left_out.lines
+    ['b.png: truncated']
+    """
+
+    unreadable: dict[int, str] = field(default_factory=dict)
+    cut: int = 0
+
+    def add(self, other: Chunk | LeftOut) -> None:
+        """Add the omissions of a chunk or of another process."""
+        self.unreadable |= other.unreadable
+        self.cut += other.cut
+
+    @property
+    def lines(self) -> list[str]:
+        """Return what could not be read, in the order of the inputs' numbers."""
+        return [self.unreadable[number] for number in sorted(self.unreadable)]
+
+
+class Done:
+    """Flags of inputs already read: a byte an input, so that the size is fixed from the start.
+
+    >>> done = Done()
+    >>> done.add([0, 2])
+    >>> 2 in done, 1 in done, 7 in done, len(done)
+    (True, False, False, 2)
+    """
+
+    def __init__(self, flags: bytes = b"") -> None:
+        """Start with what has been taken before, as :attr:`flags` gave it."""
+        self._flags = bytearray(flags)
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """Note that these inputs have been taken."""
+        for number in numbers:
+            if number >= len(self._flags):
+                self._flags.extend(bytes(number + 1 - len(self._flags)))
+            self._flags[number] = 1
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and number < len(self._flags) and bool(self._flags[number])
+
+    def __len__(self) -> int:
+        return self._flags.count(1)
+
+    @property
+    def numbers(self) -> Iterator[int]:
+        """Yield the inputs that have been taken, in the order of their numbers."""
+        return (number for number, flag in enumerate(self._flags) if flag)
+
+    @property
+    def flags(self) -> bytes:
+        """Return one byte for each input up to the last that was taken: 1 or 0."""
+        return bytes(self._flags)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One process's share of some inputs: every ``ranks``-th chunk of the remaining ones, from its own rank on.
+
+    No input is taken twice and none is left out, whatever the numbers: nothing is padded to make shares even.
+
+    >>> [list(Share(rank, 2).of("abcde")) for rank in range(2)]
+    [['a', 'c', 'e'], ['b', 'd']]
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    done: Container[int] = ()
+
+    def of(self, chunks: Iterable[_T]) -> Iterator[_T]:
+        """Yield this process's own of the chunks of what is left."""
+        return islice(chunks, self.rank, None, self.ranks)
+
+    def left(self, numbers: Iterable[int]) -> Iterator[int]:
+        """Yield the inputs that have not been taken."""
+        return (number for number in numbers if number not in self.done)
+
+
+ALL = Share()
+
+
+class Inputs(ABC):
+    """Batches to run a network on, on its device and in its dtype; iterating again yields the same batches.
+
+    Attributes:
+        batch_size: largest number of inputs read together. Setting it changes what comes next, or nothing where
+            batches come from a user's own loader.
+        left_out: inputs that the latest iteration could not read, or has cut.
+        normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
+        words: from token ids to what they stand for; None if unknown.
+    """
+
+    batch_size: int = 1
+    left_out: LeftOut
+    normalized_by: Normalized | None = None
+    words: Words | None = None
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """One line about the data."""
+
+    @abstractmethod
+    def chunks(self, share: Share) -> Iterator[Chunk]:
+        """Yield the chunks of one process's share, and note omissions in ``left_out``."""
+
+    @property
+    def n_samples(self) -> int | None:
+        """Largest possible number of samples; None if only iterating would show it."""
+        return None
+
+    @property
+    def n_inputs(self) -> int | None:
+        """Number of inputs; None if only iterating would show it."""
+        return None
+
+    @property
+    def unreadable(self) -> list[str]:
+        """``name: reason`` of each input that the latest iteration could not read, in order."""
+        return self.left_out.lines
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield all batches; DataError at the end if no input could be read."""
+        for chunk in self.chunks(ALL):
+            yield from chunk.batches
+
+    def first_sample(self) -> Batch:
+        """Return the first sample that can be read, in any process's share; DataError if there is none."""
+        for batch in self:
+            return batch.first_sample()
+        raise DataError("There is no batch to run the model on.")
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield all samples in order, without reading them where they are known before."""
+        return (sample for batch in self for sample in batch.samples)
+
+    def preview(self, batch: Batch, place: int) -> Preview | None:
+        """Return a preview of a sample of one of these batches; None if there is nothing to show."""
+        return preview_of(batch, place, self.normalized_by, self.words)
+
+
+class Entries(Inputs):
+    """Entries of a user's own iterable, see :func:`normscope.inputs.entries.as_batches`; each counts as one input."""
+
+    description = "inputs"
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        """Note the entries, without taking one."""
+        self.left_out, self._entries = LeftOut(), entries
+
+    @property
+    def n_inputs(self) -> int | None:
+        """Number of entries, if they have a length."""
+        return len(self._entries) if isinstance(self._entries, Sized) else None
+
+    def chunks(self, share: Share) -> Iterator[Chunk]:
+        """Yield each entry of a share as a chunk; entries of other shares are passed over."""
+        return self.apart(share)[1]
+
+    def apart(self, share: Share) -> tuple[Batch | None, Iterator[Chunk]]:
+        """Return the first batch, which an iterator yields only once, and the chunks of a share."""
+        stream = as_batches(self._entries)
+        first = next(stream, None)
+        batches = enumerate(chain([] if first is None else [first], stream))
+        left = (Chunk([number], [batch]) for number, batch in batches if number not in share.done)
+        return first, share.of(left)
+
+
+def as_inputs(batches: Iterable[Any]) -> Inputs:
+    """Return inputs as they are, and any other iterable as :class:`Entries`."""
+    inputs: Any = batches
+    return inputs if hasattr(inputs, "chunks") else Entries(batches)
+
+
+def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]]:
+    """Return the first sample of all inputs, whoever takes it, and the chunks of one process's share.
+
+    Args:
+        batches: :class:`Inputs`, or any iterable that :func:`normscope.inputs.entries.as_batches` takes.
+        share: of this process.
+
+    Raises:
+        DataError: if there is no batch.
+    """
+    inputs = as_inputs(batches)
+    if isinstance(inputs, Entries):
+        first, chunks = inputs.apart(share)
+        if first is None:
+            raise DataError("There is no batch to run the model on.")
+        return first.first_sample(), chunks
+    chunks = (replace(chunk, batches=as_batches(chunk.batches)) for chunk in inputs.chunks(share))
+    return next(as_batches([inputs.first_sample()])), chunks
