@@ -208,6 +208,19 @@ def test_what_ranks_kept_is_taken_in_by_the_first(tmp_path, whole):
     assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
 
 
+def test_what_another_rank_alone_kept_does_not_wait_for_its_place_to_be_taken(tmp_path, whole):
+    """A rank of the next run may write there before the first one, which took it in, ever does."""
+    run_of_ranks(tmp_path, [(1, True, NEVER), (3, False, NEVER)])
+    assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
+    known = {}
+    with pytest.raises(Killed):
+        run(tmp_path, inputs=Inputs(batch_size=1), ranks=Pretended(0, 2, known=known), stopping=ending(1, killed=True))
+    stopped(tmp_path, 1, inputs=Inputs(batch_size=1), ranks=Pretended(1, 2, known=known))
+    done = {path.stem: load_file(path)["done"].nonzero().flatten().tolist() for path in tmp_path.iterdir()}
+    assert done == {"0": [1, 3, 5], "1": [2]}
+    assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
+
+
 def test_what_is_of_the_same_run_and_taken_in_already_is_stale(tmp_path, whole):
     stopped(tmp_path, 2)
     shutil.copy(tmp_path / "0.safetensors", tmp_path / "5.safetensors")
@@ -416,6 +429,15 @@ def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkey
     (folder / ".tmpdOCHPl").write_bytes(b"half")  # which safetensors renames once it is whole
     run(folder)
     assert not folder.exists()
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_take_the_result_away(tmp_path, whole, monkeypatch):
+    def refused(path, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    stopped(tmp_path, 1)
+    monkeypatch.setattr("pathlib.Path.unlink", refused)
+    assert_as_if_nothing_happened(run(tmp_path), whole[2])
 
 
 def test_how_often_it_is_written(tmp_path, monkeypatch):
