@@ -54,11 +54,6 @@ LIBRARIES = {
     "pyarrow": {"cli"},
     "typer": {"cli"},
 }
-# Imports that close a cycle of folders today. Remove a line with its import, and add none.
-CYCLES = {
-    ("pairs/norms", "pairs/sums"),
-    ("pairs/sums/binning", "pairs/sums"),
-}
 FIRST_WORDS = re.compile(r"(What|Whether|Which|How|Those|They|That)\b")
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 FOLDERS = sorted({path.parent for path in FILES} - {PACKAGE})
@@ -145,14 +140,7 @@ def test_folders_do_not_import_each_other_in_cycles():
     graph: dict[str, set[str]] = {folder(name): set() for name in MODULES}
     for name, targets in imports_between_modules().items():
         graph[folder(name)] |= {folder(target) for target in targets} - {folder(name)}
-    without = {source: {target for target in graph[source] if (source, target) not in CYCLES} for source in graph}
-    assert in_cycles(without) == set(), "folders import each other"
-    for source, target in CYCLES:
-        reached, new = set(), {target}
-        while new := {further for name in new for further in graph.get(name, ())} - reached:
-            reached |= new
-        assert target in graph.get(source, ()), f"remove {source} -> {target} from CYCLES: it is no longer imported"
-        assert source in reached, f"remove {source} -> {target} from CYCLES: it no longer closes a cycle"
+    assert in_cycles(graph) == set(), "folders import each other"
 
 
 def test_names_of_public_classes_are_unique():

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.ranks import Ranks
-    from normscope.pairs.resuming import Checkpoints
+    from normscope.pairs.ranks import Checkpoints, Ranks
 
 
 _OF_CAPTURES = ("sample", "verify")  # options that normscope.load does not take

@@ -18,9 +18,8 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, SkippedNorm, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NOT_CALLED, find_norms
-from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out, merge_seen
+from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, agree_on_batches, check_alike, merge_seen
 from normscope.pairs.recorder import Recorder, Summing
-from normscope.pairs.resuming import Checkpoints, Work
 from normscope.runtime.network import captured_once, heard_by, left_as_found, memory_for
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
@@ -144,39 +143,36 @@ def captured(
     with captured_once(model):
         report = find_norms(model, first)
         sites = select(report.sites, layers)
-        work = Work(Recorder(model, summing, report, sites, getattr(batches, "preview", preview_of)))
-        settings = _settings(work.recorder, batches, first, about)
+        recorder = Recorder(model, summing, report, sites, getattr(batches, "preview", preview_of))
+        settings = _settings(recorder, batches, first, about)
         check_alike(ranks, settings)
         if checkpoints is not None:
-            taken.add(Done(checkpoints.begin(work, ranks, settings)).numbers)
+            taken.add(Done(checkpoints.begin(recorder, ranks, settings)).numbers)
         idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
         told = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
         with (
             left_as_found(model),
-            work.recorder.hooked(),
-            _watched(work.recorder, idle),
+            recorder.hooked(),
+            _watched(recorder, idle),
             memory_for("inputs were made ready"),
             reporting(progress),
         ):
             for chunk in chunks:
                 for batch in chunk.batches:
-                    work.recorder.run(batch, chunk.numbers[0], chunk.heard)
+                    recorder.run(batch, chunk.numbers[0], chunk.heard)
                     told.add(len(batch.samples))
-                work.done.add(chunk.numbers)
-                work.left_out.add(chunk)
+                recorder.seen.done.add(chunk.numbers)
+                recorder.seen.left_out.add(chunk)
                 if checkpoints is not None:
-                    checkpoints.after_chunk(work, ranks)
+                    checkpoints.after_chunk(recorder, ranks)
     if checkpoints is not None:
-        checkpoints.after_share(work, ranks)
-    with contextlib.nullcontext() if checkpoints is None else checkpoints.kept_if_lost(work, ranks):
-        left_out = merge_left_out(work.left_out, ranks)
-        merge_seen(work.recorder, ranks)
+        checkpoints.after_share(recorder, ranks)
+    with contextlib.nullcontext() if checkpoints is None else checkpoints.kept_if_lost(recorder, ranks):
+        merge_seen(recorder, ranks)
     if isinstance(getattr(batches, "left_out", None), LeftOut):
-        batches.left_out = left_out
-    late = work.recorder.seen.late
-    return work.recorder.captured(
-        {**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped]
-    )
+        batches.left_out = recorder.seen.left_out
+    late = recorder.seen.late
+    return recorder.captured({**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped])
 
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.previews import preview_of
+from normscope.inputs.splits import Done, LeftOut
 from normscope.pairs.captures import Capture, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, KeptInput, Previews, first_inputs
-from normscope.pairs.norms.kinds import NormKind
+from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.norms.trace import NormReport, input_of, with_input
 from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import batch_axis, serves_all, token_axes
+from normscope.pairs.sums.tokens import batch_axis, serves_all
 from normscope.runtime.network import ForwardHook, KeptBuffers, heard_by, passes_by, run, with_weights_at_hand
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
@@ -32,14 +33,16 @@ ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 @dataclass
 class Seen:
-    """The sums so far.
+    """Progress of a capture: the sums so far, and the inputs that are in them.
 
     Attributes:
         stats: the sums of each site, by part of the data and name of the site; the part is empty where it has no name.
         n_samples: number of samples by part.
         late: norms that the first sample did not call and a later one did.
-        first: least number of an input that gave something to each part: their order, whoever saw which.
+        first: least number of an input of each part, by which parts are ordered.
         inputs: those that are kept to be looked at.
+        done: the inputs that are in the sums, or that could not be read.
+        left_out: what reading left out of them.
     """
 
     stats: dict[str, dict[str, PairStats]] = field(default_factory=dict)
@@ -47,32 +50,30 @@ class Seen:
     late: dict[str, SkippedNorm] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     inputs: list[KeptInput] = field(default_factory=list)
-
-    def cpu(self) -> Seen:
-        """Return the same in the CPU's memory, its parts in order."""
-        moved = {part: {name: own.to("cpu") for name, own in self.stats[part].items()} for part in self.parts}
-        return replace(self, stats=moved)
+    done: Done = field(default_factory=Done)
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def parts(self) -> list[str]:
         """Name the parts in the order of their inputs; those of the same input as they came."""
         return sorted(self.stats, key=lambda part: self.first.get(part, 0))
 
-    def begin_part(self, part: str, number: int) -> None:
-        """Note that an input gives something to a part."""
-        self.first[part] = min(number, self.first.get(part, number))
-
     def merge(self, other: Seen) -> Seen:
-        """Return what both have seen."""
+        """Return the progress of both, whose inputs differ."""
         merged = {part: dict(stats) for part, stats in self.stats.items()}
         for part, stats in other.stats.items():
             mine = merged.setdefault(part, {})
             mine |= {name: mine[name].merge(own) if name in mine else own for name, own in stats.items()}
+        first = {
+            part: min(seen.first.get(part, number) for seen in (self, other))
+            for part, number in (self.first | other.first).items()
+        }
+        done, left_out = Done(self.done.flags), LeftOut(dict(self.left_out.unreadable), self.left_out.cut)
+        done.add(other.done.numbers)
+        left_out.add(other.left_out)
         inputs = first_inputs([*self.inputs, *other.inputs])
-        seen = Seen(merged, self.n_samples + other.n_samples, self.late | other.late, dict(self.first), inputs)
-        for part, number in other.first.items():
-            seen.begin_part(part, number)
-        return seen
+        n_samples = self.n_samples + other.n_samples
+        return Seen(merged, n_samples, self.late | other.late, first, inputs, done, left_out)
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Recorder:
             ModelError: if the network raises anything else.
         """
         part = self._part_of(batch)
-        self.seen.begin_part(part, number)
+        self.seen.first[part] = min(number, self.seen.first.get(part, number))
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
             if self._fits(piece, summed, heard if piece is batch else None):
                 self.seen.n_samples[part] += len(piece.samples)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from normscope.errors import DataError, UsageError
+from normscope.inputs.splits import Done, LeftOut
 from normscope.pairs import kept_inputs
 from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.norms.formulas import FORMS, form_name
@@ -304,18 +305,22 @@ def _tuples(value: Any) -> Any:
 
 
 def packed_seen(recorder: Recorder) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return what a recorder has seen so far as JSON and tensors: a checkpoint's, or a rank's message."""
-    seen = recorder.seen.cpu()
+    """Return the progress of a recorder as JSON and tensors: a checkpoint's, or a rank's message."""
+    seen = recorder.seen
     header: dict[str, Any] = {
         "samples": dict(seen.n_samples),
         "first": seen.first,
         "late": [norm.as_dict() for norm in seen.late.values()],
         "parts": [],
         "inputs": kept_inputs.described(seen.inputs, recorder.sites),
+        "unreadable": [[number, line] for number, line in seen.left_out.unreadable.items()],
+        "cut": seen.left_out.cut,
     }
     tensors = kept_inputs.tensors_of(seen.inputs, recorder.sites)
-    for number, (part, stats) in enumerate(seen.stats.items()):
-        sites = [site for site in recorder.sites if site.name in stats]
+    tensors["done"] = torch.frombuffer(bytearray(seen.done.flags or b"\0"), dtype=torch.uint8)
+    for number, part in enumerate(seen.parts):
+        sites = [site for site in recorder.sites if site.name in seen.stats[part]]
+        stats = {name: own.to("cpu") for name, own in seen.stats[part].items()}
         capture = Capture({}, sites, [], stats, 0, recorder.summing.seed, {})
         header["parts"].append({"name": part, "sites": described(capture)["sites"]})
         tensors |= tensors_of(capture, f"{number}/")
@@ -330,7 +335,10 @@ def unpacked_seen(header: Mapping[str, Any], tensors: Mapping[str, Tensor], reco
     late = [SkippedNorm(**norm) for norm in header["late"]]
     first = {str(part): int(number) for part, number in header["first"].items()}
     inputs = kept_inputs.rebuilt(header.get("inputs", []), recorder.sites, tensors)
-    return Seen(stats, Counter(header["samples"]), {norm.name: norm for norm in late}, first, inputs)
+    done = Done(tensors["done"].numpy().tobytes())
+    left_out = LeftOut({int(number): str(line) for number, line in header["unreadable"]}, int(header["cut"]))
+    by_name = {norm.name: norm for norm in late}
+    return Seen(stats, Counter(header["samples"]), by_name, first, inputs, done, left_out)
 
 
 FORMAT = "normscope-capture"

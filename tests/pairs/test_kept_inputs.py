@@ -15,8 +15,8 @@ from normscope.inputs.chunks import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs.capture import captured
 from normscope.pairs.kept_inputs import SIZE_GRID, KeptTokens, first_inputs, sizes_of
+from normscope.pairs.ranks import Checkpoints
 from normscope.pairs.recorder import Summing
-from normscope.pairs.resuming import Checkpoints
 from normscope.runtime.sealed_files import read_checked, write_checked
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # float32 of a float64 number

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.pairs import resuming, storage
+from normscope.pairs import ranks, storage
 from normscope.pairs.capture import captured
+from normscope.pairs.ranks import Checkpoints
 from normscope.pairs.recorder import Recorder
-from normscope.pairs.resuming import Checkpoints
 from normscope.runtime.sealed_files import read_checked, write_checked
 
 SOURCES, D = 21, 16
@@ -107,7 +107,7 @@ def test_a_resumed_capture_keeps_the_assignment_that_it_began_with(tmp_path, mon
         as_before(patch)
         captured(Network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, stopping=lambda: next(left)))
     [path] = tmp_path.iterdir()
-    header, tensors = read_checked(path, resuming.FORMAT, (4,))
+    header, tensors = read_checked(path, ranks.FORMAT, (4,))
     write_checked(path, {**without_assignment(header), "version": 3}, tensors)
     seen = captured(Network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, resume=True))
     assert (seen.stats["norm"].moments[:, 0].sum(1) / D).tolist() == tokens_by_number(range(SOURCES)).tolist()

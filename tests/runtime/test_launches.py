@@ -20,8 +20,9 @@ from normscope.pairs.norms.formulas import (  # noqa: E402
     Lines,
     layer_norm,
 )
+from normscope.pairs.sums import reference  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import cuda, reference  # noqa: E402
+from normscope.pairs.sums.binning import cuda  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Run, Tokens  # noqa: E402
 from normscope.runtime import launches  # noqa: E402

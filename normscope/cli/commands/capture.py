@@ -19,7 +19,7 @@ from normscope.runtime.processes import Place
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.resuming import Checkpoints
+    from normscope.pairs.ranks import Checkpoints
     from normscope.pairs.storage import RawPairs
 
 EXAMPLES = (
@@ -55,7 +55,7 @@ def capture(
     check_capture_file(output, force)
     place = Place.from_environment()
     _check_raw(raw, resume, place)
-    from normscope.pairs.resuming import Checkpoints
+    from normscope.pairs.ranks import Checkpoints
     from normscope.pairs.storage import RawPairs
 
     pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None

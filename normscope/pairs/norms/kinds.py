@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,13 +12,45 @@ import torch
 from torch import Tensor, nn
 
 from normscope.pairs.norms.formulas import FORMS, Form, Lines, Normalize, gain_and_shift, layer_norm, scale_and_shift
-from normscope.pairs.sums.tokens import by_channel, group_rows, token_rows
 
 Axes = Callable[[nn.Module, int], tuple[int, ...]]
 Groups = Callable[[nn.Module], int]
 OfModule = Callable[[nn.Module, Tensor], Tensor]
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+
+
+def token_rows(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> Tensor:
+    """Move ``axes`` to the end and ``batch_axis`` to the front, and flatten to ``(tokens, d)``.
+
+    >>> token_rows(torch.zeros(2, 8, 3, 3), axes=(1,)).shape
+    torch.Size([18, 8])
+    """
+    others = token_axes(x, axes, batch_axis)
+    d = math.prod(x.shape[axis] for axis in axes)
+    return x.permute(*others, *(axis % x.ndim for axis in axes)).reshape(-1, d)
+
+
+def token_axes(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> list[int]:
+    """List the axes that number the tokens, in the order of :func:`token_rows`: samples first.
+
+    >>> token_axes(torch.zeros(4, 2, 8), axes=(-1,), batch_axis=1)
+    [1, 0]
+    """
+    normalized = {axis % x.ndim for axis in axes}
+    others = [axis for axis in range(x.ndim) if axis not in normalized]
+    if batch_axis in others:
+        others = [batch_axis, *(axis for axis in others if axis != batch_axis)]
+    return others
+
+
+def group_rows(x: Tensor, groups: int) -> Tensor:
+    """Lay ``(samples, channels, *positions)`` out as ``(samples · groups, channels of a group · positions)``.
+
+    >>> group_rows(torch.zeros(2, 8, 3, 3), groups=4).shape
+    torch.Size([8, 18])
+    """
+    return x.reshape(len(x) * groups, -1)
 
 
 @dataclass(frozen=True)
@@ -134,7 +167,7 @@ def scale_and_shift_channels(groups: Groups) -> OfModule:
         gain, _ = gain_and_shift(module)
         if gain is None:
             return y
-        channels = by_channel(y, gain.numel(), groups(module))
+        channels = y.reshape(len(y) // groups(module), gain.numel(), -1)
         return scale_and_shift(module, channels.mT).mT.reshape(y.shape)
 
     return affine

@@ -19,13 +19,9 @@ from torch import Tensor
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.pairs.norms.formulas import Lines
+from normscope.pairs.sums import reference
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, Bins, CompactBins, DenseBins, empty_bins
-from normscope.pairs.sums.binning import (
-    CHANNEL_GRID,
-    MOMENTS,
-    TOKEN_GRID,
-    reference,
-)
+from normscope.pairs.sums.binning import CHANNEL_GRID, MOMENTS, TOKEN_GRID
 from normscope.pairs.sums.sampling import (
     GROUPED_WIDTH,
     LARGEST_TOKENS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,39 +10,6 @@ from torch import Tensor
 
 from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.sums.sampling import NO_KEY, token_keys
-
-
-def token_rows(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> Tensor:
-    """Move ``axes`` to the end and ``batch_axis`` to the front, and flatten to ``(tokens, d)``.
-
-    >>> token_rows(torch.zeros(2, 8, 3, 3), axes=(1,)).shape
-    torch.Size([18, 8])
-    """
-    others = token_axes(x, axes, batch_axis)
-    d = math.prod(x.shape[axis] for axis in axes)
-    return x.permute(*others, *(axis % x.ndim for axis in axes)).reshape(-1, d)
-
-
-def token_axes(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> list[int]:
-    """List the axes that number the tokens, in the order of :func:`token_rows`: samples first.
-
-    >>> token_axes(torch.zeros(4, 2, 8), axes=(-1,), batch_axis=1)
-    [1, 0]
-    """
-    normalized = {axis % x.ndim for axis in axes}
-    others = [axis for axis in range(x.ndim) if axis not in normalized]
-    if batch_axis in others:
-        others = [batch_axis, *(axis for axis in others if axis != batch_axis)]
-    return others
-
-
-def group_rows(x: Tensor, groups: int) -> Tensor:
-    """Lay ``(samples, channels, *positions)`` out as ``(samples · groups, channels of a group · positions)``.
-
-    >>> group_rows(torch.zeros(2, 8, 3, 3), groups=4).shape
-    torch.Size([8, 18])
-    """
-    return x.reshape(len(x) * groups, -1)
 
 
 def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
@@ -57,11 +23,6 @@ def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
     first = torch.arange(n_tokens) % groups * of_a_group
     within = torch.arange(of_a_group).repeat_interleave(d // of_a_group)
     return first[:, None] + within
-
-
-def by_channel(rows: Tensor, channels: int, groups: int) -> Tensor:
-    """View :func:`group_rows` as ``(samples, channels, positions)``, where a weight per channel is easily applied."""
-    return rows.reshape(len(rows) // groups, channels, -1)
 
 
 def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:

@@ -9,10 +9,11 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, ModelError
+from normscope.pairs.norms.kinds import group_rows
 from normscope.pairs.norms.recognition import kind_of
 from normscope.pairs.sums.sampling import GROUPED_WIDTH
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import group_channels, group_rows
+from normscope.pairs.sums.tokens import group_channels
 
 CHANNELS = 6
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID, FloatGrid
-from normscope.pairs.sums.binning.reference import binned_moments
+from normscope.pairs.sums.reference import binned_moments
 
 finite_floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 grids = st.sampled_from([PAIR_GRID, TOKEN_GRID, FloatGrid(4, -3, 5)])

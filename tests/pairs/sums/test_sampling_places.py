@@ -7,8 +7,9 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
+from normscope.pairs.sums import reference
 from normscope.pairs.sums import stats as loops
-from normscope.pairs.sums.binning import cpu, reference
+from normscope.pairs.sums.binning import cpu
 from normscope.pairs.sums.stats import PairStats
 
 WIDTH, CHANNEL = 16, 11

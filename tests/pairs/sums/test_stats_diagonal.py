@@ -14,7 +14,8 @@ from normscope.errors import DataError
 from normscope.pairs.capture import captured as observed
 from normscope.pairs.norms.formulas import root_mean_square, std_norm
 from normscope.pairs.recorder import Summing
-from normscope.pairs.sums.binning import PAIR_GRID, reference
+from normscope.pairs.sums import reference
+from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.sampling import FOLDS, SourcesSeen
 
 D, EPS, POSITIONS = 12, 1e-2, 7

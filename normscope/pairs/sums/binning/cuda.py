@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from normscope.pairs.sums.binning import PAIR_GRID, reference
+from normscope.pairs.sums import reference
+from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
 from normscope.pairs.sums.tokens import Run, Tokens

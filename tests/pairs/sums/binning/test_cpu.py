@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm, rms_norm, root_mean_square, std_norm
-from normscope.pairs.sums.binning import cpu, reference
+from normscope.pairs.sums import reference
+from normscope.pairs.sums.binning import cpu
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Run, Tokens
 

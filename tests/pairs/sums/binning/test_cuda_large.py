@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm, rms_norm
-from normscope.pairs.sums.binning import PAIR_GRID, cuda, reference
+from normscope.pairs.sums import reference
+from normscope.pairs.sums.binning import PAIR_GRID, cuda
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Run, Tokens
 
