@@ -41,11 +41,11 @@ class Init:
 CALIBRATED = "calibrated"
 INITS = {
     "fit": Init("this network's own fits", "o", "-"),
+    "theory": Init("A and α in theory", "D", (0, (4, 1.5)), theory=True),
+    "paper": Init(f"A = 1 and α = {PAPER_ALPHA}", "s", (0, (1, 1.2)), lambda site: (1.0, PAPER_ALPHA, 0.0)),
     CALIBRATED: Init(
-        "from there all that follows without training, in the linear layers beside the norms too",
+        "from fit, all that follows without training, in the linear layers beside the norms too",
         *("P", (0, (6, 1.2))),
         calibrated=True,
     ),
-    "theory": Init("A and α in theory", "D", (0, (4, 1.5)), theory=True),
-    "paper": Init(f"A = 1 and α = {PAPER_ALPHA}", "s", (0, (1, 1.2)), lambda site: (1.0, PAPER_ALPHA, 0.0)),
 }

@@ -59,7 +59,8 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     function = requested if isinstance(requested, Curve) else None
     name = requested if isinstance(requested, str) else requested.name
     if name == RMS_NORM:
-        return [Start(norm, None, *torch.ones(2, dtype=torch.float64), None) for norm in norms_of(fits)]
+        one = torch.ones((), dtype=torch.float64)
+        return [Start(norm, None, one, one, None) for norm in norms_of(fits)]
     if constants := INITS[init].constants:
         values = [(norm, torch.tensor(constants(norm), dtype=torch.float64).unbind()) for norm in norms_of(fits)]
         shifted = function is not None and function.shifted
