@@ -38,7 +38,7 @@ BELOW = {
     "__main__": "cli",
 }
 # Presentation reads these records of swaps and nothing else there.
-RECORDS = re.compile(r"normscope\.swaps\.(\w+\.)?reports(\.\w+)?")
+RECORDS = re.compile(r"normscope\.swaps\.((\w+\.)?reports|inits)(\.\w+)?")  # and the table of initializations
 LIBRARIES = {
     "triton": {"pairs/sums/binning", "swaps/kernels", "runtime", "swaps/bench/timing.py"},
     "numba": {"pairs/sums/binning", "swaps/kernels", "runtime"},

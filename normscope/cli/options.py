@@ -14,6 +14,7 @@ import typer
 import normscope
 from normscope.errors import UsageError, unknown
 from normscope.runtime.files import check_writable, file_stem
+from normscope.swaps.inits import INITS
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # The panels of a command's help, in order.
 MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swap", "Running", "Output")
 _ARGUMENTS = ""
+_INITS = "; ".join(f"{name}, {init.help}" for name, init in INITS.items())
 # One row per parameter of a command, in the order of the help: its metavar, two spaces, and its help; flags have no
 # metavar. A row whose name begins with a command is for that command and for those that follow it in _LIKE.
 _LIKE = {"heal": "swap", "swap_bench": "swap", "gradient": "plot"}
@@ -74,11 +76,9 @@ _ROWS: dict[str, dict[str, str]] = {
         "minutes": "M  In place of --steps: wall-clock minutes of calibration, training and measuring together.",
         "train": "WHAT  Which weights are trained: all, but those of embeddings; neighbours, the functions and the "
         "linear layers beside them; or norms, the functions alone, which then are calibrated alone too.",
-        "swap.init": "START  Where to start: fit, this network's own fits; calibrated, from there all that follows "
-        "without training, in the linear layers beside the norms too; theory, A and α in theory; paper, A = 1 and "
-        "α = 0.5.",
-        "swap_bench.init": "START  Where to start, or several with commas: fit, own fits; calibrated, from there all "
-        "that follows without training, for each row by itself; theory, A and α in theory; paper, A = 1, α = 0.5.",
+        "swap.init": f"START  Where to start: {_INITS}.",
+        "swap_bench.init": f"START  Where to start, or several with commas (calibrated for each row by itself): "
+        f"{_INITS}.",
         "refit": "WHAT  What calibrated may change: neighbours, the functions and the linear layers beside them; or "
         "norms, the functions alone.",
         "sites": "N|LIST  Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; "

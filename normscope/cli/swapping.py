@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import normscope
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.held_out import divided
+from normscope.swaps.inits import CALIBRATED, INITS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
 
-CALIBRATED = "calibrated"
-
 
 @dataclass(frozen=True)
 class SwapChoice:
@@ -41,7 +40,7 @@ class SwapChoice:
     Attributes:
         func: as given by the user.
         asked: the curve, or ``free``, ``best`` or ``rmsnorm``.
-        init: ``fit``, ``theory`` or ``paper``.
+        init: name in the table of initializations; ``fit`` if it is calibrated.
         per: ``site`` or ``channel``.
         shift: whether s is fitted; None for the default.
         calibrated: True if the fitted replacement is calibrated.
@@ -57,28 +56,28 @@ class SwapChoice:
     @classmethod
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> SwapChoice:
         """Look up the curve and check the options."""
-        from normscope.swaps.start import INITS, RMS_NORM, asked_for
+        from normscope.swaps.start import RMS_NORM, asked_for
 
-        if init not in (*INITS, CALIBRATED):
-            raise UsageError(unknown("init", init, (*INITS, CALIBRATED)))
-        start = "fit" if init == CALIBRATED else init
+        if init not in INITS:
+            raise UsageError(unknown("init", init, INITS))
+        start = "fit" if INITS[init].calibrated else init
         asked = asked_for(func, start)
         if per not in _LEVELS:
             raise UsageError(unknown("level", per, _LEVELS))
-        if not isinstance(asked, normscope.Curve) or start != "fit":
-            what = f"--init {start}" if start != "fit" else f"--func {asked}"
+        if not isinstance(asked, normscope.Curve) or not INITS[start].fits:
+            what = f"--func {asked}" if INITS[start].fits else f"--init {start}"
             if per != "site":
                 raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
             if shift is not None:
                 raise UsageError(
                     f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
                 )
-        return cls(func, asked, start, per, shift, calibrated=init == CALIBRATED and asked != RMS_NORM)
+        return cls(func, asked, start, per, shift, calibrated=INITS[init].calibrated and asked != RMS_NORM)
 
     @property
     def needs_pairs(self) -> bool:
         """True if start values are computed from pairs."""
-        return self.start not in ("", "paper")
+        return bool(self.start) and INITS[self.init].constants is None
 
     @property
     def start(self) -> str:
@@ -103,7 +102,7 @@ def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[Swa
     from normscope.swaps.start import RMS_NORM
 
     inits = list(dict.fromkeys(part.strip() for part in init.split(",")))
-    fitted = [start for start in inits if start in ("fit", CALIBRATED)]
+    fitted = [start for start in inits if start in INITS and INITS[start].fits]
     choices = []
     for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
         starts = inits[:1] if name == RMS_NORM else fitted if name in (FREE, BEST) and fitted else inits

@@ -30,6 +30,7 @@ from normscope.figures.style import (
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
+from normscope.swaps.inits import INITS
 from normscope.swaps.reports import Drift, DriftReport, KeepReport, KeepStep, Quality, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
@@ -41,12 +42,6 @@ _KEEP_INCHES = (6.4, 2.6)
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
-_INITS = {
-    "fit": ("o", "-"),
-    "theory": ("D", (0, (4, 1.5))),
-    "paper": ("s", (0, (1, 1.2))),
-    "calibrated": ("P", (0, (6, 1.2))),
-}
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
 _TOLD = ("model", "weights", "data")
@@ -142,10 +137,10 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     colours = _colours(dict.fromkeys(report.func for report in reports), theme)
     lines = []
     for number, report in enumerate(reports):
-        marker, dashes = _INITS.get(report.init, ("o", "-"))
+        init = INITS.get(report.init, INITS["fit"])
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
         label = " · ".join(part for part in (report.func, report.start_in_words) if part)
-        lines.append(_DriftLine(report, label, colours[report.func], marker, dashes, offset))
+        lines.append(_DriftLine(report, label, colours[report.func], init.marker, init.dashes, offset))
     return lines
 
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.splits import Done, LeftOut
+from normscope.inputs.chunks import Done, LeftOut
 from normscope.pairs import kept_inputs
 from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.norms.formulas import FORMS, form_name

@@ -16,9 +16,8 @@ from normscope.fits.fit import fit as fit_curves
 from normscope.fits.solving.solve import FitForm
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
+from normscope.swaps.inits import INITS
 
-INITS = ("fit", "theory", "paper")
-PAPER_ALPHA = 0.5  # arXiv 2503.10622, section 5, of all but language models; Derf's too (arXiv 2512.10938)
 RMS_NORM = "rmsnorm"
 
 
@@ -51,7 +50,7 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
         curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's best curve; ``rmsnorm``.
         fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of which those of this curve are
             taken; or norm sites alone if nothing is fitted (``paper``, ``rmsnorm``).
-        init: ``fit``; ``theory``: A and α as they follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0.
+        init: ``fit``, ``theory``, ``paper`` or any other in :data:`INITS` that is not calibrated.
 
     Raises:
         UsageError: if there is no such curve or init, no fit of this curve, or nothing was fitted.
@@ -59,13 +58,16 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     requested = asked_for(curve, init)
     function = requested if isinstance(requested, Curve) else None
     name = requested if isinstance(requested, str) else requested.name
-    if init == "paper" or name == RMS_NORM:
+    if name == RMS_NORM:
         one = torch.ones((), dtype=torch.float64)
-        shift = 0 * one if function and function.shifted else None
-        return [Start(norm, function, one, PAPER_ALPHA * one, shift) for norm in norms_of(fits)]
+        return [Start(norm, None, one, one, None) for norm in norms_of(fits)]
+    if constants := INITS[init].constants:
+        values = [(norm, torch.tensor(constants(norm), dtype=torch.float64).unbind()) for norm in norms_of(fits)]
+        shifted = function is not None and function.shifted
+        return [Start(norm, function, a, alpha, s if shifted else None) for norm, (a, alpha, s) in values]
     if isinstance(fits, Capture):
         fits = fitted(fits, requested, init)
-    elif init == "theory":
+    elif INITS[init].theory:
         raise UsageError("Start values from theory are made of a capture, not of fits; pass the capture.")
     curve_fits = [fit for fit in fits if isinstance(fit, CurveFit)]
     chosen = [fit for fit in curve_fits if (fit.best if name == BEST else fit.curve == name)]
@@ -88,10 +90,10 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
     >>> asked_for("DyISRU").name, asked_for("best")
     ('isru', 'best')
     """
-    if init not in INITS:
-        raise UsageError(unknown("init", init, INITS))
+    if init not in (names := [name for name, row in INITS.items() if not row.calibrated]):
+        raise UsageError(unknown("init", init, names))
     name = curve.strip().lower() if isinstance(curve, str) else getattr(curve, "name", None)
-    if name in (FREE, BEST) and init != "fit":
+    if name in (FREE, BEST) and not INITS[init].fits:
         raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
     return name if name in (FREE, BEST, RMS_NORM) else _one_curve(curve)
 
@@ -111,7 +113,7 @@ def fitted(
         shift: fit s; None for derf's alone. softcap, whose A is 1/α, and curves that rise vertically have none.
     """
     curve = curve if curve in (FREE, BEST) else _one_curve(curve)
-    if init == "theory":
+    if INITS[init].theory:
         return fit_curves(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
     has_shift = not (

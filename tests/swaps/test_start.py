@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import normscope
+from normscope.cli.swapping import SwapChoice
 from normscope.errors import UsageError
+from normscope.swaps.inits import INITS, Init
 from normscope.swaps.replace import replacements
 from normscope.swaps.start import fitted, norms_of, only, starts
 
@@ -92,6 +94,13 @@ def test_paper_needs_no_fit(seen):
         assert [numbers(start) for start in starts("dyt", given, "paper")] == [(1, 0.5, None)] * 2
         assert [numbers(start) for start in starts("derf", given, "paper")] == [(1, 0.5, 0)] * 2
         assert [start.curve for start in starts("rmsnorm", given)] == [None, None]
+
+
+def test_a_new_row_of_the_table_is_an_initialization_everywhere(seen, monkeypatch):
+    monkeypatch.setitem(INITS, "unit", Init("as wide as the norm", "X", "-", lambda site: (site.channels, 2.0, 0.0)))
+    assert [numbers(start) for start in starts("dyt", seen, "unit")] == [(WIDTH, 2, None)] * 2
+    choice = SwapChoice.of("dyt", "unit", "site", None)
+    assert (choice.start, choice.begin, choice.needs_pairs) == ("unit", "unit", False)
 
 
 def test_fits_of_channels(seen):

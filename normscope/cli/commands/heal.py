@@ -13,7 +13,6 @@ from normscope.cli.options import Look, declared
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
 from normscope.cli.swapping import (
-    CALIBRATED,
     SwapChoice,
     SwapSource,
     check_keep,
@@ -27,6 +26,7 @@ from normscope.cli.swapping import (
 from normscope.errors import UsageError
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
+from normscope.swaps.inits import CALIBRATED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,10 +16,9 @@ from normscope.pairs.norms.sites import Layers
 from normscope.runtime.network import copied, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, CalibrationReport, calibrate
+from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.replace import Swap, replacements
 from normscope.swaps.start import RMS_NORM, Fits
-
-CALIBRATED = "calibrated"
 
 
 def swap(

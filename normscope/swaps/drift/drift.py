@@ -21,9 +21,10 @@ from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-from normscope.swaps.calibrate.swap import CALIBRATED, calibrated
+from normscope.swaps.calibrate.swap import calibrated
 from normscope.swaps.distances import Configuration, Tallies
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
+from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality.measures import Judge, QualityFunction
 from normscope.swaps.reports import Drift, DriftCalibration, DriftReport
