@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import Measurement, finish, in_own_process, options
-from networks import JUDGED, LEARNED, docstrings
+from pretrained import JUDGED, LEARNED, docstrings
 from torch import Tensor
 
 import normscope

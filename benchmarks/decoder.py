@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from networks import JUDGED, docstrings
+from pretrained import JUDGED, docstrings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     GPT2Config,

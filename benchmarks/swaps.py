@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from common import Measurement, finish, in_own_process, names, options
-from networks import BATCH_SIZE, FCPE, HELD_OUT, inputs_of
+from pretrained import BATCH_SIZE, FCPE, HELD_OUT, inputs_of
 from torch import Tensor, nn
 
 import normscope

@@ -43,6 +43,7 @@ def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
 
     Texts may be sorted by length: a few whole batches would be of a few lengths.
 
+    >>> import torch
     >>> from normscope.inputs.batch import Sample
     >>> samples = [Sample("a", 0, number) for number in range(6)]
     >>> threes = [Batch((torch.zeros(3, 1),), samples=tuple(part)) for part in (samples[:3], samples[3:])]
@@ -125,6 +126,7 @@ def by_length(batch: Batch, most: int) -> list[Batch]:
         batch: any.
         most: samples of a part.
 
+    >>> import torch
     >>> from normscope.inputs.batch import Sample
     >>> valid = torch.arange(90) < torch.tensor([20, 90, 25, 30])[:, None]
     >>> texts = Batch((torch.ones(4, 90),), samples=tuple(Sample("a", 0, n) for n in range(4)), valid=valid)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
-from normscope.inputs.previews import preview_of
 from normscope.inputs.chunks import Done, LeftOut
+from normscope.inputs.previews import preview_of
 from normscope.pairs.captures import Capture, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, KeptInput, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind, token_axes
