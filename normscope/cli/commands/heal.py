@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 
     from normscope.swaps.reports import HealReport, TrainingCheck
 
-EXAMPLES = (
-    "Examples: normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
-    "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json"
-)
 
 _BATCH_SIZE = 16
 # Options of where and how fast it runs, and those that this command does not have.
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 
-@declared(without=("figure_format", "dpi", "style", "sample", "device_map", "dtype", "verify"))
+@declared(
+    "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
+    "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
+    without=("figure_format", "dpi", "style", "sample", "device_map", "dtype", "verify"),
+)
 def heal(
     model: str,
     output: Path,

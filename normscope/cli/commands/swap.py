@@ -40,14 +40,13 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.start import Start
 
-EXAMPLES = (
-    "Examples: normscope swap demo_vit --func dyt -o demo_vit-dyt · "
+
+@declared(
+    "normscope swap demo_vit --func dyt -o demo_vit-dyt · "
     "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best "
-    "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt"
+    "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
+    without=("sample", "device_map", "verify"),
 )
-
-
-@declared(without=("sample", "device_map", "verify"))
 def swap(
     model: str,
     output: Path,

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.swaps.reports import BenchReport, DriftReport, PublishedReport
 
-EXAMPLES = (
-    "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
-    "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda"
-)
 _MANY_CALIBRATIONS = 8
 _PUBLISHED = "llama_7b"
 CURVES = "dyt,dyisru,derf"
 
 
-@declared(without=("as_csv", "sample", "device_map", "verify"))
+@declared(
+    "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
+    "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda",
+    without=("as_csv", "sample", "device_map", "verify"),
+)
 def swap_bench(
     models: list[str] | None = None,
     *,
