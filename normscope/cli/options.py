@@ -212,17 +212,6 @@ def declared(
         examples: last lines of the command's help.
         without: options of the groups that the command lacks. Its own parameters precede those of a group.
         alone: of several ranks, only the first runs the command.
-
-    >>> from normscope.cli.output import Output
-    >>> @declared(without=("as_csv",))
-    ... def models(output: Path, *, say: Output, keep: int = 2) -> None:
-    ...     print(output, say.as_json, keep)
-    >>> list(inspect.signature(models).parameters)
-    ['output', 'keep', 'as_json', 'quiet']
-    >>> inspect.signature(models).parameters["quiet"].annotation.__metadata__[0].help[:26]
-    'No progress and no remarks'
-    >>> models(output="here", as_json=True)
-    here True 2
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -271,8 +260,8 @@ def _declaration(command: str, parameter: inspect.Parameter) -> tuple[tuple[bool
     if panel != _ARGUMENTS:
         names = _NAMES.get(name, [f"--{name.replace('_', '-')}"])  # Typer itself would add --no-…
         kind = Any if key in _PARSERS else kind
-        checks = {"callback": _CHECKS.get(key), "parser": _PARSERS.get(key)}
-        declaration = typer.Option(*names, **look, **checks, rich_help_panel=panel)
+        look |= {"callback": _CHECKS.get(key), "parser": _PARSERS.get(key), "rich_help_panel": panel}
+        declaration = typer.Option(*names, **look)
     position = (panel != _ARGUMENTS and not required, rows.index((panel, key)))
     return position, parameter.replace(annotation=Annotated[kind, declaration], kind=parameter.KEYWORD_ONLY)
 
@@ -352,14 +341,13 @@ class FigureFiles:
             return asked or "png"
         if asked not in (None, named):
             raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
-        several = (
-            (len(self.titles) > 1, f"there are {len(self.titles)} models"),
-            (len(self.views) > 1, f"each model has {len(self.views)} figures"),
-            (self.by is not None, f"--by {self.by} draws a figure for each"),
-        )
-        for true, reason in several:
-            if true:
-                raise UsageError(f"--output {output} is one file, but {reason}. Name a folder.")
+        many = "" if self.by is None else f"--by {self.by} draws a figure for each"
+        if len(self.views) > 1:
+            many = f"each model has {len(self.views)} figures"
+        if len(self.titles) > 1:
+            many = f"there are {len(self.titles)} models"
+        if many:
+            raise UsageError(f"--output {output} is one file, but {many}. Name a folder.")
         return named
 
 

@@ -152,9 +152,7 @@ class Output:
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
         """Print the result as JSON or CSV if requested, and write the file if one was given.
 
-        Args:
-            document: the result, of JSON's types.
-            rows: its table. Without rows, a .csv or .parquet file gets the document.
+        ``rows`` are its table; without them, a .csv or .parquet file gets the document.
         """
         if not self._speaks:
             return
@@ -188,7 +186,7 @@ class Output:
         module = network.module
         tensors = list(module.parameters()) or list(module.buffers())[:1]
         dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
-        where = f", on {listed(places(module))} in {listed(dtypes)}" if dtypes else ""
+        where = f", on {' and '.join(places(module))} in {' and '.join(dtypes)}" if dtypes else ""
         line = f"{network.name}: {network.provenance.description}{where}"
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
@@ -269,38 +267,26 @@ class ProgressLines:
     def __init__(self, remark: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         """Print lines with ``remark``; ``now`` returns seconds."""
         self._remark, self._now = remark, now
-        self._stage, self._first, self._done = "", 0, 0
-        self._began = self._next_line = 0.0
-        self._steps: set[str] = set()
+        self._stages: dict[str, tuple[float, int, float]] = {}  # when it began, with how much done; time of a line
 
     def __call__(self, stage: str, done: int, of: int | None) -> None:
         """Report progress, see :data:`normscope.runtime.progress.Progress`."""
+        now, is_new = self._now(), stage not in self._stages
+        if is_new or done == 0:
+            self._stages[stage] = now, done, now + _SECONDS_TO_A_LINE
         if is_one_step(stage):
-            if stage not in self._steps:
+            if is_new:
                 self._remark(stage)
-            self._steps.add(stage)
             return
-        now = self._now()
-        if stage != self._stage or done < self._done:
-            self._stage, self._first, self._began, self._next_line = stage, done, now, now + _SECONDS_TO_A_LINE
-        self._done = done
-        if now < self._next_line or done == of:
+        began, first, next_line = self._stages[stage]
+        if now < next_line or done == of:
             return
-        self._next_line = now + _SECONDS_BETWEEN_LINES
-        if of is None:
-            self._remark(f"{stage}: {done:,}")
-        else:
-            left = timedelta(seconds=round((now - self._began) / max(1, done - self._first) * (of - done)))
-            self._remark(f"{stage}: {done:,} of {of:,}, {left} left")
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join names as in a sentence.
-
-    >>> listed(["cuda:0", "cpu", "disk"])
-    'cuda:0, cpu and disk'
-    """
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        self._stages[stage] = began, first, now + _SECONDS_BETWEEN_LINES
+        amount = f"{done:,}"
+        if of is not None:
+            left = timedelta(seconds=round((now - began) / max(1, done - first) * (of - done)))
+            amount += f" of {of:,}, {left} left"
+        self._remark(f"{stage}: {amount}")
 
 
 def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:
@@ -346,12 +332,9 @@ def as_yaml(document: Mapping[str, Any]) -> str:
 
 
 def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as Parquet: the columns of :func:`as_csv`, typed, with null for None.
+    """Write rows as Parquet: the columns of :func:`as_csv`, typed, with null for None; UsageError if that fails.
 
     The file's metadata contain the version of normscope, under the key ``normscope``.
-
-    Raises:
-        UsageError: if the file cannot be written there.
     """
     from importlib.metadata import version
 

@@ -75,9 +75,6 @@ def _guarded(stream: TextIO | None) -> TextIO:
     )
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 @contextlib.contextmanager
 def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once a signal has asked to stop; a second signal interrupts at once.
@@ -103,7 +100,7 @@ def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> 
             with contextlib.suppress(Exception):  # the reader of stderr, such as tee, may have ended by the signal too
                 say("Finishing the batch." if launched else "Finishing the batch; once more to stop at once.")
 
-    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: asked
     finally:

@@ -112,12 +112,7 @@ def sources(models: Sequence[str] | None, run: RunOptions, by: str | None, outpu
 
 
 def check_models(names: Sequence[str]) -> None:
-    """Refuse names of no model, before the first is run.
-
-    Raises:
-        ModelError: if there is no such model, or its library cannot be imported.
-        UsageError: if it is a file's name instead.
-    """
+    """Refuse names of no model, before the first is run: ModelError, and UsageError for a file's name."""
     entries = []
     for name in names:
         try:
@@ -134,12 +129,9 @@ def check_models(names: Sequence[str]) -> None:
 
 
 def check_sources(names: Sequence[str], run: RunOptions) -> None:
-    """Refuse names of neither a model nor a capture file, before the first is run.
+    """Refuse names of neither a model nor a capture file, and options that a file ignores, before the first is run.
 
-    Raises:
-        ModelError: if there is no such model, or its library cannot be imported.
-        DataError: if there is no such file.
-        UsageError: if a capture file comes with an option that only applies to running a network.
+    Raises ModelError, DataError and UsageError.
     """
     for name in filter(_is_file, names):
         if changed := run.changed():
@@ -169,11 +161,7 @@ def _without_parts(name: str, by: str | None) -> UsageError:
 
 
 def captures(
-    models: Sequence[tuple[str, RunOptions]],
-    layers: str,
-    output: Output,
-    by: str | None = None,
-    **kept: Any,
+    models: Sequence[tuple[str, RunOptions]], layers: str, output: Output, by: str | None = None, **kept: Any
 ) -> Iterator[Capture]:
     """Capture each model or read each capture file, and yield it, or its parts if ``by`` names them.
 
@@ -181,8 +169,7 @@ def captures(
     the inputs of each model among them; then only the first rank receives the captures, and the others exit.
 
     Raises:
-        DataError: if a file is no capture.
-        UsageError: if a capture has no such parts.
+        DataError, UsageError: if a file is no capture, or has no such parts.
         typer.Exit: at the end, in all ranks but the first.
     """
     speaks = Place.from_environment().speaks

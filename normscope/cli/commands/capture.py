@@ -19,7 +19,6 @@ from normscope.runtime.processes import Place
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.ranks import Checkpoints
     from normscope.pairs.storage import RawPairs
 
 
@@ -80,7 +79,8 @@ def capture(
         say.kept_inputs(seen)
         if keep_inputs and not seen.inputs:
             say.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
-        path = _saved(seen, output, kept)
+        path = normscope.save_capture(seen, output)
+        kept.remove()
         folder = pairs.finish(seen) if pairs else None
     finally:
         if pairs:
@@ -98,13 +98,7 @@ def capture(
     "normscope merge first.safetensors second.safetensors -o both.safetensors · normscope plot both.safetensors",
     alone=True,
 )
-def merge(
-    files: list[str],
-    output: Path,
-    *,
-    force: bool = False,
-    say: Output,
-) -> None:
+def merge(files: list[str], output: Path, *, force: bool = False, say: Output) -> None:
     """Make one capture of several: of one model, from runs over different inputs, on whatever days and machines."""
     _check_files(files)
     _check_capture_file(output, force)
@@ -160,20 +154,6 @@ def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | 
         f"the raw pairs of {len(sites)} norm sites will take about {amount} {each} in {pairs.folder}, if all samples "
         "are as long as the first"
     )
-
-
-def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
-    """Write the capture and remove the checkpoints, which stay if it cannot be written."""
-    try:
-        path = normscope.save_capture(seen, output)
-    except UsageError as error:
-        if not kept.exist:
-            raise
-        raise UsageError(
-            f"{error} {kept.folder} stays as it was at the last checkpoint: --resume goes on from it."
-        ) from error
-    kept.remove()
-    return path
 
 
 def _tell(seen: Capture, path: Path, more: dict[str, Any], say: Output) -> None:

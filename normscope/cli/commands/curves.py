@@ -14,13 +14,7 @@ from normscope.cli.output import Output
     without=("figure_format",),
     alone=True,
 )
-def curves(
-    *,
-    func: str = "all",
-    plot: Path | None = None,
-    look: Look,
-    say: Output,
-) -> None:
+def curves(*, func: str = "all", plot: Path | None = None, look: Look, say: Output) -> None:
     """List the curves that are known, with their formulas; draw them."""
     from normscope.fits.curves.expressions import curves_named
     from normscope.tables.table import curves_table

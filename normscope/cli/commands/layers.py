@@ -16,12 +16,7 @@ _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "
     without=("limit", "shuffle", "workers", "sample", "guidance", "timesteps"),
     alone=True,
 )
-def layers(
-    models: list[str] | None = None,
-    *,
-    run: RunOptions,
-    say: Output,
-) -> None:
+def layers(models: list[str] | None = None, *, run: RunOptions, say: Output) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
     names = named_or_embedded(models, say)
     check_models(names)
