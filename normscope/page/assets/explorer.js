@@ -10,16 +10,15 @@ function explorerView() {
   const { site } = open;
   const nodes = site && nodesOf(site);
   const head = element("div", { class: "site-head" }, [element("h2", { text: "Curve explorer" }), site ? steps() : null]);
-  if (!nodes) return [head, element("p", { class: "warning", text: `There is nothing to fit${site && site.nothing ? `: ${visible(site.nothing)}` : ""}.` })];
+  if (!nodes) return [head, warning(`There is nothing to fit${site && site.nothing ? `: ${visible(site.nothing)}` : ""}.`)];
   chooseCurve(site);
   const shown = explorerShown(site, nodes);
   const others = open.capture.curves.filter((curve) => PAGE.curves[curve].own);
   const names = [...Object.keys(PAGE.curves).filter((name) => !PAGE.curves[name].own), ...others].filter((name) => functionOf(name));
-  const select = element("select", { id: "curve", onchange: (event) => { go({ curve: event.target.value }); render(); } }, names.map((name) => (
-    element("option", { value: name, selected: name === explored.curve, text: name }))));
+  const select = dropdown(names.map((name) => [name, name]), explored.curve, (curve) => { go({ curve }); render(); }, { id: "curve" });
   return [
     head,
-    element("p", { class: "note", text: `${siteTitle(site)} · y ≈ A·f(αx + s) over all ${grouped(site.pairs)} pairs, from their binned sums.` }),
+    remark(`${siteTitle(site)} · y ≈ A·f(αx + s) over all ${grouped(site.pairs)} pairs, from their binned sums.`),
     element("div", { class: "columns" }, [
       element("div", { class: "figures" }, [shown.figure.whole, shown.residual.whole]),
       element("div", { class: "beside" }, [
@@ -196,6 +195,6 @@ function formulaSection(shown) {
     element("form", { class: "row", onsubmit: take }, [input, element("button", { type: "submit", id: "try", text: "Fit it" })]),
     wrong,
     explored.formula ? element("p", { class: "note" }, [`f(u) = ${visible(explored.formula)} `, button("Drop it", () => { Object.assign(explored, { formula: "", values: null }); render(); }, { class: "link" })]) : null,
-    element("p", { class: "note", text: `Of x, numbers, pi, e, + − * / **, brackets, and ${Object.keys(CALLED).join(", ")}. It is parsed here, and never run as code.` }),
+    remark(`Of x, numbers, pi, e, + − * / **, brackets, and ${Object.keys(CALLED).join(", ")}. It is parsed here, and never run as code.`),
   ]);
 }

@@ -63,8 +63,8 @@ function tabs() {
 }
 
 function head() {
-  const captures = PAGE.captures.map((capture, place) => element("option", { value: place, text: captureTitle(capture) }));
-  const choose = captures.length > 1 ? element("select", { id: "captures", "aria-label": "Capture", onchange: (event) => chooseCapture(Number(event.target.value)) }, captures) : null;
+  const captures = PAGE.captures.map((capture, place) => [place, captureTitle(capture)]);
+  const choose = captures.length > 1 ? dropdown(captures, state.capture, (capture) => chooseCapture(Number(capture)), { id: "captures", "aria-label": "Capture" }) : null;
   document.getElementById("head").replaceChildren(
     element("div", { class: "title" }, [
       element("h1", { text: visible(PAGE.title) }),
@@ -78,9 +78,9 @@ function head() {
 function originOf(capture) {
   const { weights, data, dtype, sample } = capture.about;
   const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
-  const made = capture.made ? element("p", { class: "warning", text: `These weights are not trained: ${visible(capture.made)}.` }) : null;
+  const made = capture.made ? warning(`These weights are not trained: ${visible(capture.made)}.`) : null;
   const inputs = inputsInside();
-  return [element("p", { class: "note", text: words.join(" · ") }), ...(inputs ? [inputs] : []), ...(made ? [made] : [])];
+  return [remark(words.join(" · ")), ...(inputs ? [inputs] : []), ...(made ? [made] : [])];
 }
 
 // Whoever sends the file should know that pictures, recordings or texts are in it, of whichever capture.
@@ -126,7 +126,7 @@ function help() {
   const dialog = document.getElementById("help");
   const lines = KEYS.flatMap(([keys, what]) => [element("dt", { text: keys }), element("dd", { text: what })]);
   dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), element("dl", { class: "card" }, lines),
-    element("p", { class: "note", text: "In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel." }),
+    remark("In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel."),
     button("Close", () => dialog.close()));
   if (!dialog.open) dialog.showModal();
 }

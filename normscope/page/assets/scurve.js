@@ -3,7 +3,6 @@
 
 const FEW_POINTS = 1.6;
 const LINE_POINTS = 33;
-const readDensities = new WeakMap();
 
 // The axis of x of a site: as the package's figures choose it, or as somebody asked for.
 function axisOfSite(site, scale = state.scale) {
@@ -21,15 +20,8 @@ function xLabel(axis) {
   return axis.linear ? "norm input x (asinh scale)" : "norm input x";
 }
 
-// The density as a picture in the colours of the theme, made once for each.
-function densityPicture(site) {
-  if (!readDensities.has(site)) readDensities.set(site, {});
-  const made = readDensities.get(site);
-  if (!made[palette.theme]) made[palette.theme] = densityDrawn(site.density);
-  return made[palette.theme];
-}
-
-function densityDrawn(density) {
+// The density as a picture in the colours of the theme.
+const densityPicture = cached(({ density }) => {
   const [first, length, levels] = [density.first, density.length, density.levels].map(numbersOf);
   const rows = PAGE.density_rows;
   const picture = element("canvas", { width: first.length, height: rows });
@@ -48,7 +40,7 @@ function densityDrawn(density) {
   }
   context.putImageData(pixels, 0, 0);
   return picture;
-}
+}, () => palette.theme);
 
 function paintDensity(site) {
   return (context, plot) => {
