@@ -27,13 +27,6 @@ const pictureOf = cached((picture, grey) => {
   return canvas;
 }, String);
 
-function paintPicture(context, picture, grey, { x, y, width, height }) {
-  // A handful of pixels is seen better with their edges.
-  context.imageSmoothingEnabled = Math.max(width / picture.width, height / picture.height) < 8;
-  context.imageSmoothingQuality = "high";
-  context.drawImage(pictureOf(picture, grey), x, y, width, height);
-}
-
 function paintWaveform(context, { low, high }, { x, y, width, height }) {
   const [lows, highs] = [numbersOf(low), numbersOf(high)];
   const reach = Math.max(...Array.from(highs, Math.abs), ...Array.from(lows, Math.abs)) || 1;
@@ -170,7 +163,12 @@ class InputMap {
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     const context = sizedContext(this.canvas, width, height);
     if (inTime) paintWaveform(context, waveform, at);
-    else paintPicture(context, picture, Boolean(heat) && places.kind === "patches", at);
+    else {
+      // A handful of pixels is seen better with their edges.
+      context.imageSmoothingEnabled = Math.max(at.width / picture.width, at.height / picture.height) < 8;
+      context.imageSmoothingQuality = "high";
+      context.drawImage(pictureOf(picture, Boolean(heat) && places.kind === "patches"), at.x, at.y, at.width, at.height);
+    }
     this.label = places.before ? svg("text", { x: after, y: 15, fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT }, places.kind ? "of no patch" : "the whole input") : null;
     for (let place = 0; place < placesIn({ places }); place += 1) this.fill(context, place, heat);
   }

@@ -83,7 +83,7 @@ function depthFigure(capture, row, kinds) {
       lines: shown.flatMap((series) => kindLines(capture, series, kinds)),
       marks: shown.flatMap((series) => marksOf(capture, series, kinds)),
       levels: [{ x: state.site, colour: palette.style.faint }],
-      hover: { x: places, text: (place) => depthText(capture.sites[place], row, place) },
+      hover: { x: places, text: (place) => [siteTitle(capture.sites[place]), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)] },
     };
   };
   const { whole } = figure(
@@ -91,10 +91,6 @@ function depthFigure(capture, row, kinds) {
     { heading: row.name, note: told ? "" : "There is no such number at any site." },
   );
   return whole;
-}
-
-function depthText(site, row, place) {
-  return [siteTitle(site), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)];
 }
 
 // A thin line through the sites of each kind.

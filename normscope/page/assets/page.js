@@ -16,7 +16,8 @@ let shownView = null;
 function render() {
   Plot.all.clear();
   const main = document.getElementById("main");
-  const focused = focusedName();
+  const { activeElement } = document;
+  const focused = activeElement.closest("#main") && (activeElement.id || activeElement.getAttribute("aria-label")); // outlasts its element
   main.replaceChildren(...SHOWN[state.view]());
   for (const plot of Plot.all) plot.draw();
   focusAgain(main, focused);
@@ -33,15 +34,9 @@ function render() {
   document.getElementById("origin").replaceChildren(...originOf(open.capture));
 }
 
-// What has the focus within the page's part, in words that outlast its being made again.
-function focusedName() {
-  const { activeElement } = document;
-  return activeElement.closest("#main") && (activeElement.id || activeElement.getAttribute("aria-label"));
-}
-
 function focusAgain(main, name) {
   if (!name || name === "main") return;
-  const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((one) => (one.id || one.getAttribute("aria-label")) === name);
+  const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((node) => (node.id || node.getAttribute("aria-label")) === name);
   (same && !same.disabled ? same : main).focus({ preventScroll: true });
 }
 

@@ -60,13 +60,9 @@ function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  const text = size !== 0 && (size >= 1e6 || size < 1e-4) ? Number(value.toPrecision(digits)).toExponential() : shortened(value, digits);
-  return text.replace("-", "−");
-}
-
-function shortened(value, digits) {
-  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
-  return String(Number(value.toPrecision(digits)));
+  const rounded = Number(value.toPrecision(digits));
+  if (size !== 0 && (size >= 1e6 || size < 1e-4)) return rounded.toExponential().replace("-", "−");
+  return String(Number.isInteger(value) ? value : rounded).replace("-", "−");
 }
 
 function percent(share, digits = 1) {

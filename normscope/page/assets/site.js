@@ -252,8 +252,7 @@ function asWords(text) {
 function channelEntries(site) {
   if (site.channels === null && !site.by_channel.x) return [];
   const [reach, share] = [numbersOf(site.by_channel.reach), numbersOf(site.by_channel.share)];
-  const order = Array.from(reach.keys()).sort((one, other) => reach[other] - reach[one]);
-  return order.map((channel) => ({
+  return largestFirst(reach).map((channel) => ({
     pick: { kind: "channel", key: String(channel) }, name: `channel ${channel}`,
     detail: `max |x| ${number(reach[channel], 3)} · ${percent(share[channel])} of Σx²`,
   }));
