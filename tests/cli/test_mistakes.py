@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 import torch
+from commands import invoke, words
 from torch import nn
 from typer.testing import CliRunner
 
@@ -217,17 +218,14 @@ def test_mistakes_give_their_status_and_a_sentence(folder, monkeypatch, command,
         ("heal demo_vit -o new", "torchrun started 2"),
     ],
 )
-def test_what_needs_one_process_is_refused_under_torchrun(tmp_path, monkeypatch, command, sentence):
-    monkeypatch.chdir(tmp_path)
+def test_what_needs_one_process_is_refused_under_torchrun(tmp_path, command, sentence):
     ranks = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    done = CliRunner(env=ranks).invoke(app, shlex.split(command))
-    assert done.exit_code == 2 and sentence in " ".join(done.stderr.split())
+    done = invoke(command, status=2, cwd=tmp_path, **ranks)
+    assert sentence in words(done.stderr)
     assert "samples" not in done.output and not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_a_dot_takes_figures(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_a_folder_with_a_dot_takes_figures(folder):
     (folder / "version.two").mkdir()
-    done = CliRunner().invoke(app, ["plot", "seen.safetensors", "--dpi", "30", "-o", "version.two"])
-    assert done.exit_code == 0, done.output
+    invoke("plot seen.safetensors --dpi 30 -o version.two", cwd=folder)
     assert len(list((folder / "version.two").iterdir())) == 1
