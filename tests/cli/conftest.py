@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import LEFT_OUT
+from command_line import LEFT_OUT
 
 import normscope
 

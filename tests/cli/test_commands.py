@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import document, invoke, words
+from command_line import document, invoke, words
 from safetensors.torch import load_file
 
 import normscope

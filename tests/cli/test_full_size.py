@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import timm
 import torch
-from commands import document
+from command_line import document
 from safetensors.torch import save_file
 
 import normscope

@@ -4,7 +4,7 @@ import csv
 import re
 
 import pytest
-from commands import document, invoke
+from command_line import document, invoke
 from PIL import Image
 
 NAME = "a\nb\x1b[2J\u202egnp\u2066[red]"

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from commands import invoke, words
+from command_line import invoke, words
 from torch import nn
 from typer.testing import CliRunner
 

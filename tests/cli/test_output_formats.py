@@ -9,7 +9,7 @@ from importlib.metadata import version
 
 import pyarrow as pa
 import pytest
-from commands import invoke
+from command_line import invoke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet

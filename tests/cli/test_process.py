@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import invoke
+from command_line import invoke
 
 import normscope
 from normscope.cli.process import stopping_between_chunks

@@ -18,7 +18,7 @@ import normscope
 from normscope.cli import app
 
 sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tests")]
-from commands import invoke
+from command_line import invoke
 from runs import differences, write_images
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
-from commands import document, invoke
+from command_line import document, invoke
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file

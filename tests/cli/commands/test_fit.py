@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from commands import document, invoke, words
+from command_line import document, invoke, words
 
 import normscope
 

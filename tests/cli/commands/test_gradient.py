@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from commands import document, invoke, words
+from command_line import document, invoke, words
 from PIL import Image
 
 import normscope

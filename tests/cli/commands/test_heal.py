@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from commands import document, invoke, words
+from command_line import document, invoke, words
 from PIL import Image
 
 import normscope

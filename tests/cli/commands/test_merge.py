@@ -6,7 +6,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from commands import document, invoke
+from command_line import document, invoke
 from PIL import Image
 
 import normscope

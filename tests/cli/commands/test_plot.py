@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from commands import document, invoke, words
+from command_line import document, invoke, words
 from PIL import Image
 from torch import nn
 

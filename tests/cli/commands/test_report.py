@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from commands import document, invoke, words
+from command_line import document, invoke, words
 from torch import nn
 
 import normscope

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from commands import document, invoke
+from command_line import document, invoke
 from torch import nn
 
 import normscope

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from commands import document, invoke, words
+from command_line import document, invoke, words
 
 import normscope
 from normscope.inputs.held_out import learned_and_held_out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import document, invoke, words
+from command_line import document, invoke, words
 from PIL import Image
 
 import normscope
