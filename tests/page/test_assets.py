@@ -49,9 +49,7 @@ def test_colours_scales_and_curves_redraw_what_they_name(page):
     page.click("input[value=asinh]")
     pictures.add(page.painted())
     assert len(pictures) == 4
-    lines = (
-        "return [...document.querySelectorAll('.plot')[0].querySelectorAll('[data-line]')].map((e) => e.dataset.line)"
-    )
+    lines = "return [...document.querySelector('.plot').querySelectorAll('[data-line]')].map((e) => e.dataset.line)"
     assert {"tanh", "isru"} <= set(page.run(lines))
     press_button(page, "isru")
     assert "isru" not in page.run(lines) and "tanh" in page.run(lines)
@@ -134,9 +132,8 @@ def test_zoom_and_back(page):
     plot = first_plot(page)
     limits = "const p = [...Plot.all].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
     low, high = page.run(limits, plot)
-    ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60).click_and_hold().move_by_offset(
-        120, 90
-    ).release().perform()
+    pointer = ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60)
+    pointer.click_and_hold().move_by_offset(120, 90).release().perform()
     zoomed = page.run(limits, plot)
     assert low < zoomed[0] < zoomed[1] < high
     ActionChains(page.driver).double_click(plot).perform()
@@ -254,10 +251,8 @@ def test_figures_are_saved(page):
         drawnOf(new Blob([plot.asSvg()], {type: "image/svg+xml"}), plot.width, plot.high + plot.above, 2)
             .then((blob) => createImageBitmap(blob))
             .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
-    assert picture == [
-        2 * page.run("return [...Plot.all][0].width"),
-        2 * page.run("return [...Plot.all][0].high + [...Plot.all][0].above"),
-    ]
+    size = page.run("const plot = [...Plot.all][0]; return [plot.width, plot.high + plot.above]")
+    assert picture == [2 * size[0], 2 * size[1]]
 
 
 def test_what_has_nothing_to_say_says_why(browser, pages):
@@ -279,14 +274,11 @@ def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
     cells = page.texts("td")
     assert {"dyt", "0.6", "0.4", "50.0 %", "0.9 (0.8 – 0.95)", "1.5 ×", "slower; <b>", "∞"} <= {*cells}
     assert "compiled" in page.texts(".note")
-    marks = page.run(
-        "return [...document.querySelectorAll('.plot')].map((p) => p.querySelectorAll('[data-mark]').length)"
-    )
+    plots = "return [...document.querySelectorAll('.plot')]"
+    marks = page.run(f"{plots}.map((plot) => plot.querySelectorAll('[data-mark]').length)")
     assert marks == [1, 2]  # of an output that is infinitely far there is no mark
-    names = page.run(
-        "go({view: 'overview'}); return [...document.querySelectorAll('.strip h3')].map((e) => e.textContent)"
-    )
-    assert "Drift with one site swapped, relative L2" in names
+    page.run("go({view: 'overview'})")
+    assert "Drift with one site swapped, relative L2" in page.texts(".strip h3")
 
 
 def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):

@@ -1,6 +1,7 @@
 """What the page holds of a site: numbers as Python has them, drawn pairs, and places of inputs."""
 
 import base64
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -136,13 +137,10 @@ def test_derivatives_are_beside_the_norms_own(sites, seen, fits):
     x, slopes = unpacked(diagonal["x"]), unpacked(diagonal["y"])
     tokens = torch.cat([seen.stats["first"].tokens.x, seen.stats["first"].largest.x]).double().requires_grad_()
     y = nn.functional.layer_norm(tokens, (16,))
-    truth = {
-        tokens[token, channel].item(): float(
-            torch.autograd.grad(y[token, channel], tokens, retain_graph=True)[0][token, channel]
-        )
-        for token in range(0, len(tokens), 20)
-        for channel in range(16)
-    }
+    truth = {}
+    for token, channel in itertools.product(range(0, len(tokens), 20), range(16)):
+        (slope,) = torch.autograd.grad(y[token, channel], tokens, retain_graph=True)
+        truth[tokens[token, channel].item()] = float(slope[token, channel])
     met = [(slope, truth[at]) for at, slope in zip(x.tolist(), slopes.tolist(), strict=True) if at in truth]
     assert len(met) > 20
     for slope, expected in met:
@@ -173,12 +171,10 @@ VITS = {
 }
 
 
-QUICK_VITS = ("vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in list(VITS)[2:]]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK_VITS else pytest.param(name, marks=pytest.mark.slow) for name in VITS]
-)
+@pytest.mark.parametrize("name", [*list(VITS)[:2], *SLOW])
 def test_vision_transformers_say_their_grid_themselves(name):
     timm = pytest.importorskip("timm")
     network = timm.create_model(name, depth=1, qk_norm=True, **VITS[name])
@@ -200,29 +196,25 @@ def changed(network, site, x, other):
     return torch.nonzero(one != then).flatten().tolist()
 
 
-def network_of(name):
-    timm = pytest.importorskip("timm")
-    small = {
-        "vit_tiny_patch16_224": {"depth": 1},
-        "vit_small_patch14_reg4_dinov2": {"depth": 1, "img_size": 224},
-        "swin_tiny_patch4_window7_224": {"depths": (1, 1, 1, 1), "embed_dim": 24},
-        "convnext_atto": {"depths": (1, 1, 1, 1)},
-    }
-    torch.manual_seed(0)
-    return timm.create_model(name, **small[name])
-
-
-FIRST_NORMS = {
-    "vit_tiny_patch16_224": "blocks.0.norm1",
-    "vit_small_patch14_reg4_dinov2": "blocks.0.norm1",
-    "swin_tiny_patch4_window7_224": "patch_embed.norm",  # (samples, height, width, channels)
-    "convnext_atto": "stem.1",  # (samples, channels, height, width)
+# The size of a network, and its first norm.
+NETWORKS = {
+    "vit_tiny_patch16_224": ({"depth": 1}, "blocks.0.norm1"),
+    "vit_small_patch14_reg4_dinov2": ({"depth": 1, "img_size": 224}, "blocks.0.norm1"),
+    # (samples, height, width, channels)
+    "swin_tiny_patch4_window7_224": ({"depths": (1, 1, 1, 1), "embed_dim": 24}, "patch_embed.norm"),
+    "convnext_atto": ({"depths": (1, 1, 1, 1)}, "stem.1"),  # (samples, channels, height, width)
 }
 
 
-@pytest.mark.parametrize("name", FIRST_NORMS)
+def network_of(name):
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    return timm.create_model(name, **NETWORKS[name][0])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_token_of_a_patch_is_the_one_that_its_pixels_change(name):
-    network, site = network_of(name), FIRST_NORMS[name]
+    network, site = network_of(name), NETWORKS[name][1]
     x = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     places = of_sites(captured(network, x, layers=site))[site]["places"]
     rows, columns = places["grid"]
@@ -334,12 +326,8 @@ def test_an_input_of_several_parts_is_one_input():
         batches.append(Batch((x,), samples=samples, part=f"timestep {step}"))
     seen = normscope.capture(Net(), batches, keep_inputs=2)
     inputs = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["inputs"]
-    assert [(one["name"], one["part"], one["group"], one["sample"]) for one in inputs] == [
-        ("path 0", "timestep 9", 0, 0),
-        ("path 1", "timestep 9", 1, 1),
-        ("path 0", "timestep 1", 0, 2),
-        ("path 1", "timestep 1", 1, 3),
-    ]
+    expected = [(f"path {at % 2}", f"timestep {(9, 1)[at // 2]}", at % 2, at) for at in range(4)]
+    assert [(row["name"], row["part"], row["group"], row["sample"]) for row in inputs] == expected
     assert unpacked(inputs[0]["picture"]["pixels"]).shape == (16 * 16 * 3,) and inputs[0]["waveform"] is None
 
 
