@@ -359,14 +359,14 @@ def places_of(shape: tuple[int, ...], preview: Preview, site: NormSite) -> Place
         first, last = shape
         candidates = [(last, first, "head" if is_qk else "call", (last, 1))]
         candidates += [(first, last, "head", (1, last))] if is_qk else []
-    found = []
+    layouts = []
     for length, others, named, steps in candidates:
         if (places := _along(length, preview)) is not None:
             each = f", in each of {others} {named}s" if others > 1 else ""
-            found.append(replace(places, others=others, named=named, steps=steps, said=places.said + each))
-    if not found:
+            layouts.append(replace(places, others=others, named=named, steps=steps, said=places.said + each))
+    if not layouts:
         return Places(NOWHERE, said=f"the tokens of this norm are no places of the input: they lie as {_by(shape)}")
-    return max(found, key=lambda places: math.prod(places.grid))
+    return max(layouts, key=lambda places: math.prod(places.grid))
 
 
 def _along(length: int, preview: Preview) -> Places | None:
