@@ -1,6 +1,5 @@
 """The networks of the papers at full size, from checkpoint files in the libraries' own formats, as a user runs them."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -142,27 +141,6 @@ def test_every_view_of_a_vit(folder, capfd):
     # The curve fitted there explains its own pairs, evaluated at points a sixteenth of an octave apart and at all.
     assert all(row["r2_of_first"] == pytest.approx(row["r2"], abs=1e-5) for row in against)
     assert all((folder / file).stat().st_size > 50_000 for file in (view["file"], both["figure"]))
-
-
-def test_a_small_llama_from_the_folder_that_transformers_writes(folder, capfd):
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    sizes = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
-    letters = {character: number for number, character in enumerate(tokenizers.pre_tokenizers.ByteLevel.alphabet())}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "llama")
-    run = "transformers:llama --device cpu"
-    sites = json.loads(normscope_in(folder, capfd, f"layers {run} --verify --json"))["sites"]
-    kinds = Counter(site["kind"] for site in sites)
-    assert kinds == {"LlamaRMSNorm": 17}
-    assert Counter(site["placement"] for site in sites) == {"pre-norm": 16, "final": 1}
-    normscope_in(folder, capfd, f"capture {run} --limit 4 -o seen.safetensors")
-    is_drawn_and_fitted(folder, kinds, "folder llama")
 
 
 def test_what_a_checkpoint_file_gives_is_what_the_library_computes(folder, capfd):
