@@ -202,7 +202,7 @@ _SHOWN_DEFAULTS = {"compare.weights": "pretrained"}
 
 
 def declared(
-    examples: str = "", *, without: Collection[str] = (), alone: bool = False
+    examples: str = "", *, without: Collection[str] = (), first_rank_only: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Declare the parameters of a command as Typer options, by the table of options.
 
@@ -211,7 +211,7 @@ def declared(
     Args:
         examples: last lines of the command's help.
         without: options of the groups that the command lacks. Its own parameters precede those of a group.
-        alone: of several ranks, only the first runs the command.
+        first_rank_only: of several ranks, only the first runs the command.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -227,7 +227,7 @@ def declared(
 
         @functools.wraps(command)
         def with_groups(*arguments: Any, **given: Any) -> None:
-            if alone and not Place.from_environment().speaks:
+            if first_rank_only and not Place.from_environment().speaks:
                 raise typer.Exit
             for group, names in members.items():
                 given[group] = groups[group](**{name: given.pop(name) for name in names if name in given})

@@ -96,7 +96,7 @@ def capture(
 @declared(
     "normscope capture demo_vit --data first/ -o first.safetensors · "
     "normscope merge first.safetensors second.safetensors -o both.safetensors · normscope plot both.safetensors",
-    alone=True,
+    first_rank_only=True,
 )
 def merge(files: list[str], output: Path, *, force: bool = False, say: Output) -> None:
     """Make one capture of several: of one model, from runs over different inputs, on whatever days and machines."""

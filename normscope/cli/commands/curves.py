@@ -12,7 +12,7 @@ from normscope.cli.output import Output
 @declared(
     "normscope curves · normscope curves --func tanh,mine=x/(1+abs(x)) --plot curves.pdf --width 5.5",
     without=("figure_format",),
-    alone=True,
+    first_rank_only=True,
 )
 def curves(*, func: str = "all", plot: Path | None = None, look: Look, say: Output) -> None:
     """List the curves that are known, with their formulas; draw them."""

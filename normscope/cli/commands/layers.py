@@ -14,7 +14,7 @@ _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "
 @declared(
     "normscope layers vit_b16 --weights random --verify · normscope layers timm:convnext_tiny --json",
     without=("limit", "shuffle", "workers", "sample", "guidance", "timesteps"),
-    alone=True,
+    first_rank_only=True,
 )
 def layers(models: list[str] | None = None, *, run: RunOptions, say: Output) -> None:
     """List every normalization layer of a model in the order in which it is called, and those that are skipped."""

@@ -10,7 +10,7 @@ from normscope.cli.output import Output
 from normscope.tables.table import models_table
 
 
-@declared("normscope models --json", alone=True)
+@declared("normscope models --json", first_rank_only=True)
 def models(*, say: Output) -> None:
     """List the models that can be named."""
     entries = normscope.list_models()
