@@ -26,6 +26,11 @@ function warning(text) {
   return element("p", { class: "warning", text });
 }
 
+// A part of the page under its heading; with an id, the heading names it.
+function section(level, title, parts, id = null) {
+  return element("section", { "aria-labelledby": id }, [element(level, { id, text: title }), ...parts]);
+}
+
 // A list to choose one of [value, text] from.
 function dropdown(options, chosen, changed, attributes) {
   const select = element("select", attributes, options.map(([value, text]) => element("option", { value, text, selected: value === chosen })));

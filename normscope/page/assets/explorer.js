@@ -58,9 +58,10 @@ function formOf() {
 }
 
 function startValues(site, nodes) {
-  const fit = fitOf(site);
-  if (fit) return { amplitude: fit.amplitude, alpha: fit.alpha, shift: fit.shift };
-  const { amplitude, alpha, shift } = fitted(nodes, explored.f, formOf());
+  return parametersOf(fitOf(site) || fitted(nodes, explored.f, formOf()));
+}
+
+function parametersOf({ amplitude, alpha, shift }) {
   return { amplitude, alpha, shift };
 }
 
@@ -85,11 +86,9 @@ function explorerShown(site, nodes) {
     [shown.figure, shown.residual].forEach(({ plot }) => plot.draw());
     shown.knobs.forEach((knob) => knob.update && knob.update());
   };
-  shown.redraw = redraw;
   shown.knobs = knobs(site, nodes, redraw);
   shown.fit = () => {
-    const { amplitude, alpha, shift } = fitted(nodes, explored.f, formOf());
-    explored.values = { amplitude, alpha, shift };
+    explored.values = parametersOf(fitted(nodes, explored.f, formOf()));
     redraw();
     say(outcome.textContent);
   };
@@ -190,8 +189,7 @@ function formulaSection(shown) {
       wrong.hidden = false;
     }
   };
-  return element("section", {}, [
-    element("h3", { text: "A formula of yours" }),
+  return section("h3", "A formula of yours", [
     element("form", { class: "row", onsubmit: take }, [input, element("button", { type: "submit", id: "try", text: "Fit it" })]),
     wrong,
     explored.formula ? element("p", { class: "note" }, [`f(u) = ${visible(explored.formula)} `, button("Drop it", () => { Object.assign(explored, { formula: "", values: null }); render(); }, { class: "link" })]) : null,

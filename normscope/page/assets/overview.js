@@ -7,23 +7,17 @@ function overviewView() {
   const { capture } = open;
   if (!capture.sites.length) return [warning("This capture holds no norm site.")];
   const kinds = [...new Set(capture.sites.map(({ name }) => kindOfSite(name)))];
-  const rows = depthRows(capture);
-  const strip = element("div", { class: "strip" });
-  strip.append(...rows.map((row) => depthFigure(capture, row, kinds)));
+  const figures = depthRows(capture).map((row) => depthFigure(capture, row, kinds));
   return [
-    element("section", { "aria-labelledby": "depth" }, [
-      element("h2", { id: "depth", text: "Over the depth" }),
+    section("h2", "Over the depth", [
       remark("A mark a site, in the order of calls; hover for numbers, click to open it."),
-      legend(capture, kinds),
-      strip,
-    ]),
-    element("section", { "aria-labelledby": "all" }, [
-      element("h2", { id: "all", text: "All sites" }),
+      legend(capture, kinds), element("div", { class: "strip" }, figures),
+    ], "depth"),
+    section("h2", "All sites", [
       remark("All pairs with E[y|x] and the fits, and what you picked. The axes are each site's own."),
-      pickBar(),
-      thumbnails(capture),
-    ]),
-    element("section", { "aria-labelledby": "numbers" }, [element("h2", { id: "numbers", text: "Numbers" }), overviewTable(capture)]),
+      pickBar(), thumbnails(capture),
+    ], "all"),
+    section("h2", "Numbers", [overviewTable(capture)], "numbers"),
     aboutCapture(capture),
   ];
 }
@@ -55,12 +49,10 @@ function depthRows(capture) {
 
 // How far the output moves with each site alone swapped, where that was measured of this network.
 function driftRows(capture) {
-  const { faint } = palette.style;
   const reports = PAGE.swaps.drift.filter((report) => capture.sites.some(({ name }) => report.sites.includes(name)));
   const series = reports.map((report) => {
     const alone = new Map(report.rows.filter(({ swapped }) => swapped === "one").map((row) => [row.site, row.relative_l2.p50]));
-    const look = Object.hasOwn(palette.style.curves, curveOfFunc(report.func)) ? palette.curve(curveOfFunc(report.func)) : { colour: faint, dashes: [] };
-    return { label: `${report.func} ${report.init}`.trim(), ...look, values: capture.sites.map(({ name }) => alone.get(name) ?? NaN) };
+    return { label: `${report.func} ${report.init}`.trim(), ...swapLook(report, { colour: palette.style.faint, dashes: [] }), values: capture.sites.map(({ name }) => alone.get(name) ?? NaN) };
   });
   return series.length ? [{ name: "Drift with one site swapped, relative L2", zero: true, series }] : [];
 }
@@ -214,8 +206,6 @@ function aboutCapture(capture) {
     ...(capture.inputs.length ? [] : [["inputs inside", "none; normscope capture --keep-inputs 2 keeps some to look at, at each site"]]),
     ...capture.skipped.map(({ name, kind, reason }) => ["skipped", `${name} (${kind}): ${reason}`]),
   ];
-  return element("section", { "aria-labelledby": "about" }, [
-    element("h2", { id: "about", text: "What this was taken from" }),
-    element("dl", { class: "card" }, lines.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: visible(text) })])),
-  ]);
+  const card = lines.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: visible(text) })]);
+  return section("h2", "What this was taken from", [element("dl", { class: "card" }, card)], "about");
 }

@@ -178,7 +178,7 @@ function fitsOfSite(site) {
   });
   const low = site.fits.some((fit) => fit.x_repeats) ? ", too low here: x repeats, finer than bins resolve" : "";
   const caption = `y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds · ceiling: R² of the best held-out function of x that was found${low} · tail: RMSE beyond the 99th percentile of |x| · flat: pairs where |f′| is under 5 % of its peak`;
-  return element("section", {}, [element("h3", { text: "Fits" }), table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
+  return section("h3", "Fits", [table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
 }
 
 function spread(fit, name) {
@@ -189,7 +189,7 @@ function spread(fit, name) {
 
 function cardOf(site) {
   const lines = site.card.flatMap(([question, answer]) => [element("dt", { text: visible(question) }), element("dd", { text: visible(answer) })]);
-  return element("section", {}, [element("h3", { text: "Norm card" }), element("dl", { class: "card" }, lines)]);
+  return section("h3", "Norm card", [element("dl", { class: "card" }, lines)]);
 }
 
 // The tokens and channels that are picked, each in its colour, on every site.

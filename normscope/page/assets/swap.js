@@ -13,10 +13,10 @@ function swapName({ func, init }) {
   return visible([func, init].filter(Boolean).join(" "));
 }
 
-function swapLook(report, place) {
-  const curve = curveOfFunc(report.func);
-  if (Object.hasOwn(palette.style.curves, curve)) return palette.curve(curve);
-  return { colour: palette.style.channels[place % palette.style.channels.length], dashes: [] };
+// The look of the curve in the norms' place; of no curve, another one.
+function swapLook({ func }, usual) {
+  const curve = curveOfFunc(func);
+  return Object.hasOwn(palette.style.curves, curve) ? palette.curve(curve) : usual;
 }
 
 function driftSections(reports) {
@@ -31,21 +31,19 @@ function driftSections(reports) {
   }, { heading: "One after the other" });
   const about = reports[0].about;
   return [
-    element("section", {}, [
-      element("h2", { text: "Drift" }),
-      remark(visible(Object.values(about).join(" · "))),
-      driftTable(reports),
+    section("h2", "Drift", [
+      remark(visible(Object.values(about).join(" · "))), driftTable(reports),
       element("div", { class: "strip" }, [alone.whole, together.whole]),
-      sitesTable(reports, sites),
-      ...qualitySection(reports),
+      sitesTable(reports, sites), ...qualitySection(reports),
     ]),
   ];
 }
 
 function driftScene(reports, sites, swapped, placeOf, xlabel) {
+  const { channels } = palette.style;
   const series = reports.map((report, number) => {
     const rows = report.rows.filter((row) => row.swapped === swapped && row.relative_l2.p50 !== null);
-    return { name: swapName(report), rows, x: rows.map(placeOf), y: rows.map((row) => row.relative_l2.p50), ...swapLook(report, number) };
+    return { name: swapName(report), rows, x: rows.map(placeOf), y: rows.map((row) => row.relative_l2.p50), ...swapLook(report, { colour: channels[number % channels.length], dashes: [] }) };
   });
   const every = series.flatMap(({ rows }) => rows.flatMap((row) => [row.relative_l2.p10, row.relative_l2.p50, row.relative_l2.p90]));
   const last = Math.max(...series.flatMap(({ x }) => x), 1);
@@ -107,8 +105,8 @@ function speedSection(report) {
     [row.verdict, row.note].filter(Boolean).join("; "),
   ]);
   const about = Object.values(report.about).join(" · ");
-  return element("section", {}, [
-    element("h2", { text: "Speed" }), remark(visible(`on ${report.device}; ${about}`)),
+  return section("h2", "Speed", [
+    remark(visible(`on ${report.device}; ${about}`)),
     table("Speed", heads, rows, { caption: "To native: median over that of the network's own norm, above 1 is slower; faster only where minimum, median and the range from 20 to 80 % all lie below." }),
     ...report.left_out.map((line) => remark(visible(line))),
   ]);
