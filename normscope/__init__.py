@@ -14,13 +14,13 @@ import lazy_loader
 
 from normscope.runtime.records import Tabled
 
-# The public names stand once, in __init__.pyi: for type checkers, for `normscope.<TAB>`, and for what is imported when
-# one is first used. `normscope --help` must not wait for torch.
+# __init__.pyi is the only list of public names: for type checkers, for `normscope.<TAB>`, and for imports on first use.
+# `normscope --help` must not wait for torch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def _table(records: Any) -> Any:
-    """Return the tables that the command line prints of this, as :func:`normscope.table` does."""
+    """Return the tables that the command line prints, as :func:`normscope.table` does."""
     return __getattr__("table")(records)
 
 

@@ -1,10 +1,10 @@
-"""``python -m normscope``, and what the script ``normscope`` runs."""
+"""Entry point of ``python -m normscope`` and of the script ``normscope``."""
 
 import sys
 
 
 def main() -> None:
-    """Run the command line and exit with its status, also where it is interrupted while still being imported."""
+    """Run the command line and exit with its status, also if it is interrupted while being imported."""
     try:
         from normscope.cli import main as run
 

@@ -1,6 +1,6 @@
-"""Every mistake that a user can make, each with the exit status that the command line gives it.
+"""Errors that normscope raises on purpose, each with its exit status.
 
-Messages are whole sentences: what was wrong, with the value, and what to do about it.
+Messages are whole sentences with the wrong value and the remedy.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Iterable, Sequence
 
 
 class NormscopeError(Exception):
-    """Base of everything that normscope raises on purpose."""
+    """Base of all errors that normscope raises on purpose."""
 
     exit_status = 1
 
 
 class UsageError(NormscopeError):
-    """An argument that cannot be understood: an unknown curve, layer, option value or output path."""
+    """An invalid argument: an unknown curve, layer, option value or output path."""
 
     exit_status = 2
 
 
 class ModelError(NormscopeError):
-    """A model or its weights cannot be had: unknown name, no network, a checkpoint that does not fit."""
+    """A model or its weights are unavailable: unknown name, no network, a checkpoint that does not fit."""
 
     exit_status = 3
 
@@ -34,27 +34,27 @@ class DataError(NormscopeError):
 
 
 class DeviceError(NormscopeError):
-    """The asked-for device is not there."""
+    """The requested device is not available."""
 
     exit_status = 5
 
 
 class MemoryEndedError(DeviceError):
-    """A forward pass takes more memory than there is."""
+    """A forward pass needs more memory than there is."""
 
 
 class RankLostError(DeviceError):
-    """Another of the processes that divide the work ended before its part was done."""
+    """Another of the processes that divide the work ended before its part was finished."""
 
 
 class StoppedError(NormscopeError):
-    """The user, or the system, asked a run to stop, and it did so between two batches."""
+    """A run stopped between two batches, as the user or the system asked."""
 
     exit_status = 130
 
 
 def unknown(what: str, value: str, choices: Iterable[str]) -> str:
-    """Say that ``value`` is no known ``what``, with the nearest choices.
+    """Return a sentence on an unknown value of an option, with the nearest choices.
 
     >>> unknown("curve", "thanh", ["tanh", "isru"])
     "There is no curve 'thanh'. Did you mean 'tanh'?"
@@ -69,7 +69,7 @@ def unknown(what: str, value: str, choices: Iterable[str]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Say how many there are of something.
+    """Return a number with its noun.
 
     >>> count(1, "image"), count(2000, "image")
     ('1 image', '2,000 images')
@@ -78,7 +78,7 @@ def count(number: int, noun: str) -> str:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """Name three of many.
+    """Return the first three of many names, and the number of the others.
 
     >>> first_few(["a", "b", "c", "d", "e"])
     'a, b, c, and 2 more'

@@ -23,12 +23,9 @@ WEIGHTS = {
 
 
 @pytest.fixture
-def script(monkeypatch, tmp_path):
-    """The script, which writes into a folder of its own."""
+def script(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    module = importlib.import_module("make_gallery")
-    monkeypatch.setattr(module, "PICTURE", tmp_path / "report.png")
-    return module
+    return importlib.import_module("make_gallery")
 
 
 def document_in(text):
@@ -84,35 +81,3 @@ def test_the_picture_is_of_a_site_that_is_on_its_page(script):
     [site] = parse_qs(script.PART.removeprefix("#"))["site"]
     model = script.PICTURED.removesuffix(".html")
     assert site in {one["name"] for one in document(model)["captures"][0]["sites"]}
-
-
-@pytest.mark.parametrize(
-    ("browsers", "sentence"),
-    [
-        ((), "report.png was not made: it takes a Chromium, and none is installed (Debian: chromium)."),
-        (("true",), "report.png was not made: there is no page minilm.html."),
-    ],
-)
-def test_what_could_not_be_made_is_said_after_all_that_could(script, monkeypatch, tmp_path, browsers, sentence):
-    asked = []
-    monkeypatch.setattr(script, "written", lambda model: asked.append(model) or model != "minilm")
-    monkeypatch.setattr(script, "PAGES", tmp_path)
-    monkeypatch.setattr(script, "BROWSERS", browsers)
-    with pytest.raises(SystemExit) as ended:
-        script.main()
-    assert ended.value.code == f"minilm.html was not written, as said above.\n{sentence}"
-    assert asked == list(script.MODELS) and not script.PICTURE.exists()
-
-
-def test_a_picture_is_taken_until_two_are_alike(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "PAGES", tmp_path)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    monkeypatch.setattr(script, "BROWSERS", ("true",))
-    (tmp_path / script.PICTURED).touch()
-    assert "painted nothing of minilm.html" in script.pictured()[0]
-    different = map(str.encode, map(str, range(99)))
-    monkeypatch.setattr(script, "painted_by", lambda browser, address: next(different))
-    assert "no two in a row were alike" in script.pictured()[0] and not script.PICTURE.exists()
-    taken = iter([b"half", b"whole", b"whole"])
-    monkeypatch.setattr(script, "painted_by", lambda browser, address: next(taken))
-    assert script.pictured() == [] and script.PICTURE.read_bytes() == b"whole"

@@ -1,12 +1,9 @@
 """A real pretrained network, all-MiniLM-L6-v2, through all that people come for; scripts/fetch_minilm.py brings it."""
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
+from command_line import document, invoke
 from safetensors.numpy import load_file
 from scipy.optimize import curve_fit
 
@@ -21,18 +18,10 @@ pytestmark = [
 N_SITES = 13
 
 
-def normscope_run(*arguments, cwd):
-    done = subprocess.run((sys.executable, "-m", "normscope", *arguments), cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("minilm")
-    normscope_run(
-        "capture", "minilm", "--raw", "--verify", "--diagonal", "--device", "cpu", "-o", "seen.safetensors", cwd=folder
-    )
+    invoke("capture minilm --raw --verify --diagonal --device cpu -o seen.safetensors", cwd=folder)
     return folder
 
 
@@ -88,18 +77,13 @@ def test_tanh_is_what_scipy_finds_on_the_raw_pairs(folder, seen):
 
 def test_every_command_takes_it(folder):
     (folder / "page.txt").write_text("A norm divides each token by its own size.\nWhat is large stays in bounds.\n" * 8)
-    fits = json.loads(normscope_run("fit", "seen.safetensors", "--func", "all", "--json", cwd=folder))["fits"]
-    assert {fit["site"] for fit in fits} == {
-        site.name for site in normscope.load_capture(folder / "seen.safetensors").sites
-    }
-    assert len(fits) == N_SITES * 18
-    cards = json.loads(normscope_run("stats", "seen.safetensors", "--json", cwd=folder))["sites"]
-    assert len(cards) == N_SITES
-    views = json.loads(
-        normscope_run("gradient", "seen.safetensors", "--layers", "all", "--json", "-o", "out", cwd=folder)
-    )["gradient"]
-    assert {view["site"] for view in views} == {card["site"] for card in cards}
-    normscope_run("plot", "seen.safetensors", "--layers", "all", "--color", "token,channel", "-o", "out", cwd=folder)
+    fits = document("fit seen.safetensors --func all", cwd=folder)["fits"]
+    sites = {site.name for site in normscope.load_capture(folder / "seen.safetensors").sites}
+    assert {fit["site"] for fit in fits} == sites and len(fits) == N_SITES * 18
+    cards = document("stats seen.safetensors", cwd=folder)["sites"]
+    views = document("gradient seen.safetensors --layers all -o out", cwd=folder)["gradient"]
+    assert len(cards) == N_SITES and {view["site"] for view in views} == {card["site"] for card in cards}
+    invoke("plot seen.safetensors --layers all --color token,channel -o out", cwd=folder)
     assert (folder / "out" / "minilm-scurves.png").read_bytes()[:4] == b"\x89PNG"
     network = normscope.load("minilm", data=folder / "page.txt", device="cpu", limit=8)
     fitted = normscope.capture(network, by_gamma=True)

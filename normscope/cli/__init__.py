@@ -1,9 +1,8 @@
-"""The command line: arguments in, tables and files out. Nothing heavy is imported before a command needs it."""
+"""The command line: arguments in, tables and files out. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -12,32 +11,29 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from normscope.cli.commands import (
-    capture,
-    compare,
-    curves,
-    fit,
-    gradient,
-    heal,
-    layers,
-    merge,
-    models,
-    plot,
-    report,
-    stats,
-    swap,
-    swap_bench,
-)
+from normscope.cli.commands.capture import capture, merge
+from normscope.cli.commands.compare import compare
+from normscope.cli.commands.curves import curves
+from normscope.cli.commands.fit import fit
+from normscope.cli.commands.gradient import gradient
+from normscope.cli.commands.heal import heal
+from normscope.cli.commands.layers import layers
+from normscope.cli.commands.models import models
+from normscope.cli.commands.plot import plot
+from normscope.cli.commands.report import report
+from normscope.cli.commands.stats import stats
+from normscope.cli.commands.swap import swap
+from normscope.cli.commands.swap_bench import swap_bench
 from normscope.cli.options import OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
-from normscope.cli.process import StreamError, flush_streams, guard_streams
+from normscope.cli.process import StreamError, guard_streams
 from normscope.errors import NormscopeError, StoppedError
 
 _INTERRUPTED = 130
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """Name no type in the help beside a flag or an argument."""
+    """Remove the types of flags and arguments from the help."""
     for param in params:
         if param.param_type_name == "argument":
             param.display_type_rich = lambda ctx: None
@@ -47,7 +43,7 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 class _InPanels(TyperCommand):
-    """Sorts the options of the help into panels."""
+    """Command whose help has its options in panels."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = _without_types(super().get_params(ctx))
@@ -58,7 +54,7 @@ class _InPanels(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """Turns what normscope raises on purpose into one sentence and an exit status."""
+    """Commands whose NormscopeErrors become one sentence and an exit status."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_types(super().get_params(ctx))
@@ -87,11 +83,11 @@ app = typer.Typer(
     help="See what the normalization layers of a pretrained network really do.",
     epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe.",
 )
-for _module in (
-    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal, capture, merge, layers, curves, models),
+for _command in (
+    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal),
+    *(capture, merge, layers, curves, models),
 ):
-    _name = _module.__name__.rpartition(".")[2]
-    app.command(_name.replace("_", "-"), cls=_InPanels, epilog=_module.EXAMPLES)(getattr(_module, _name))
+    app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.examples)(_command)  # type: ignore[attr-defined]
 
 
 def _print_version(asked: bool) -> None:
@@ -113,25 +109,9 @@ def _root(
 
 def main() -> None:
     """Run the command line and exit with its status."""
-    # OpenMP's threads, spinning while they wait, slow a busy machine down 40-fold; torch reads this when imported.
+    # Idle OpenMP threads that spin slow a busy machine down 40-fold; torch reads this variable when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend a notebook or a shell has set
-    # torch.compile is timed on a CPU too, for which no CUDA is missed.
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_not_of_cuda_home)
-    try:
-        status = _run()
-    except KeyboardInterrupt:  # before a command was entered, or while its last output was written
-        status = _INTERRUPTED
-    # The interpreter takes a while to exit: an interruption then would take away the status that the command earned.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.exit(status)
-
-
-def _is_not_of_cuda_home(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("No CUDA runtime is found")
-
-
-def _run() -> int | str | None:
     status: int | str | None = None
     try:
         guard_streams()
@@ -139,10 +119,15 @@ def _run() -> int | str | None:
             app()
         except SystemExit as done:
             status = done.code
-        flush_streams()
+        sys.stdout.flush()
+        sys.stderr.flush()
     except StreamError as error:
         status = error.exit_status
         if error.sentence:
-            with contextlib.suppress(StreamError):  # standard error may be no better
+            with contextlib.suppress(StreamError):  # standard error may have failed too
                 print_error(error.sentence)
-    return status
+    except KeyboardInterrupt:  # before a command was entered, or while its last output was written
+        status = _INTERRUPTED
+    # An interruption while the interpreter exits would replace the status of the command.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(status)

@@ -1,9 +1,10 @@
-"""The table of all options, and the options that several commands share: of figures, beside those of running."""
+"""Table of all options, the options for figures, and the files that figures are written to."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 import normscope
 from normscope.errors import UsageError, unknown
 from normscope.runtime.files import check_writable, file_stem
+from normscope.runtime.processes import Place
 from normscope.swaps.inits import INITS
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swa
 _ARGUMENTS = ""
 _INITS = "; ".join(f"{name}, {init.help}" for name, init in INITS.items())
 # One row per parameter of a command, in the order of the help: its metavar, two spaces, and its help; flags have no
-# metavar. A row whose name begins with a command is for that command and for those that follow it in _LIKE.
+# metavar. A row whose name begins with a command is for that command and for the commands that _LIKE maps to it.
 _LIKE = {"heal": "swap", "swap_bench": "swap", "gradient": "plot"}
 _ROWS: dict[str, dict[str, str]] = {
     _ARGUMENTS: {
@@ -156,85 +158,60 @@ _NAMES = {
 }
 
 
+_LARGEST = 2**63 - 1
+
+
 def _path(text: str) -> Path:
     if not text:  # pathlib takes it for the current folder
         raise UsageError("--data is empty; name a file or a folder.")
     return Path(text)
 
 
-def _of_64_bits(number: int | None) -> int | None:
-    if number is not None and not -(2**63) <= number < 2**63:
-        raise typer.BadParameter(f"{number} takes more than 64 bits.")
-    return number
+def _between(least: int, most: float = _LARGEST, unit: str = "") -> Callable[[Any], Any]:
+    """Refuse other numbers, and nan; a callback, as the help shows min= and max= at length."""
 
-
-def _at_least(least: int, most: int | None = None) -> Callable[[int | None], int | None]:
-    """Refuse numbers that are too small or too large; a callback, as the help shows min= and max= at length."""
-
-    def check(number: int | None) -> int | None:
-        if number is not None and (number < least or (most is not None and number > most)):
-            allowed = f"at least {least}" if most is None else f"from {least} to {most}"
-            raise typer.BadParameter(f"{number} is not {allowed}.")
-        return _of_64_bits(number)
+    def check(number: float | None) -> float | None:
+        if number is None or least <= number <= most:
+            return number
+        too_small = not number > least and most >= _LARGEST
+        allowed = f"at least {least}" if too_small else f"from {least} to {most}"
+        raise typer.BadParameter(f"{number} is not {allowed}{unit}.")
 
     return check
-
-
-def _seconds(number: float | None) -> float | None:
-    if number is not None and not number >= 0:  # also refuses nan, which min= would accept
-        raise typer.BadParameter(f"{number} is no number of seconds.")
-    return number
-
-
-def _inches(number: float | None) -> float | None:
-    if number is not None and not 2 <= number <= 100:
-        raise typer.BadParameter(f"{number:g} is not from 2 to 100 inches.")
-    return number
 
 
 def _size(text: str | int) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     try:
-        size = int(text)
+        return int(_between(1)(int(text)))
     except ValueError:
         raise typer.BadParameter(f"{text!r} is neither a number nor auto.") from None
-    if size < 1:
-        raise typer.BadParameter(f"{size} is less than 1.")
-    _of_64_bits(size)
-    return size
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"data": _path, "batch_size": _size}
-_CHECKS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size"), _at_least(1)),
-    **dict.fromkeys(("workers", "keep_inputs", "report.keep_inputs"), _at_least(0)),
-    **dict.fromkeys(("seconds", "checkpoint_every"), _seconds),
-    "dpi": _at_least(20, 1200),
-    "seed": _of_64_bits,
-    "width": _inches,
+_CHECKS = {
+    **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size"), _between(1)),
+    **dict.fromkeys(("workers", "keep_inputs", "report.keep_inputs"), _between(0)),
+    **dict.fromkeys(("seconds", "checkpoint_every"), _between(0, math.inf, " seconds")),
+    "dpi": _between(20, 1200),
+    "seed": _between(-(2**63)),
+    "width": _between(2, 100, " inches"),
 }
 _SHOWN_DEFAULTS = {"compare.weights": "pretrained"}
 
 
-def declared(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give the parameters of a command, which have plain types, the options of the table; Typer reads them there.
+def declared(
+    examples: str = "", *, without: Collection[str] = (), first_rank_only: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare the parameters of a command as Typer options, by the table of options.
 
-    Its parameters ``run``, ``look`` and ``say`` are shared options: those of their classes take their place.
+    Parameters called ``run``, ``look`` and ``say`` stand for groups: the parameters of their classes replace them.
 
     Args:
-        without: shared options that the command does not have; nor has it twice those of its own parameters.
-
-    >>> from normscope.cli.output import Output
-    >>> @declared(without=("as_csv",))
-    ... def models(output: Path, *, say: Output, keep: int = 2) -> None:
-    ...     print(output, say.as_json, keep)
-    >>> list(inspect.signature(models).parameters)
-    ['output', 'keep', 'as_json', 'quiet']
-    >>> inspect.signature(models).parameters["quiet"].annotation.__metadata__[0].help[:26]
-    'No progress and no remarks'
-    >>> models(output="here", as_json=True)
-    here True 2
+        examples: last lines of the command's help.
+        without: options of the groups that the command lacks. Its own parameters precede those of a group.
+        first_rank_only: of several ranks, only the first runs the command.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -245,19 +222,20 @@ def declared(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]]
             shared = inspect.signature(options, eval_str=True).parameters
             members[group] = [name for name in shared if name not in (*without, *parameters)]
             parameters |= {name: shared[name] for name in members[group]}
-        placed = [_declaration(command.__name__, parameter) for parameter in parameters.values()]
+        declarations = [_declaration(command.__name__, parameter) for parameter in parameters.values()]
+        in_order = [parameter for _, parameter in sorted(declarations, key=lambda pair: pair[0])]
 
         @functools.wraps(command)
         def with_groups(*arguments: Any, **given: Any) -> None:
-            of_groups = {
-                group: groups[group](**{name: given.pop(name) for name in names if name in given})
-                for group, names in members.items()
-            }
-            command(*arguments, **given, **of_groups)
+            if first_rank_only and not Place.from_environment().speaks:
+                raise typer.Exit
+            for group, names in members.items():
+                given[group] = groups[group](**{name: given.pop(name) for name in names if name in given})
+            command(*arguments, **given)
 
-        in_order = [parameter for _, parameter in sorted(placed, key=lambda pair: pair[0])]
         with_groups.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
         with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
+        with_groups.examples = f"Example{'s' * (' · ' in examples)}: {examples}"  # type: ignore[attr-defined]
         return with_groups
 
     return decorated
@@ -267,28 +245,25 @@ _GROUPS = ("run", "look", "say")
 
 
 def _declaration(command: str, parameter: inspect.Parameter) -> tuple[tuple[bool, int], inspect.Parameter]:
-    """Return the parameter as Typer reads it, and its place in the help."""
+    """Return the position of a parameter in the help, and the parameter as Typer reads it."""
     name, required = parameter.name, parameter.default is parameter.empty
-    keys = (f"{command}.{name}", f"{_LIKE.get(command)}.{name}", name)
     rows = [(panel, key) for panel, of_panel in _ROWS.items() for key in of_panel]
-    panel, key = next(row for wanted in keys for row in rows if row[1] == wanted)
+    keys = (f"{command}.{name}", f"{_LIKE.get(command)}.{name}", name)
+    panel, key = next(row for key in keys for row in rows if row[1] == key)
     metavar, _, text = _ROWS[panel][key].rpartition("  ")
     look: dict[str, Any] = {
         "metavar": metavar or None,
         "help": text,
         "show_default": _SHOWN_DEFAULTS.get(key, parameter.default is not None),
     }
-    declaration: Any
-    if panel == _ARGUMENTS:
-        declaration = Annotated[parameter.annotation, typer.Argument(**look)]
-    else:
-        flag = [f"--{name.replace('_', '-')}"]  # Typer would add --no-…
-        names = _NAMES.get(name, flag)
-        parser = _PARSERS.get(key)
-        option = typer.Option(*names, **look, rich_help_panel=panel, callback=_CHECKS.get(key), parser=parser)
-        declaration = Annotated[Any if parser else parameter.annotation, option]
-    place = (panel != _ARGUMENTS and not required, rows.index((panel, key)))
-    return place, parameter.replace(annotation=declaration, kind=parameter.KEYWORD_ONLY)
+    kind, declaration = parameter.annotation, typer.Argument(**look)
+    if panel != _ARGUMENTS:
+        names = _NAMES.get(name, [f"--{name.replace('_', '-')}"])  # Typer itself would add --no-…
+        kind = Any if key in _PARSERS else kind
+        look |= {"callback": _CHECKS.get(key), "parser": _PARSERS.get(key), "rich_help_panel": panel}
+        declaration = typer.Option(*names, **look)
+    position = (panel != _ARGUMENTS and not required, rows.index((panel, key)))
+    return position, parameter.replace(annotation=Annotated[kind, declaration], kind=parameter.KEYWORD_ONLY)
 
 
 _FORMATS = ("png", "svg", "pdf")
@@ -336,7 +311,7 @@ class FigureFiles:
                 check_writable(self.path(title, view))
 
     def save(self, figure: Any, title: str, view: str, shown: Any, say: Output) -> str:
-        """Write a figure, report its file, and return its name; two of one title do not overwrite each other."""
+        """Write a figure, report its file and return its name; two of one title do not overwrite each other."""
         path = self.path(title, view)
         normscope.save_figure(figure, path, shown, self.look.dpi)
         self.written.append(str(path))
@@ -366,7 +341,7 @@ class FigureFiles:
             return asked or "png"
         if asked not in (None, named):
             raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
-        many = f"--by {self.by} draws a figure for each" if self.by is not None else ""
+        many = "" if self.by is None else f"--by {self.by} draws a figure for each"
         if len(self.views) > 1:
             many = f"each model has {len(self.views)} figures"
         if len(self.titles) > 1:
@@ -376,17 +351,18 @@ class FigureFiles:
         return named
 
 
-def check_plot(plot: Path | None, names: Sequence[str], by: str | None) -> None:
+def check_plot(plot: Path | None, names: Sequence[str] = (), by: str | None = None) -> None:
     """Refuse, before anything is run, a file that no figure of one capture can be written to; UsageError."""
-    if plot is not None:
-        if plot.suffix.lower().removeprefix(".") not in _FORMATS:
-            raise UsageError(f"--plot {plot} names no figure: its file ends in .png, .svg or .pdf.")
-        if len(names) > 1 or by is not None:
-            many = f"there are {len(names)} models" if len(names) > 1 else f"--by {by} makes several captures"
-            raise UsageError(f"--plot {plot} is one file, but {many}. Give one at a time.")
-        check_writable(plot)
+    if plot is None:
+        return
+    if plot.suffix.lower().removeprefix(".") not in _FORMATS:
+        raise UsageError(f"--plot {plot} names no figure: its file ends in .png, .svg or .pdf.")
+    if len(names) > 1 or by is not None:
+        many = f"there are {len(names)} models" if len(names) > 1 else f"--by {by} makes several captures"
+        raise UsageError(f"--plot {plot} is one file, but {many}. Give one at a time.")
+    check_writable(plot)
 
 
 def figure_title(capture: Capture) -> str:
-    """Name what a figure of this capture shows: the model, and the part of its data if it is one."""
+    """Return the model of a capture and, if it is a part of the data, the part."""
     return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)

@@ -1,4 +1,4 @@
-"""Output of a command: results on stdout and in files (JSON, CSV, Parquet, YAML, tables); all else on stderr."""
+"""Output of a command: results on stdout and in files (JSON, CSV, Parquet, YAML, tables); the rest on stderr."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from normscope.runtime.progress import Progress
 
 Row: TypeAlias = Mapping[str, Any]
-CSV, PARQUET, YAML = ".csv", ".parquet", (".yaml", ".yml")
-LATEX, MARKDOWN = ".tex", ".md"
-_JSON = (".json", "")
+_SUFFIXES = (".csv", ".parquet", ".tex", ".md", ".yaml", ".yml", ".json", "")
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
+_MOST_NAMED = 4  # inputs that are kept, in a remark
+_SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
 
 
 def _console(stderr: bool) -> Console:
@@ -47,43 +47,37 @@ def _console(stderr: bool) -> Console:
 
 
 def print_error(sentence: str) -> None:
-    """Print why the command failed, on stderr; of several ranks each says which it is."""
+    """Print an error on stderr, after the number of the rank if it is not the first."""
     place = Place.from_environment()
     rank = "" if place.speaks else f"rank {place.rank}: "
     _console(stderr=True).print(f"{rank}[bold red]Error:[/] {_harmless(sentence)}", soft_wrap=True)
 
 
 def print_stop(sentence: str) -> None:
-    """Print on stderr that the command was stopped and how to go on; only the first rank does."""
+    """Print on stderr how to go on after a stop; only the first rank does."""
     if Place.from_environment().speaks:
         _console(stderr=True).print(_harmless(sentence), soft_wrap=True)
 
 
 def _harmless(text: str) -> str:
-    """Escape what a terminal would obey in names that come from files; every text is one line."""
+    """Escape control characters and markup in names that come from files; the text stays on one line."""
     return escape(visible(text))
 
 
 def _print_words(console: Console, text: str, style: str = "") -> None:
-    """Print sentences: a terminal's lines end between words, and what goes to a file or a program is one line."""
+    """Print sentences: a terminal breaks lines between words; a file or a program gets one line."""
     words = Text(visible(text), style=style, overflow="ignore")
     console.print(words, soft_wrap=not console.is_terminal, crop=False)
-
-
-_MOST_NAMED = 4  # inputs that are kept, in a remark
-_SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
 
 
 class Output:
     """A command's output; of several ranks only the first one prints and writes.
 
     Attributes:
-        as_json: results are one JSON document on stdout, and nothing else is there.
+        as_json: stdout contains one JSON document and nothing else.
+        as_csv: stdout contains rows and nothing else.
+        file: receives rows (.csv, .parquet), tables (.tex, .md) or the document (.yaml, .yml, .json, no suffix).
         quiet: leave out progress and remarks; warnings stay.
-        file: where the result is written to, if anywhere: its rows if it ends in .csv or .parquet, its tables if it
-            ends in .tex or .md, else the whole document, as YAML if it ends in .yaml or .yml and as JSON if it ends in
-            .json or has no suffix.
-        as_csv: results are rows on stdout, and nothing else is there.
     """
 
     _tables: list[tuple[str, Table]]
@@ -95,22 +89,23 @@ class Output:
         if as_json and as_csv:
             raise UsageError("--json and --csv both take all of stdout. Give one; --output writes another.")
         self.as_json, self.quiet, self.file, self.as_csv = as_json, quiet, output, as_csv
+        self._suffix = "" if output is None else output.suffix.lower()
+        if self._suffix not in _SUFFIXES:
+            raise UsageError(
+                f"--output {output} ends in {self._suffix}, but a result's file ends in .csv, .parquet, .tex, .md, "
+                ".yaml, .yml or .json."
+            )
         if output is not None:
-            if output.suffix.lower() not in (CSV, PARQUET, *YAML, LATEX, MARKDOWN, *_JSON):
-                raise UsageError(
-                    f"--output {output} ends in {output.suffix}, but a result's file ends in .csv, .parquet, .tex, "
-                    ".md, .yaml, .yml or .json."
-                )
             check_writable(output)
-            if output.suffix.lower() == PARQUET:
-                try:
-                    import pyarrow.parquet  # noqa: F401 - to learn whether it can be imported
-                except ImportError as error:
-                    raise UsageError(
-                        f"Cannot write {output}: Parquet needs pyarrow, which cannot be imported ({error}). "
-                        "Install it: pip install 'normscope[parquet]'."
-                    ) from error
-        self._for_programs = as_json or as_csv  # stdout takes a document or rows alone
+        if self._suffix == ".parquet":
+            try:
+                import pyarrow.parquet  # noqa: F401 - to learn whether it can be imported
+            except ImportError as error:
+                raise UsageError(
+                    f"Cannot write {output}: Parquet needs pyarrow, which cannot be imported ({error}). "
+                    "Install it: pip install 'normscope[parquet]'."
+                ) from error
+        self._for_programs = as_json or as_csv
         self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
@@ -137,7 +132,7 @@ class Output:
         if isinstance(shown, str):
             self._results.print(_harmless(shown), soft_wrap=True)
             return
-        # A number broken over two lines would read as two: better what is wider than a terminal of fewer columns yet.
+        # A number broken over two lines would read as two, so a table may be wider than a terminal of few columns.
         width = self._results.width
         unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
         self._results.width = max(width, self._results.measure(shown, options=unbounded).minimum)
@@ -145,7 +140,7 @@ class Output:
         self._results.width = width
 
     def sentences(self, text: str) -> None:
-        """Show a result in words, whose lines break between words."""
+        """Show a result in words."""
         if self._speaks and not self._for_programs:
             _print_words(self._results, text)
 
@@ -155,11 +150,9 @@ class Output:
         self.sentences(self._above)
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
-        """Print the result in the form that was asked for, and write it to the file if one was given.
+        """Print the result as JSON or CSV if requested, and write the file if one was given.
 
-        Args:
-            document: the result, of JSON's types.
-            rows: its table. Without any, a file of any known suffix gets the document.
+        ``rows`` are its table; without them, a .csv or .parquet file gets the document.
         """
         if not self._speaks:
             return
@@ -171,17 +164,16 @@ class Output:
             sys.stdout.write(as_csv(rows or ()))
         if self.file is None:
             return
-        suffix = self.file.suffix.lower()
-        if suffix == PARQUET and rows is not None:
+        if self._suffix == ".parquet" and rows is not None:
             write_parquet(rows, self.file)
         else:
-            if suffix == CSV and rows is not None:
+            if self._suffix == ".csv" and rows is not None:
                 text = as_csv(rows)
-            elif suffix in (LATEX, MARKDOWN):
+            elif self._suffix in (".tex", ".md"):
                 from normscope.tables.markup import as_latex, as_markdown
 
-                text = (as_latex if suffix == LATEX else as_markdown)(self._tables)
-            elif suffix in YAML:
+                text = (as_latex if self._suffix == ".tex" else as_markdown)(self._tables)
+            elif self._suffix in (".yaml", ".yml"):
                 text = as_yaml(document)
             with whole_file(self.file) as partial:
                 partial.write_text(text, encoding="utf-8", newline="")
@@ -194,14 +186,15 @@ class Output:
         module = network.module
         tensors = list(module.parameters()) or list(module.buffers())[:1]
         dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
-        where = f", on {listed(places(module))} in {listed(dtypes)}" if dtypes else ""
+        where = f", on {' and '.join(places(module))} in {' and '.join(dtypes)}" if dtypes else ""
         line = f"{network.name}: {network.provenance.description}{where}"
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
-    def account(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
-        """Report the samples of a capture, and the norms, inputs and tokens that were left out."""
+    def account(self, capture: Capture, layers: str = "all", unreadable: Sequence[str] = ()) -> None:
+        """Report the samples and sites of a capture, and the norms, inputs and tokens that were left out."""
         self.observed(capture, unreadable)
         self.skipped(capture.skipped)
+        self.chosen(capture.sites, layers)
 
     def observed(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
         """Report the samples of a capture, and the inputs and tokens that were left out."""
@@ -215,7 +208,7 @@ class Output:
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
 
     def chosen(self, sites: Sequence[NormSite], asked: str, option: str = "--layers") -> None:
-        """Report the sites that were chosen, if a single number was given."""
+        """Report the sites that a number of sites stands for."""
         from normscope.pairs.norms.sites import is_number
 
         if is_number(asked):
@@ -223,20 +216,20 @@ class Output:
             self.remark(f"{option} {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
 
     def kept_inputs(self, capture: Capture) -> None:
-        """Name the inputs that are kept in the file."""
+        """Report the inputs that are kept in the file."""
         shown = [f"the {kept.preview.kind} of {kept.name}" for kept in capture.inputs[:_MOST_NAMED]]
         more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
         if shown:
             self.remark(f"kept to be looked at: {', '.join(shown + more)}")
 
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:
-        """Name every norm that was seen and not observed."""
+        """Report norms that could not be observed."""
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
     @contextlib.contextmanager
     def bars(self) -> Iterator[Progress]:
-        """Show a progress bar for each stage; lines now and then where stderr is no terminal; nothing when quiet."""
+        """Show progress: bars on a terminal, lines now and then elsewhere, nothing when quiet."""
         if not self._remarks.is_terminal:
             yield self._lines
             return
@@ -274,51 +267,31 @@ class ProgressLines:
     def __init__(self, remark: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
         """Print lines with ``remark``; ``now`` returns seconds."""
         self._remark, self._now = remark, now
-        self._stage, self._first, self._done = "", 0, 0
-        self._began = self._next_line = 0.0
-        self._steps: set[str] = set()
+        self._stages: dict[str, tuple[float, int, float]] = {}  # when it began, with how much done; time of a line
 
     def __call__(self, stage: str, done: int, of: int | None) -> None:
         """Report progress, see :data:`normscope.runtime.progress.Progress`."""
+        now, is_new = self._now(), stage not in self._stages
+        if is_new or done == 0:
+            self._stages[stage] = now, done, now + _SECONDS_TO_A_LINE
         if is_one_step(stage):
-            if stage not in self._steps:
+            if is_new:
                 self._remark(stage)
-            self._steps.add(stage)
             return
-        now = self._now()
-        if stage != self._stage or done < self._done:
-            self._stage, self._first, self._began, self._next_line = stage, done, now, now + _SECONDS_TO_A_LINE
-        self._done = done
-        if now < self._next_line or done == of:
+        began, first, next_line = self._stages[stage]
+        if now < next_line or done == of:
             return
-        self._next_line = now + _SECONDS_BETWEEN_LINES
-        if of is None:
-            self._remark(f"{stage}: {done:,}")
-        else:
-            left = timedelta(seconds=round((now - self._began) / max(1, done - self._first) * (of - done)))
-            self._remark(f"{stage}: {done:,} of {of:,}, {left} left")
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names in a row, as in a sentence.
-
-    >>> listed(["cuda:0", "cpu", "disk"])
-    'cuda:0, cpu and disk'
-    """
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        self._stages[stage] = began, first, now + _SECONDS_BETWEEN_LINES
+        amount = f"{done:,}"
+        if of is not None:
+            left = timedelta(seconds=round((now - began) / max(1, done - first) * (of - done)))
+            amount += f" of {of:,}, {left} left"
+        self._remark(f"{stage}: {amount}")
 
 
 def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:
     """List the norms that were not observed, with the model that each belongs to."""
     return [{"model": capture.about["model"], **norm.as_dict()} for capture in captures for norm in capture.skipped]
-
-
-def pairs_as_json(capture: Capture) -> list[dict[str, str | int]]:
-    """List the norm sites with how much was seen of each."""
-    return [
-        {"name": site.name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
-        for site, stats in ((site, capture.stats[site.name]) for site in capture.sites)
-    ]
 
 
 def _cell(value: Any) -> Any:
@@ -330,11 +303,10 @@ class _Lines(list[str]):
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    r"""Write rows as CSV, quoted as in RFC 4180; lines end in \n, as all that this program prints.
+    r"""Return rows as CSV, quoted as in RFC 4180, with lines that end in \n.
 
-    The columns are those of all rows, in the order in which they first appear. A cell that a row lacks, or has as None,
-    is empty. Numbers read back exactly, and a truth value is ``true`` or ``false``. Names are written as they are, even
-    if a spreadsheet takes them for formulas (``=``, ``+``, ``-``, ``@``): a prefix would make another name of them.
+    The columns are those of all rows, in the order in which they first appear; a missing cell or None is empty. Numbers
+    read back exactly. Names stay exact even if a spreadsheet takes them for formulas (``=``, ``+``, ``-``, ``@``).
 
     >>> as_csv([{"site": "a,b", "alpha": 0.1}, {"site": "norm", "straight": True}])
     'site,alpha,straight\n"a,b",0.1,\nnorm,,true\n'
@@ -347,7 +319,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_yaml(document: Mapping[str, Any]) -> str:
-    """Write a document of JSON's types as YAML, in its own order.
+    """Return a document of JSON's types as YAML, in its own order.
 
     >>> print(as_yaml({"α": 0.5, "kinds": ["blocks.*.norm1"]}), end="")
     α: 0.5
@@ -359,25 +331,10 @@ def as_yaml(document: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
 
 
-def check_capture_file(path: Path, force: bool) -> None:
-    """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
-    check_writable(path)
-    if path.exists() and not force:
-        from normscope.pairs.storage import is_capture
-
-        if not is_capture(path):
-            raise UsageError(
-                f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
-            )
-
-
 def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as Parquet, whole or not at all: the columns of :func:`as_csv`, with the types of their values.
+    """Write rows as Parquet: the columns of :func:`as_csv`, typed, with null for None; UsageError if that fails.
 
-    None is null. The file's metadata contain the version of normscope, under the key ``normscope``.
-
-    Raises:
-        UsageError: if the file cannot be written there.
+    The file's metadata contain the version of normscope, under the key ``normscope``.
     """
     from importlib.metadata import version
 
@@ -385,7 +342,7 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
     from pyarrow import parquet
 
     table = pa.table(_columns(rows)).replace_schema_metadata({"normscope": version("normscope")})
-    written = io.BytesIO()  # pyarrow words the system's errors in its own way
+    written = io.BytesIO()  # whole_file reports the system's errors
     parquet.write_table(table, written)
     with whole_file(path) as partial:
         partial.write_bytes(written.getvalue())

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import TextIO, cast
 
 from normscope.runtime.processes import Place
 
@@ -19,22 +19,20 @@ _CLOSED_PIPE = 141  # 128 + SIGPIPE, as a shell reports a program that the signa
 
 
 class StreamError(Exception):
-    """Standard output or standard error takes nothing more.
-
-    No OSError, and no NormscopeError: what handles those (rich, typer, files being written) must let this one pass.
+    """Standard output or standard error accepts nothing more; no OSError, which rich and typer would handle.
 
     Attributes:
-        sentence: what to tell the user; empty for a closed pipe, whose reader has seen enough.
+        sentence: the message for the user; empty for a closed pipe, whose reader has seen enough.
     """
 
     def __init__(self, sentence: str, exit_status: int) -> None:
-        """Keep what to say and how to exit."""
+        """Keep the message and the exit status."""
         super().__init__(sentence)
         self.sentence, self.exit_status = sentence, exit_status
 
 
 class _Stream(io.TextIOWrapper):
-    """A standard stream that raises StreamError once, and from then on drops what is written to it."""
+    """A standard stream that raises StreamError once, and from then on drops all output."""
 
     def write(self, text: str, /) -> int:
         try:
@@ -49,7 +47,7 @@ class _Stream(io.TextIOWrapper):
             raise self._lost(error) from error
 
     def _lost(self, error: OSError) -> StreamError:
-        # What is still in the buffer is dropped, as it would fail again when the interpreter exits.
+        # The buffer's content is dropped, as writing it would fail again when the interpreter exits.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
@@ -60,27 +58,13 @@ class _Stream(io.TextIOWrapper):
 
 
 def guard_streams() -> None:
-    """Make standard output and standard error raise StreamError where they cannot be written.
-
-    Raises:
-        StreamError: if standard output is closed.
-    """
-    if sys.stderr is None:
-        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
-    else:
-        sys.stderr = _guarded(sys.stderr)
-    if sys.stdout is None:
-        raise StreamError("Standard output is closed; give it a file or a pipe.", _USAGE)
-    sys.stdout = _guarded(sys.stdout)
+    """Make standard output and standard error raise StreamError if they cannot be written; closed ones stay silent."""
+    sys.stdout, sys.stderr = map(_guarded, (sys.stdout, sys.stderr))
 
 
-def flush_streams() -> None:
-    """Write what is still in the buffers; StreamError if that fails."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-
-
-def _guarded(stream: object) -> _Stream:
+def _guarded(stream: TextIO | None) -> TextIO:
+    if stream is None:
+        return Path(os.devnull).open("w")
     text = cast(io.TextIOWrapper, stream)
     return _Stream(
         cast(io.BufferedWriter, text.buffer),
@@ -91,26 +75,21 @@ def _guarded(stream: object) -> _Stream:
     )
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 @contextlib.contextmanager
 def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> Iterator[Callable[[], bool]]:
-    """Yield a function that says whether to stop between chunks; a second signal interrupts at once.
+    """Yield a function that returns True once a signal has asked to stop; a second signal interrupts at once.
 
-    Not so under torchrun, which passes on what the terminal has told all processes already: a second signal is none of
-    the user's. It kills them after half a minute.
+    Under torchrun a second signal changes nothing: torchrun repeats the signal that the terminal has already sent to
+    all processes, and kills them after half a minute.
 
     Args:
-        say: called once with a sentence for the user, at the first signal.
+        say: called with a sentence for the user at the first signal.
         never: leave the signals as they are, where nothing would be kept.
     """
-    asked = False
     if never:
         yield lambda: False
         return
-
-    launched = Place.from_environment().launched
+    asked, launched = False, Place.from_environment().launched
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
@@ -118,10 +97,10 @@ def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> 
             raise KeyboardInterrupt
         if not asked:
             asked = True
-            with contextlib.suppress(Exception):  # who reads stderr, a tee perhaps, got the signal too, and may be gone
+            with contextlib.suppress(Exception):  # the reader of stderr, such as tee, may have ended by the signal too
                 say("Finishing the batch." if launched else "Finishing the batch; once more to stop at once.")
 
-    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: asked
     finally:

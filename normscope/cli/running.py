@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
     from normscope.pairs.ranks import Checkpoints, Ranks
 
-
 _OF_CAPTURES = ("sample", "verify")  # options that normscope.load does not take
+_BY = ("timestep",)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RunOptions:
     verify: bool = False
 
     def load(self, name: str, output: Output) -> LoadedModel:
-        """Load a model and say which."""
+        """Load a model and report its weights and device."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_CAPTURES}
         network = normscope.load(name, **given)
         output.introduce(network)
@@ -63,7 +63,7 @@ class RunOptions:
         checkpoints: Checkpoints | None = None,
         **kept: Any,
     ) -> Capture:
-        """Run a network on its inputs, with progress; which sums are kept besides, see :class:`Summing`."""
+        """Run a network on its inputs, with progress; ``kept`` names additional sums, see :class:`Summing`."""
         from normscope.pairs.capture import captured
         from normscope.pairs.recorder import Summing
 
@@ -73,25 +73,20 @@ class RunOptions:
                 network, summing=summing, layers=layers, progress=progress, ranks=ranks, checkpoints=checkpoints
             )
 
-    @contextlib.contextmanager
-    def joined(self) -> Iterator[Ranks]:
-        """Join the processes that torchrun started, meanwhile; alone where it started none."""
+    def joined(self) -> AbstractContextManager[Ranks]:
+        """Context in which the processes that torchrun started work together; a single process works alone."""
         from normscope.models.weights.devices import resolve_device
         from normscope.pairs.ranks import joined
 
-        with joined(Place.from_environment(), resolve_device(self.device)) as ranks:
-            yield ranks
+        return joined(Place.from_environment(), resolve_device(self.device))
 
     def changed(self) -> list[str]:
         """Name the options that are not at their defaults."""
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
-_BY = ("timestep",)
-
-
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
-    """Return the names that were given; without any, those of the embedded models that can be loaded, and say so."""
+    """Return the given names; without any, report and return the embedded models that can be loaded."""
     if names:
         return list(names)
     loadable, left_out = [], []
@@ -109,7 +104,7 @@ def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
 
 
 def sources(models: Sequence[str] | None, run: RunOptions, by: str | None, output: Output) -> list[str]:
-    """Return the models and captures that a command takes, once all are checked and before the first is run."""
+    """Return the models and captures that a command takes, all checked before the first is run."""
     names = named_or_embedded(models, output)
     check_sources(names, run)
     check_by(by, names)
@@ -117,12 +112,7 @@ def sources(models: Sequence[str] | None, run: RunOptions, by: str | None, outpu
 
 
 def check_models(names: Sequence[str]) -> None:
-    """Refuse what names no model, before the first one is run.
-
-    Raises:
-        ModelError: if there is no such model, or the library that it is of cannot be imported.
-        UsageError: if it is a file's name instead.
-    """
+    """Refuse names of no model, before the first is run: ModelError, and UsageError for a file's name."""
     entries = []
     for name in names:
         try:
@@ -139,12 +129,9 @@ def check_models(names: Sequence[str]) -> None:
 
 
 def check_sources(names: Sequence[str], run: RunOptions) -> None:
-    """Refuse what names neither a model nor a capture file, before the first one is run.
+    """Refuse names of neither a model nor a capture file, and options that a file ignores, before the first is run.
 
-    Raises:
-        ModelError: if there is no such model, or the library that it is of cannot be imported.
-        DataError: if there is no such file.
-        UsageError: if an option that only running a network can follow comes with a capture file.
+    Raises ModelError, DataError and UsageError.
     """
     for name in filter(_is_file, names):
         if changed := run.changed():
@@ -159,39 +146,31 @@ def check_sources(names: Sequence[str], run: RunOptions) -> None:
 
 
 def check_by(by: str | None, names: Sequence[str]) -> None:
-    """Refuse to keep apart what captures of these models do not, before the first one is run; UsageError."""
-    if by is None:
-        return
-    if by not in _BY:
+    """Refuse, before the first model is run, to keep parts apart that a model does not have; UsageError."""
+    if by is not None and by not in _BY:
         raise UsageError(unknown("part", by, _BY))
-    for name in names:
+    for name in names if by else ():
         if not _is_file(name) and registry.find(name).family not in ("diffusion", "your own"):
             raise _without_parts(name, by)
 
 
-def _without_parts(name: str, by: str) -> UsageError:
+def _without_parts(name: str, by: str | None) -> UsageError:
     if _is_file(name):
         return UsageError(f"{name} keeps no {by}s apart; `normscope capture MODEL --by {by} -o {name}` does.")
     return UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
 
 
 def captures(
-    models: Sequence[tuple[str, RunOptions]],
-    layers: str,
-    output: Output,
-    by: str | None = None,
-    **kept: Any,
+    models: Sequence[tuple[str, RunOptions]], layers: str, output: Output, by: str | None = None, **kept: Any
 ) -> Iterator[Capture]:
-    """Capture each model, or read each capture file; give the parts of each in its place where ``by`` names them.
+    """Capture each model or read each capture file, and yield it, or its parts if ``by`` names them.
 
-    Models are captured with the sums weighted by γ², per channel, or of the Jacobian's diagonal, that are asked for; a
-    file has what it has. Ranks divide the inputs of each model among them; then the first of them alone gets the
-    captures, and the others are done.
+    Models are captured with the additional sums ``kept``; a file has the sums that it was captured with. Ranks divide
+    the inputs of each model among them; then only the first rank receives the captures, and the others exit.
 
     Raises:
-        DataError: if a file is no capture.
-        UsageError: if a capture has no such parts.
-        typer.Exit: at the end, of all ranks but the first.
+        DataError, UsageError: if a file is no capture, or has no such parts.
+        typer.Exit: at the end, in all ranks but the first.
     """
     speaks = Place.from_environment().speaks
     for name, run in models:
@@ -199,30 +178,22 @@ def captures(
             with run.joined() as ranks:
                 network = run.load(name, output)
                 seen = run.capture(network, layers, output, ranks, by_part=by is not None, **kept)
-                output.account(seen, network.inputs.unreadable)
-                output.chosen(seen.sites, layers)
-                del network  # before there is another
+                output.account(seen, layers, network.inputs.unreadable)
+                del network  # before the next is loaded
         elif speaks:
             seen = normscope.load_capture(name).only(layers)
-            output.account(seen)
-            output.chosen(seen.sites, layers)
+            output.account(seen, layers)
         if speaks:
-            yield from _parts(name, seen, by)
+            parts = [part for title, part in seen.parts.items() if title.startswith(f"{by} ")]
+            if by and not parts:
+                raise _without_parts(name, by)
+            yield from parts if by else [seen]
     if not speaks:
         raise typer.Exit
 
 
-def _parts(name: str, capture: Capture, by: str | None) -> list[Capture]:
-    if by is None:
-        return [capture]
-    parts = [part for title, part in capture.parts.items() if title.startswith(f"{by} ")]
-    if not parts:
-        raise _without_parts(name, by)
-    return parts
-
-
 def family_of(capture: Capture) -> str | None:
-    """Return the family of a captured model; None of one that only its user knows."""
+    """Return the family of a captured model; None for a user's own network."""
     try:
         return capture.about.get("family") or registry.find(capture.about["model"]).families[0]
     except ModelError:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import normscope
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.held_out import divided
+from normscope.runtime.processes import Place
 from normscope.swaps.inits import CALIBRATED, INITS
 
 if TYPE_CHECKING:
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import Curve
-    from normscope.inputs.chunks import Inputs
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
-    from normscope.runtime.processes import Place
+    from normscope.swaps.drift.keep import After
     from normscope.swaps.reports import Quality
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
@@ -82,9 +81,14 @@ class SwapChoice:
     @property
     def start(self) -> str:
         """The initialization as reports name it; empty for an RMSNorm, which has no start values."""
+        return CALIBRATED if self.calibrated else self.uncalibrated
+
+    @property
+    def uncalibrated(self) -> str:
+        """The initialization before any calibration."""
         from normscope.swaps.start import RMS_NORM
 
-        return "" if self.asked == RMS_NORM else CALIBRATED if self.calibrated else self.init
+        return "" if self.asked == RMS_NORM else self.init
 
     @property
     def begin(self) -> str:
@@ -110,25 +114,13 @@ def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[Swa
     return choices
 
 
-def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
-    """Refuse, before any work, kernels of ``NORMSCOPE_KERNELS`` that the device does not have; UsageError.
-
-    The curves of ``best`` are chosen by the fits; their kernels are checked with the modules.
-    """
-    import torch
-
-    from normscope.fits.curves.known import BEST
-    from normscope.models.weights.devices import resolve_device
-    from normscope.swaps.kernels.choice import by_kernels
-    from normscope.swaps.start import RMS_NORM
-
-    stand_ins = {BEST: "tanh", RMS_NORM: "linear"}
-    for choice in choices:
-        name = choice.asked if isinstance(choice.asked, str) else choice.asked.function_name
-        by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
+def check_alone(what: str, more: str = "") -> None:
+    """Refuse work that several ranks cannot divide; UsageError."""
+    if not (place := Place.from_environment()).alone:
+        raise UsageError(f"{what} in one process, and torchrun started {place.ranks}. Start it without torchrun{more}.")
 
 
-def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], place: Place) -> None:
+def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> None:
     """Refuse, before any work, a calibration that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
 
@@ -139,130 +131,11 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], place
         raise UsageError(f"--refit {refit} says what --init calibrated may change; add that, or leave it out.")
     if asked and not any(choice.calibrated for choice in choices):
         raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
-    if asked and not place.alone:
-        raise UsageError(
-            f"Calibration runs in one process, and torchrun started {place.ranks}. Start it without torchrun."
-        )
+    if asked:
+        check_alone("Calibration runs")
 
 
-def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:
-    """Report the layers and samples that a calibration left out."""
-    if left:
-        path, reason = next(iter(left.items()))
-        others = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
-        say.remark(f"not refitted: {path} ({reason}){others}")
-    if left_out:
-        say.warn(f"{count(left_out, 'sample')} did not fit into memory, and nothing was learned from them")
-
-
-def tell_quality(quality: Quality | None, untold: str, func: str, init: str, say: Output) -> None:
-    """Print the quality of the original and of the swapped network, or why there is none."""
-    from normscope.tables.drift import quality_table
-
-    say.result(quality_table({(func, init): quality}) if quality else f"No quality: {untold}.")
-
-
-class SwapSource:
-    """A network, its norms to be swapped, and the inputs that start values are computed from.
-
-    Attributes:
-        norms: the sites.
-        skipped: norms that cannot be swapped, as they cannot be observed.
-        least: how many of the norms to swap, those whose swap alone moves the output least; None for all.
-        learned: inputs to fit to.
-        held_out: inputs to measure on.
-        sample: a batch of one sample.
-    """
-
-    def __init__(self, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> None:
-        """Find the norms, and choose the sites; UsageError if there are none.
-
-        Ranks divide captures and drift among them, and arrive at the same start values.
-        """
-        from normscope.pairs.norms.sites import select_by_placement
-
-        least = _LEAST.fullmatch(sites.strip())
-        if sites.strip().startswith("least") and not least:
-            raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
-        self.network, self.ranks, self._seed, self._say = network, ranks, seed, say
-        self.sample = network.inputs.first_sample()
-        report = normscope.find_norms(network, self.sample)
-        self.skipped = report.skipped
-        say.skipped(report.skipped)
-        self.norms = select_by_placement(report.sites, "all" if least else sites)
-        say.chosen(self.norms, sites, "--sites")
-        if least and int(least[1]) > len(self.norms):
-            raise UsageError(f"--sites {sites} asks for more norms than there are: {len(self.norms)}.")
-        self.least = int(least[1]) if least else None
-        self._seen: dict[str, Capture] = {}
-
-    @cached_property
-    def _divided(self) -> tuple[Inputs, Inputs]:
-        return divided(self.network.inputs, self.network.calibration)
-
-    @property
-    def learned(self) -> Inputs:
-        """Inputs to fit to."""
-        return self._divided[0]
-
-    @property
-    def held_out(self) -> Inputs:
-        """Inputs to measure on."""
-        return self._divided[1]
-
-    @property
-    def about(self) -> dict[str, str]:
-        """Name the network, and the data that start values were fitted to."""
-        seen = next(iter(self._seen.values()), None)
-        return {**self.network.about, "data": seen.about["data"] if seen else "no data, as nothing was fitted"}
-
-    def fits(self, choice: SwapChoice) -> list[CurveFit] | list[NormSite]:
-        """Return the fits that start values are taken from; the sites alone where nothing is fitted."""
-        from normscope.swaps.start import fitted
-
-        if not choice.needs_pairs:
-            return self.norms
-        seen = self._capture(choice.per)
-        return fitted(seen, choice.asked, choice.init, per=choice.per, shift=choice.shift is not False)
-
-    def replacements(self, choice: SwapChoice, fits: list[CurveFit] | list[NormSite]) -> dict[str, nn.Module]:
-        """Make each norm's replacement, by module path; the learning inputs decide which are least harmful."""
-        from normscope.swaps import pointwise
-
-        modules = normscope.replacements(self.network, choice.asked, fits, init=choice.begin)
-        pointwise.check_kernels(modules.values())
-        if self.least is None:
-            return modules
-        with self._say.bars() as progress:
-            alone = normscope.drift(
-                self.network.module,
-                self.learned,
-                modules,
-                outputs=self.network.outputs,
-                cumulative=False,
-                progress=progress,
-                ranks=self.ranks,
-            )
-        paths = alone.least_harmful(self.least)
-        return {path: module for path, module in modules.items() if path in paths}
-
-    def _capture(self, per: str) -> Capture:
-        from normscope.pairs.capture import captured
-        from normscope.pairs.recorder import Summing
-
-        if per not in self._seen:
-            layers = [norm.name for norm in self.norms]
-            summing = Summing(self._seed, by_gamma=per == "site", per_channel=per == "channel")
-            with self._say.bars() as progress:
-                self._seen[per] = captured(
-                    self.network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks
-                )
-            inputs = self.network.calibration or self.network.inputs
-            self._say.observed(self._seen[per], inputs.unreadable)
-        return self._seen[per]
-
-
-def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Place) -> None:
+def check_keep(keep: int | None, max_drift: float | None, sites: str) -> None:
     """Refuse, before any work, options that cannot choose the norms to keep; UsageError."""
     if keep is None and max_drift is None:
         return
@@ -278,10 +151,103 @@ def check_keep(keep: int | None, max_drift: float | None, sites: str, place: Pla
         raise UsageError(
             f"--sites {sites} and {'--keep' if keep else '--max-drift'} both choose norms; give one of them."
         )
-    if not place.alone:
-        raise UsageError(
-            f"Norms to keep are chosen in one process, and torchrun started {place.ranks}. Start it without torchrun."
-        )
+    check_alone("Norms to keep are chosen")
+
+
+class SwapSource:
+    """A network, its norms to be swapped, and the inputs that start values are computed from.
+
+    Attributes:
+        norms: the sites.
+        skipped: norms that cannot be swapped, as they cannot be observed.
+        least: number of norms to swap, those whose swap alone moves the output least; None for all.
+        learned: inputs to fit to.
+        held_out: inputs to measure on.
+    """
+
+    def __init__(self, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> None:
+        """Find the norms and choose the sites; UsageError if there are none.
+
+        Ranks divide captures and drift among them, and arrive at the same start values.
+        """
+        from normscope.pairs.norms.sites import select_by_placement
+
+        least = _LEAST.fullmatch(sites.strip())
+        if sites.strip().startswith("least") and not least:
+            raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
+        self.network, self.ranks, self._seed, self._say = network, ranks, seed, say
+        report = normscope.find_norms(network, network.inputs.first_sample())
+        self.skipped = report.skipped
+        say.skipped(report.skipped)
+        self.norms = select_by_placement(report.sites, "all" if least else sites)
+        say.chosen(self.norms, sites, "--sites")
+        if least and int(least[1]) > len(self.norms):
+            raise UsageError(f"--sites {sites} asks for more norms than there are: {len(self.norms)}.")
+        self.least = int(least[1]) if least else None
+        self.learned, self.held_out = divided(network.inputs, network.calibration)
+        self._seen: dict[str, Capture] = {}
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Model, weights, and the data that start values were fitted to."""
+        seen = next(iter(self._seen.values()), None)
+        return {**self.network.about, "data": seen.about["data"] if seen else "no data, as nothing was fitted"}
+
+    def fits(self, choice: SwapChoice) -> list[CurveFit] | list[NormSite]:
+        """Return the fits that start values are taken from; only the sites if nothing is fitted."""
+        from normscope.pairs.capture import captured
+        from normscope.pairs.recorder import Summing
+        from normscope.swaps.start import fitted
+
+        if not choice.needs_pairs:
+            return self.norms
+        per, network = choice.per, self.network
+        if per not in self._seen:
+            layers = [norm.name for norm in self.norms]
+            summing = Summing(self._seed, by_gamma=per == "site", per_channel=per == "channel")
+            with self._say.bars() as progress:
+                self._seen[per] = captured(
+                    network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks
+                )
+            self._say.observed(self._seen[per], (network.calibration or network.inputs).unreadable)
+        return fitted(self._seen[per], choice.asked, choice.init, per=per, shift=choice.shift is not False)
+
+    def replacements(self, choice: SwapChoice, fits: list[CurveFit] | list[NormSite]) -> dict[str, nn.Module]:
+        """Make each norm's replacement, by module path; the learning inputs decide which are least harmful."""
+        from normscope.swaps import pointwise
+
+        modules = normscope.replacements(self.network, choice.asked, fits, init=choice.begin)
+        pointwise.check_kernels(modules.values())
+        if self.least is None:
+            return modules
+        with self._say.bars() as progress:
+            outputs, ranks = self.network.outputs, self.ranks
+            alone = normscope.drift(
+                self.network.module,
+                self.learned,
+                modules,
+                outputs=outputs,
+                cumulative=False,
+                progress=progress,
+                ranks=ranks,
+            )
+        paths = alone.least_harmful(self.least)
+        return {path: module for path, module in modules.items() if path in paths}
+
+    def keep(
+        self, modules: Mapping[str, nn.Module], *, number: int | None, after: After | None = None, **options: Any
+    ) -> normscope.KeepReport:
+        """Choose the norms to keep, on the inputs to learn from; options are those of :func:`normscope.keep`."""
+        from normscope.swaps.drift.keep import MOST_SAMPLES
+
+        if number is not None and number >= len(modules):
+            raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")
+        trials = "" if after is None else ", and each number of norms that is tried a calibration"
+        passes = f"up to {len(modules)} passes over at most {MOST_SAMPLES} samples"
+        self._say.remark(f"every norm kept takes {passes}{trials}")
+        options |= {"number": number, "after": after, "held_out": self.held_out, "about": self.about}
+        with self._say.bars() as progress:
+            return normscope.keep(self.network, self.learned, modules, progress=progress, **options)
 
 
 def figure_of_choice(folder: Path) -> Path:
@@ -289,46 +255,36 @@ def figure_of_choice(folder: Path) -> Path:
     return folder.parent / f"{folder.name}-keep.png"
 
 
-def choose(
-    source: SwapSource,
-    modules: Mapping[str, nn.Module],
-    number: int | None,
-    max_drift: float | None,
-    func: str,
-    init: str,
-    say: Output,
-    *,
-    after: Callable[[Sequence[str]], float] | None = None,
-) -> normscope.KeepReport:
-    """Choose the norms to keep, on the inputs to learn from; arguments are those of :func:`normscope.keep`."""
-    from normscope.swaps.drift.keep import MOST_SAMPLES
-
-    if number is not None and number >= len(modules):
-        raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")
-    trials = "" if after is None else ", and each number of norms that is tried a calibration"
-    say.remark(f"every norm kept takes up to {len(modules)} passes over at most {MOST_SAMPLES} samples{trials}")
-    with say.bars() as progress:
-        return normscope.keep(
-            source.network,
-            source.learned,
-            modules,
-            number=number,
-            max_drift=max_drift,
-            held_out=source.held_out,
-            after=after,
-            func=func,
-            init=init,
-            about=source.about,
-            progress=progress,
-        )
-
-
-def tell_choice(choice: normscope.KeepReport, title: str, drawn: Path, say: Output) -> None:
+def tell_choice(choice: normscope.KeepReport, title: str, file: Path, say: Output) -> None:
     """Print the table of the norms kept, and draw it."""
     from normscope.tables.drift import keep_table
 
     say.result(keep_table(choice))
     if not choice.kept:
         say.remark("all norms could be swapped: none had to be kept")
-    about = {**choice.about, "func": choice.func}
-    normscope.save_figure(normscope.plot_keep(choice, title), drawn, about)
+    normscope.save_figure(normscope.plot_keep(choice, title), file, {**choice.about, "func": choice.func})
+
+
+def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:
+    """Report the layers and samples that a calibration left out."""
+    if left:
+        path, reason = next(iter(left.items()))
+        others = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
+        say.remark(f"not refitted: {path} ({reason}){others}")
+    if left_out:
+        say.warn(f"{count(left_out, 'sample')} did not fit into memory, and nothing was learned from them")
+
+
+def tell_quality(quality: Quality | None, untold: str, func: str, init: str, say: Output) -> None:
+    """Print the quality of the original and of the swapped network, or the reason why there is none."""
+    from normscope.tables.drift import quality_table
+
+    say.result(quality_table({(func, init): quality}) if quality else f"No quality: {untold}.")
+
+
+def remark_on_loading(model: str, folder: Path, say: Output) -> None:
+    """Print the call that loads the folder; py: networks are loaded by name."""
+    by_name = model.startswith("py:")
+    text = str(folder)
+    call = f"normscope.load({model!r}, weights={text!r})" if by_name else f"normscope.load_swapped({text!r})"
+    say.remark(f"--weights {folder} takes it in every command; in Python, {call}")

@@ -24,18 +24,7 @@ _ABOUT = ("model", "part", "weights", "data", "dtype", "sample")
 
 
 def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring together what a page shows.
-
-    Args:
-        seen: captures, one at least.
-        fits: of each capture.
-        swaps: as of :func:`normscope.page.swap_results.swap_results`.
-
-    Raises:
-        UsageError: if there is no capture, or not as many lists of fits, or if the fits of a capture weight pairs
-            differently.
-        DataError: if a capture lacks the sums that its fits were made on.
-    """
+    """Return the page's data; UsageError if captures and fits do not match, DataError if a capture lacks their sums."""
     if not seen:
         raise UsageError("There is no capture to report on.")
     if len(seen) != len(fits):
@@ -59,7 +48,7 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
 
 
 def named(capture: Capture) -> str:
-    """The model of a capture, and the part of its data if it is one."""
+    """Return the model of a capture and, if it is a part of the data, the part."""
     return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)
 
 
@@ -67,23 +56,15 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
     """Return the data of one capture, with its sites in the order of their calls."""
     names = {site.name for site in capture.sites}
     of_sites = [fit for fit in fits if fit.channel is None and fit.site in names]
-    weightings = {fit.weights_by for fit in of_sites} or {"pairs"}
-    if len(weightings) > 1:
-        raise UsageError(f"The fits weight pairs by {' and by '.join(sorted(weightings))}; report on one of them.")
-    nodes = nodes_of_sites(capture, next(iter(weightings)))
-    cards = {card.site: card for card in norm_cards(capture)}
-    sites = [
-        site_data(
-            site,
-            capture.stats[site.name],
-            [fit for fit in of_sites if fit.site == site.name],
-            cards[site.name],
-            nodes.get(site.name),
-            elements,
-        )
-        | site_inputs(capture.inputs, site, cards[site.name])
-        for site in capture.sites
-    ]
+    weights_by, *others = sorted({fit.weights_by for fit in of_sites}) or ["pairs"]
+    if others:
+        raise UsageError(f"The fits weight pairs by {' and by '.join([weights_by, *others])}; report on one of them.")
+    nodes = nodes_of_sites(capture, weights_by)
+    sites = []
+    for site, card in zip(capture.sites, norm_cards(capture), strict=True):
+        fits_here = [fit for fit in of_sites if fit.site == site.name]
+        data = site_data(site, capture.stats[site.name], fits_here, card, nodes.get(site.name), elements)
+        sites.append(data | site_inputs(capture.inputs, site, card))
     _, note = title_and_foot(NONE, "", capture.about)
     return {
         "about": {name: capture.about[name] for name in _ABOUT if name in capture.about},
@@ -91,7 +72,7 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
         "samples": capture.n_samples,
         "seed": capture.seed,
         "versions": dict(capture.versions),
-        "weights_by": next(iter(weightings)),
+        "weights_by": weights_by,
         "curves": list(dict.fromkeys(fit.curve for fit in of_sites)),
         "skipped": [norm.as_dict() for norm in capture.skipped],
         "inputs": inputs_data(capture.inputs),
@@ -100,18 +81,17 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
 
 
 def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
-    """The weighted points that fits of each site are made on, by its name; of those that have something to fit."""
+    """Return the weighted points that fits of each site are made on, by its name; no site without pairs to fit."""
     levels, nodes_by_site = levels_of(capture, weights_by=weights_by), dict[str, Nodes]()
     for numbers, problems in batches(levels):
         nodes = problems.nodes()
-        for place, number in enumerate(numbers):
-            alone = Nodes(*(rows[place : place + 1] for rows in vars(nodes).values()))
-            nodes_by_site[levels[number].site] = alone
+        for row, number in enumerate(numbers):
+            nodes_by_site[levels[number].site] = Nodes(*(values[row : row + 1] for values in vars(nodes).values()))
     return nodes_by_site
 
 
 def curve_data(curve: Curve) -> dict[str, Any]:
-    """Return the data of a curve; the page can evaluate built-in curves and simple formulas."""
+    """Return the data of a curve; the page evaluates ``readable`` ones: built-in curves and simple formulas."""
     own = curve.name not in CURVES
     return {
         "formula": curve.formula,
@@ -128,15 +108,10 @@ def curve_data(curve: Curve) -> dict[str, Any]:
 
 
 def style_data(style: Style, curves: Iterable[str]) -> dict[str, Any]:
-    """A theme of the figures: its colours, and a colour and dashes for every curve."""
-    few = style.looks_of(list(curves))
-    looks = style.looks(curves) | few
-    return {
-        **{name: getattr(style, name) for name in ("background", "ink", "faint", "channels")},
-        "curves": {name: {"colour": colour, "dashes": _dashes(dashes)} for name, (colour, dashes) in looks.items()},
+    """Return a theme of the figures: its colours, and a colour and dashes for every curve."""
+    looks = style.looks(curves) | style.looks_of(list(curves))
+    lines = {
+        name: {"colour": colour, "dashes": [] if dashes == "-" else [float(length) for length in dashes[1]]}
+        for name, (colour, dashes) in looks.items()
     }
-
-
-def _dashes(line: Any) -> list[float]:
-    """Lengths of dashes and gaps, in widths of the line; none of a solid one."""
-    return [] if line == "-" else [float(length) for length in line[1]]
+    return {**{name: getattr(style, name) for name in ("background", "ink", "faint", "channels")}, "curves": lines}

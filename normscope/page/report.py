@@ -1,4 +1,4 @@
-"""report(): one HTML file in which people look at their norms; it needs no network, and none is asked for."""
+"""report(): one HTML file to explore norms in, which requests nothing from a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from normscope.page.swap_results import SwapResults, swap_results
 from normscope.pairs.captures import Capture
 from normscope.runtime.files import visible, whole_file
 
-# In the order in which they are read: what stands above does not know what stands below.
+# In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (
     *("palette", "reading", "functions", "formula", "solving", "axes", "dots", "pinch", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
@@ -37,7 +37,7 @@ _ESCAPED = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 class Page:
-    """One HTML file; a notebook shows it where it stands.
+    """One HTML file, which a notebook displays.
 
     Attributes:
         html: the whole file, as text.
@@ -45,8 +45,16 @@ class Page:
 
     def __init__(self, document: dict[str, Any]) -> None:
         """Write a document into the page's template."""
-        self.title = str(document["title"])
-        self.html = _rendered(document)
+        environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+        style, scripts = asset("page.css"), [asset(f"{name}.js") for name in SCRIPTS]
+        self.title = visible(str(document["title"]))
+        self.html = environment.from_string(asset("page.html")).render(
+            title=self.title,
+            policy=policy(style, scripts),
+            style=Markup(style),  # noqa: S704 - our own files
+            scripts=[Markup(script) for script in scripts],  # noqa: S704
+            data=Markup(as_data(document)),  # noqa: S704 - escaped there
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write the page into a file, which appears whole or not at all, and return its path.
@@ -62,7 +70,7 @@ class Page:
         return file
 
     def __repr__(self) -> str:
-        return f"Page {visible(self.title)}: {len(self.html.encode()) / 1e6:.1f} MB"
+        return f"Page {self.title}: {len(self.html.encode()) / 1e6:.1f} MB"
 
     def _repr_html_(self) -> str:
         style = f"width: 100%; height: {_FRAME_HEIGHT}px; border: 1px solid #8886"
@@ -75,21 +83,21 @@ def report(
     *,
     drift: SwapResults | None = None,
 ) -> Page:
-    """Make one page of HTML of captures, their fits and what a swap did: to open from disk, and to send.
+    """Make one HTML page of captures, their fits and the effects of a swap, to open from disk and to send.
 
     Args:
-        seen: what :func:`normscope.capture` returned; or several, which are also shown side by side.
-        fits: what :func:`normscope.fit` made of it, of several captures one such list each; by default tanh and isru.
-        drift: what :func:`normscope.drift` or :func:`normscope.bench` returned, or several of these; or the document
+        seen: the result of :func:`normscope.capture`; or several, which are also shown side by side.
+        fits: the result of :func:`normscope.fit`, for several captures a list each; by default tanh and isru.
+        drift: the result of :func:`normscope.drift` or :func:`normscope.bench`, or several of these; or the document
             that ``normscope swap-bench --json`` prints.
 
     Returns:
         A :class:`Page`; ``.save("FILE.html")`` writes it.
 
     Raises:
-        UsageError: if there is no capture, if there are not as many lists of fits as captures, or if ``drift`` is
-            something else.
-        DataError: if the document of a swap is not what it should be.
+        UsageError: if there is no capture, if captures and lists of fits differ in number, or if ``drift`` is of
+            another type.
+        DataError: if the document of a swap is invalid.
 
     >>> import normscope, torch
     >>> from torch import nn
@@ -103,32 +111,18 @@ def report(
 
 
 def _of_each(captures: Sequence[Capture], fits: Any) -> list[Sequence[CurveFit]]:
-    """A list of fits for each capture; UsageError of anything else."""
+    """Return a list of fits for each capture; UsageError if a single list was given for several."""
     if fits is None:
         return [fit(capture) for capture in captures]
-    given = list(fits)
-    if all(isinstance(entry, CurveFit) for entry in given):
-        if len(captures) == 1:
-            return [given]
+    if not all(isinstance(entry, CurveFit) for entry in fits):
+        return list(fits)
+    if len(captures) != 1:
         raise UsageError(f"There are {len(captures)} captures and one list of fits; give a list of fits for each.")
-    return given
-
-
-def _rendered(document: dict[str, Any]) -> str:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    style = asset("page.css")
-    scripts = [asset(f"{name}.js") for name in SCRIPTS]
-    return environment.from_string(asset("page.html")).render(
-        title=visible(str(document["title"])),
-        policy=policy(style, scripts),
-        style=Markup(style),  # noqa: S704 - our own files
-        scripts=[Markup(script) for script in scripts],  # noqa: S704
-        data=Markup(as_data(document)),  # noqa: S704 - escaped there
-    )
+    return [fits]
 
 
 def asset(name: str) -> str:
-    """Text of one of the page's own files; functions.js with f of every built-in curve."""
+    """Return one of the page's own files; functions.js with f of every built-in curve."""
     text = (_ASSETS / name).read_text(encoding="utf-8")
     if name == "functions.js":
         lines = [f"  {curve.name}: (u) => {in_javascript(curve)},\n" for curve in BUILT_IN]
@@ -137,26 +131,23 @@ def asset(name: str) -> str:
 
 
 def policy(style: str, scripts: Sequence[str]) -> str:
-    """The page's Content-Security-Policy: nothing but its own style and scripts, by their digests, and images in it."""
-    allowed = " ".join(map(_digest, scripts))
-    return "; ".join(
-        (
-            *("default-src 'none'", f"script-src {allowed}", f"style-src {_digest(style)}", "img-src data: blob:"),
-            *("base-uri 'none'", "form-action 'none'"),
-        )
+    """Return the Content-Security-Policy: the page's own style and scripts, by their digests, and images in it."""
+    style_digest, *digests = (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+        for text in (style, *scripts)
+    )
+    return (
+        f"default-src 'none'; script-src {' '.join(digests)}; style-src {style_digest}; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
     )
 
 
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
-
-
 def as_data(document: dict[str, Any]) -> str:
-    r"""JSON in which nothing can end the element that holds it.
+    r"""Return JSON that cannot end the HTML element around it.
 
     >>> as_data({"name": "</script>\u2028&"})
     '{"name":"\\u003c/script\\u003e\\u2028\\u0026"}'
     """
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Halves of surrogate pairs, which names of files may hold, are no UTF-8.
+    # File names may contain halves of surrogate pairs, which UTF-8 does not have.
     return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text.translate(_ESCAPED))

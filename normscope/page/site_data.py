@@ -1,4 +1,4 @@
-"""One norm site as the page shows it: its sums as weighted points, what is drawn of its pairs, what is said of it."""
+"""Data of one norm site for the page: sums as weighted points, drawn pairs, fits, and tokens of kept inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from normscope.errors import DataError
+from normscope.errors import DataError, count
 from normscope.figures.axes import ASINH, AUTO, LINEAR, Scales, XAxis, mean_line, scales_of
 from normscope.figures.panels import drawn_pairs, image, residuals
 from normscope.fits.curve_fit import CurveFit
@@ -22,9 +21,8 @@ from normscope.fits.solving.nodes import Nodes
 from normscope.fits.views.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
 from normscope.fits.views.gradient import drawn_jacobians, mean_diagonal
 from normscope.inputs.previews import Preview
-from normscope.pairs.kept_inputs import KeptInput, KeptTokens
+from normscope.pairs.kept_inputs import KeptInput
 from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.sums.sampling import TokenSample
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import visible
 from normscope.runtime.records import as_json
@@ -51,22 +49,12 @@ _OF_A_FIT = (
 
 
 def site_data(
-    site: NormSite,
-    stats: PairStats,
-    fits: Sequence[CurveFit],
-    card: NormCard,
-    nodes: Nodes | None,
-    elements: int,
+    site: NormSite, stats: PairStats, fits: Sequence[CurveFit], card: NormCard, nodes: Nodes | None, elements: int
 ) -> dict[str, Any]:
     """Return the data of one site as JSON.
 
-    Args:
-        site: the norm.
-        stats: its sums.
-        fits: of this site.
-        card: its norm card.
-        nodes: the weighted points that its fits were made on, one problem; None where there is nothing to fit.
-        elements: how many elements of whole tokens are shown, roughly.
+    ``nodes`` are the weighted points that its fits were made on, None without pairs to fit; whole tokens with roughly
+    ``elements`` elements are shown.
     """
     data: dict[str, Any] = {
         **{name: getattr(site, name) for name in ("index", "name", "kind", "placement", "d", "eps", "calls")},
@@ -83,7 +71,7 @@ def site_data(
     }
     if not stats.n_pairs:
         return data
-    # Finer about zero, whichever axis people look at it on.
+    # The data are sampled finer about zero, whichever axis is shown.
     scales, usual = scales_of([(site, stats)], ASINH), scales_of([(site, stats)], AUTO).x
     return data | {
         "axis": {
@@ -103,30 +91,30 @@ def site_data(
     }
 
 
-def numbers(card: NormCard, stats: PairStats) -> dict[str, float | int | None]:
-    """Return the numbers of a site that the overview draws; None where there is none."""
-    of_site: dict[str, float | int | None] = dict.fromkeys(
-        ("offset", "offset_p95", "sigma", "spread", "bent", "kurtosis", "largest", "median")
-    )
-    of_site |= dict.fromkeys(("channel_share", "massive", "massive_channels", "massive_tokens"))
-    if card.centring is not None:
-        of_site |= {"offset": card.centring.offset_p50, "offset_p95": card.centring.offset_p95}
-    if card.scale is not None:
-        of_site |= {"sigma": card.scale.sigma_p50, "spread": card.scale.spread}
-    if card.linear is not None:
-        of_site["bent"] = 1 - card.linear
-    if (tails := card.tails) is not None:
+def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
+    """Return the numbers of a site that the overview draws; None for missing ones."""
+    centring, scale, tails = card.centring, card.scale, card.tails
+    of_site: dict[str, Any] = {
+        "offset": centring and centring.offset_p50,
+        "offset_p95": centring and centring.offset_p95,
+        "sigma": scale and scale.sigma_p50,
+        "spread": scale and scale.spread,
+        "bent": None if card.linear is None else 1 - card.linear,
+        **{name: tails and getattr(tails, name) for name in ("kurtosis", "largest", "median")},
+        "channel_share": tails and sum(channel.share for channel in tails.channels),
+        "massive": tails and tails.massive,
+        "massive_channels": None,
+        "massive_tokens": None,
+    }
+    if tails is not None and tails.median > 0:
         limit = max(MASSIVE_SIZE, MASSIVE_RATIO * tails.median)
-        of_site |= {name: getattr(tails, name) for name in ("kurtosis", "largest", "median", "massive")}
-        of_site["channel_share"] = sum(channel.share for channel in tails.channels)
-        if tails.median > 0:
-            of_site["massive_channels"] = int((stats.reach > limit).sum())
-            of_site["massive_tokens"] = sum(abs(token.x) > limit for token in tails.tokens)
+        of_site["massive_channels"] = int((stats.reach > limit).sum())
+        of_site["massive_tokens"] = sum(abs(token.x) > limit for token in tails.tokens)
     return of_site
 
 
 def fit_data(fit: CurveFit, axis: XAxis) -> dict[str, Any]:
-    """A fit's numbers, and the curve and its derivative at places that stand evenly along the axis."""
+    """Return a fit's numbers, and the curve and its derivative at points spaced evenly along the axis."""
     data = {name: as_json(getattr(fit, name)) for name in _OF_A_FIT}
     if fit.degenerate:
         return data
@@ -135,16 +123,15 @@ def fit_data(fit: CurveFit, axis: XAxis) -> dict[str, Any]:
 
 
 def nodes_data(nodes: Nodes) -> dict[str, Any]:
-    """The points of a problem that stand for pairs, in float64: R² in the page is R² of a fit, to rounding."""
+    """Return the points that represent pairs, in float64: the page's R² equals that of a fit, to rounding."""
     filled = nodes.weight[0] > 0
     columns = {name: packed(getattr(nodes, name)[0, filled], "f8") for name in ("x", "y", "weight", "scatter")}
     return columns | {"total": float(nodes.total[0])}
 
 
 def density_data(stats: PairStats, scales: Scales) -> dict[str, Any]:
-    """Number of pairs per pixel on a logarithmic scale of 254 levels, column by column from its first filled row."""
-    y_edges = np.linspace(*scales.y, ROWS + 1)
-    counts = image(stats, scales.x.evenly(COLUMNS + 1), y_edges)
+    """Return pairs per pixel on a logarithmic scale of 254 levels, column by column from the first filled row."""
+    counts = image(stats, scales.x.evenly(COLUMNS + 1), np.linspace(*scales.y, ROWS + 1))
     most = max(float(counts.max()), 1.0)
     with np.errstate(divide="ignore"):
         levels = 1 + np.floor(_LEVELS * np.log(counts / _FEWEST) / math.log(most / _FEWEST))
@@ -163,9 +150,9 @@ def density_data(stats: PairStats, scales: Scales) -> dict[str, Any]:
 
 
 def tokens_data(stats: PairStats, elements: int) -> dict[str, Any]:
-    """Whole tokens, each a line x = offset + σ·y: the first of the uniform sample, then those of largest |x|.
+    """Return whole tokens, each a line x = offset + σ·y: the first of the uniform sample, then those of largest |x|.
 
-    Of the uniform sample those of least key are shown, which are the same tokens at every site that sees as many.
+    The tokens of least key are the same at every site that sees as many.
     """
     width = max(stats.tokens.x.shape[1], 1)
     room = max(elements // width, _FEWEST_TOKENS)
@@ -179,30 +166,24 @@ def tokens_data(stats: PairStats, elements: int) -> dict[str, Any]:
 
     x, y, sigma = of("x"), of("y"), 1 / of("rstd")
     offset = np.median(x - sigma[:, None] * y, axis=1) if x.size else np.zeros(len(x))
-    known = [_keys(sample, number) for sample, number in parts]
     data = {
         "width": width,
         "uniform": uniform,
         "drawn": len(stats.tokens.key) + len(stats.largest.key),
         "sample": packed(of("sample"), "i4"),
         "position": packed(of("position"), "i4"),
-        "key": [*known[0], *known[1]],
+        "key": [f"{int(key):x}" for sample, number in parts for key in sample.key[:number]],
         "sigma": packed(sigma, "f4"),
         "offset": packed(offset, "f4"),
         "y": packed_halves(y),
     }
     if x.size and np.abs(offset[:, None] + sigma[:, None] * y - x).max() > 1e-3 * np.abs(x).max():
-        data["x"] = packed(x, "f4")  # of a formula of the user's own that is no line
+        data["x"] = packed(x, "f4")  # a user's own formula, which is no line
     return data
 
 
-def _keys(sample: TokenSample, number: int) -> list[str]:
-    """Text by which a token is told from all others of its data set, at whichever site."""
-    return [f"{int(key):x}" for key in sample.key[:number]]
-
-
 def channels_data(stats: PairStats) -> dict[str, Any]:
-    """Largest |x| and share of Σx² of each channel; of grouped norms the drawn pairs, too, which know their channel."""
+    """Return the largest |x| and share of Σx² of each channel; for grouped norms also drawn pairs by channel."""
     squares = stats.channel_sums[1]
     data: dict[str, Any] = {
         "reach": packed(stats.reach, "f4"),
@@ -229,14 +210,14 @@ def residual_data(stats: PairStats, fits: Sequence[CurveFit], axis: XAxis) -> di
 
 
 def diagonal_data(site: NormSite, stats: PairStats, axis: XAxis) -> dict[str, Any]:
-    """∂y_i/∂x_i of drawn tokens, and its mean over all pairs where it was summed; or why there is none."""
+    """Return ∂y_i/∂x_i of drawn tokens and, if it was summed, its mean over all pairs; or the reason for neither."""
     drawn = drawn_jacobians(site, stats)
     if isinstance(drawn, str):
         return {"reason": drawn}
     x = torch.cat([drawn.x.flatten(), drawn.largest_x.flatten()]).numpy()
     slopes = torch.cat([drawn.uniform.diagonal.flatten(), drawn.largest.diagonal.flatten()]).numpy()
     order = x.argsort()
-    # Evenly along the axis as well as among the pairs: the tails would be a handful of points.
+    # Points spaced evenly among the pairs alone would leave a handful in the tails.
     places = np.searchsorted(x[order], axis.evenly(_MOST_SLOPES // 2)[1:-1]).clip(0, len(x) - 1)
     shown = order[np.union1d(places, np.linspace(0, len(x) - 1, _MOST_SLOPES // 2).astype(int))]
     data = _points(x[shown], slopes[shown])
@@ -254,43 +235,25 @@ def _points(x: Array, y: Array) -> dict[str, Any]:
 Packed: TypeAlias = dict[str, str]
 
 _LARGEST_HALF = 6e4  # float16 ends at 65,504
-_KINDS = {"f8": "<f8", "f4": "<f4", "f2": "<f2", "u1": "|u1", "u2": "<u2", "i4": "<i4"}
 
 
 def packed(values: Any, kind: str) -> Packed:
-    """Write an array down, flat, as its kind of number and base64 of its bytes, little-endian.
-
-    Args:
-        values: what numpy makes an array of.
-        kind: ``f8``, ``f4`` or ``f2`` for floats, ``u1`` or ``u2`` for counts, ``i4`` for integers.
+    """Encode an array, flat: a numpy dtype without byte order, and base64 of its little-endian bytes.
 
     >>> packed([1.0, 2.0], "f4")
     {'kind': 'f4', 'bytes': 'AACAPwAAAEA='}
     """
-    array = np.ascontiguousarray(values, _KINDS[kind])
+    array = np.ascontiguousarray(values, f"<{kind}")
     return {"kind": kind, "bytes": base64.b64encode(array.tobytes()).decode("ascii")}
 
 
 def packed_halves(values: NDArray[np.floating[Any]]) -> Packed:
-    """Write floats down to eleven bits, or to 24 where one of them is too large for that.
-
-    >>> packed_halves(np.array([1.0]))["kind"], packed_halves(np.array([1e5]))["kind"]
-    ('f2', 'f4')
-    """
+    """Encode floats as float16, or as float32 if one of them is too large."""
     return packed(values, "f2" if np.abs(values).max(initial=0) < _LARGEST_HALF else "f4")
 
 
-def unpacked(array: Packed) -> NDArray[Any]:
-    """Read back what :func:`packed` wrote down.
-
-    >>> unpacked(packed([1, 65535], "u2")).tolist()
-    [1, 65535]
-    """
-    return np.frombuffer(base64.b64decode(array["bytes"]), _KINDS[array["kind"]])
-
-
 PATCHES, FRAMES, WORDS, NOWHERE = "patches", "frames", "words", ""
-_MOST_BEFORE = 16  # tokens of no patch: the class token, that of distillation, registers
+_MOST_BEFORE = 16  # tokens of no patch: class and distillation tokens, registers
 _PATCHES_TO_ONE_BEFORE = 2  # at least: a handful of queries is no small picture after many registers
 _OFF_BY = 0.1  # of the threshold of the tail, as a share: the grid of sizes has four edges to the octave
 
@@ -299,17 +262,17 @@ _OFF_BY = 0.1  # of the threshold of the tail, as a share: the grid of sizes has
 class Places:
     """Map from a norm's tokens to places of an input.
 
-    Token ``other * steps[0] + place * steps[1]`` is that of a place, in the row of one of the others; the first
-    ``before`` places are no part of the input, the next ones are the cells of the grid, row by row.
+    Place ``place`` in row ``other`` is token ``other * steps[0] + place * steps[1]``. The first ``before`` places, such
+    as the class token, are no part of the input; the next ones are the cells of the grid, row by row.
 
     Attributes:
-        kind: ``patches`` of the picture, ``frames`` along the time, ``words``; empty where tokens are no places.
+        kind: ``patches`` of the picture, ``frames`` along the time, ``words``; empty if tokens are no places.
         grid: number of rows and of columns of places; one row of frames and words.
-        before: tokens of no place, such as the class token; they come first.
+        before: number of tokens of no place.
         others: size of the axis that does not number places: heads, calls of the norm.
-        named: what one of the others is: ``head``, ``call``; empty where there is one.
+        named: name of that axis, ``head`` or ``call``; empty if there is none.
         steps: from one of the others to the next, and from one place to the next, in tokens.
-        said: the same in words.
+        said: description in words.
     """
 
     kind: str
@@ -323,25 +286,17 @@ class Places:
 
 def inputs_data(inputs: Sequence[KeptInput]) -> list[dict[str, Any]]:
     """Return previews of the kept inputs; one input in several parts of the data has one group."""
-    groups: dict[tuple[str, str, int], int] = {}
-    met: Counter[tuple[str, str, str]] = Counter()
-    return [
-        {
-            "name": one.sample.source if one.part else one.name,
-            "part": one.part,
-            "sample": one.sample.index,
-            "group": groups.setdefault((one.sample.source, one.sample.data, _occurrence(one, met)), len(groups)),
-            **_shown(one.preview),
-        }
-        for one in inputs
-    ]
-
-
-def _occurrence(one: KeptInput, met: Counter[tuple[str, str, str]]) -> int:
-    """Return the number of earlier samples of the same source in this part of the data."""
-    key = one.sample.source, one.sample.data, one.part
-    met[key] += 1
-    return met[key] - 1
+    groups: dict[Any, int] = {}
+    counts: Counter[Any] = Counter()  # of samples of the same source in one part of the data
+    rows = []
+    for kept in inputs:
+        sample, part = kept.sample, kept.part
+        counts[sample.source, sample.data, part] += 1
+        key = sample.source, sample.data, counts[sample.source, sample.data, part]
+        group = groups.setdefault(key, len(groups))
+        name = sample.source if part else kept.name
+        rows.append({"name": name, "part": part, "sample": sample.index, "group": group, **_shown(kept.preview)})
+    return rows
 
 
 def _shown(preview: Preview) -> dict[str, Any]:
@@ -359,45 +314,33 @@ def _shown(preview: Preview) -> dict[str, Any]:
 
 
 def site_inputs(inputs: Sequence[KeptInput], site: NormSite, card: NormCard) -> dict[str, Any]:
-    """The tokens of each kept input at a site, in the order of the inputs; None of those that it keeps none of.
+    """Return the tokens of each kept input at a site, or None, and the |x| from which on elements are the tail.
 
-    ``tail_from`` is the |x| from which on elements are the tail: the end of the range in which the site's own tanh is
-    linear, as the norm card has it, on the nearest edge of the grid that sizes were counted on. None where there is no
-    such range, or no such edge.
+    ``tail_from`` is the end of the linear range of the site's own tanh, as in the norm card, on the nearest edge of the
+    grid that sizes were counted on; None without such a range or edge.
     """
-    kept = [one.tokens.get(site.name) for one in inputs]
-    tails = [_tail(tokens, card.linear_up_to) for tokens in kept]
-    data = [
-        None if tokens is None else _tokens_data(tokens, places_of(tokens.shape, one.preview, site), tail)
-        for one, tokens, tail in zip(inputs, kept, tails, strict=True)
-    ]
-    return {"inputs": data, "tail_from": next((tail[0] for tail in tails if tail is not None), None)}
-
-
-def _tail(tokens: KeptTokens | None, beyond: float | None) -> tuple[float, Tensor] | None:
-    if tokens is None or beyond is None:
-        return None
-    edge, shares = tokens.tail(beyond)
-    return (edge, shares) if abs(edge / beyond - 1) < _OFF_BY else None
-
-
-def _tokens_data(tokens: KeptTokens, places: Places, tail: tuple[float, Tensor] | None) -> dict[str, Any]:
-    return {
-        "shape": tokens.shape,
-        "places": asdict(places),
-        "sigma": packed(tokens.sigma, "f4"),
-        "offset": packed(tokens.shift, "f4"),
-        "tail": None if tail is None else packed(tail[1], "f2"),
-    }
+    data: list[dict[str, Any] | None] = []
+    tail_from = None
+    for kept in inputs:
+        if (tokens := kept.tokens.get(site.name)) is None:
+            data.append(None)
+            continue
+        tail = None
+        if card.linear_up_to is not None:
+            edge, shares = tokens.tail(card.linear_up_to)
+            if abs(edge / card.linear_up_to - 1) < _OFF_BY:
+                tail_from, tail = edge, packed(shares, "f2")
+        places = asdict(places_of(tokens.shape, kept.preview, site))
+        sigma, offset = packed(tokens.sigma, "f4"), packed(tokens.shift, "f4")
+        data.append({"shape": tokens.shape, "places": places, "sigma": sigma, "offset": offset, "tail": tail})
+    return {"inputs": data, "tail_from": tail_from}
 
 
 def places_of(shape: tuple[int, ...], preview: Preview, site: NormSite) -> Places:
-    """Find which place of an input each token is, from how the tokens lie and what the input shows.
+    """Return the place of an input that each token is, from the tokens' layout and the preview.
 
-    Args:
-        shape: sizes of the axes that number the tokens, as of :class:`normscope.pairs.kept_inputs.KeptTokens`.
-        preview: of the input.
-        site: the norm. A norm of queries or keys has an axis of heads, one that is called several times one of calls.
+    ``shape`` is as in :class:`normscope.pairs.kept_inputs.KeptTokens`. A norm of queries or keys has an axis of heads;
+    a norm that is called several times has an axis of calls.
 
     >>> from types import SimpleNamespace
     >>> norm = SimpleNamespace(placement="qk", calls=1)
@@ -406,41 +349,32 @@ def places_of(shape: tuple[int, ...], preview: Preview, site: NormSite) -> Place
     """
     if math.prod(shape) == 1:
         return Places(NOWHERE, before=1, said="one token stands for the whole input")
-    if site.placement != "qk" and len(shape) == 2 and (whole := _grid(shape, preview)) is not None:
-        return whole
-    found = [
-        replace(places, others=others, named=named, steps=steps, said=f"{places.said}{_in_each(others, named)}")
-        for length, others, named, steps in _axes_of_places(shape, site)
-        if (places := _along(length, preview)) is not None
-    ]
-    if not found:
-        return Places(NOWHERE, said=f"the tokens of this norm are no places of the input: they lie as {_by(shape)}")
-    return max(found, key=lambda places: math.prod(places.grid))
-
-
-def _axes_of_places(shape: tuple[int, ...], site: NormSite) -> list[tuple[int, int, str, tuple[int, int]]]:
-    """The axes that may number places: length, size and name of the axis besides, steps along both."""
+    is_qk = site.placement == "qk"
+    if not is_qk and len(shape) == 2 and (picture := _grid(shape, preview)) is not None:
+        return picture
+    candidates = []  # length of the axis of places; size and name of the other axis; steps along both
     if len(shape) == 1:
-        return [(shape[0], 1, "", (0, 1))]
-    if len(shape) != 2:
-        return []
-    first, last = shape
-    if site.placement == "qk":
-        return [(last, first, "head", (last, 1)), (first, last, "head", (1, last))]
-    return [(last, first, "call", (last, 1))] if first == site.calls > 1 else []
-
-
-def _in_each(others: int, named: str) -> str:
-    return f", in each of {others} {named}s" if others > 1 else ""
+        candidates = [(shape[0], 1, "", (0, 1))]
+    elif len(shape) == 2 and (is_qk or shape[0] == site.calls > 1):
+        first, last = shape
+        candidates = [(last, first, "head" if is_qk else "call", (last, 1))]
+        candidates += [(first, last, "head", (1, last))] if is_qk else []
+    layouts = []
+    for length, others, named, steps in candidates:
+        if (places := _along(length, preview)) is not None:
+            each = f", in each of {others} {named}s" if others > 1 else ""
+            layouts.append(replace(places, others=others, named=named, steps=steps, said=places.said + each))
+    if not layouts:
+        return Places(NOWHERE, said=f"the tokens of this norm are no places of the input: they lie as {_by(shape)}")
+    return max(layouts, key=lambda places: math.prod(places.grid))
 
 
 def _along(length: int, preview: Preview) -> Places | None:
-    """Places along one axis of tokens."""
-    if preview.words:
-        if length == len(preview.words):
-            return Places(WORDS, (1, length), said=f"{length:,} positions of the text")
-        if preview.pixels is None and preview.envelope is None:
-            return None
+    """Return the places along one axis of tokens."""
+    if preview.words and length == len(preview.words):
+        return Places(WORDS, (1, length), said=f"{length:,} positions of the text")
+    if preview.words and preview.pixels is None and preview.envelope is None:
+        return None
     if preview.pixels is not None and not preview.along_width:
         return _patches(length, *preview.size)
     times, unit = (preview.length, "samples") if preview.envelope is not None else (preview.size[1], "columns")
@@ -450,20 +384,20 @@ def _along(length: int, preview: Preview) -> Places | None:
 
 
 def _patches(length: int, height: int, width: int) -> Places | None:
-    """The largest grid of square patches, of a whole number of pixels, that leaves few tokens over."""
+    """Return the largest grid of square patches, of a whole number of pixels, that leaves few tokens over."""
     for size in range(1, math.gcd(height, width) + 1):
         if height % size or width % size:
             continue
         grid = height // size, width // size
         before = length - math.prod(grid)
         if 0 <= before <= min(_MOST_BEFORE, math.prod(grid) // _PATCHES_TO_ONE_BEFORE):
-            after = f", after {before} {'token' if before == 1 else 'tokens'} of no patch" if before else ""
+            after = f", after {count(before, 'token')} of no patch" if before else ""
             return Places(PATCHES, grid, before, said=f"{_by(grid)} patches of {_by((size, size))} pixels{after}")
     return None
 
 
 def _grid(shape: tuple[int, ...], preview: Preview) -> Places | None:
-    """Tokens that lie as rows and columns of the picture: as many to the pixel along both, to the rounding of one."""
+    """Return the grid of tokens in rows and columns whose patches are square, up to the rounding of one patch."""
     if preview.pixels is None or preview.along_width:
         return None
     (rows, columns), (height, width) = shape, preview.size

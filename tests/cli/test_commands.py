@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from command_line import document, invoke, words
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
@@ -29,11 +28,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def captured(run_here, folder):
-    done = run_here(
-        "capture", "demo_vit", "-o", "seen.safetensors", "--raw", "--layers", "0,16", "--limit", "9", cwd=folder
-    )
-    assert done.returncode == 0, done.stderr
+def captured(folder):
+    done = invoke("capture demo_vit -o seen.safetensors --raw --layers 0,16 --limit 9", cwd=folder)
     return folder / "seen.safetensors", done
 
 
@@ -59,11 +55,9 @@ def test_help_is_fast_and_imports_nothing_heavy(run, folder):
 
 
 @pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
-def test_help_leaves_the_descriptions_half_the_width(command, monkeypatch):
+def test_help_leaves_the_descriptions_half_the_width(command):
     width = 80
-    monkeypatch.setenv("COLUMNS", str(width))
-    done = CliRunner().invoke(app, [command, "-h"])
-    assert done.exit_code == 0
+    done = invoke(f"{command} -h", COLUMNS=str(width))
     panels = re.findall(r"^╭─ (\w+) ─", done.stdout, flags=re.MULTILINE)
     assert panels == [name for name in ("Arguments", *PANELS) if name in panels]
     for types in ("<", "INTEGER", "x>=", "range", "Options"):
@@ -79,7 +73,7 @@ def test_completion_is_installed_and_completes(run, folder):
     code = "import sys; sys.argv[0] = 'normscope'; from normscope.cli import main; main()"
     done = run(cwd=folder, command=(sys.executable, "-c", code), **environment)
     assert done.stdout.split() == ["swap-bench", "swap"]
-    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout
+    assert "--install-completion" in invoke("--help").stdout
 
 
 @pytest.mark.slow
@@ -94,33 +88,29 @@ def test_plot_without_a_model_draws_the_embedded_ones_and_says_so(run, folder):
 
 
 @pytest.mark.slow
-def test_timesteps_are_kept_apart(run_here, folder):
-    options = ("--timesteps", "980,20", "--guidance", "1", "--limit", "3", "--layers", "2")
-    done = run_here("capture", "demo_dit", *options, "--by", "timestep", "--json", "-o", "dit.safetensors", cwd=folder)
-    assert json.loads(done.stdout)["parts"] == ["timestep 980", "timestep 20"]
-    fits = json.loads(run_here("fit", "dit.safetensors", "--by", "timestep", "--json", cwd=folder).stdout)["fits"]
-    apart = [normscope.load_capture(folder / "dit.safetensors").parts[part] for part in ("timestep 980", "timestep 20")]
-    assert [found["alpha"] for found in fits] == [own.alpha for part in apart for own in normscope.fit(part)]
+def test_timesteps_are_kept_apart(folder):
+    capture = "capture demo_dit --timesteps 980,20 --guidance 1 --limit 3 --layers 2"
+    names = ["timestep 980", "timestep 20"]
+    assert document(f"{capture} --by timestep -o dit.safetensors", cwd=folder)["parts"] == names
+    fits = document("fit dit.safetensors --by timestep", cwd=folder)["fits"]
+    apart = [normscope.load_capture(folder / "dit.safetensors").parts[part] for part in names]
+    assert [found["alpha"] for found in fits] == [fit.alpha for part in apart for fit in normscope.fit(part)]
     assert fits[0]["data"].endswith("timesteps 980, 20 · timestep 980")
-    drawn = run_here("plot", "dit.safetensors", "--by", "timestep", "--color", "token", "-o", "dit", cwd=folder)
-    names = ["demo_dit-timestep-980-scurves.png", "demo_dit-timestep-20-scurves.png", "overview-scurves.png"]
-    assert drawn.stdout.splitlines() == [f"dit/{name}" for name in names]
-    plain = run_here("capture", "demo_dit", *options, "--json", "-o", "whole.safetensors", cwd=folder)
-    assert json.loads(plain.stdout)["parts"] == []
-    refused = run_here("fit", "whole.safetensors", "--by", "timestep", cwd=folder)
-    assert refused.returncode == 2 and "whole.safetensors keeps no timesteps apart" in refused.stderr
-    assert "--by timestep -o whole.safetensors" in " ".join(refused.stderr.split())
+    drawn = invoke("plot dit.safetensors --by timestep --color token -o dit", cwd=folder)
+    files = ["demo_dit-timestep-980-scurves.png", "demo_dit-timestep-20-scurves.png", "overview-scurves.png"]
+    assert drawn.stdout.splitlines() == [f"dit/{file}" for file in files]
+    assert document(f"{capture} -o whole.safetensors", cwd=folder)["parts"] == []
+    refused = words(invoke("fit whole.safetensors --by timestep", status=2, cwd=folder).stderr)
+    assert "whole.safetensors keeps no timesteps apart" in refused and "--by timestep -o whole.safetensors" in refused
 
 
-@pytest.mark.slow
-def test_json_is_one_document_on_stdout(run, folder):
-    done = run("fit", "demo_vit", "--func", "dyisru", "--layers", "2", "--json", "-o", "fits.json", cwd=folder)
-    document = json.loads(done.stdout)
-    assert json.loads((folder / "fits.json").read_text()) == document
-    assert [found["curve"] for found in document["fits"]] == ["isru", "isru"]
-    assert [found["site"] for found in document["fits"]] == ["blocks.1.norm2", "blocks.6.norm1"]
-    assert document["fits"][0]["folds"] == "source"
-    assert document["skipped"] == []
+def test_json_is_one_document_on_stdout(folder):
+    done = invoke("fit demo_vit --func dyisru --layers 2 --json -o fits.json", cwd=folder)
+    told = json.loads(done.stdout)
+    assert json.loads((folder / "fits.json").read_text()) == told and told["skipped"] == []
+    assert [found["curve"] for found in told["fits"]] == ["isru", "isru"]
+    assert [found["site"] for found in told["fits"]] == ["blocks.1.norm2", "blocks.6.norm1"]
+    assert told["fits"][0]["folds"] == "source"
     assert "64 held-out digits" in done.stderr
 
 
@@ -144,67 +134,32 @@ def test_raw_pairs_are_announced_and_give_the_same_sums(captured):
 
 
 @pytest.mark.slow
-def test_captures_take_the_place_of_models(run_here, captured):
-    path, _ = captured
-    done = run_here("fit", path.name, "--json", cwd=path.parent)
-    from_file = json.loads(done.stdout)["fits"]
-    live = run_here("fit", "demo_vit", "--layers", "0,16", "--limit", "9", "--json", cwd=path.parent)
-    assert from_file == json.loads(live.stdout)["fits"]
-    drawn = run_here("plot", path.name, "--layers", "norm", "-o", "one.svg", "--json", cwd=path.parent)
-    figure = json.loads(drawn.stdout)["figures"][0]
+def test_captures_take_the_place_of_models(folder, captured):
+    live = document("fit demo_vit --layers 0,16 --limit 9", cwd=folder)
+    assert document("fit seen.safetensors", cwd=folder)["fits"] == live["fits"]
+    figure = document("plot seen.safetensors --layers norm -o one.svg", cwd=folder)["figures"][0]
     assert (figure["file"], figure["sites"]) == ("one.svg", ["norm"])
-    assert (path.parent / "one.svg").read_text().startswith("<?xml")
+    assert (folder / "one.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.slow
-def test_layers_as_json_and_as_a_table(run_here, folder):
-    done = run_here("layers", "demo_vit", "--json", "--verify", cwd=folder)
-    document = json.loads(done.stdout)
-    assert list(document) == ["model", "sites", "skipped"]
-    assert document["sites"][-1] == {
-        "index": 16,
-        "name": "norm",
-        "kind": "LayerNorm",
-        "normalized_shape": [64],
-        "channel_axis": -1,
-        "eps": 1e-6,
-        "affine": True,
-        "placement": "final",
-        "calls": 1,
+def test_layers_as_json_and_as_a_table(folder):
+    done = invoke("layers demo_vit --json --verify", cwd=folder)
+    told = json.loads(done.stdout)
+    assert list(told) == ["model", "sites", "skipped"]
+    assert told["sites"][-1] == {
+        **{"index": 16, "name": "norm", "kind": "LayerNorm", "normalized_shape": [64], "channel_axis": -1},
+        **{"eps": 1e-6, "affine": True, "placement": "final", "calls": 1},
     }
     assert "the true output of all 17 norms was reproduced" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_narrow_terminal_breaks_no_number(run_here, captured):
-    path, _ = captured
-    wide, narrow = (run_here("fit", path.name, "-q", cwd=path.parent, COLUMNS=width).stdout for width in ("200", "30"))
+def test_a_narrow_terminal_breaks_no_number(folder, captured):
+    wide, narrow = (invoke("fit seen.safetensors -q", cwd=folder, COLUMNS=width).stdout for width in ("200", "30"))
     assert "…" not in narrow
     numbers = re.compile(r"\d+\.\d+|\d+,\d+")
     shown, every = (numbers.findall(text.partition("digits")[2]) for text in (narrow, wide))
     assert 4 < len(shown) < len(every) and set(shown) <= set(every)
     assert "Left out at a width of " in narrow and "Left out" not in wide
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", [["layers"], ["fit"], ["stats"], ["plot", "--dpi", "40"], ["capture", "-o", "mixed.safetensors"]]
-)
-def test_norms_that_are_not_known_are_reported_by_every_command(run_here, folder, command):
-    (folder / "own.py").write_text(OWN)
-    done = run_here(*command, "py:own.py:known_and_unknown", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "skipped 1 (OddNorm): no form that is known reproduces its output" in done.stderr
-    skipped = json.loads(done.stdout)["skipped"]
-    assert {"name": "1", "kind": "OddNorm"}.items() <= skipped[0].items()
-
-
-@pytest.mark.slow
-def test_a_model_without_a_known_norm_is_an_error_that_names_what_there_is(run_here, folder):
-    (folder / "own.py").write_text(OWN)
-    done = run_here("fit", "py:own.py:unknown", cwd=folder)
-    assert done.returncode == 3
-    assert "calls no normalization layer that normscope knows. Skipped: 0 (OddNorm)" in done.stderr
 
 
 OWN = """
@@ -224,22 +179,31 @@ def known_and_unknown():
 
 
 @pytest.mark.slow
-def test_random_weights_are_said_even_when_quiet(run_here, folder):
-    done = run_here("fit", "demo_vit", "--weights", "random", "--seed", "3", "--layers", "1", "-q", cwd=folder)
-    assert "random weights, seed 3" in done.stderr
-    assert "random weights, seed 3" in done.stdout
-    drawn = run_here("plot", "demo_vit", "--weights", "random", "-o", "r.svg", "-q", cwd=folder)
-    assert drawn.stdout == "r.svg\n"
-    assert "random weights, seed 0" in drawn.stderr
+def test_norms_that_are_not_known_are_reported_by_every_command(folder):
+    (folder / "own.py").write_text(OWN)
+    for command in ("layers", "fit", "stats", "plot --dpi 40", "capture -o mixed.safetensors"):
+        done = invoke(f"{command} py:own.py:known_and_unknown --json", cwd=folder)
+        assert "skipped 1 (OddNorm): no form that is known reproduces its output" in done.stderr
+        assert {"name": "1", "kind": "OddNorm"}.items() <= json.loads(done.stdout)["skipped"][0].items()
+    none = words(invoke("fit py:own.py:unknown", status=3, cwd=folder).stderr)
+    assert "calls no normalization layer that normscope knows. Skipped: 0 (OddNorm)" in none
+
+
+@pytest.mark.slow
+def test_random_weights_are_said_even_when_quiet(folder):
+    done = invoke("fit demo_vit --weights random --seed 3 --layers 1 -q", cwd=folder)
+    assert "random weights, seed 3" in done.stderr and "random weights, seed 3" in done.stdout
+    drawn = invoke("plot demo_vit --weights random -o r.svg -q", cwd=folder)
+    assert drawn.stdout == "r.svg\n" and "random weights, seed 0" in drawn.stderr
     assert "weights: random weights, seed 0" in (folder / "r.svg").read_text()
 
 
 @pytest.mark.slow
 def test_pipes_get_no_colour_and_no_progress(run, folder, captured):
-    done = run("fit", captured[0].name, cwd=folder)
+    done = run("fit", "seen.safetensors", cwd=folder)
     assert "\x1b" not in done.stdout + done.stderr
     assert "blocks.0.norm1  tanh" in done.stdout
-    done = run("fit", captured[0].name, cwd=folder, FORCE_COLOR="1", NO_COLOR="1")
+    done = run("fit", "seen.safetensors", cwd=folder, FORCE_COLOR="1", NO_COLOR="1")
     assert "\x1b[3" not in done.stdout + done.stderr
 
 
@@ -322,11 +286,10 @@ def test_a_closed_pipe_ends_quietly(run, folder, arguments):
 
 @pytest.mark.usefixtures("uncovered")  # coverage writes a file of its own, for which there is no room either
 def test_a_stdout_that_takes_nothing_is_said(run, folder):
-    shell = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" >&-', "sh")
-    done = run("models", cwd=folder, command=shell)
-    assert (done.returncode, done.stderr) == (2, "Error: Standard output is closed; give it a file or a pipe.\n")
-    mute = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" 2>&-', "sh")
-    assert "demo_vit" in run("models", cwd=folder, command=mute).stdout
+    for closed, shown in ((">&-", False), ("2>&-", True)):
+        shell = ("sh", "-c", f'exec "{sys.executable}" -m normscope "$@" {closed}', "sh")
+        done = run("models", cwd=folder, command=shell)
+        assert (done.returncode, done.stderr, "demo_vit" in done.stdout) == (0, "", shown)
     for arguments in (["models"], ["--help"]):
         with (folder / "full.txt").open("w") as full:
             done = run(*arguments, cwd=folder, stdout=full, before=_leave_no_room)
@@ -335,28 +298,6 @@ def test_a_stdout_that_takes_nothing_is_said(run, folder):
 
 def _leave_no_room():
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    torch.version.cuda is None or torch.cuda.is_available(), reason="torch says so where it could run CUDA, and cannot"
-)
-def test_a_missing_cuda_runtime_is_not_what_swap_bench_begins_with(run, folder):
-    done = run("swap-bench", "demo_vitt", cwd=folder, CUDA_HOME="/usr/local")
-    assert done.returncode == 3
-    assert done.stderr.startswith("Error: There is no model 'demo_vitt'.")
-
-
-def test_other_warnings_of_torch_about_extensions_are_heard(run, folder):
-    script = (
-        "import logging, sys, normscope.cli as cli; sys.argv = ['normscope', '--version']\n"
-        "try: cli.main()\n"
-        "except SystemExit: pass\n"
-        "for said in ('No CUDA runtime is found, using %s', 'another'):\n"
-        "    logging.getLogger('torch.utils.cpp_extension').warning(said)\n"
-    )
-    done = run(cwd=folder, command=(sys.executable, "-c", script))
-    assert done.stderr == "another\n"
 
 
 def test_an_encoding_without_greek_letters_ends_no_command(run, folder):

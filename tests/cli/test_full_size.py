@@ -1,6 +1,5 @@
 """The networks of the papers at full size, from checkpoint files in the libraries' own formats, as a user runs them."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,11 +11,10 @@ import diffusers
 import pytest
 import timm
 import torch
+from command_line import document
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import normscope
-from normscope.cli import app
 from normscope.fits.curves.known import CURVES
 
 torchaudio = pytest.importorskip("torchaudio", exc_type=Exception)
@@ -53,9 +51,9 @@ def folder(tmp_path):
     shutil.rmtree(tmp_path)
 
 
-def normscope_in(folder, capfd, *arguments):
+def normscope_in(folder, capfd, line):
     """Run a command in a process of its own, print its peak memory, and return what it printed."""
-    command = [sys.executable, "-c", REPORTING_ITS_PEAK, *arguments]
+    command = [sys.executable, "-c", REPORTING_ITS_PEAK, *line.split()]
     with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
         environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
         done = subprocess.run(command, cwd=folder, env=environment, stdout=out, stderr=err, timeout=600)
@@ -64,7 +62,7 @@ def normscope_in(folder, capfd, *arguments):
         assert done.returncode == 0, err.read()
         peak = int((folder / "peak").read_text().split()[1])
         with capfd.disabled():
-            print(f"\n  {' '.join(arguments[:2])}: peak memory {peak / 2**20:.1f} GiB", end="")
+            print(f"\n  {line[:60]}: peak memory {peak / 2**20:.1f} GiB", end="")
         return out.read()
 
 
@@ -108,9 +106,9 @@ def test_a_network_of_the_papers(name, folder, capfd):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         make(folder)
-    run = [name, "--weights", file, "--device", "cpu", "--verify"]
-    one_step = ["--timesteps", "980,", "--guidance", "1"] if name == "dit_xl" else []
-    normscope_in(folder, capfd, "capture", *run, *one_step, "--limit", "1", "-o", "seen.safetensors")
+    step = "--timesteps 980, --guidance 1" if name == "dit_xl" else ""
+    run = f"{name} --weights {file} --device cpu --verify {step}"
+    normscope_in(folder, capfd, f"capture {run} --limit 1 -o seen.safetensors")
     sites = normscope.load_capture(folder / "seen.safetensors").sites
     assert Counter(site.kind for site in sites) == kinds
     assert Counter(site.placement for site in sites) == placements
@@ -119,79 +117,30 @@ def test_a_network_of_the_papers(name, folder, capfd):
 
 def is_drawn_and_fitted(folder, kinds, weights):
     """Go on from the capture in this process, which has imported everything already."""
-    seen, sites = str(folder / "seen.safetensors"), sum(kinds.values())
-
-    def document(*arguments):
-        return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-
-    fits = document("fit", seen)["fits"]
-    assert len(fits) == 2 * sites
+    fits = document("fit seen.safetensors", cwd=folder)["fits"]
+    assert len(fits) == 2 * sum(kinds.values())
     assert all(found["weights"].startswith(weights) and 0 < found["r2"] <= 1 for found in fits)
-    (drawn,) = document("plot", seen, "--layers", "4", "-o", str(folder))["figures"]
+    (drawn,) = document("plot seen.safetensors --layers 4 -o .", cwd=folder)["figures"]
     assert len(drawn["sites"]) == 4
-    assert Path(drawn["file"]).stat().st_size > 100_000
+    assert (folder / drawn["file"]).stat().st_size > 100_000
 
 
 def test_every_view_of_a_vit(folder, capfd):
-    run = (
-        "vit_b16",
-        "--weights",
-        "random",
-        "--device",
-        "cpu",
-        "--limit",
-        "2",
-        "--per-channel",
-        "--diagonal",
-        "-o",
-        "seen.safetensors",
-    )
-    normscope_in(folder, capfd, "capture", *run)
-    seen, drawing = str(folder / "seen.safetensors"), ("--layers", "4", "-o", str(folder))
-
-    def document(*arguments):
-        return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-
-    fits = document("fit", seen, "--func", "all")["fits"]
+    run = "vit_b16 --weights random --device cpu --limit 2 --per-channel --diagonal -o seen.safetensors"
+    normscope_in(folder, capfd, f"capture {run}")
+    fits = document("fit seen.safetensors --func all", cwd=folder)["fits"]
     assert len(fits) == (len(CURVES) - 1) * 25  # derf is erf with one free parameter more
     assert all(0 < found["r2"] <= 1 for found in fits if found["curve"] in ("tanh", "isru", "erf"))
-    channels = document("fit", seen, "--per", "channel")["fits"]
+    channels = document("fit seen.safetensors --per channel", cwd=folder)["fits"]
     assert len(channels) == 2 * 25 * 768 and sum(found["converged"] for found in channels) > 0.99 * len(channels)
-    assert len(document("stats", seen)["sites"]) == 25
-    (view,) = document("gradient", seen, *drawing)["figures"]
-    both = document("compare", seen, seen, *drawing)
+    assert len(document("stats seen.safetensors", cwd=folder)["sites"]) == 25
+    (view,) = document("gradient seen.safetensors --layers 4 -o .", cwd=folder)["figures"]
+    both = document("compare seen.safetensors seen.safetensors --layers 4 -o .", cwd=folder)
     against = [row for row in both["sites"] if row["r2_of_first"] is not None]
     assert len(against) == 2 * 4
     # The curve fitted there explains its own pairs, evaluated at points a sixteenth of an octave apart and at all.
     assert all(row["r2_of_first"] == pytest.approx(row["r2"], abs=1e-5) for row in against)
-    assert all(Path(file).stat().st_size > 50_000 for file in (view["file"], both["figure"]))
-
-
-def test_a_small_llama_from_the_folder_that_transformers_writes(folder, capfd):
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / "llama")
-    letters = {character: number for number, character in enumerate(tokenizers.pre_tokenizers.ByteLevel.alphabet())}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "llama")
-    run = ["transformers:llama", "--device", "cpu"]
-    document = json.loads(normscope_in(folder, capfd, "layers", *run, "--verify", "--json"))
-    kinds = Counter(site["kind"] for site in document["sites"])
-    assert kinds == {"LlamaRMSNorm": 17}
-    assert Counter(site["placement"] for site in document["sites"]) == {"pre-norm": 16, "final": 1}
-    normscope_in(folder, capfd, "capture", *run, "--limit", "4", "-o", "seen.safetensors")
-    is_drawn_and_fitted(folder, kinds, "folder llama")
+    assert all((folder / file).stat().st_size > 50_000 for file in (view["file"], both["figure"]))
 
 
 def test_what_a_checkpoint_file_gives_is_what_the_library_computes(folder, capfd):
@@ -201,8 +150,8 @@ def test_what_a_checkpoint_file_gives_is_what_the_library_computes(folder, capfd
     for parameter in network.parameters():
         parameter.data.mul_(1.5)  # weights that no seed makes
     save_file(network.state_dict(), folder / "vit.safetensors")
-    run = ["vit_b16", "--weights", "vit.safetensors", "--limit", "2", "--verify", "--device", "cpu"]
-    normscope_in(folder, capfd, "capture", *run, "-o", "seen.safetensors")
+    run = "vit_b16 --weights vit.safetensors --limit 2 --verify --device cpu"
+    normscope_in(folder, capfd, f"capture {run} -o seen.safetensors")
     seen = normscope.load_capture(folder / "seen.safetensors")
     inputs = normscope.load("vit_b16", weights="random", limit=2, device="cpu").inputs
     expected = normscope.capture(network, inputs)

@@ -1,14 +1,11 @@
 """Names that break lines, turn letters or steer a terminal: written out wherever people look, true for programs."""
 
 import csv
-import json
 import re
 
 import pytest
+from command_line import document, invoke
 from PIL import Image
-from typer.testing import CliRunner
-
-from normscope.cli import app
 
 NAME = "a\nb\x1b[2J\u202egnp\u2066[red]"
 SHOWN = r"a\nb\x1b[2J\u202egnp\u2066[red]"
@@ -27,53 +24,45 @@ def make():
 """
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FACTORY, encoding="utf-8")
-
-    def runs(*arguments):
-        done = CliRunner().invoke(app, list(map(str, arguments)))
-        assert done.exit_code == 0, done.output
-        return done
-
-    return runs
+    return tmp_path
 
 
 def steers(text):
     return re.findall("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
 
 
-@pytest.mark.parametrize("command", [("layers",), ("fit",), ("stats",), ("gradient",), ("swap", "-o", "swapped")])
-def test_a_terminal_shows_them_written_out(run, command):
-    name, *options = command
-    done = run(name, "py:mine.py:make", *options, "--device", "cpu")
+@pytest.mark.parametrize("command", ["layers", "fit", "stats", "gradient", "swap -o swapped"])
+def test_a_terminal_shows_them_written_out(command):
+    done = invoke(f"{command} py:mine.py:make --device cpu")
     assert not steers(done.stdout + done.stderr)
     (line, *_) = (line for line in done.stdout.splitlines() if "a\\nb" in line)
     assert SHOWN in line
 
 
-def test_a_program_reads_the_true_name(run):
-    done = run("fit", "py:mine.py:make", "--func", "tanh", "--device", "cpu", "--json")
-    assert [row["site"] for row in json.loads(done.stdout)["fits"]] == [NAME]
-    done = run("fit", "py:mine.py:make", "--func", "tanh", "--device", "cpu", "--csv")
-    rows = list(csv.DictReader(done.stdout.splitlines(keepends=True)))
+def test_a_program_reads_the_true_name():
+    fit = "fit py:mine.py:make --func tanh --device cpu"
+    assert [row["site"] for row in document(fit)["fits"]] == [NAME]
+    rows = list(csv.DictReader(invoke(f"{fit} --csv").stdout.splitlines(keepends=True)))
     assert [row["site"] for row in rows] == [NAME]
 
 
-def test_a_figure_shows_them_written_out(run, tmp_path):
-    run("plot", "py:mine.py:make", "-o", "x.svg", "--device", "cpu")
-    text = (tmp_path / "x.svg").read_text(encoding="utf-8")
+def test_a_figure_shows_them_written_out(folder):
+    invoke("plot py:mine.py:make -o x.svg --device cpu")
+    text = (folder / "x.svg").read_text(encoding="utf-8")
     assert not steers(text)
     assert r"gnp\u2066[red]" in re.sub("<dc:description>.*?</dc:description>", "", text, flags=re.S)
 
 
-def test_files_and_folders_of_data_are_written_out(run, tmp_path):
-    folder = tmp_path / "data\u202e\n"
-    folder.mkdir()
-    Image.new("L", (8, 8)).save(folder / "a.png")
-    (folder / "b\n\u202egnp.png").write_bytes(b"no image")
-    done = run("fit", "demo_vit", "--data", folder, "--func", "tanh", "--layers", "1", "--device", "cpu")
+def test_files_and_folders_of_data_are_written_out(folder):
+    data = folder / "data\u202e\n"
+    data.mkdir()
+    Image.new("L", (8, 8)).save(data / "a.png")
+    (data / "b\n\u202egnp.png").write_bytes(b"no image")
+    done = invoke(f"fit demo_vit --data '{data}' --func tanh --layers 1 --device cpu")
     assert not steers(done.stdout + done.stderr)
     assert r"unreadable, left out: b\n\u202egnp.png: not an image" in done.stderr
     assert r"data\u202e\n: 2 images (1 unreadable)" in done.stderr

@@ -4,14 +4,12 @@ import csv
 import io
 import json
 import math
-import os
-import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from command_line import invoke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -19,20 +17,7 @@ from pyarrow import parquet
 import normscope
 from normscope.cli.output import as_csv, write_parquet
 
-CHECKOUT = Path(normscope.__file__).parents[1]
-FIT = ("fit", "demo_vit", "--layers", "0,16", "--limit", "9")
-
-
-def run(*arguments, cwd, path=str(CHECKOUT), stdout=subprocess.PIPE):
-    return subprocess.run(
-        [sys.executable, "-m", "normscope", *arguments],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
+FIT = "fit demo_vit --layers 0,16 --limit 9"
 
 
 def rows_of(text):
@@ -54,10 +39,9 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fits(run_here, folder):
+def fits(folder):
     """The fits of one run, as the JSON document on stdout and as Parquet beside it."""
-    done = run_here(*FIT, "--json", "-o", "fits.PARQUET", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    done = invoke(f"{FIT} --json -o fits.PARQUET", cwd=folder)
     assert "wrote fits.PARQUET" in done.stderr
     return json.loads(done.stdout)["fits"]
 
@@ -81,9 +65,8 @@ def as_read(fits):
     return [{name: cell(row.get(name)) for name in names} for row in rows]
 
 
-@pytest.mark.slow
 def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
-    done = run(*FIT, "--csv", "-o", "same.json", cwd=folder)
+    done = invoke(f"{FIT} --csv -o same.json", cwd=folder)
     expected = json.loads((folder / "same.json").read_text())["fits"]
     assert len(expected) == 4
     rows = rows_of(done.stdout)
@@ -93,11 +76,10 @@ def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
 
 
 @pytest.mark.slow
-def test_a_file_is_written_as_its_suffix_says(run_here, folder, fits):
-    done = run_here(*FIT, "-o", "fits.csv", cwd=folder)
-    assert "R²" in done.stdout  # a person still gets the table
+def test_a_file_is_written_as_its_suffix_says(folder, fits):
+    assert "R²" in invoke(f"{FIT} -o fits.csv", cwd=folder).stdout  # a person still gets the table
     assert rows_of((folder / "fits.csv").read_text()) == as_read(fits)
-    run_here("models", "-q", "-o", "models.json", cwd=folder)
+    invoke("models -q -o models.json", cwd=folder)
     assert json.loads((folder / "models.json").read_text())["models"]
 
 
@@ -113,41 +95,29 @@ def test_parquet_holds_the_same_in_typed_columns(folder, fits):
 
 
 @pytest.mark.slow
-def test_the_other_commands_print_their_rows(run_here, folder):
-    layers = rows_of(run_here("layers", "demo_vit", "demo_dit", "--csv", cwd=folder).stdout)
+def test_the_other_commands_print_their_rows(folder):
+    def rows(command):
+        return rows_of(invoke(f"{command} --csv", cwd=folder).stdout)
+
+    layers = rows("layers demo_vit demo_dit")
     assert [row["model"] for row in layers] == ["demo_vit"] * 17 + ["demo_dit"] * (len(layers) - 17)
     first = {"index": "0", "normalized_shape": "64", "affine": "true", "placement": "pre-norm"}
     assert first.items() <= layers[0].items()
-    models = rows_of(run_here("models", "--csv", cwd=folder).stdout)
+    models = rows("models")
     assert (models[0]["name"], models[0]["embedded"]) == ("demo_vit", "true")
-    seen = run_here("capture", *FIT[1:], "--csv", "-o", "seen.safetensors", cwd=folder)
+    seen = rows("capture demo_vit --layers 0,16 --limit 9 -o seen.safetensors")
     sums = normscope.load_capture(folder / "seen.safetensors").stats
-    assert {row["name"]: row["n_pairs"] for row in rows_of(seen.stdout)} == {k: str(s.n_pairs) for k, s in sums.items()}
-    plot = ("plot", "seen.safetensors", "--color", "token", "--dpi", "40", "-o", "drawn.png", "--layers", "1")
-    drawn = rows_of(run_here(*plot, "--csv", cwd=folder).stdout)
+    assert {row["name"]: row["n_pairs"] for row in seen} == {k: str(s.n_pairs) for k, s in sums.items()}
+    drawn = rows("plot seen.safetensors --color token --dpi 40 -o drawn.png --layers 1")
     assert [(row["file"], row["curve"]) for row in drawn] == [("drawn.png", "tanh"), ("drawn.png", "isru")]
 
 
-def test_without_pyarrow_nothing_is_run_and_the_extra_is_named(folder):
-    (folder / "without").mkdir()
-    (folder / "without" / "pyarrow.py").write_text("raise ImportError('it is not here')")
-    done = run("fit", "demo_vit", "-o", "none.parquet", cwd=folder, path=f"{folder / 'without'}{os.pathsep}{CHECKOUT}")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "Error: Cannot write none.parquet: Parquet needs pyarrow, which cannot be imported (it is not here). "
-        "Install it: pip install 'normscope[parquet]'.\n"
-    )
-    assert not (folder / "none.parquet").exists()
-
-
-def test_a_reader_that_has_seen_enough_ends_it_quietly(folder):
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        done = run("models", "--csv", cwd=folder, stdout=writing)
-    finally:
-        os.close(writing)
-    assert (done.returncode, done.stderr) == (141, "")
+def test_without_pyarrow_nothing_is_run_and_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    done = invoke("fit demo_vit -o none.parquet", status=2, cwd=tmp_path)
+    assert done.stdout == "" and "pip install 'normscope[parquet]'" in done.stderr
+    assert "Error: Cannot write none.parquet: Parquet needs pyarrow, which cannot be imported" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nested_values_become_columns(tmp_path):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import invoke
 
 import normscope
-from normscope.cli import app
 from normscope.cli.process import stopping_between_chunks
+from normscope.errors import UsageError
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from runs import CaptureRun, differences, write_images
@@ -79,19 +79,16 @@ def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
     assert run.kept and not run.output.exists()
 
     kept = {path: path.read_bytes() for path in run.checkpoints.iterdir()}
-    command = ["capture", "demo_vit", "-o", str(run.output), *options]
-    refused = CliRunner().invoke(app, command)
-    assert refused.exit_code == 2
-    assert (
-        f"Error: {run.checkpoints} holds what an unfinished run has captured. --resume goes on from it"
-        in refused.stderr
-    )
-    other = CliRunner().invoke(app, [*command, "--resume", "--seed", "3"])
-    assert other.exit_code == 2 and "is of another capture: its seed is 0, not 3." in other.stderr
+    command = f"capture demo_vit -o {run.output} {' '.join(options)}"
+    refused = invoke(command, status=2).stderr
+    unfinished = "holds what an unfinished run has captured. --resume goes on from it"
+    assert f"Error: {run.checkpoints} {unfinished}" in refused
+    other = invoke(f"{command} --resume --seed 3", status=2).stderr
+    assert "is of another capture: its seed is 0, not 3." in other
     assert {path: path.read_bytes() for path in run.checkpoints.iterdir()} == kept
 
-    resumed = CliRunner().invoke(app, [*command, "--resume", "--checkpoint-every", "300"])
-    assert resumed.exit_code == 0 and resumed.stderr.count("unreadable, left out: 0/") == 3
+    resumed = invoke(f"{command} --resume --checkpoint-every 300")
+    assert resumed.stderr.count("unreadable, left out: 0/") == 3
     assert not run.checkpoints.exists()
     network = normscope.load("demo_vit", data=str(data), batch_size=2)
     whole = normscope.capture(network.module, network.inputs, about=network.about, layers="2")
@@ -155,31 +152,27 @@ def test_signals_are_left_where_nothing_would_be_kept():
         assert not stopping()
 
 
-def captured(*arguments):
-    return CliRunner().invoke(app, ["capture", "demo_vit", "--limit", "3", "--layers", "1", *arguments])
+CAPTURED = "capture demo_vit --limit 3 --layers 1 -o seen.safetensors"
 
 
 def test_nothing_to_resume(tmp_path):
-    file = tmp_path / "seen.safetensors"
-    done = captured("-o", str(file), "--resume")
-    assert done.exit_code == 0 and "nothing to resume; starting from the beginning" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    assert normscope.load_capture(file).n_samples == 3
+    done = invoke(f"{CAPTURED} --resume", cwd=tmp_path)
+    assert "nothing to resume; starting from the beginning" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["seen.safetensors"]
+    assert normscope.load_capture(tmp_path / "seen.safetensors").n_samples == 3
 
 
 def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkeypatch):
     file, kept = tmp_path / "seen.safetensors", tmp_path / "seen.safetensors.checkpoint"
 
     def full(*_):
-        raise normscope.errors.UsageError("Cannot write it: No space left on device.")
+        raise UsageError("Cannot write it: No space left on device.")
 
     with monkeypatch.context() as patch:
         patch.setattr(normscope, "save_capture", full)
-        done = captured("-o", str(file), "--checkpoint-every", "0")
-    assert done.exit_code == 2 and f"{kept} stays as it was at the last checkpoint: --resume goes on" in done.stderr
+        assert "No space left" in invoke(f"{CAPTURED} --checkpoint-every 0", status=2, cwd=tmp_path).stderr
     assert kept.is_dir() and not file.exists()
-    again = captured("-o", str(file), "--resume")
-    assert again.exit_code == 0 and f"going on from {kept}" in again.stderr
+    assert f"going on from {kept.name}" in invoke(f"{CAPTURED} --resume", cwd=tmp_path).stderr
     assert normscope.load_capture(file).n_samples == 3 and not kept.exists()
 
 

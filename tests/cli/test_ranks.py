@@ -13,58 +13,36 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import normscope
 from normscope.cli import app
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path += [str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "tests")]
+from command_line import invoke
 from runs import differences, write_images
 
 pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(normscope.__file__).parents[1]
-DIGITS = ("--data", "images", "--batch-size", "4")
-DIT = ("--limit", "3", "--timesteps", "3")
-# By the name of what is run: its arguments, where FILE stands for a file of its own.
+DIGITS = "--data images --batch-size 4"
+# Command lines by name; FILE stands for a file of the command's own.
 COMMANDS = {
-    "vit": ("capture", "demo_vit", *DIGITS, "--layers", "4", "-o", "FILE.safetensors"),
-    "dit": (
-        "capture",
-        "demo_dit",
-        *DIT,
-        "--layers",
-        "3",
-        "--per-channel",
-        "--by",
-        "timestep",
-        "-o",
-        "FILE.safetensors",
-    ),
-    "two": ("fit", "demo_vit", "demo_dit", "--limit", "3", "--layers", "2", "--func", "tanh", "--json"),
-    "table": ("fit", "demo_vit", *DIGITS, "--layers", "2", "--func", "tanh", "--output", "FILE.csv"),
-    "plot": ("plot", "demo_vit", *DIGITS, "--layers", "2", "--func", "tanh", "--output", "FILE.png"),
-    "one": (
-        "capture",
-        "demo_vit",
-        "--data",
-        "images/0/00000.png",
-        "--layers",
-        "1",
-        "--resume",
-        "-o",
-        "FILE.safetensors",
-    ),
-    "no such layer": ("capture", "demo_vit", "--layers", "99,", "-o", "FILE.safetensors"),
-    "no such option": ("capture", "demo_vit", "--limits", "99", "-o", "FILE.safetensors"),
-    "raw": ("capture", "demo_vit", "--limit", "2", "--raw", "-o", "FILE.safetensors"),
+    "vit": f"capture demo_vit {DIGITS} --layers 4 -o FILE.safetensors",
+    "dit": "capture demo_dit --limit 3 --timesteps 3 --layers 3 --per-channel --by timestep -o FILE.safetensors",
+    "two": "fit demo_vit demo_dit --limit 3 --layers 2 --func tanh --json",
+    "table": f"fit demo_vit {DIGITS} --layers 2 --func tanh --output FILE.csv",
+    "plot": f"plot demo_vit {DIGITS} --layers 2 --func tanh --output FILE.png",
+    "one": "capture demo_vit --data images/0/00000.png --layers 1 --resume -o FILE.safetensors",
+    "no such layer": "capture demo_vit --layers 99, -o FILE.safetensors",
+    "no such option": "capture demo_vit --limits 99 -o FILE.safetensors",
+    "raw": "capture demo_vit --limit 2 --raw -o FILE.safetensors",
 }
 ALONE = {"vit", "dit", "one", "two", "table"}
 
 
 def said_by(name, who):
     """Run a command in this process, and write what it said and how it ended."""
-    arguments = [argument.replace("FILE", f"{name} {who}") for argument in COMMANDS[name]]
+    arguments = [argument.replace("FILE", f"{name} {who}") for argument in COMMANDS[name].split()]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -177,32 +155,26 @@ def of_two(rank):
     return {"TORCHELASTIC_RUN_ID": "a", "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
 
 
-@pytest.mark.parametrize("command", [["models"], ["layers", "demo_vit"]])
+@pytest.mark.parametrize("command", ["models", "layers demo_vit"])
 def test_what_needs_one_process_is_said_by_the_first(command):
-    done = CliRunner(env=of_two(1)).invoke(app, command)
-    assert done.exit_code == 0 and not done.output
-    assert "demo_vit" in CliRunner(env=of_two(0)).invoke(app, command).stdout
+    assert not invoke(command, **of_two(1)).output
+    assert "demo_vit" in invoke(command, **of_two(0)).stdout
 
 
-def test_swap_bench_of_two_processes_is_that_of_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_swap_bench_of_two_processes_is_that_of_one(tmp_path):
     (tmp_path / "net.py").write_text(FACTORY)
-    arguments = ["swap-bench", NAME, "--func", "dyt,free", "--sites", "least:1", "--seconds", "0", "--device", "cpu"]
-    arguments += ["--json", "-o"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = f"swap-bench {NAME} --func dyt,free --sites least:1 --seconds 0 --device cpu --json -o"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "normscope"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
+    arguments = [sys.executable, *torchrun, *command.split(), "two"]
     done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "normscope", *arguments, "two"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
+        arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=True
     )
-    document, known = json.loads(done.stdout), CliRunner().invoke(app, [*arguments, "one"])
-    assert document["drift"] == json.loads(known.stdout)["drift"]
-    assert [figure["view"] for figure in document["figures"]] == ["drift", "speed"]
+    two, alone = json.loads(done.stdout), invoke(f"{command} alone", cwd=tmp_path)
+    assert two["drift"] == json.loads(alone.stdout)["drift"]
+    assert [figure["view"] for figure in two["figures"]] == ["drift", "speed"]
     assert done.stderr.count("2 ranks divide the drift") == 1 and "ranks" not in done.stdout
-    assert "divide the drift" not in known.stderr
+    assert "divide the drift" not in alone.stderr
 
 
 if __name__ == "__main__":

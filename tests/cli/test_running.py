@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+from command_line import document, invoke
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from normscope.cli import app
 from normscope.cli.options import declared
@@ -43,32 +43,38 @@ def test_a_command_has_the_options_that_it_follows_and_their_defaults(command):
         assert parameters[name].default == FIELDS[name] or (command, name) in OWN_DEFAULTS
 
 
-def test_what_is_given_reaches_the_run_and_the_rest_is_as_it_was():
-    seen = []
+@pytest.fixture
+def called():
+    """A command with all options for running but --sample, and the arguments that it was called with."""
+    calls, program = [], typer.Typer()
 
+    @program.command()
     @declared(without=("sample",))
     def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
-        seen.append((model, run, quiet))
+        """Say so."""
+        calls.append((model, run, quiet))
 
+    return command, lambda *line: get_command(program)([*line], standalone_mode=False), calls
+
+
+def test_what_is_given_reaches_the_run_and_the_rest_is_as_it_was(called):
+    command, typed, calls = called
     command("demo_vit", limit=3, verify=True, quiet=True)
-    assert seen == [("demo_vit", RunOptions(limit=3, verify=True), True)]
+    typed("demo_vit", "--limit", "3", "--verify", "--quiet")
+    assert calls == [("demo_vit", RunOptions(limit=3, verify=True), True)] * 2
     assert "sample" not in inspect.signature(command).parameters
     with pytest.raises(TypeError, match="sample"):
         command("demo_vit", sample=3)
 
 
-def test_typer_reads_the_options_where_the_run_stands():
-    seen = []
-    program = typer.Typer()
-
-    @program.command()
-    @declared()
-    def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
-        """Say so."""
-        seen.append((model, run, quiet))
-
-    get_command(program)(["demo_vit", "--batch-size", "2", "--verify", "--quiet"], standalone_mode=False)
-    assert seen == [("demo_vit", RunOptions(batch_size=2, verify=True), True)]
+def test_a_batch_size_is_a_number_or_auto(called):
+    _, typed, calls = called
+    for given in ((), ("--batch-size", "3"), ("--batch-size", "auto")):
+        typed("demo_vit", *given)
+    assert [run.batch_size for _, run, _ in calls] == [8, 3, "auto"]
+    for wrong in ("0", "-1", "large", "1.5", str(2**63)):
+        with pytest.raises(typer.BadParameter):
+            typed("demo_vit", "--batch-size", wrong)
 
 
 def test_options_that_only_a_network_can_follow_are_named_for_a_file(tmp_path):
@@ -92,77 +98,53 @@ def test_a_capture_says_its_family_where_the_name_does_not(about, family):
     assert family_of(SimpleNamespace(about=about)) == family
 
 
-def test_a_batch_size_is_a_number_or_auto():
-    seen = []
-    program = typer.Typer()
-
-    @program.command()
-    @declared()
-    def command(model: str, *, run: RunOptions) -> None:
-        """Say so."""
-        seen.append(run.batch_size)
-
-    for given in ((), ("--batch-size", "3"), ("--batch-size", "auto")):
-        get_command(program)(["demo_vit", *given], standalone_mode=False)
-    assert seen == [8, 3, "auto"]
-    for wrong in ("0", "-1", "large", "1.5", str(2**63)):
-        with pytest.raises(typer.BadParameter):
-            get_command(program)(["demo_vit", "--batch-size", wrong], standalone_mode=False)
-
-
 SAID = "a sample of 3 tokens of each"
-
-RUN = ("demo_vit", "--limit", "4", "--layers", "0,16", "--sample", "3")
+RUN = "demo_vit --limit 4 --layers 0,16 --sample 3"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.stderr
-        return done
-
-    return run
+    return tmp_path
 
 
-def test_a_table_and_its_document_say_so(run):
-    assert SAID in run("fit", *RUN).stdout.splitlines()[0]
-    document = json.loads(run("fit", *RUN, "--json").stdout)
-    assert all(SAID in fit["data"] and fit["n_pairs"] == 4 * 3 * 64 for fit in document["fits"])
+@pytest.mark.usefixtures("folder")
+def test_a_table_and_its_document_say_so():
+    assert SAID in invoke(f"fit {RUN}").stdout.splitlines()[0]
+    assert all(SAID in fit["data"] and fit["n_pairs"] == 4 * 3 * 64 for fit in document(f"fit {RUN}")["fits"])
 
 
 @pytest.mark.slow
-def test_a_figure_and_its_document_say_so(run, tmp_path):
-    (figure,) = json.loads(run("plot", *RUN, "--json", "--dpi", "40").stdout)["figures"]
+def test_a_figure_and_its_document_say_so(folder):
+    (figure,) = document(f"plot {RUN} --dpi 40")["figures"]
     assert figure["sample"] == SAID
-    assert SAID in json.loads(Image.open(tmp_path / figure["file"]).text["Description"])["data"]
-    (drawn,) = json.loads(run("plot", *RUN, "--json", "--format", "svg").stdout)["figures"]
-    lettering = (tmp_path / drawn["file"]).read_text()
+    assert SAID in json.loads(Image.open(folder / figure["file"]).text["Description"])["data"]
+    (drawn,) = document(f"plot {RUN} --format svg")["figures"]
+    lettering = (folder / drawn["file"]).read_text()
     assert "pairs of the sampled tokens" in lettering and "all pairs" not in lettering
 
 
-def test_a_capture_its_raw_pairs_and_what_is_made_of_it_say_so(run, tmp_path):
-    document = json.loads(run("capture", *RUN, "-o", "seen.safetensors", "--raw", "--json").stdout)
-    assert document["sample"] == SAID
-    assert [site["n_pairs"] for site in document["sites"]] == [768, 768]
-    for file in (tmp_path / "seen-raw").iterdir():
+def test_a_capture_its_raw_pairs_and_what_is_made_of_it_say_so(folder):
+    told = document(f"capture {RUN} -o seen.safetensors --raw")
+    assert told["sample"] == SAID
+    assert [site["n_pairs"] for site in told["sites"]] == [768, 768]
+    for file in (folder / "seen-raw").iterdir():
         assert load_file(file)["x"].shape == (12, 64)
         with safe_open(file, "pt") as raw:
             assert SAID in raw.metadata()["data"]
-    assert SAID in run("fit", "seen.safetensors").stdout
+    assert SAID in invoke("fit seen.safetensors").stdout
 
 
-def test_which_sites_a_number_took_is_said_once_for_people(run):
-    few = ("demo_vit", "--limit", "2", "--sample", "3")
+@pytest.mark.usefixtures("folder")
+def test_which_sites_a_number_took_is_said_once_for_people():
+    few = "demo_vit --limit 2 --sample 3"
     line = "--layers 3 takes one of each stretch of the depth, by turns of every kind: "
     line += "2 blocks.1.norm1, 7 blocks.3.norm2, 16 norm\n"
-    capture = ("capture", *few, "-o", "seen.safetensors")
-    assert run("fit", *few, "--layers", "3").stderr.count(line) == 1
-    assert line not in run(*capture, "--layers", "3", "-q").stderr
-    assert "stretch" not in run(*capture, "--layers", "2,7").stderr
-    assert run(*capture, "--layers", "3").stderr.count(line) == 1
-    assert run("stats", "seen.safetensors", "--layers", "1").stderr.count("--layers 1 takes") == 1
-    swap = run("swap", *few[:3], "--func", "identity", "--sites", "3", "-o", "swapped").stderr
+    capture = f"capture {few} -o seen.safetensors"
+    assert invoke(f"fit {few} --layers 3").stderr.count(line) == 1
+    assert line not in invoke(f"{capture} --layers 3 -q").stderr
+    assert "stretch" not in invoke(f"{capture} --layers 2,7").stderr
+    assert invoke(f"{capture} --layers 3").stderr.count(line) == 1
+    assert invoke("stats seen.safetensors --layers 1").stderr.count("--layers 1 takes") == 1
+    swap = invoke("swap demo_vit --limit 2 --func identity --sites 3 -o swapped").stderr
     assert swap.count(line.replace("layers", "sites")) == 1

@@ -9,52 +9,23 @@ FIRST = "#view=site&site=first"
 VIEWS = ("overview", "site", "explorer", "swap", "compare")
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("which", ["one", pytest.param("two", marks=pytest.mark.slow)])
-def test_it_loads_without_an_error_or_a_request(browser, pages, which, view):
-    file = getattr(pages, which)
-    page = browser.open(file, f"#view={view}")
-    assert page.run("return document.documentElement.dataset.ready") is not None
-    console, asked = page.logs()
-    assert console == []
-    assert [url for url in asked if not url.startswith((file.as_uri(), "data:", "blob:", "about:"))] == []
-    assert page.run("return document.querySelector('[role=tab][aria-selected=true]').dataset.view") == view
+pytestmark = pytest.mark.slow
 
 
-def test_hostile_names_stay_text(browser, pages, hostile):
-    for address in ("", f"#view=site&site={hostile.long}", "#view=compare", "#view=swap"):
-        page = browser.open(pages.two, address)
-        assert page.run("return document.querySelectorAll('main img, main script, main b').length") == 0
-        assert page.run("return document.documentElement.scrollWidth") <= 1280
-    shown = "".join(browser.open(pages.one).texts("h1, .name, td"))
-    assert "<img src=x" in shown and "\\u202egnp" in shown
-    assert "\u202e" not in browser.run("return document.body.innerText")
-    page = browser.open(pages.one)
-    page.run(
-        "go({view: 'site', site: open.capture.sites.findIndex((site) => site.name === arguments[0])})", hostile.name
-    )
-    assert "<img src=x" in page.texts("h2")[0]
-    page.driver.refresh()  # the address holds it
-    assert "<img src=x" in page.texts("h2")[0]
+@pytest.fixture
+def page(browser, pages):
+    """A page of one capture, at its first site."""
+    return browser.open(pages.one, FIRST)
 
 
-def test_the_policy_lets_nothing_else_run(browser, pages):
-    page = browser.open(pages.one)
-    page.run("""
-        window.ran = 0;
-        document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.ran = 1'>");
-        const script = document.createElement("script");
-        script.textContent = "window.ran = 2";
-        document.body.append(script);
-        // A driver's own script may evaluate text; one of the page's may not.
-        setTimeout(() => {
-            try { new Function("window.ran = 3")(); } catch (error) { window.refused = error.name; }
-        });""")
-    page.driver.execute_async_script("setTimeout(arguments[0], 50)")
-    assert page.run("return [window.ran, window.refused]") == [0, "EvalError"]
+def press_button(page, text):
+    page.run("[...document.querySelectorAll('button')].find((b) => b.textContent === arguments[0]).click()", text)
 
 
-@pytest.mark.slow
+def first_plot(page):
+    return page.driver.find_element(By.CSS_SELECTOR, ".plot")
+
+
 def test_a_click_over_the_depth_opens_a_site(browser, pages):
     page = browser.open(pages.one)
     plot = page.driver.find_elements(By.CSS_SELECTOR, ".strip .plot")[0]
@@ -69,9 +40,7 @@ def test_a_click_over_the_depth_opens_a_site(browser, pages):
     assert page.run("return state.view") == "overview"
 
 
-@pytest.mark.slow
-def test_colours_scales_and_curves_redraw_what_they_name(browser, pages):
-    page = browser.open(pages.one, FIRST)
+def test_colours_scales_and_curves_redraw_what_they_name(page):
     pictures = {page.painted()}
     for colour in ("token", "channel"):
         page.click(f"input[value={colour}]")
@@ -80,20 +49,16 @@ def test_colours_scales_and_curves_redraw_what_they_name(browser, pages):
     page.click("input[value=asinh]")
     pictures.add(page.painted())
     assert len(pictures) == 4
-    lines = (
-        "return [...document.querySelectorAll('.plot')[0].querySelectorAll('[data-line]')].map((e) => e.dataset.line)"
-    )
+    lines = "return [...document.querySelector('.plot').querySelectorAll('[data-line]')].map((e) => e.dataset.line)"
     assert {"tanh", "isru"} <= set(page.run(lines))
-    page.run("[...document.querySelectorAll('button[aria-pressed]')].find((b) => b.textContent === 'isru').click()")
+    press_button(page, "isru")
     assert "isru" not in page.run(lines) and "tanh" in page.run(lines)
     page.driver.refresh()
     assert page.run("return [state.colour, state.scale, [...state.hidden].join()]") == ["channel", "asinh", "isru"]
 
 
-@pytest.mark.slow
-def test_hovering_names_the_pair(browser, pages, seen):
-    page = browser.open(pages.one, FIRST)
-    plot = page.driver.find_element(By.CSS_SELECTOR, ".plot")
+def test_hovering_names_the_pair(page, seen):
+    plot = first_plot(page)
     tokens = seen.stats["first"].largest
     spot = page.run(
         """const plot = [...Plot.all].find((p) => p.host === arguments[0]);
@@ -108,15 +73,16 @@ def test_hovering_names_the_pair(browser, pages, seen):
     assert second.startswith("x 300 ")
 
 
-@pytest.mark.slow
-def test_a_pick_lights_up_in_every_site(browser, pages):
-    page = browser.open(pages.one, FIRST)
+def test_a_pick_lights_up_in_every_site(page):
+    page.click("input[value=channel]")
+    assert len(page.texts("#colour-key .key")) == 4 and page.texts("#colour-key .key")[0] == "channel 3"
     before = page.painted()
     search = page.driver.find_element(By.ID, "search")
     search.send_keys("channel 3")
     assert [text.split("max")[0] for text in page.texts(".results button")] == ["channel 3"]
     page.click(".results button")
     assert page.painted() != before and "pick=channel%3A3" in page.run("return location.hash")
+    assert page.texts("#colour-key .key") == [] and len(page.texts(".chip")) == 1  # a colour stands for one channel
     page.run("stepSite(1)")
     lit = page.painted()
     page.click(".chip")
@@ -126,18 +92,8 @@ def test_a_pick_lights_up_in_every_site(browser, pages):
     assert page.texts(".results button") and all(text.startswith("sample 2") for text in page.texts(".results button"))
 
 
-@pytest.mark.slow
-def test_a_colour_stands_for_one_channel(browser, pages):
-    page = browser.open(pages.one, f"{FIRST}&colour=channel")
-    assert len(page.texts("#colour-key .key")) == 4 and page.texts("#colour-key .key")[0] == "channel 3"
-    page.run("[...document.querySelectorAll('.results button')][5].click()")
-    assert page.texts("#colour-key .key") == [] and len(page.texts(".chip")) == 1
-
-
-@pytest.mark.slow
-def test_dots_are_those_that_the_canvas_draws_itself(browser, pages):
+def test_dots_are_those_that_the_canvas_draws_itself(page):
     """Half-covered pixels, overlapping dots, dots beyond the edges; on a screen of two dots to the pixel."""
-    page = browser.open(pages.one, FIRST)
     off, most = page.run("""
         const canvas = element("canvas", {width: 160, height: 120});
         const axes = {x: new Axis(-3, 4, {linear: 0.3}), y: new Axis(-2, 2)};
@@ -172,15 +128,12 @@ def test_dots_are_those_that_the_canvas_draws_itself(browser, pages):
     assert most > 200 and off < 12  # of 255: each layer is rounded
 
 
-@pytest.mark.slow
-def test_zoom_and_back(browser, pages):
-    page = browser.open(pages.one, FIRST)
-    plot = page.driver.find_element(By.CSS_SELECTOR, ".plot")
+def test_zoom_and_back(page):
+    plot = first_plot(page)
     limits = "const p = [...Plot.all].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
     low, high = page.run(limits, plot)
-    ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60).click_and_hold().move_by_offset(
-        120, 90
-    ).release().perform()
+    pointer = ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60)
+    pointer.click_and_hold().move_by_offset(120, 90).release().perform()
     zoomed = page.run(limits, plot)
     assert low < zoomed[0] < zoomed[1] < high
     ActionChains(page.driver).double_click(plot).perform()
@@ -197,7 +150,6 @@ def touch(page, *spots):
     page.driver.execute_async_script("const done = arguments[0]; setTimeout(() => requestAnimationFrame(done), 80)")
 
 
-@pytest.mark.slow
 def test_two_fingers_zoom_and_one_scrolls(browser, pages):
     page = browser.open(pages.one, f"{FIRST}&x=linear", width=390)
     page.fingers = 0
@@ -241,9 +193,7 @@ def test_two_fingers_zoom_and_one_scrolls(browser, pages):
         page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
 
 
-@pytest.mark.slow
-def test_keys(browser, pages):
-    page = browser.open(pages.one, FIRST)
+def test_keys(page):
     for key, script, expected in [
         ("ArrowRight", "return open.site.name", "second"),
         ("ArrowLeft", "return open.site.name", "first"),
@@ -259,14 +209,6 @@ def test_keys(browser, pages):
     page.run("localStorage.clear()")
 
 
-@pytest.mark.slow
-def test_tabs_are_reached_by_keyboard(browser, pages):
-    page = browser.open(pages.one)
-    page.driver.find_element(By.CSS_SELECTOR, "[role=tab][aria-selected=true]").send_keys(Keys.ARROW_RIGHT)
-    assert page.run("return [state.view, document.activeElement.dataset.view]") == ["site", "site"]
-
-
-@pytest.mark.slow
 def test_light_and_dark_follow_the_system_until_asked(browser, pages):
     for scheme in ("dark", "light"):
         page = browser.open(pages.one, scheme=scheme)
@@ -280,52 +222,39 @@ def test_light_and_dark_follow_the_system_until_asked(browser, pages):
     page.run("localStorage.clear()")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("view", VIEWS)
 def test_nothing_is_wider_than_a_telephone(browser, pages, view):
     page = browser.open(pages.two, f"#view={view}", width=390)
     assert page.run("return document.documentElement.scrollWidth") <= 390
 
 
-@pytest.mark.slow
-def test_tables_are_copied_as_csv(browser, pages, fits):
-    page = browser.open(pages.one, FIRST)
+def test_tables_are_copied_as_csv(page, fits):
     page.run("window.taken = null; window.copied = (text) => { window.taken = text; }")
-    page.run("[...document.querySelectorAll('button')].find((b) => b.textContent === 'Copy CSV').click()")
+    press_button(page, "Copy CSV")
     lines = page.run("return window.taken").splitlines()
     assert lines[0].startswith("curve,A,α,s,slope,R²")
     row = next(line for line in lines if line.startswith("isru,")).split(",")
     assert float(row[5]) == fits["first", "isru"].r2
-
-
-@pytest.mark.slow
-def test_what_a_spreadsheet_would_run_is_text_in_csv(browser, pages):
-    page = browser.open(pages.one)
-    cells = [["=1+1", "-3", '"quoted", twice', "two\nlines"]]
+    cells = [["=1+1", "-3", '"quoted", twice', "two\nlines"]]  # a spreadsheet runs none of them
     assert page.run("return csv(arguments[0])", cells) == '\'=1+1,-3,"""quoted"", twice","two\nlines"'
 
 
-@pytest.mark.slow
-def test_figures_are_saved(browser, pages):
-    page = browser.open(pages.one, FIRST)
+def test_figures_are_saved(page):
     text = page.run("return [...Plot.all][0].asSvg()")
     assert text.startswith("<svg") and "data:image/png;base64" in text and "norm input x" in text
     assert "1 second" not in text and "0 first" in text
     # Its key: a line and a name for each curve that is not switched off.
     assert [name in text for name in (">E[y|x]<", ">tanh<", ">isru<", ">derf<")] == [True] * 4
-    page.run("[...document.querySelectorAll('button[aria-pressed]')].find((b) => b.textContent === 'isru').click()")
+    press_button(page, "isru")
     assert ">isru<" not in page.run("return [...Plot.all][0].asSvg()")
     picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all][0];
         drawnOf(new Blob([plot.asSvg()], {type: "image/svg+xml"}), plot.width, plot.high + plot.above, 2)
             .then((blob) => createImageBitmap(blob))
             .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
-    assert picture == [
-        2 * page.run("return [...Plot.all][0].width"),
-        2 * page.run("return [...Plot.all][0].high + [...Plot.all][0].above"),
-    ]
+    size = page.run("const plot = [...Plot.all][0]; return [plot.width, plot.high + plot.above]")
+    assert picture == [2 * size[0], 2 * size[1]]
 
 
-@pytest.mark.slow
 def test_what_has_nothing_to_say_says_why(browser, pages):
     page = browser.open(pages.one, "#view=site&site=off")
     assert "There is nothing to draw here: all zero." in page.texts(".warning")
@@ -334,30 +263,24 @@ def test_what_has_nothing_to_say_says_why(browser, pages):
     assert "These weights are not trained: random weights, seed 0." in page.texts(".warning")
 
 
-@pytest.mark.slow
 def test_an_address_that_means_nothing_opens_the_overview(browser, pages):
     page = browser.open(pages.one, "#view=nothing&site=<b>&capture=99&pick=token:zz&curve=__proto__&hide=%F0%90")
     assert page.run("return [state.view, state.site, state.picks.length, state.curve]") == ["overview", 0, 0, None]
     assert page.logs()[0] == []
 
 
-@pytest.mark.slow
 def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
     page = browser.open(pages.one, "#view=swap")
     cells = page.texts("td")
     assert {"dyt", "0.6", "0.4", "50.0 %", "0.9 (0.8 – 0.95)", "1.5 ×", "slower; <b>", "∞"} <= {*cells}
     assert "compiled" in page.texts(".note")
-    marks = page.run(
-        "return [...document.querySelectorAll('.plot')].map((p) => p.querySelectorAll('[data-mark]').length)"
-    )
+    plots = "return [...document.querySelectorAll('.plot')]"
+    marks = page.run(f"{plots}.map((plot) => plot.querySelectorAll('[data-mark]').length)")
     assert marks == [1, 2]  # of an output that is infinitely far there is no mark
-    names = page.run(
-        "go({view: 'overview'}); return [...document.querySelectorAll('.strip h3')].map((e) => e.textContent)"
-    )
-    assert "Drift with one site swapped, relative L2" in names
+    page.run("go({view: 'overview'})")
+    assert "Drift with one site swapped, relative L2" in page.texts(".strip h3")
 
 
-@pytest.mark.slow
 def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
     page = browser.open(pages.two, "#view=compare&capture=2&site=second")
     heads = page.texts(".side-by-side h3")
@@ -367,7 +290,6 @@ def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
     assert page.texts("td:first-child").count("2 the other") == 2
 
 
-@pytest.mark.slow
 def test_it_is_printed_white_and_within_the_paper(browser, pages):
     page = browser.open(pages.one, FIRST, scheme="dark")
     page.run("""window.seen = [];
@@ -378,16 +300,12 @@ def test_it_is_printed_white_and_within_the_paper(browser, pages):
     assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]
 
 
-@pytest.mark.slow
-def test_a_site_opens_at_its_top(browser, pages):
+def test_a_site_opens_at_its_top_and_the_focus_outlasts_a_step(browser, pages):
     page = browser.open(pages.one)
     page.run("window.scrollTo(0, 900); document.querySelectorAll('.thumbnail')[1].click()")
     assert page.run("return [open.site.name, window.scrollY]") == ["second", 0]
-
-
-@pytest.mark.slow
-def test_the_focus_outlasts_a_step(browser, pages):
-    page = browser.open(pages.one, FIRST)
     page.run("document.querySelector('[aria-label=\"Next site\"]').focus()")
     page.driver.switch_to.active_element.send_keys(Keys.ENTER)
-    assert page.run("return [open.site.name, document.activeElement.ariaLabel]") == ["second", "Next site"]
+    assert page.run("return [open.site.name, document.activeElement.ariaLabel]") == ["groups", "Next site"]
+    page.driver.find_element(By.CSS_SELECTOR, "[role=tab][aria-selected=true]").send_keys(Keys.ARROW_RIGHT)
+    assert page.run("return [state.view, document.activeElement.dataset.view]") == ["explorer", "explorer"]

@@ -14,7 +14,11 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch, Sample
 
+pytestmark = pytest.mark.slow
 WORDS = ("</script><script>alert(1)</script>", "\u202egnp", "w" * 10_000, "", " a\nb", *"cdefg")
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202egnp"
 
 
 class Patches(nn.Module):
@@ -35,21 +39,15 @@ class Patches(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def pictures(hostile_name):
+def pictures():
     torch.manual_seed(0)
     x = torch.randn(3, 3, 16, 16) * torch.linspace(0.2, 3, 16)
+    names = [f"path {number} {HOSTILE}" for number in range(3)]
     batches = []
     for first, step in ((0, 9), (10, 5), (20, 1)):
-        samples = tuple(
-            Sample(f"path {number} {hostile_name}", number, first + number, "paths") for number in (0, 1, 2)
-        )
+        samples = tuple(Sample(name, number, first + number, "paths") for number, name in enumerate(names))
         batches.append(Batch((x * (10 - step),), samples=samples, part=f"timestep {step}"))
     return normscope.capture(Patches(), batches, keep_inputs=2, about={"model": "pictures"})
-
-
-@pytest.fixture(scope="module")
-def hostile_name():
-    return "<img src=x onerror=alert(1)>\u202egnp"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +68,11 @@ def page_file(pictures, ears, tmp_path_factory):
 
 def at(site="first", capture=1, **more):
     return f"#view=site&capture={capture}&site={site}" + "".join(f"&{name}={value}" for name, value in more.items())
+
+
+@pytest.fixture
+def page(browser, page_file):
+    return browser.open(page_file.file, at())
 
 
 def the_map(page):
@@ -115,8 +118,7 @@ def test_hostile_words_and_names_stay_text(browser, page_file):
     assert page.texts("#inside")[0].startswith("This file holds 4 inputs that can be looked at: path 0 <img src=x")
 
 
-def test_a_place_that_is_pointed_at_shows_its_token_and_its_line(browser, page_file):
-    page = browser.open(page_file.file, at())
+def test_a_place_that_is_pointed_at_shows_its_token_and_its_line(page, page_file):
     tokens = page_file.pictures.inputs[0].tokens["first"]
     pointed_at(page, 7)
     tail_from = page.run("return open.site.tail_from")
@@ -134,9 +136,7 @@ def test_a_place_that_is_pointed_at_shows_its_token_and_its_line(browser, page_f
     assert rings(page) == [] and page.run(ENDS, "token") is None
 
 
-@pytest.mark.slow
-def test_a_pin_stays_from_site_to_site_and_in_the_address(browser, page_file):
-    page = browser.open(page_file.file, at())
+def test_a_pin_stays_from_site_to_site_and_in_the_address(page, page_file):
     pointed_at(page, 5)
     ActionChains(page.driver).click().perform()
     assert "pin=1.5.17" in page.run("return location.hash")
@@ -156,17 +156,10 @@ def test_a_pin_stays_from_site_to_site_and_in_the_address(browser, page_file):
     assert page.run(ENDS, "pinned") is None and "pin" not in page.run("return location.hash")
 
 
-@pytest.mark.slow
-def test_keys_go_through_the_places_and_pin(browser, page_file):
-    page = browser.open(page_file.file, at())
+def test_keys_go_through_the_places_and_pin(page, page_file):
     host = the_map(page)
-    for key, place in [
-        (Keys.ARROW_RIGHT, 0),
-        (Keys.ARROW_RIGHT, 1),
-        (Keys.ARROW_DOWN, 5),
-        (Keys.END, 16),
-        (Keys.ARROW_UP, 12),
-    ]:
+    steps = {Keys.ARROW_RIGHT: (0, 1), Keys.ARROW_DOWN: (5,), Keys.END: (16,), Keys.ARROW_UP: (12,)}
+    for key, place in ((key, place) for key, places in steps.items() for place in places):
         host.send_keys(key)
         assert rings(page) == [place]
     assert page.run("return open.site.name") == "first"
@@ -178,7 +171,6 @@ def test_keys_go_through_the_places_and_pin(browser, page_file):
     assert page.run("return state.pin") is None
 
 
-@pytest.mark.slow
 def test_the_slider_goes_through_the_timesteps_and_takes_the_pin_along(browser, page_file):
     page = browser.open(page_file.file, at(pin="1.5.17"))
     assert page.texts("output") == ["timestep 9"]
@@ -189,10 +181,9 @@ def test_the_slider_goes_through_the_timesteps_and_takes_the_pin_along(browser, 
     assert page.run("return document.activeElement.ariaValueText") == "timestep 1"
     kept = page_file.pictures.inputs[4]
     assert kept.part == "timestep 1" and page.run("return [state.input, state.pin.input]") == [4, 4]
+    shift, sigma = (float(values[5]) for values in (kept.tokens["first"].shift, kept.tokens["first"].sigma))
     for x, y in page.run(ENDS, "pinned"):
-        assert y == pytest.approx(
-            (x - float(kept.tokens["first"].shift[5])) / float(kept.tokens["first"].sigma[5]), abs=0.02
-        )
+        assert y == pytest.approx((x - shift) / sigma, abs=0.02)
     assert page.texts("#heat-key") == key  # one scale for all
     page.run("const s = document.getElementById('input'); s.value = 1; s.dispatchEvent(new Event('change'))")
     assert page.run("return state.input") == 5 and page.texts("output") == ["timestep 1"]
@@ -200,7 +191,6 @@ def test_the_slider_goes_through_the_timesteps_and_takes_the_pin_along(browser, 
     assert page.run("return [state.input, state.pin.input]") == [5, 4]
 
 
-@pytest.mark.slow
 def test_colours_are_those_of_sigma_or_of_the_tail(browser, page_file):
     page = browser.open(page_file.file, at("last"))
     place = "const map = [...Plot.all].find((one) => one.placeOf);"
@@ -221,7 +211,6 @@ def test_colours_are_those_of_sigma_or_of_the_tail(browser, page_file):
     assert len(pictures) == 3 and page.texts("#heat-key") == []
 
 
-@pytest.mark.slow
 def test_of_queries_each_head_has_its_tokens(browser, page_file):
     page = browser.open(page_file.file, at("q_norm"))
     page.run("const f = document.getElementById('other'); f.value = 3; f.dispatchEvent(new Event('change'))")
@@ -236,7 +225,6 @@ def test_of_queries_each_head_has_its_tokens(browser, page_file):
     assert float(said.split("σ ")[1].split(" ")[0]) == pytest.approx(sigma, rel=5e-3)
 
 
-@pytest.mark.slow
 def test_a_pair_of_the_s_curve_marks_the_place_of_its_token(browser, page_file):
     page = browser.open(page_file.file, at(colour="token"))
     found = page.run("""const {token, x} = pointsOf(open.site);
@@ -255,7 +243,6 @@ def test_a_pair_of_the_s_curve_marks_the_place_of_its_token(browser, page_file):
     assert ring == page.run("return palette.style.channels[0]")
 
 
-@pytest.mark.slow
 def test_frames_are_pointed_at_along_the_waveform(browser, page_file):
     page = browser.open(page_file.file, at("norm", capture=2))
     pointed_at(page, 40)
@@ -265,7 +252,6 @@ def test_frames_are_pointed_at_along_the_waveform(browser, page_file):
     assert "100 frames, one every 8 samples" in page.texts(".inputs .note")[-1]
 
 
-@pytest.mark.slow
 def test_words_are_readable_on_every_colour(browser, page_file):
     page = browser.open(page_file.file, at("1", capture=3))
     word = page.driver.find_elements(By.CSS_SELECTOR, ".word")[6]
@@ -285,17 +271,14 @@ def test_words_are_readable_on_every_colour(browser, page_file):
         assert (high + 0.05) / (low + 0.05) >= 4.5, colour
 
 
-@pytest.mark.slow
 def test_what_is_no_place_is_said(browser, page_file):
     page = browser.open(page_file.file, at("groups"))
-    assert (
-        "the tokens of this norm are groups of channels, and no places of the input" in page.texts(".inputs .note")[-1]
-    )
+    said = "the tokens of this norm are groups of channels, and no places of the input"
+    assert said in page.texts(".inputs .note")[-1]
     assert page.run("return document.getElementById('input-map').tabIndex") == -1
     assert page.texts("#place-said") == [""] and page.logs()[0] == []
 
 
-@pytest.mark.slow
 def test_a_page_without_inputs_says_how_to_keep_some(browser, pages):
     page = browser.open(pages.one)
     assert "none; normscope capture --keep-inputs 2 keeps some to look at, at each site" in page.texts("dd")
@@ -304,7 +287,6 @@ def test_a_page_without_inputs_says_how_to_keep_some(browser, pages):
     assert page.texts(".inputs") == []
 
 
-@pytest.mark.slow
 def test_an_address_of_another_page_is_taken_as_far_as_it_goes(browser, page_file):
     for pin in ("9.5.17", "1.17.17", "1.5.17x99999999999", "x", "1.-1.17", "1.5.16"):
         page = browser.open(page_file.file, at(pin=pin, input=99, heat="<b>"))
@@ -314,7 +296,6 @@ def test_an_address_of_another_page_is_taken_as_far_as_it_goes(browser, page_fil
     assert page.run("return state.input") == 0 and page.logs()[0] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("capture", "site"), [(1, "first"), (1, "q_norm"), (2, "norm"), (3, "1")])
 def test_inputs_are_no_wider_than_a_telephone(browser, page_file, capture, site):
     page = browser.open(page_file.file, at(site, capture=capture), width=390, scheme="dark")

@@ -89,6 +89,51 @@ def test_what_does_not_go_together_is_refused(seen, other, fits):
         normscope.report(seen, fits, drift=["dyt"])
 
 
+@pytest.mark.parametrize("view", ("overview", "site", "explorer", "swap", "compare"))
+@pytest.mark.parametrize("which", ["one", pytest.param("two", marks=pytest.mark.slow)])
+def test_it_loads_without_an_error_or_a_request(browser, pages, which, view):
+    file = getattr(pages, which)
+    page = browser.open(file, f"#view={view}")
+    assert page.run("return document.documentElement.dataset.ready") is not None
+    console, asked = page.logs()
+    assert console == []
+    assert [url for url in asked if not url.startswith((file.as_uri(), "data:", "blob:", "about:"))] == []
+    assert page.run("return document.querySelector('[role=tab][aria-selected=true]').dataset.view") == view
+
+
+def test_hostile_names_stay_text(browser, pages, hostile):
+    for address in ("", f"#view=site&site={hostile.long}", "#view=compare", "#view=swap"):
+        page = browser.open(pages.two, address)
+        assert page.run("return document.querySelectorAll('main img, main script, main b').length") == 0
+        assert page.run("return document.documentElement.scrollWidth") <= 1280
+    shown = "".join(browser.open(pages.one).texts("h1, .name, td"))
+    assert "<img src=x" in shown and "\\u202egnp" in shown
+    assert "\u202e" not in browser.run("return document.body.innerText")
+    page = browser.open(pages.one)
+    page.run(
+        "go({view: 'site', site: open.capture.sites.findIndex((site) => site.name === arguments[0])})", hostile.name
+    )
+    assert "<img src=x" in page.texts("h2")[0]
+    page.driver.refresh()  # the address holds it
+    assert "<img src=x" in page.texts("h2")[0]
+
+
+def test_the_policy_lets_nothing_else_run(browser, pages):
+    page = browser.open(pages.one)
+    page.run("""
+        window.ran = 0;
+        document.body.insertAdjacentHTML("beforeend", "<img src=x onerror='window.ran = 1'>");
+        const script = document.createElement("script");
+        script.textContent = "window.ran = 2";
+        document.body.append(script);
+        // A driver's own script may evaluate text; one of the page's may not.
+        setTimeout(() => {
+            try { new Function("window.ran = 3")(); } catch (error) { window.refused = error.name; }
+        });""")
+    page.driver.execute_async_script("setTimeout(arguments[0], 50)")
+    assert page.run("return [window.ran, window.refused]") == [0, "EvalError"]
+
+
 @pytest.mark.slow
 def test_a_frame_works_as_the_file_does(browser, seen, fits, tmp_path):
     """As a notebook holds it: no address to keep, and the same figures."""

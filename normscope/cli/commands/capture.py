@@ -1,34 +1,31 @@
-"""``normscope capture``."""
+"""``normscope capture`` and ``normscope merge``: captures in files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import normscope
 from normscope.cli.options import declared
-from normscope.cli.output import Output, check_capture_file, pairs_as_json, skipped_as_json
+from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models
-from normscope.errors import UsageError
-from normscope.runtime.files import CHECKPOINT
+from normscope.errors import DataError, UsageError
+from normscope.runtime.files import CHECKPOINT, check_writable
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.ranks import Checkpoints
     from normscope.pairs.storage import RawPairs
 
-EXAMPLES = (
-    "Examples: normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
+
+@declared(
+    "normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
     "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume"
 )
-
-
-@declared()
 def capture(
     model: str,
     output: Path,
@@ -52,91 +49,95 @@ def capture(
     """
     check_models([model])
     check_by(by, [model])
-    check_capture_file(output, force)
+    _check_capture_file(output, force)
     place = Place.from_environment()
-    _check_raw(raw, resume, place)
+    if raw and not place.alone:
+        raise UsageError(f"--raw needs a single process, and torchrun started {place.ranks}; drop --raw or torchrun.")
+    if raw and resume:
+        raise UsageError("--raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume.")
     from normscope.pairs.ranks import Checkpoints
     from normscope.pairs.storage import RawPairs
 
     pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
     kept = Checkpoints(output.with_name(f"{output.name}{CHECKPOINT}"), checkpoint_every, resume or place.restarts > 0)
-    if place.speaks:
-        _check_kept(kept, raw, say)
+    if place.speaks and not raw:
+        kept.check()
+        if kept.resume:
+            start = f"going on from {kept.folder}" if kept.exist else "nothing to resume; starting from the beginning"
+            say.remark(start)
+    sums: dict[str, Any] = {"by_gamma": by_gamma, "per_channel": per_channel, "diagonal": diagonal}
+    sums |= {"keep_inputs": keep_inputs, "by_part": by is not None, "observe": pairs.add if pairs else None}
     try:
         network = run.load(model, say)
         if pairs:
             _announce(pairs, network, layers, run.sample, say)
-        with run.joined() as ranks, stopping_between_chunks(say.warn, raw) as kept.stopping:
-            seen = run.capture(
-                network,
-                layers,
-                say,
-                ranks,
-                None if raw else kept,
-                by_gamma=by_gamma,
-                per_channel=per_channel,
-                diagonal=diagonal,
-                keep_inputs=keep_inputs,
-                by_part=by is not None,
-                observe=pairs.add if pairs else None,
-            )
+        with run.joined() as ranks, stopping_between_chunks(say.warn, never=raw) as kept.stopping:
+            seen = run.capture(network, layers, say, ranks, None if raw else kept, **sums)
         if not place.speaks:
             raise typer.Exit
-        say.account(seen, network.inputs.unreadable)
-        say.chosen(seen.sites, layers)
+        say.account(seen, layers, network.inputs.unreadable)
         say.kept_inputs(seen)
         if keep_inputs and not seen.inputs:
             say.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
-        path = _saved(seen, output, kept)
+        path = normscope.save_capture(seen, output)
+        kept.remove()
         folder = pairs.finish(seen) if pairs else None
     finally:
         if pairs:
             pairs.discard()
-    say.result(str(path))
-    sites = pairs_as_json(seen)
-    document = {
-        **seen.about,
-        "file": str(path),
+    more = {
         "raw": str(folder) if folder else None,
-        "n_samples": seen.n_samples,
         "unreadable": network.inputs.unreadable,
-        "parts": list(seen.parts),
         "inputs": [kept_input.name for kept_input in seen.inputs],
-        "sites": sites,
-        "skipped": skipped_as_json([seen]),
     }
-    say.document(document, [{**seen.about, "file": str(path), **site} for site in sites])
+    _tell(seen, path, more, say)
 
 
-def _check_raw(raw: bool, resume: bool, place: Place) -> None:
-    """Refuse raw pairs of several runs or ranks, as one process writes them in one go; UsageError."""
-    if raw and not place.alone:
-        raise UsageError(f"--raw needs a single process, and torchrun started {place.ranks}; drop --raw or torchrun.")
-    if raw and resume:
-        raise UsageError("--raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume.")
+@declared(
+    "normscope capture demo_vit --data first/ -o first.safetensors · "
+    "normscope merge first.safetensors second.safetensors -o both.safetensors · normscope plot both.safetensors",
+    first_rank_only=True,
+)
+def merge(files: list[str], output: Path, *, force: bool = False, say: Output) -> None:
+    """Make one capture of several: of one model, from runs over different inputs, on whatever days and machines."""
+    _check_files(files)
+    _check_capture_file(output, force)
+    seen = normscope.merge_captures(files)
+    say.account(seen)
+    path = normscope.save_capture(seen, output)
+    say.remark(f"merged {', '.join(files)}")
+    _tell(seen, path, {"merged": files}, say)
 
 
-def _check_kept(kept: Checkpoints, raw: bool, say: Output) -> None:
-    """Report whether the run resumes a checkpoint; refuse to start over beside one."""
-    if raw:
-        return
-    kept.check()
-    if kept.resume:
-        say.remark(f"going on from {kept.folder}" if kept.exist else "nothing to resume; starting from the beginning")
+def _check_capture_file(path: Path, force: bool) -> None:
+    """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
+    check_writable(path)
+    if path.exists() and not force:
+        from normscope.pairs.storage import is_capture
+
+        if not is_capture(path):
+            raise UsageError(
+                f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
+            )
 
 
-def _saved(seen: Capture, output: Path, kept: Checkpoints) -> Path:
-    """Write the capture, and remove what is no longer needed."""
-    try:
-        path = normscope.save_capture(seen, output)
-    except UsageError as error:
-        if not kept.exist:
-            raise
-        raise UsageError(
-            f"{error} {kept.folder} stays as it was at the last checkpoint: --resume goes on from it."
-        ) from error
-    kept.remove()
-    return path
+def _check_files(files: list[str]) -> None:
+    """Refuse files that cannot be merged, before the first is read; DataError and UsageError."""
+    if len(files) == 1:
+        raise UsageError(f"merge takes two captures or more; {files[0]} is one. Name the others beside it.")
+    names: dict[tuple[int, int], str] = {}
+    for file in files:
+        try:
+            status = Path(file).stat()
+        except OSError as error:
+            why = error.strerror or error
+            raise DataError(
+                f"Cannot read the capture {file}: {why}; `normscope capture MODEL -o FILE` writes one."
+            ) from error
+        identity = (status.st_dev, status.st_ino)
+        if identity in names:
+            raise UsageError(f"{names[identity]} and {file} are one file. Name each capture once.")
+        names[identity] = file
 
 
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
@@ -153,3 +154,15 @@ def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | 
         f"the raw pairs of {len(sites)} norm sites will take about {amount} {each} in {pairs.folder}, if all samples "
         "are as long as the first"
     )
+
+
+def _tell(seen: Capture, path: Path, more: dict[str, Any], say: Output) -> None:
+    say.result(str(path))
+    counted = ((site.name, seen.stats[site.name]) for site in seen.sites)
+    sites = [
+        {"name": name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
+        for name, stats in counted
+    ]
+    about = {**seen.about, "file": str(path)}
+    document = {**about, **more, "n_samples": seen.n_samples, "parts": list(seen.parts), "sites": sites}
+    say.document({**document, "skipped": skipped_as_json([seen])}, [{**about, **site} for site in sites])

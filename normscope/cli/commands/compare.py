@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded
 
-if TYPE_CHECKING:
-    from normscope.fits.views.comparison import Comparison
 
-EXAMPLES = (
-    "Examples: normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
+@declared(
+    "normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
     "normscope compare vit_b16 --weights step100.pt --weights step200.pt"
 )
-
-
-@declared()
 def compare(
     models: list[str] | None = None,
     *,
@@ -39,12 +33,10 @@ def compare(
     """
     names = named_or_embedded(models, say)
     from normscope.fits.views.comparison import check_curves, check_number, compared
+    from normscope.tables.fit import comparison_table, matching_lines
 
     curves = check_curves(func)
     runs = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]
-
-    from normscope.tables.fit import comparison_table, matching_lines
-
     for name, options in runs:
         check_sources([name], options)
     check_by(by, names)
@@ -57,20 +49,15 @@ def compare(
         say.sentences(line)
     say.result(comparison_table(comparison.rows))
     drawn = normscope.plot_comparison(seen, comparison.fits, **look.of_figure)
-    figure = files.save(drawn, "comparison", "", seen, say)
     rows = [row.as_dict() for row in comparison.rows]
-    say.document(_document(comparison, figure, rows), rows)
-
-
-def _document(comparison: Comparison, figure: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    of_each = [
-        {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
-        for number, capture in enumerate(comparison.captures, 1)
-    ]
-    return {
-        "figure": figure,
-        "compared": of_each,
+    document = {
+        "figure": files.save(drawn, "comparison", "", seen, say),
+        "compared": [
+            {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
+            for number, capture in enumerate(comparison.captures, 1)
+        ],
         "sites": rows,
         "unmatched": comparison.unmatched(),
         "skipped": skipped_as_json(comparison.captures),
     }
+    say.document(document, rows)

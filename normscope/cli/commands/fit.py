@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import normscope
 from normscope.cli.options import Look, check_plot, declared
@@ -11,25 +11,19 @@ from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, family_of, sources
 from normscope.errors import UsageError, unknown
 
-if TYPE_CHECKING:
-    from normscope.fits.curve_fit import CurveFit
-    from normscope.pairs.captures import Capture
+_LEVELS = ("site", "channel", "token")
+_CURVES = "tanh,isru"
 
-EXAMPLES = (
-    "Examples: normscope fit --func isru · normscope fit vit_b16 --func all --csv · "
-    "normscope fit demo_dit --by timestep · normscope fit demo_vit --per channel --json · "
-    "normscope fit seen.safetensors --pool kind --func best"
+
+@declared(
+    "normscope fit --func isru · normscope fit vit_b16 --func all --csv · normscope fit demo_dit --by timestep · "
+    "normscope fit demo_vit --per channel --json · normscope fit seen.safetensors --pool kind --func best",
+    without=("figure_format", "dpi", "style"),
 )
-
-LEVELS = ("site", "channel", "token")
-CURVES = "tanh,isru"
-
-
-@declared(without=("figure_format", "dpi", "style"))
 def fit(
     models: list[str] | None = None,
     *,
-    func: str = CURVES,
+    func: str = _CURVES,
     per: str = "site",
     pool: str | None = None,
     amplitude: str = "free",
@@ -47,16 +41,18 @@ def fit(
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
     from normscope.fits.fit import check_fit
+    from normscope.fits.views.advice import NOTE
+    from normscope.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
 
-    if per not in LEVELS:
-        raise UsageError(unknown("level", per, LEVELS))
-    of_tokens = per == "token"
+    if per not in _LEVELS:
+        raise UsageError(unknown("level", per, _LEVELS))
     if plot and (per != "site" or pool or advise):
         raise UsageError("--plot draws the fits of each site by itself; leave --per, --pool and --advise out.")
     if advise and (per != "site" or pool):
         raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
     form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": shift}
-    if of_tokens and (func, pool, weights_by, *form.values()) != (CURVES, None, "pairs", "free", False, None, None):
+    of_tokens = per == "token"
+    if of_tokens and (func, pool, weights_by, *form.values()) != (_CURVES, None, "pairs", "free", False, None, None):
         raise UsageError(
             "--per token fits no curve, as each token is a line, exactly; leave out --func, --pool, --weights-by, "
             "--amplitude, --theory, --alpha and --shift."
@@ -65,55 +61,34 @@ def fit(
     check_fit(func, **how)
     names = sources(models, run, by, say)
     check_plot(plot, names, by)
+    sums = {"by_gamma": weights_by == "gamma", "per_channel": per == "channel"}
     seen, rows, summaries = [], [], []
-    for capture in captures(
-        [(name, run) for name in names], layers, say, by, by_gamma=weights_by == "gamma", per_channel=per == "channel"
-    ):
+    for capture in captures([(name, run) for name in names], layers, say, by, **sums):
         say.heading(capture.about)
         seen.append(capture)
         if of_tokens:
-            rows += _slopes(capture, say)
-        elif advise:
-            rows += _advice(capture, func, how, say)
-        else:
-            fits, summary = _fits(capture, func, how, say)
-            rows += [fit.as_dict() for fit in fits]
-            if plot:
-                figure = normscope.plot_depth(capture, fits, **look.of_figure)
-                say.result(str(normscope.save_figure(figure, plot, capture)))
-            summaries += summary
-    if advise:
-        from normscope.fits.views.advice import NOTE
-
-        document: dict[str, Any] = {"note": NOTE, "advice": rows}
-    else:
-        document = {"slopes": rows} if of_tokens else {"fits": rows, "layerwise": summaries}
+            slopes = normscope.token_slopes(capture)
+            say.result(slopes_table(slopes))
+            rows += [row.as_dict() for row in slopes]
+            continue
+        fits = normscope.fit(capture, func, **how)
+        if advise:
+            advice = normscope.advise(fits, capture.sites, family=family_of(capture))
+            say.result(advice_table(advice))
+            rows += [row.as_dict() for row in advice]
+            continue
+        say.result(channels_table(fits) if per == "channel" else fits_table(fits))
+        rows += [fit.as_dict() for fit in fits]
+        summary = normscope.layerwise(fits) if per == "site" and pool is None else None
+        if summary is not None and summary.sites > 1:
+            say.sentences(layerwise_line(summary))
+            summaries.append({"model": capture.about["model"], **summary.as_dict()})
+        if plot:
+            figure = normscope.plot_depth(capture, fits, **look.of_figure)
+            say.result(str(normscope.save_figure(figure, plot, capture)))
+    document: dict[str, Any] = {"fits": rows, "layerwise": summaries}
+    if of_tokens:
+        document = {"slopes": rows}
+    elif advise:
+        document = {"note": NOTE, "advice": rows}
     say.document({**document, "skipped": skipped_as_json(seen)}, rows)
-
-
-def _fits(capture: Capture, func: str, how: dict[str, Any], say: Output) -> tuple[list[CurveFit], list[dict[str, Any]]]:
-    from normscope.tables.fit import channels_table, fits_table, layerwise_line
-
-    fits = normscope.fit(capture, func, **how)
-    say.result(channels_table(fits) if how["per"] == "channel" else fits_table(fits))
-    summary = normscope.layerwise(fits) if how["per"] == "site" and how["pool"] is None else None
-    if summary is None or summary.sites < 2:
-        return fits, []
-    say.sentences(layerwise_line(summary))
-    return fits, [{"model": capture.about["model"], **summary.as_dict()}]
-
-
-def _advice(capture: Capture, func: str, how: dict[str, Any], say: Output) -> list[dict[str, Any]]:
-    from normscope.tables.fit import advice_table
-
-    advice = normscope.advise(normscope.fit(capture, func, **how), capture.sites, family=family_of(capture))
-    say.result(advice_table(advice))
-    return [row.as_dict() for row in advice]
-
-
-def _slopes(capture: Capture, say: Output) -> list[dict[str, Any]]:
-    from normscope.tables.fit import slopes_table
-
-    slopes = normscope.token_slopes(capture)
-    say.result(slopes_table(slopes))
-    return [row.as_dict() for row in slopes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared, figure_title
@@ -11,13 +10,11 @@ from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.tables.card import gradient_tables
 
-EXAMPLES = (
-    "Examples: normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
+
+@declared(
+    "normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
     "normscope gradient seen.safetensors -o gradient.pdf"
 )
-
-
-@declared()
 def gradient(
     models: list[str] | None = None,
     *,
@@ -35,19 +32,16 @@ def gradient(
     check_fit(func)
     names = sources(models, run, by, say)
     files = FigureFiles(output, look, names, ["gradient"], by)
-    seen: list[normscope.Capture] = []
-    views: list[normscope.GradientView] = []
-    figures: list[dict[str, Any]] = []
+    seen, rows, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
         fits = normscope.fit(capture, func)
-        of_capture = normscope.gradient(capture, fits)
+        views = normscope.gradient(capture, fits)
         say.heading(capture.about)
-        for table in gradient_tables(of_capture):
+        for table in gradient_tables(views):
             say.result(table)
         figure = normscope.plot_gradient(capture, fits, **look.of_figure)
         file = files.save(figure, figure_title(capture), "gradient", capture, say)
         figures.append({**capture.about, "file": file, "sites": [site.name for site in capture.sites]})
         seen.append(capture)
-        views += of_capture
-    rows = [view.as_dict() for view in views]
+        rows += [view.as_dict() for view in views]
     say.document({"gradient": rows, "figures": figures, "skipped": skipped_as_json(seen)}, rows)

@@ -8,42 +8,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import normscope
-from normscope.cli.commands.swap import remark_on_loading
+from normscope.cli import swapping
 from normscope.cli.options import Look, declared
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
-from normscope.cli.swapping import (
-    SwapChoice,
-    SwapSource,
-    check_keep,
-    check_kernels,
-    choose,
-    figure_of_choice,
-    tell_choice,
-    tell_quality,
-    tell_what_stayed,
-)
-from normscope.errors import UsageError
 from normscope.runtime.files import check_folder_writable, check_writable
-from normscope.runtime.processes import Place
 from normscope.swaps.inits import CALIBRATED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from normscope.swaps.reports import HealReport, TrainingCheck
 
-EXAMPLES = (
-    "Examples: normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
-    "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json"
-)
-
 _BATCH_SIZE = 16
-# Options of where and how fast it runs, and those that this command does not have.
+# Options that do not identify the network and its data, or that this command does not have.
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 
-@declared(without=("figure_format", "dpi", "style", "sample", "device_map", "dtype", "verify"))
+@declared(
+    "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
+    "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
+    without=("figure_format", "dpi", "style", "sample", "device_map", "dtype", "verify"),
+)
 def heal(
     model: str,
     output: Path,
@@ -64,44 +48,38 @@ def heal(
     say: Output,
 ) -> None:
     """Swap a model's norms, calibrate it, and train it back to what it gave."""
-    if not (place := Place.from_environment()).alone:
-        raise UsageError(
-            f"Healing takes its steps in one process, and torchrun started {place.ranks}. Start it without torchrun: "
-            "normscope heal …"
-        )
+    swapping.check_alone("Healing takes its steps", more=": normscope heal …")
     check_models([model])
     from normscope.pairs.ranks import ALONE
     from normscope.swaps.heal.heal import STEPS, check_options
     from normscope.swaps.heal.training import check_asked
     from normscope.swaps.reports import TRAINED
-    from normscope.swaps.start import RMS_NORM
     from normscope.swaps.store.record import ALSO, FILES
 
-    how = SwapChoice.of(func, "fit" if init == CALIBRATED else init, per, shift)
-    calibrated = init == CALIBRATED and how.asked != RMS_NORM
+    how = swapping.SwapChoice.of(func, init, per, shift)
     if minutes is None and steps is None:
         steps = STEPS
     check_options(train, steps, minutes)
-    check_kernels([how], run.device)
-    check_keep(keep, None, sites, place)
+    swapping.check_keep(keep, None, sites)
     check_folder_writable(output, FILES, ALSO)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
-    for path in (checkpoint, drawn, figure_of_choice(output)):
+    drawn_choice = swapping.figure_of_choice(output)
+    for path in (checkpoint, drawn, drawn_choice):
         check_writable(path)
-    options = {"func": func, "steps": steps, "minutes": minutes, "train": train, "init": init}
-    options |= {"sites": sites, "keep": keep, "per": per, "shift": shift, "batch size": batch_size}
-    wanted = {"model": model, **options, **_inputs(run)}
+    asked = {"model": model, "func": func, "steps": steps, "minutes": minutes, "train": train, "init": init}
+    asked |= {"sites": sites, "keep": keep, "per": per, "shift": shift, "batch size": batch_size}
+    of_network = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
+    asked |= {name: str(value) if isinstance(value, Path) else value for name, value in of_network.items()}
     if not restart:
-        check_asked(checkpoint, wanted)
+        check_asked(checkpoint, asked)
     # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
-    source = SwapSource(network, sites, run.seed, say, ALONE)
-    if init == CALIBRATED and not calibrated:
+    source = swapping.SwapSource(network, sites, run.seed, say, ALONE)
+    if init == CALIBRATED and not how.calibrated:
         say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
-    fits = source.fits(how)
-    modules = source.replacements(how, fits)
-    choice = None if keep is None else choose(source, modules, keep, None, func, how.start, say)
+    modules = source.replacements(how, source.fits(how))
+    choice = None if keep is None else source.keep(modules, number=keep, func=func, init=how.uncalibrated)
     swapped = copy.deepcopy(network.module)
     normscope.Swap(swapped, modules if choice is None else {path: modules[path] for path in choice.swapped})
     if checkpoint.exists():
@@ -115,13 +93,13 @@ def heal(
                 swapped,
                 source.learned,
                 source.held_out,
-                calibrated=calibrated,
+                calibrated=how.calibrated,
                 train=train,
                 steps=steps,
                 minutes=minutes,
                 seed=run.seed,
                 checkpoint=checkpoint,
-                asked=wanted,
+                asked=asked,
                 progress=progress,
                 checked=lambda check: _remark_on(check, say),
             )
@@ -130,28 +108,32 @@ def heal(
             say.warn(f"the same command goes on from {checkpoint}, which holds what was done until the last check")
         raise
     say.heading(source.about)
-    begun = CALIBRATED if calibrated else how.start
-    kept = how.start if report.restored else begun
+    kept = how.uncalibrated if report.restored else how.start
     healed = report.steps if report.left_with == TRAINED else None
     folder = normscope.save_swapped(
         swapped, output, source.about, func=func, init=kept or None, healed=healed, kept=choice
     )
-    asked = {"func": func, "init": begun, "per": per, "sites": len(source.norms)}
-    whole = {**source.about, "held_out": source.held_out.description, **asked}
+    whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
+    whole |= {"per": per, "sites": len(source.norms)}
     title = f"{network.name} · {func}"
     figure = normscope.plot_healing(report, title if look.title is None else look.title, width=look.width)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
+    written = [folder, drawn]
     if choice is not None:
-        tell_choice(choice, title, figure_of_choice(output), say)
+        swapping.tell_choice(choice, title, drawn_choice, say)
         whole["keep"] = choice.as_dict()
-    _tell(report, func, begun, say)
-    for path in (folder, drawn, *([] if choice is None else [figure_of_choice(output)])):
+        written.append(drawn_choice)
+    _tell(report, say)
+    swapping.tell_quality(report.quality, report.no_quality, func, how.start, say)
+    for path in written:
         say.result(str(path))
-    remark_on_loading(model, str(folder), say)
-    files = {"folder": str(folder), "figure": str(drawn)}
-    document = {**report.as_dict(), **whole, **files}
-    say.document(document, [{**whole, **row} for row in _rows(report)])
+    swapping.remark_on_loading(model, folder, say)
+    rows = [
+        {**whole, "stage": stage, **quantiles, "closed": report.closed_after(stage), "kept": stage == report.left_with}
+        for stage, quantiles in report.drifts.items()
+    ]
+    say.document({**report.as_dict(), **whole, "folder": str(folder), "figure": str(drawn)}, rows)
 
 
 def _remark_on(check: TrainingCheck, say: Output) -> None:
@@ -161,25 +143,13 @@ def _remark_on(check: TrainingCheck, say: Output) -> None:
     say.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['a better state is kept']))}")
 
 
-def _inputs(run: RunOptions) -> dict[str, Any]:
-    """List the options that identify the network and its data, as JSON types."""
-    options = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-
-
-def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
+def _tell(report: HealReport, say: Output) -> None:
     from normscope.swaps.reports import TRAINED
     from normscope.tables.drift import healing_table
 
     say.result(healing_table(report))
-    tell_quality(report.quality, report.no_quality, func, init, say)
-    tell_what_stayed(report.not_refitted, report.left_out, say)
+    swapping.tell_what_stayed(report.not_refitted, report.left_out, say)
     if report.restored:
         say.warn("the drift on the held-out inputs did not fall: what was written has the start values")
     elif report.left_with != TRAINED:
         say.warn("training did not lower the drift on the held-out inputs: what was written is calibrated alone")
-
-
-def _rows(report: HealReport) -> Iterable[dict[str, Any]]:
-    for stage, quantiles in report.drifts.items():
-        yield {"stage": stage, **quantiles, "closed": report.closed_after(stage), "kept": stage == report.left_with}

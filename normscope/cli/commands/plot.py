@@ -11,13 +11,10 @@ from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 
-EXAMPLES = "Examples: normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors"
-
-_OVERVIEW = "overview"
-_VIEW = "scurves"
+_OVERVIEW, _VIEW = "overview", "scurves"
 
 
-@declared()
+@declared("normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors")
 def plot(
     models: list[str] | None = None,
     *,
@@ -48,19 +45,18 @@ def plot(
     if len(names) > 1:
         check_writable(files.path(_OVERVIEW, _VIEW))
     axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.of_figure}
-    figures: list[dict[str, Any]] = []
-    seen, fits = [], []
+    seen, fits, figures, drawn = [], [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func)
         figure = normscope.plot(capture, fitted, rows=rows, **axes)
         file = files.save(figure, figure_title(capture), _VIEW, capture, say)
+        of_fits = [fit.as_dict() for fit in fitted]
         sites = [site.name for site in capture.sites]
-        shown = {"file": file, "sites": sites, "fits": [fit.as_dict() for fit in fitted]}
-        figures.append({**capture.about, **shown})
+        figures.append({**capture.about, "file": file, "sites": sites, "fits": of_fits})
+        drawn += [{"file": file, **row} for row in of_fits]
         seen.append(capture)
         fits.append(fitted)
     together = None
     if len(seen) > 1:
         together = files.save(normscope.overview(seen, fits, **axes), _OVERVIEW, _VIEW, seen, say)
-    drawn = [{"file": figure["file"], **fit_row} for figure in figures for fit_row in figure["fits"]]
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import normscope
 from normscope.cli.options import declared
@@ -13,17 +12,14 @@ from normscope.cli.running import RunOptions, captures, sources
 from normscope.errors import UsageError
 from normscope.runtime.files import check_writable, file_stem
 
-EXAMPLES = (
-    "Examples: normscope report vit_b16 · normscope report monday.safetensors tuesday.safetensors -o both.html · "
-    "normscope report demo_vit --swap-bench demo_vit.json"
-)
-_SUFFIXES = (".html", ".htm")
-_MEGABYTE = 1e6
-
 _OF_A_MODEL = 2  # inputs that are kept
 
 
-@declared(without=("as_csv",))
+@declared(
+    "normscope report vit_b16 · normscope report monday.safetensors tuesday.safetensors -o both.html · "
+    "normscope report demo_vit --swap-bench demo_vit.json",
+    without=("as_csv",),
+)
 def report(
     models: list[str] | None = None,
     *,
@@ -46,30 +42,25 @@ def report(
     path = _path(output, names)
     check_writable(path)
     swaps = read_swap_results(swap_bench) if swap_bench else None
-    seen, fits = [], []
     kept = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
+    seen, fits, shown = [], [], []
     for captured in captures([(name, run) for name in names], layers, say, by, **kept):
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
         say.kept_inputs(capture)
         seen.append(capture)
         fits.append(normscope.fit(capture, func))
-    page = normscope.report(seen, fits, drift=swaps)
-    page.save(path)
+        shown.append({**capture.about, "sites": [site.name for site in capture.sites]})
+    normscope.report(seen, fits, drift=swaps).save(path)
     size = path.stat().st_size
-    say.result(f"{path} ({size / _MEGABYTE:.1f} MB)")
-    say.document(_document(path, size, seen))
+    say.result(f"{path} ({size / 1e6:.1f} MB)")
+    say.document({"page": str(path), "bytes": size, "captures": shown, "skipped": skipped_as_json(seen)})
 
 
 def _path(output: Path, names: list[str]) -> Path:
-    """Decide on the page's file before anything is run."""
-    if output.suffix.lower() in _SUFFIXES:
+    """Return the page's file; UsageError if ``output`` is neither a page nor a folder."""
+    if output.suffix.lower() in (".html", ".htm"):
         return output
     if output.suffix and not output.is_dir():
         raise UsageError(f"--output {output} names no page: its file ends in .html. To name a folder, make it first.")
     stem = file_stem(Path(names[0]).stem if Path(names[0]).is_file() else names[0])
     return output / (f"{stem}-report.html" if len(names) == 1 else "report.html")
-
-
-def _document(path: Path, size: int, seen: list[normscope.Capture]) -> dict[str, Any]:
-    shown = [{**capture.about, "sites": [site.name for site in capture.sites]} for capture in seen]
-    return {"page": str(path), "bytes": size, "captures": shown, "skipped": skipped_as_json(seen)}

@@ -10,13 +10,12 @@ from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.tables.card import card_tables
 
-EXAMPLES = (
-    "Examples: normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
-    "normscope stats capture.safetensors --json -o cards.json"
+
+@declared(
+    "normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
+    "normscope stats capture.safetensors --json -o cards.json",
+    without=("figure_format", "dpi", "style"),
 )
-
-
-@declared(without=("figure_format", "dpi", "style"))
 def stats(
     models: list[str] | None = None,
     *,
@@ -30,17 +29,15 @@ def stats(
     """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
     names = sources(models, run, by, say)
     check_plot(plot, names, by)
-    seen: list[normscope.Capture] = []
-    cards: list[normscope.NormCard] = []
+    seen, rows = [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        of_capture = normscope.norm_cards(capture)
+        cards = normscope.norm_cards(capture)
         say.heading(capture.about)
-        for table in card_tables(of_capture):
+        for table in card_tables(cards):
             say.result(table)
         if plot:
-            figure = normscope.plot_tails(capture, of_capture, **look.of_figure)
+            figure = normscope.plot_tails(capture, cards, **look.of_figure)
             say.result(str(normscope.save_figure(figure, plot, capture)))
         seen.append(capture)
-        cards += of_capture
-    rows = [card.as_dict() for card in cards]
+        rows += [card.as_dict() for card in cards]
     say.document({"sites": rows, "skipped": skipped_as_json(seen)}, rows)

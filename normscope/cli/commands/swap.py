@@ -13,21 +13,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import normscope
+from normscope.cli import swapping
 from normscope.cli.options import declared
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
-from normscope.cli.swapping import (
-    SwapChoice,
-    SwapSource,
-    check_calibrated,
-    check_keep,
-    check_kernels,
-    choose,
-    figure_of_choice,
-    tell_choice,
-    tell_quality,
-    tell_what_stayed,
-)
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
@@ -40,14 +29,13 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.start import Start
 
-EXAMPLES = (
-    "Examples: normscope swap demo_vit --func dyt -o demo_vit-dyt · "
+
+@declared(
+    "normscope swap demo_vit --func dyt -o demo_vit-dyt · "
     "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best "
-    "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt"
+    "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
+    without=("sample", "device_map", "verify"),
 )
-
-
-@declared(without=("sample", "device_map", "verify"))
 def swap(
     model: str,
     output: Path,
@@ -69,47 +57,43 @@ def swap(
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
-    how = SwapChoice.of(func, init, per, shift)
-    place = Place.from_environment()
-    check_calibrated(init, refit, [how], place)
-    check_keep(keep, max_drift, sites, place)
-    check_kernels([how], run.device)
+    how = swapping.SwapChoice.of(func, init, per, shift)
+    swapping.check_calibrated(init, refit, [how])
+    swapping.check_keep(keep, max_drift, sites)
     chooses = keep is not None or max_drift is not None
-    drawn = figure_of_choice(output)
+    drawn = swapping.figure_of_choice(output)
+    place = Place.from_environment()
     if place.speaks:
         check_folder_writable(output, FILES, ALSO)
         if chooses:
             check_writable(drawn)
     network = run.load(model, say)
     with run.joined() as ranks:
-        source = SwapSource(network, sites, run.seed, say, ranks)
+        source = swapping.SwapSource(network, sites, run.seed, say, ranks)
         fits = source.fits(how)
         modules = source.replacements(how, fits)
     if not place.speaks:
         raise typer.Exit
-    start, most = how.start or None, math.inf if max_drift is None else max_drift
-    maker = _Maker(source, modules, refit, most, say) if how.calibrated else None
+    calibrations = None
+    if how.calibrated:
+        calibrations = _Calibrations(source, modules, refit, math.inf if max_drift is None else max_drift, say)
     choice = None
     if chooses:
-        after = None if maker is None else maker.drift
-        choice = choose(source, modules, keep, max_drift, func, start or "", say, after=after)
+        after = None if calibrations is None else calibrations.drift
+        choice = source.keep(modules, number=keep, max_drift=max_drift, func=func, init=how.start, after=after)
     chosen = list(modules) if choice is None else choice.swapped
-    swapped, report = (network.module, None) if maker is None else maker.made(chosen)
+    swapped, report = (network.module, None) if calibrations is None else calibrations.of(chosen)
     with say.bars() as progress:
         judge = Judge(network, None, source.held_out, network.outputs, progress)
         judge.add("original", network.module)
-        if maker is None:
+        if report is None:
             normscope.Swap(network.module, {path: modules[path] for path in chosen})
         judge.add("swapped", swapped)
-    rows = [
-        _row(start_values, fits)
-        for start_values in starts(how.asked, fits, how.begin)
-        if start_values.norm.name in chosen
-    ]
+    rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in chosen]
     if report is not None:
         rows = [{**row, **_now(swapped.get_submodule(row["site"]))} for row in rows]
     about = source.about
-    folder = normscope.save_swapped(swapped, output, about, func=func, init=start, kept=choice)
+    folder = normscope.save_swapped(swapped, output, about, func=func, init=how.start or None, kept=choice)
     say.heading(about)
     say.result(swapped_table(rows))
     whole: dict[str, Any] = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
@@ -117,75 +101,75 @@ def swap(
         _tell(report, say)
         whole |= {"refit": refit, "calibration": report.as_dict()}
     if choice is not None:
-        tell_choice(choice, f"{network.name} · {func}", drawn, say)
+        swapping.tell_choice(choice, f"{network.name} · {func}", drawn, say)
         whole |= {"keep": choice.as_dict(), "figure": str(drawn)}
-        if maker is not None:
-            whole["held_out"] = maker.judged(network.module, swapped, choice.measure)
-    tell_quality(judge.quality, judge.untold, func, start or "", say)
+        if report is not None:
+            whole["held_out"] = _held_out_drift(source, swapped, choice.measure, say)
+    swapping.tell_quality(judge.quality, judge.untold, func, how.start, say)
     whole["quality"] = judge.quality and judge.quality.as_dict()
     say.result(str(folder))
     if choice is not None:
         say.result(str(drawn))
-    remark_on_loading(model, str(folder), say)
+    swapping.remark_on_loading(model, folder, say)
     left_out = [{"model": model, **norm.as_dict()} for norm in source.skipped]
     say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
 
 
 @dataclass
-class _Maker:
-    """Makes calibrated copies of a network with some of its sites swapped; keeps the last of no more than a drift."""
+class _Calibrations:
+    """Calibrated copies of a network with some sites swapped; remembers the latest of at most a certain drift."""
 
-    source: SwapSource
+    source: swapping.SwapSource
     modules: Mapping[str, nn.Module]
     refit: str
-    most: float
+    max_drift: float
     say: Output
-    _paths: Sequence[str] = ()
-    _made: tuple[nn.Module, normscope.CalibrationReport] | None = None
+    _latest: tuple[Sequence[str], nn.Module, normscope.CalibrationReport] | None = None
 
-    def made(self, paths: Sequence[str]) -> tuple[nn.Module, normscope.CalibrationReport]:
-        """Return the network with these sites swapped, and what calibration did to it."""
-        if self._made is not None and list(paths) == list(self._paths):
-            return self._made
-        network, copied = self.source.network, copy.deepcopy(self.source.network.module)
-        normscope.Swap(copied, {path: copy.deepcopy(self.modules[path]) for path in paths})
+    def of(self, paths: Sequence[str]) -> tuple[nn.Module, normscope.CalibrationReport]:
+        """Return a copy of the network with these sites swapped, and the report of its calibration."""
+        if self._latest is not None and list(paths) == list(self._latest[0]):
+            return self._latest[1:]
+        network, swapped = self.source.network, copy.deepcopy(self.source.network.module)
+        normscope.Swap(swapped, {path: copy.deepcopy(self.modules[path]) for path in paths})
         with self.say.bars() as progress:
             report = normscope.calibrate(
                 network.module,
-                copied,
+                swapped,
                 self.source.learned,
                 outputs=network.outputs,
                 refit=self.refit,
                 progress=progress,
             )
-        if report.after <= self.most:
-            self._paths, self._made = paths, (copied, report)
-        return copied, report
+        if report.after <= self.max_drift:
+            self._latest = paths, swapped, report
+        return swapped, report
 
     def drift(self, paths: Sequence[str]) -> float:
         """Return the median error that calibration leaves with these sites swapped."""
-        return self.made(paths)[1].after
+        return self.of(paths)[1].after
 
-    def judged(self, original: nn.Module, swapped: nn.Module, measure: str) -> dict[str, float]:
-        """Measure and print the drift of the calibrated network on held-out inputs."""
-        from normscope.inputs.entries import as_batches
-        from normscope.runtime.network import left_as_found
-        from normscope.swaps.distances import output_errors
-        from normscope.swaps.reports import Quantiles
 
-        held_out = self.source.held_out
-        with left_as_found(original), left_as_found(swapped):
-            errors = output_errors(original, swapped, as_batches(held_out), self.source.network.outputs)
-        moved = Quantiles.of(errors.tolist())
-        self.say.result(
-            f"calibrated, on {held_out.description}: {measure} at the output {moved.p50:.3g} in the median, "
-            f"{moved.p90:.3g} at the 90th percentile"
-        )
-        return asdict(moved)
+def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> dict[str, float]:
+    """Measure and print the drift of the calibrated network on held-out inputs."""
+    from normscope.inputs.entries import as_batches
+    from normscope.runtime.network import left_as_found
+    from normscope.swaps.distances import output_errors
+    from normscope.swaps.reports import Quantiles
+
+    original, held_out = source.network.module, source.held_out
+    with left_as_found(original), left_as_found(swapped):
+        errors = output_errors(original, swapped, as_batches(held_out), source.network.outputs)
+    moved = Quantiles.of(errors.tolist())
+    say.result(
+        f"calibrated, on {held_out.description}: {measure} at the output {moved.p50:.3g} in the median, "
+        f"{moved.p90:.3g} at the 90th percentile"
+    )
+    return asdict(moved)
 
 
 def _now(module: nn.Module) -> dict[str, Any]:
-    """The α and s that a module has after calibration; its weights are no longer γ times one number A."""
+    """Return α and s of a module after calibration; its weights are no longer γ times one number A."""
     if not isinstance(module, normscope.PointwiseFunction):
         return {}
     shift = None if module.shift is None else module.shift.median().item()
@@ -199,18 +183,11 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
         f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median {report.measure} at the output "
         f"{report.before:.3g} → {report.after:.3g}, on {judged} that decided"
     )
-    tell_what_stayed(report.left, report.left_out, say)
+    swapping.tell_what_stayed(report.left, report.left_out, say)
     if report.restored:
         say.warn(
             "the error did not fall in the median and at the 90th percentile: what was written has the start values"
         )
-
-
-def remark_on_loading(model: str, folder: str, say: Output) -> None:
-    """Print the call that loads the folder; py: networks are loaded by name."""
-    by_name = model.startswith("py:")
-    call = f"normscope.load({model!r}, weights={folder!r})" if by_name else f"normscope.load_swapped({folder!r})"
-    say.remark(f"--weights {folder} takes it in every command; in Python, {call}")
 
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:

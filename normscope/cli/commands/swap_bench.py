@@ -10,41 +10,32 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import normscope
+from normscope.cli import swapping
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
-from normscope.cli.swapping import (
-    SwapChoice,
-    SwapSource,
-    check_calibrated,
-    check_kernels,
-    swap_choices,
-    tell_what_stayed,
-)
 from normscope.errors import DeviceError, UsageError, count
 from normscope.models import registry
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
-    import torch
-
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.swaps.reports import BenchReport, DriftReport, PublishedReport
+    from normscope.swaps.reports import BenchReport, DriftReport
 
-EXAMPLES = (
-    "Examples: normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
-    "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda"
-)
 _MANY_CALIBRATIONS = 8
 _PUBLISHED = "llama_7b"
-CURVES = "dyt,dyisru,derf"
+_CURVES = "dyt,dyisru,derf"
 
 
-@declared(without=("as_csv", "sample", "device_map", "verify"))
+@declared(
+    "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
+    "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda",
+    without=("as_csv", "sample", "device_map", "verify"),
+)
 def swap_bench(
     models: list[str] | None = None,
     *,
-    func: str = CURVES,
+    func: str = _CURVES,
     init: str = "fit",
     refit: str = "neighbours",
     sites: str = "all",
@@ -61,21 +52,22 @@ def swap_bench(
 ) -> None:
     """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
     from normscope.models.weights.devices import resolve_device
-    from normscope.swaps.bench.bench import in_words
+    from normscope.swaps.bench.bench import in_words, published, why_not
+    from normscope.tables.speed import published_table
 
-    there = resolve_device(run.device)
-    where = in_words(there)
-    say.result(f"on {where}" if there.type == "cuda" else f"on {where}; no number here is of a GPU")
+    device = resolve_device(run.device)
+    where = in_words(device)
+    say.result(f"on {where}" if device.type == "cuda" else f"on {where}; no number here is of a GPU")
     names = named_or_embedded(models, say)
     check_models(names)
-    _check_published(names, there)
+    if _PUBLISHED in names and (reason := why_not(device)):  # before seven billion weights are made
+        raise DeviceError(reason)
     if quick:
-        func, seconds = _quickly(func, full, seconds)
-    choices = swap_choices(func, init, per, shift)
+        func, seconds = _quick_options(func, full, seconds)
+    choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
-    check_kernels(choices, run.device)
+    swapping.check_calibrated(init, refit, choices)
     place = Place.from_environment()
-    check_calibrated(init, refit, choices, place)
     files = FigureFiles(output, look, names if place.speaks else [], ["drift", "speed"])
     if not place.alone:
         say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
@@ -83,21 +75,23 @@ def swap_bench(
     figures: list[dict[str, str]] = []
     with run.joined() as ranks:
         for name in names:
-            ranks.told(name)  # the others wait here: none loads the next network while the first times this one
+            ranks.told(name)  # the other ranks wait: none loads the next network while the first times this one
             network = run.load(name, say)
-            source = SwapSource(network, sites, run.seed, say, ranks)
+            source = swapping.SwapSource(network, sites, run.seed, say, ranks)
             _remark_on_cost(source, choices, say)
             moved = _drift(source, choices, refit, all_samples, say)
             if not place.speaks:
                 continue
             speed = _speed(network, curves, run, full, seconds, say)
             if network.name == _PUBLISHED:
-                tables.append(_published(network, curves, say).as_dict())
-            drawn = {
-                "drift": (normscope.plot_drift(moved, source.norms, **look.of_figure), moved[0].about),
-                "speed": (normscope.plot_speed(speed, **look.of_figure), speed.about),
-            }
-            for view, (figure, about) in drawn.items():
+                with say.bars() as progress:
+                    table = published(network.module, curves, outputs=network.outputs, progress=progress)
+                say.result(published_table(table))
+                tables.append(table.as_dict())
+            for view, figure, about in (
+                ("drift", normscope.plot_drift(moved, source.norms, **look.of_figure), moved[0].about),
+                ("speed", normscope.plot_speed(speed, **look.of_figure), speed.about),
+            ):
                 file = files.save(figure, network.name, view, about, say)
                 figures.append({"model": network.name, "view": view, "file": file})
             drifts += [report.as_dict() for report in moved]
@@ -108,29 +102,21 @@ def swap_bench(
     say.document({**document, "published": tables} if tables else document)
 
 
-def _quickly(func: str, full: bool, seconds: float | None) -> tuple[str, float]:
-    """The curve and the seconds of ``--quick``; UsageError where other options ask for more."""
+def _quick_options(func: str, full: bool, seconds: float | None) -> tuple[str, float]:
+    """Return the curve and the seconds of ``--quick``; UsageError if other options ask for more."""
     from normscope.fits.curves.expressions import split_names
 
     if full or seconds is not None:
         raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
-    if func == CURVES:
+    if func == _CURVES:
         return "dyt", 0.0
     if len(split_names(func)) > 1:
         raise UsageError(f"--quick takes one curve, and --func {func} names several.")
     return func, 0.0
 
 
-def _check_published(names: Sequence[str], there: torch.device) -> None:
-    """Refuse what cannot be repeated here, before seven billion weights are made."""
-    from normscope.swaps.bench.bench import why_not
-
-    if _PUBLISHED in names and (reason := why_not(there)):
-        raise DeviceError(reason)
-
-
-def _remark_on_cost(source: SwapSource, choices: Sequence[SwapChoice], say: Output) -> None:
-    """Print how many calibrations there will be, and how to get by with fewer."""
+def _remark_on_cost(source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], say: Output) -> None:
+    """Print the number of calibrations, and how to reduce it."""
     calibrated = [choice for choice in choices if choice.calibrated]
     sites = source.least or len(source.norms)
     each = f" for each of {len(calibrated)} curves" if len(calibrated) > 1 else ""
@@ -139,36 +125,27 @@ def _remark_on_cost(source: SwapSource, choices: Sequence[SwapChoice], say: Outp
 
 
 def _drift(
-    source: SwapSource, choices: Sequence[SwapChoice], refit: str, all_samples: bool, say: Output
+    source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], refit: str, all_samples: bool, say: Output
 ) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
     from normscope.tables.drift import drift_tables
 
-    ends = getattr(source.held_out, "ends", None)
-    ends = None if ends is None else KeptEnds(ends)
-    # All before the first pass: what cannot be swapped in should fail at once, not after minutes of drift.
+    walk = getattr(source.held_out, "ends", None)
+    ends = None if walk is None else KeptEnds(walk)
+    # A replacement that is not possible fails before the first pass, not after minutes of drift.
     replacements = [(choice, source.replacements(choice, source.fits(choice))) for choice in choices]
     most = None if all_samples else MOST_SAMPLES
     reports = []
     for choice, modules in replacements:
         calibration: dict[str, Any] = {"learn": source.learned, "refit": refit} if choice.calibrated else {}
         with say.bars() as progress:
-            reports.append(
-                normscope.drift(
-                    source.network,
-                    source.held_out,
-                    modules,
-                    ends=ends,
-                    func=choice.func,
-                    init=choice.start,
-                    **calibration,
-                    most=most,
-                    progress=progress,
-                    ranks=source.ranks,
-                )
+            options = {"func": choice.func, "init": choice.start, "most": most, "ends": ends, **calibration}
+            report = normscope.drift(
+                source.network, source.held_out, modules, **options, progress=progress, ranks=source.ranks
             )
+            reports.append(report)
     say.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
         say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
@@ -184,7 +161,7 @@ def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:
     done = [(report, report.calibration) for report in reports if report.calibration is not None]
     for _, first in done[:1]:
         say.remark(f"calibrated on {first.data}; measured on {reports[0].about['data']}")
-        tell_what_stayed(first.left, first.left_out, say)
+        swapping.tell_what_stayed(first.left, first.left_out, say)
     for report, calibration in done:
         if calibration.restored:
             rows = count(calibration.restored, "row")
@@ -194,7 +171,7 @@ def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:
 def _speed(
     network: LoadedModel, curves: Sequence[str], run: RunOptions, full: bool, seconds: float | None, say: Output
 ) -> BenchReport:
-    """Time the network; for an embedded one, which is tiny, its full-size sibling with random weights."""
+    """Time the network; in place of an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
     from normscope.swaps.bench.bench import BUDGET
     from normscope.tables.speed import speed_tables
@@ -213,14 +190,4 @@ def _speed(
     say.heading(report.about)
     for table in speed_tables(report):
         say.result(table)
-    return report
-
-
-def _published(network: LoadedModel, curves: Sequence[str], say: Output) -> PublishedReport:
-    from normscope.swaps.bench.bench import published
-    from normscope.tables.speed import published_table
-
-    with say.bars() as progress:
-        report = published(network.module, curves, outputs=network.outputs, progress=progress)
-    say.result(published_table(report))
     return report

@@ -17,16 +17,16 @@ function firstName() {
 function compareView() {
   const head = [element("h2", { text: "Compare" })];
   if (PAGE.captures.length < 2) {
-    return [...head, element("p", { class: "note", text: "This page holds one capture. Several stand beside one another here: normscope report ONE.safetensors OTHER.safetensors." })];
+    return [...head, remark("This page holds one capture. Several stand beside one another here: normscope report ONE.safetensors OTHER.safetensors.")];
   }
   const name = open.site ? firstName() : null;
-  if (name === null) return [...head, element("p", { class: "note", text: "This site has no counterpart in the first capture. Choose another." }), steps()];
+  if (name === null) return [...head, remark("This site has no counterpart in the first capture. Choose another."), steps()];
   const found = PAGE.captures.map((capture, place) => ({ capture, at: counterpart(place, name), number: place }));
   const there = found.filter(({ at }) => at && at.site.axis && !at.site.nothing);
   const shared = sharedScales(there.map(({ at }) => at.site));
   const panels = found.map(({ capture, at, number: place }) => {
     const heading = captureTitle(capture);
-    if (!at || !at.site.axis || at.site.nothing) return element("figure", {}, [element("h3", { text: heading }), element("p", { class: "note", text: at ? visible(at.site.nothing || "no pair") : "No site of this capture stands beside this one." })]);
+    if (!at || !at.site.axis || at.site.nothing) return element("figure", {}, [element("h3", { text: heading }), remark(at ? visible(at.site.nothing || "no pair") : "No site of this capture stands beside this one.")]);
     const scene = () => scurveScene(at.site, { ...shared, colour: state.colour });
     return figure({ label: `S-curve of ${heading}, ${siteTitle(at.site)}`, title: `${heading} · ${siteTitle(at.site)}`, height: (width) => Math.round(clipped(0.7 * width, 220, 420)), scene },
       { heading: `${heading} · ${siteTitle(at.site)}`, note: visible([capture.about.weights, capture.about.data].filter(Boolean).join(" · ")) }).whole;
@@ -35,9 +35,9 @@ function compareView() {
     element("div", { class: "site-head" }, [...head, steps()]),
     element("div", { class: "controls" }, [
       choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); Plot.redrawAll(); }),
-      element("div", { class: "group", role: "group", "aria-label": "Curves" }, open.capture.curves.map((curve) => curveToggle(curve, () => Plot.redrawAll()))),
+      curveToggles(open.capture.curves, () => Plot.redrawAll()),
     ]),
-    element("p", { class: "note", text: "All panels have the same axes." }),
+    remark("All panels have the same axes."),
     element("div", { class: "side-by-side" }, panels),
     compareTable(name),
   ];

@@ -18,6 +18,26 @@ function button(text, onclick, attributes = {}) {
   return element("button", { type: "button", text, onclick, ...attributes });
 }
 
+function remark(text) {
+  return element("p", { class: "note", text });
+}
+
+function warning(text) {
+  return element("p", { class: "warning", text });
+}
+
+// A part of the page under its heading; with an id, the heading names it.
+function section(level, title, parts, id = null) {
+  return element("section", { "aria-labelledby": id }, [element(level, { id, text: title }), ...parts]);
+}
+
+// A list to choose one of [value, text] from.
+function dropdown(options, chosen, changed, attributes) {
+  const select = element("select", attributes, options.map(([value, text]) => element("option", { value, text, selected: value === chosen })));
+  select.addEventListener("change", () => changed(select.value));
+  return select;
+}
+
 // A button that is on or off; `changed` is told which.
 function toggle(text, on, changed, { colour = null, dashes = [], title = null } = {}) {
   const made = element("button", { type: "button", "aria-pressed": String(on), title });
@@ -33,7 +53,7 @@ function toggle(text, on, changed, { colour = null, dashes = [], title = null } 
 
 function swatch(colour, dashes) {
   const line = svg("svg", { width: 26, height: 10, "aria-hidden": "true" });
-  line.append(svg("path", { d: "M1 5H25", stroke: colour, "stroke-width": 3, "stroke-dasharray": dashes.map((dash) => 2 * dash).join(" ") || null }));
+  line.append(svg("path", { d: "M1 5H25", stroke: colour, "stroke-width": 3, "stroke-dasharray": dashed(dashes, 2) }));
   return line;
 }
 
@@ -70,7 +90,7 @@ function table(name, heads, rows, { caption = "", chosen = -1 } = {}) {
   ]);
   const whole = element("table", {}, [element("caption", { class: "unseen", text: name }), head, body]);
   const scrolls = element("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": name }, [whole]);
-  return element("div", { class: "tabled" }, [scrolls, caption ? element("p", { class: "note", text: caption }) : null, tools]);
+  return element("div", { class: "tabled" }, [scrolls, caption ? remark(caption) : null, tools]);
 }
 
 function isNumber(text) {
@@ -125,6 +145,6 @@ function figure(plotOptions, { heading, note = "" }) {
     button("PNG", () => plot.save("png"), { "aria-label": `Save ${heading} as PNG` }),
   ]);
   const caption = element("figcaption", {}, [element("h3", { text: heading }), tools]);
-  const whole = element("figure", {}, [caption, host, ...(note ? [element("p", { class: "note", text: note })] : [])]);
+  const whole = element("figure", {}, [caption, host, ...(note ? [remark(note)] : [])]);
   return { whole, plot };
 }

@@ -10,16 +10,15 @@ function explorerView() {
   const { site } = open;
   const nodes = site && nodesOf(site);
   const head = element("div", { class: "site-head" }, [element("h2", { text: "Curve explorer" }), site ? steps() : null]);
-  if (!nodes) return [head, element("p", { class: "warning", text: `There is nothing to fit${site && site.nothing ? `: ${visible(site.nothing)}` : ""}.` })];
+  if (!nodes) return [head, warning(`There is nothing to fit${site && site.nothing ? `: ${visible(site.nothing)}` : ""}.`)];
   chooseCurve(site);
   const shown = explorerShown(site, nodes);
   const others = open.capture.curves.filter((curve) => PAGE.curves[curve].own);
   const names = [...Object.keys(PAGE.curves).filter((name) => !PAGE.curves[name].own), ...others].filter((name) => functionOf(name));
-  const select = element("select", { id: "curve", onchange: (event) => { go({ curve: event.target.value }); render(); } }, names.map((name) => (
-    element("option", { value: name, selected: name === explored.curve, text: name }))));
+  const select = dropdown(names.map((name) => [name, name]), explored.curve, (curve) => { go({ curve }); render(); }, { id: "curve" });
   return [
     head,
-    element("p", { class: "note", text: `${siteTitle(site)} · y ≈ A·f(αx + s) over all ${grouped(site.pairs)} pairs, from their binned sums.` }),
+    remark(`${siteTitle(site)} · y ≈ A·f(αx + s) over all ${grouped(site.pairs)} pairs, from their binned sums.`),
     element("div", { class: "columns" }, [
       element("div", { class: "figures" }, [shown.figure.whole, shown.residual.whole]),
       element("div", { class: "beside" }, [
@@ -59,9 +58,10 @@ function formOf() {
 }
 
 function startValues(site, nodes) {
-  const fit = fitOf(site);
-  if (fit) return { amplitude: fit.amplitude, alpha: fit.alpha, shift: fit.shift };
-  const { amplitude, alpha, shift } = fitted(nodes, explored.f, formOf());
+  return parametersOf(fitOf(site) || fitted(nodes, explored.f, formOf()));
+}
+
+function parametersOf({ amplitude, alpha, shift }) {
   return { amplitude, alpha, shift };
 }
 
@@ -86,11 +86,9 @@ function explorerShown(site, nodes) {
     [shown.figure, shown.residual].forEach(({ plot }) => plot.draw());
     shown.knobs.forEach((knob) => knob.update && knob.update());
   };
-  shown.redraw = redraw;
   shown.knobs = knobs(site, nodes, redraw);
   shown.fit = () => {
-    const { amplitude, alpha, shift } = fitted(nodes, explored.f, formOf());
-    explored.values = { amplitude, alpha, shift };
+    explored.values = parametersOf(fitted(nodes, explored.f, formOf()));
     redraw();
     say(outcome.textContent);
   };
@@ -191,11 +189,10 @@ function formulaSection(shown) {
       wrong.hidden = false;
     }
   };
-  return element("section", {}, [
-    element("h3", { text: "A formula of yours" }),
+  return section("h3", "A formula of yours", [
     element("form", { class: "row", onsubmit: take }, [input, element("button", { type: "submit", id: "try", text: "Fit it" })]),
     wrong,
     explored.formula ? element("p", { class: "note" }, [`f(u) = ${visible(explored.formula)} `, button("Drop it", () => { Object.assign(explored, { formula: "", values: null }); render(); }, { class: "link" })]) : null,
-    element("p", { class: "note", text: `Of x, numbers, pi, e, + − * / **, brackets, and ${Object.keys(CALLED).join(", ")}. It is parsed here, and never run as code.` }),
+    remark(`Of x, numbers, pi, e, + − * / **, brackets, and ${Object.keys(CALLED).join(", ")}. It is parsed here, and never run as code.`),
   ]);
 }

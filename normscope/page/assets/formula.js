@@ -74,31 +74,23 @@ class FormulaReader {
   }
 
   sum() {
-    let left = this.product();
-    for (;;) {
-      const first = left;
-      if (this.accept("+")) {
-        const second = this.product();
-        left = this.made((x) => first(x) + second(x), first, second);
-      } else if (this.accept("-")) {
-        const second = this.product();
-        left = this.made((x) => first(x) - second(x), first, second);
-      } else return left;
-    }
+    return this.chain(() => this.product(), { "+": (a, b) => a + b, "-": (a, b) => a - b });
   }
 
   product() {
-    let left = this.signed();
-    for (;;) {
-      const first = left;
-      if (this.accept("*")) {
-        const second = this.signed();
-        left = this.made((x) => first(x) * second(x), first, second);
-      } else if (this.accept("/")) {
-        const second = this.signed();
-        left = this.made((x) => first(x) / second(x), first, second);
-      } else return left;
+    return this.chain(() => this.signed(), { "*": (a, b) => a * b, "/": (a, b) => a / b });
+  }
+
+  // Terms joined by signs that bind alike, from the left.
+  chain(term, operators) {
+    let left = term();
+    while (Object.hasOwn(operators, this.token.sign)) {
+      const [first, operator] = [left, operators[this.token.sign]];
+      this.next();
+      const second = term();
+      left = this.made((x) => operator(first(x), second(x)), first, second);
     }
+    return left;
   }
 
   // A sign binds less than a power, as in Python: −x**2 is −(x**2), and 2**−x is a number.

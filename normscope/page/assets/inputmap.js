@@ -5,14 +5,10 @@ const MOST_PICTURE = 400; // pixels of the longer side on the screen
 const HEAT_OPACITY = 0.6;
 const BEFORE = { side: 20, gap: 4 };
 const WAVE = { height: 96, strip: 26 };
-const drawnPictures = new WeakMap();
 
 // A picture's pixels on a canvas of their own, in colour or, below a heat map, in grey.
-function pictureOf(picture, grey) {
-  if (!drawnPictures.has(picture)) drawnPictures.set(picture, {});
-  const made = drawnPictures.get(picture);
+const pictureOf = cached((picture, grey) => {
   const { height, width, channels } = picture;
-  if (made[grey]) return made[grey];
   const pixels = numbersOf(picture.pixels);
   const canvas = element("canvas", { width, height });
   const context = canvas.getContext("2d");
@@ -28,15 +24,8 @@ function pictureOf(picture, grey) {
     data[4 * at + 3] = 255;
   }
   context.putImageData(image, 0, 0);
-  return (made[grey] = canvas);
-}
-
-function paintPicture(context, picture, grey, { x, y, width, height }) {
-  // A handful of pixels is seen better with their edges.
-  context.imageSmoothingEnabled = Math.max(width / picture.width, height / picture.height) < 8;
-  context.imageSmoothingQuality = "high";
-  context.drawImage(pictureOf(picture, grey), x, y, width, height);
-}
+  return canvas;
+}, String);
 
 function paintWaveform(context, { low, high }, { x, y, width, height }) {
   const [lows, highs] = [numbersOf(low), numbersOf(high)];
@@ -48,47 +37,31 @@ function paintWaveform(context, { low, high }, { x, y, width, height }) {
   }
 }
 
-// Where the places of a picture lie within so much room: {width, height, picture, boxOf(place), placeAt(x, y)}.
-function boxesOfPicture(picture, places, room) {
-  const [tall, wide] = picture.size;
-  const zoom = Math.min(room, MOST_PICTURE) / Math.max(wide, Math.min(tall, wide * 4));
-  const size = { width: wide * zoom, height: Math.min(tall * zoom, MOST_PICTURE) };
-  const side = Math.min(BEFORE.side, room / Math.max(places.before, 1) - BEFORE.gap);
-  const top = places.before ? side + 2 * BEFORE.gap : 0;
-  const [rows, columns] = places.grid;
-  const cell = [size.width / columns, size.height / rows];
+// Where the places of an input lie within so much room: {width, height, picture, after, boxOf(place), placeAt(x, y)}. They
+// are cells over a picture; without one, columns over a waveform or spectrogram and a strip below it.
+function boxesOf(picture, { before, grid: [rows, columns] }, room) {
+  const side = Math.min(BEFORE.side, room / Math.max(before, 1) - BEFORE.gap);
+  const apart = side + BEFORE.gap;
+  const top = before ? apart + BEFORE.gap : 0;
+  const size = { width: room, height: WAVE.height };
+  if (picture) {
+    const [tall, wide] = picture.size;
+    const zoom = Math.min(room, MOST_PICTURE) / Math.max(wide, Math.min(tall, wide * 4));
+    Object.assign(size, { width: wide * zoom, height: Math.min(tall * zoom, MOST_PICTURE) });
+  }
+  const high = size.height + (picture || !columns ? 0 : WAVE.strip);
+  const cell = { width: size.width / columns, height: high / rows };
   return {
-    width: size.width, height: top + size.height, picture: { x: 0, y: top, ...size }, after: places.before * (side + BEFORE.gap) + BEFORE.gap,
+    width: size.width, height: top + high, picture: { x: 0, y: top, ...size }, after: before * apart + BEFORE.gap,
     boxOf(place) {
-      if (place < places.before) return { x: 1 + place * (side + BEFORE.gap), y: 1, width: side - 2, height: side - 2 };
-      const at = place - places.before;
-      return { x: (at % columns) * cell[0], y: top + Math.floor(at / columns) * cell[1], width: cell[0], height: cell[1] };
+      if (place < before) return { x: 1 + place * apart, y: 1, width: side - 2, height: side - 2 };
+      const at = place - before;
+      return { x: (at % columns) * cell.width, y: top + Math.floor(at / columns) * cell.height, ...cell };
     },
     placeAt(x, y) {
-      if (y < top) {
-        const place = Math.floor(x / (side + BEFORE.gap));
-        return place >= 0 && place < places.before ? place : -1;
-      }
-      const [row, column] = [Math.floor((y - top) / cell[1]), Math.floor(x / cell[0])];
-      return row >= 0 && row < rows && column >= 0 && column < columns ? places.before + row * columns + column : -1;
-    },
-  };
-}
-
-// The same of a waveform or a spectrogram, with a strip for the frames below it.
-function boxesOfTime(places, room) {
-  const [, columns] = places.grid;
-  const top = places.before ? BEFORE.side + 2 * BEFORE.gap : 0;
-  const high = WAVE.height + (columns ? WAVE.strip : 0);
-  return {
-    width: room, height: top + high, picture: { x: 0, y: top, width: room, height: WAVE.height }, after: places.before * (BEFORE.side + BEFORE.gap) + BEFORE.gap,
-    boxOf(place) {
-      if (place < places.before) return { x: 1 + place * (BEFORE.side + BEFORE.gap), y: 1, width: BEFORE.side - 2, height: BEFORE.side - 2 };
-      return { x: ((place - places.before) * room) / columns, y: top, width: room / columns, height: high };
-    },
-    placeAt(x, y) {
-      if (y < top) return x < places.before * (BEFORE.side + BEFORE.gap) ? Math.floor(x / (BEFORE.side + BEFORE.gap)) : -1;
-      return columns && x >= 0 && x < room ? places.before + Math.floor((x / room) * columns) : -1;
+      const [row, column] = y < top ? [0, Math.floor(x / apart)] : [Math.floor((y - top) / cell.height), Math.floor(x / cell.width)];
+      if (y < top) return column >= 0 && column < before ? column : -1;
+      return row >= 0 && row < rows && column >= 0 && column < columns ? before + row * columns + column : -1;
     },
   };
 }
@@ -183,19 +156,21 @@ class InputMap {
     const places = this.kept ? this.kept.places : { kind: "", grid: [0, 0], before: 0 };
     const { picture, waveform } = this.shown;
     const inTime = waveform && !(picture && places.kind === "patches");
-    this.boxes = inTime || picture.along_width ? boxesOfTime(places, this.width) : boxesOfPicture(picture, places, this.width);
+    this.boxes = boxesOf(inTime || picture.along_width ? null : picture, places, this.width);
     const { width, height, picture: at, after } = this.boxes;
-    const dots = window.devicePixelRatio || 1;
-    Object.assign(this.canvas, { width: Math.round(width * dots), height: Math.round(height * dots) });
-    for (const part of [this.canvas, this.svg]) Object.assign(part.style, { width: `${width}px`, height: `${height}px` });
+    Object.assign(this.svg.style, { width: `${width}px`, height: `${height}px` });
     this.host.style.height = `${height}px`;
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    const context = this.canvas.getContext("2d");
-    context.scale(dots, dots);
+    const context = sizedContext(this.canvas, width, height);
     if (inTime) paintWaveform(context, waveform, at);
-    else paintPicture(context, picture, Boolean(heat) && places.kind === "patches", at);
+    else {
+      // A handful of pixels is seen better with their edges.
+      context.imageSmoothingEnabled = Math.max(at.width / picture.width, at.height / picture.height) < 8;
+      context.imageSmoothingQuality = "high";
+      context.drawImage(pictureOf(picture, Boolean(heat) && places.kind === "patches"), at.x, at.y, at.width, at.height);
+    }
     this.label = places.before ? svg("text", { x: after, y: 15, fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT }, places.kind ? "of no patch" : "the whole input") : null;
-    for (let place = 0; place < places.before + places.grid[0] * places.grid[1]; place += 1) this.fill(context, place, heat);
+    for (let place = 0; place < placesIn({ places }); place += 1) this.fill(context, place, heat);
   }
 
   fill(context, place, heat) {

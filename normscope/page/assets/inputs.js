@@ -34,7 +34,7 @@ function fillInputs(section) {
     element("div", { class: "controls" }, [chooseInput(section), choosePart(section), chooseHeat(section, kept), others > 1 ? chooseOther(section, kept) : null]),
     section.map.host, section.said,
     element("p", { class: "picks" }, [section.chip]),
-    heatKey(site, kept), element("p", { class: "note", text: saidOfPlaces(site, kept) }),
+    heatKey(site, kept), remark(saidOfPlaces(site, kept)),
   );
   section.map.draw();
   section.marks();
@@ -54,16 +54,12 @@ function chooseInput(section) {
   const first = Array.from(inputs.keys()).filter((at) => partsOf(at)[0] === at);
   const text = (at) => shortly(inputs[at].name);
   if (first.length < 2) return element("span", { class: "name", text: text(first[0]) });
-  const chosen = partsOf(state.input)[0];
-  const options = first.map((at) => element("option", { value: at, selected: at === chosen, text: text(at) }));
-  const select = element("select", { id: "input", "aria-label": "Input" }, options);
-  select.addEventListener("change", () => {
-    const parts = partsOf(Number(select.value));
-    const part = open.capture.inputs[state.input].part;
+  return dropdown(first.map((at) => [at, text(at)]), partsOf(state.input)[0], (chosen) => {
+    const parts = partsOf(Number(chosen));
+    const { part } = inputs[state.input];
     go({ input: parts.find((at) => inputs[at].part === part) ?? parts[0] });
     section.fill();
-  });
-  return select;
+  }, { id: "input", "aria-label": "Input" });
 }
 
 // A slider through the parts of the data, such as timesteps; what is pinned goes with it.

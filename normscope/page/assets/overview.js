@@ -5,25 +5,19 @@ const SHAPES = ["●", "■", "◆", "▲", "▼"];
 
 function overviewView() {
   const { capture } = open;
-  if (!capture.sites.length) return [element("p", { class: "warning", text: "This capture holds no norm site." })];
+  if (!capture.sites.length) return [warning("This capture holds no norm site.")];
   const kinds = [...new Set(capture.sites.map(({ name }) => kindOfSite(name)))];
-  const rows = depthRows(capture);
-  const strip = element("div", { class: "strip" });
-  strip.append(...rows.map((row) => depthFigure(capture, row, kinds)));
+  const figures = depthRows(capture).map((row) => depthFigure(capture, row, kinds));
   return [
-    element("section", { "aria-labelledby": "depth" }, [
-      element("h2", { id: "depth", text: "Over the depth" }),
-      element("p", { class: "note", text: "A mark a site, in the order of calls; hover for numbers, click to open it." }),
-      legend(capture, kinds),
-      strip,
-    ]),
-    element("section", { "aria-labelledby": "all" }, [
-      element("h2", { id: "all", text: "All sites" }),
-      element("p", { class: "note", text: "All pairs with E[y|x] and the fits, and what you picked. The axes are each site's own." }),
-      pickBar(),
-      thumbnails(capture),
-    ]),
-    element("section", { "aria-labelledby": "numbers" }, [element("h2", { id: "numbers", text: "Numbers" }), overviewTable(capture)]),
+    section("h2", "Over the depth", [
+      remark("A mark a site, in the order of calls; hover for numbers, click to open it."),
+      legend(capture, kinds), element("div", { class: "strip" }, figures),
+    ], "depth"),
+    section("h2", "All sites", [
+      remark("All pairs with E[y|x] and the fits, and what you picked. The axes are each site's own."),
+      pickBar(), thumbnails(capture),
+    ], "all"),
+    section("h2", "Numbers", [overviewTable(capture)], "numbers"),
     aboutCapture(capture),
   ];
 }
@@ -55,12 +49,10 @@ function depthRows(capture) {
 
 // How far the output moves with each site alone swapped, where that was measured of this network.
 function driftRows(capture) {
-  const { faint } = palette.style;
   const reports = PAGE.swaps.drift.filter((report) => capture.sites.some(({ name }) => report.sites.includes(name)));
   const series = reports.map((report) => {
     const alone = new Map(report.rows.filter(({ swapped }) => swapped === "one").map((row) => [row.site, row.relative_l2.p50]));
-    const look = Object.hasOwn(palette.style.curves, curveOfFunc(report.func)) ? palette.curve(curveOfFunc(report.func)) : { colour: faint, dashes: [] };
-    return { label: `${report.func} ${report.init}`.trim(), ...look, values: capture.sites.map(({ name }) => alone.get(name) ?? NaN) };
+    return { label: `${report.func} ${report.init}`.trim(), ...swapLook(report, { colour: palette.style.faint, dashes: [] }), values: capture.sites.map(({ name }) => alone.get(name) ?? NaN) };
   });
   return series.length ? [{ name: "Drift with one site swapped, relative L2", zero: true, series }] : [];
 }
@@ -83,7 +75,7 @@ function depthFigure(capture, row, kinds) {
       lines: shown.flatMap((series) => kindLines(capture, series, kinds)),
       marks: shown.flatMap((series) => marksOf(capture, series, kinds)),
       levels: [{ x: state.site, colour: palette.style.faint }],
-      hover: { x: places, text: (place) => depthText(capture.sites[place], row, place) },
+      hover: { x: places, text: (place) => [siteTitle(capture.sites[place]), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)] },
     };
   };
   const { whole } = figure(
@@ -91,10 +83,6 @@ function depthFigure(capture, row, kinds) {
     { heading: row.name, note: told ? "" : "There is no such number at any site." },
   );
   return whole;
-}
-
-function depthText(site, row, place) {
-  return [siteTitle(site), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)];
 }
 
 // A thin line through the sites of each kind.
@@ -111,23 +99,28 @@ function marksOf(capture, { colour, values, label, level = false }, kinds) {
 }
 
 function legend(capture, kinds) {
-  const curves = capture.curves.map((curve) => curveToggle(curve, () => Plot.redrawAll()));
   const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${visible(kind)}` }));
   return element("div", { class: "controls" }, [
-    element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves),
+    curveToggles(capture.curves, () => Plot.redrawAll()),
     element("div", { class: "group" }, [...shapes, element("span", { class: "key", text: "small marks, dotted: ceiling, 95 %, tokens" })]),
   ]);
 }
 
+// A button that shows or hides a curve, or E[y|x].
 function curveToggle(curve, changed) {
-  const { colour, dashes } = palette.curve(curve);
-  return toggle(curve, !state.hidden.has(curve), (on) => {
+  const isMean = curve === "mean";
+  const look = isMean ? { colour: palette.style.ink } : { ...palette.curve(curve), title: formulaOf(curve) };
+  return toggle(isMean ? "E[y|x]" : curve, !state.hidden.has(curve), (on) => {
     const hidden = new Set(state.hidden);
     if (on) hidden.delete(curve);
     else hidden.add(curve);
     go({ hidden });
     changed();
-  }, { colour, dashes, title: formulaOf(curve) });
+  }, look);
+}
+
+function curveToggles(curves, changed) {
+  return element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves.map((curve) => curveToggle(curve, changed)));
 }
 
 function formulaOf(curve) {
@@ -174,12 +167,12 @@ function overviewTable(capture) {
   const rows = capture.sites.map((site, place) => [
     cellOf(site.index),
     { text: site.name, node: button(visible(site.name), () => go({ view: "site", site: place }), { class: "link" }) },
-    site.kind, site.placement || "–", { text: grouped(site.pairs), value: site.pairs },
+    site.kind, site.placement || "–", groupedCell(site.pairs),
     ...capture.curves.flatMap((curve) => fitCells(site.fits.find((fit) => fit.curve === curve))),
     cellOf(site.fits.length ? site.fits[0].r2_ceiling : null),
     cellOf(site.numbers.offset, 3), cellOf(site.numbers.sigma, 3), cellOf(site.numbers.spread, 3),
-    { text: percent(site.numbers.bent), value: site.numbers.bent }, { text: percent(site.numbers.channel_share), value: site.numbers.channel_share },
-    { text: grouped(site.numbers.massive), value: site.numbers.massive }, cellOf(site.numbers.massive_channels),
+    percentCell(site.numbers.bent), percentCell(site.numbers.channel_share),
+    groupedCell(site.numbers.massive), cellOf(site.numbers.massive_channels),
   ]);
   const caption = "A and α are left out where the pairs tell no more than a line or a power law, and the word stands there; beyond linear: pairs at which tanh departs from its tangent by over 5 %; massive: beyond 100, and beyond 1000 times the median of |x|.";
   return table(`${captureName(capture)} sites`, heads, rows, { caption, chosen: state.site });
@@ -189,10 +182,19 @@ function cellOf(value, digits = 4) {
   return { text: number(value, digits), value: value ?? "" };
 }
 
+function percentCell(share, digits = 1) {
+  return { text: percent(share, digits), value: share ?? "" };
+}
+
+function groupedCell(count) {
+  return { text: grouped(count), value: count ?? "" };
+}
+
+// A, α and R² of a fit; the reason in their place where there is none.
 function fitCells(fit) {
-  if (!fit || fit.nothing) return [fit ? { text: visible(fit.nothing) } : { text: "–", value: "" }, { text: "–", value: "" }, { text: "–", value: "" }];
-  const told = fit.doubt ? [{ text: fit.doubt }, { text: "–", value: "" }] : [cellOf(fit.amplitude), cellOf(fit.alpha)];
-  return [...told, cellOf(fit.r2)];
+  if (!fit || fit.nothing) return [fit ? visible(fit.nothing) : cellOf(null), cellOf(null), cellOf(null)];
+  const values = fit.doubt ? [fit.doubt, cellOf(null)] : [cellOf(fit.amplitude), cellOf(fit.alpha)];
+  return [...values, cellOf(fit.r2)];
 }
 
 function aboutCapture(capture) {
@@ -204,8 +206,6 @@ function aboutCapture(capture) {
     ...(capture.inputs.length ? [] : [["inputs inside", "none; normscope capture --keep-inputs 2 keeps some to look at, at each site"]]),
     ...capture.skipped.map(({ name, kind, reason }) => ["skipped", `${name} (${kind}): ${reason}`]),
   ];
-  return element("section", { "aria-labelledby": "about" }, [
-    element("h2", { id: "about", text: "What this was taken from" }),
-    element("dl", { class: "card" }, lines.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: visible(text) })])),
-  ]);
+  const card = lines.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: visible(text) })]);
+  return section("h2", "What this was taken from", [element("dl", { class: "card" }, card)], "about");
 }

@@ -16,7 +16,8 @@ let shownView = null;
 function render() {
   Plot.all.clear();
   const main = document.getElementById("main");
-  const focused = focusedName();
+  const { activeElement } = document;
+  const focused = activeElement.closest("#main") && (activeElement.id || activeElement.getAttribute("aria-label")); // outlasts its element
   main.replaceChildren(...SHOWN[state.view]());
   for (const plot of Plot.all) plot.draw();
   focusAgain(main, focused);
@@ -33,15 +34,9 @@ function render() {
   document.getElementById("origin").replaceChildren(...originOf(open.capture));
 }
 
-// What has the focus within the page's part, in words that outlast its being made again.
-function focusedName() {
-  const { activeElement } = document;
-  return activeElement.closest("#main") && (activeElement.id || activeElement.getAttribute("aria-label"));
-}
-
 function focusAgain(main, name) {
   if (!name || name === "main") return;
-  const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((one) => (one.id || one.getAttribute("aria-label")) === name);
+  const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((node) => (node.id || node.getAttribute("aria-label")) === name);
   (same && !same.disabled ? same : main).focus({ preventScroll: true });
 }
 
@@ -63,8 +58,8 @@ function tabs() {
 }
 
 function head() {
-  const captures = PAGE.captures.map((capture, place) => element("option", { value: place, text: captureTitle(capture) }));
-  const choose = captures.length > 1 ? element("select", { id: "captures", "aria-label": "Capture", onchange: (event) => chooseCapture(Number(event.target.value)) }, captures) : null;
+  const captures = PAGE.captures.map((capture, place) => [place, captureTitle(capture)]);
+  const choose = captures.length > 1 ? dropdown(captures, state.capture, (capture) => chooseCapture(Number(capture)), { id: "captures", "aria-label": "Capture" }) : null;
   document.getElementById("head").replaceChildren(
     element("div", { class: "title" }, [
       element("h1", { text: visible(PAGE.title) }),
@@ -78,9 +73,9 @@ function head() {
 function originOf(capture) {
   const { weights, data, dtype, sample } = capture.about;
   const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
-  const made = capture.made ? element("p", { class: "warning", text: `These weights are not trained: ${visible(capture.made)}.` }) : null;
+  const made = capture.made ? warning(`These weights are not trained: ${visible(capture.made)}.`) : null;
   const inputs = inputsInside();
-  return [element("p", { class: "note", text: words.join(" · ") }), ...(inputs ? [inputs] : []), ...(made ? [made] : [])];
+  return [remark(words.join(" · ")), ...(inputs ? [inputs] : []), ...(made ? [made] : [])];
 }
 
 // Whoever sends the file should know that pictures, recordings or texts are in it, of whichever capture.
@@ -126,7 +121,7 @@ function help() {
   const dialog = document.getElementById("help");
   const lines = KEYS.flatMap(([keys, what]) => [element("dt", { text: keys }), element("dd", { text: what })]);
   dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), element("dl", { class: "card" }, lines),
-    element("p", { class: "note", text: "In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel." }),
+    remark("In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel."),
     button("Close", () => dialog.close()));
   if (!dialog.open) dialog.showModal();
 }

@@ -39,9 +39,9 @@ function zoomTo(plot, { x, y, apart, axes, now }) {
   const { left, top, width, height } = plot.box;
   const times = now.apart / apart;
   const ends = (axis, whole, began, here) => {
-    const length = Math.min(1 / times, wholeShare(axis, whole));
-    const first = began - here * length;
     const [low, high] = [whole.low, whole.high].map((end) => axis.share(end));
+    const length = Math.min(1 / times, high - low);
+    const first = began - here * length;
     const from = clipped(first, low, high - length);
     return [from, from + length].map((share) => axis.value(share));
   };
@@ -52,9 +52,4 @@ function zoomTo(plot, { x, y, apart, axes, now }) {
   const all = plot.shown.x.share(across[0]) < 1e-6 && plot.shown.x.share(across[1]) > 1 - 1e-6;
   plot.zoom = all && plot.shown.y.share(upwards[1]) - plot.shown.y.share(upwards[0]) > 1 - 1e-6 ? null : { x: across, y: upwards };
   plot.draw();
-}
-
-// How much longer than an axis the whole one is.
-function wholeShare(axis, whole) {
-  return axis.share(whole.high) - axis.share(whole.low);
 }

@@ -15,6 +15,20 @@ function svg(name, attributes = {}, text = null) {
   return made;
 }
 
+function dashed(dashes, times) {
+  return dashes.map((dash) => dash * times).join(" ") || null;
+}
+
+// Sizes a canvas for the screen's pixels; returns its context, in pixels of the page.
+function sizedContext(canvas, width, height) {
+  const dots = window.devicePixelRatio || 1;
+  Object.assign(canvas, { width: Math.round(width * dots), height: Math.round(height * dots) });
+  Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
+  const context = canvas.getContext("2d");
+  context.scale(dots, dots);
+  return context;
+}
+
 class Plot {
   // `scene` is a function of this plot that says what is drawn:
   // {x, y: Axis, xlabel, ylabel, paint: [function of (context, plot)], lines, bands, marks, levels, hover}.
@@ -73,13 +87,7 @@ class Plot {
   }
 
   paint() {
-    const dots = window.devicePixelRatio || 1;
-    this.canvas.width = Math.round(this.width * dots);
-    this.canvas.height = Math.round(this.high * dots);
-    this.canvas.style.width = `${this.width}px`;
-    this.canvas.style.height = `${this.high}px`;
-    const context = this.canvas.getContext("2d");
-    context.scale(dots, dots);
+    const context = sizedContext(this.canvas, this.width, this.high);
     const { left, top, width, height } = this.box;
     context.beginPath();
     context.rect(left, top, width, height);
@@ -148,7 +156,7 @@ class Plot {
     const d = this.path(x, y);
     const under = svg("path", { d, stroke: palette.style.background, "stroke-width": width + 2.5, "stroke-opacity": 0.75 });
     const over = svg("path", {
-      d, stroke: colour, "stroke-width": width, "stroke-dasharray": dashes.map((dash) => dash * width * 1.3).join(" ") || null,
+      d, stroke: colour, "stroke-width": width, "stroke-dasharray": dashed(dashes, width * 1.3),
       "stroke-linejoin": "round", "data-line": name, "stroke-opacity": opacity,
     });
     return halo ? [under, over] : [over];
@@ -314,7 +322,7 @@ class Plot {
     return rows.flatMap((row, number) => row.flatMap(({ name, colour, dashes = [], text, at }) => {
       const y = (number - rows.length) * KEY.row + 6;
       return [
-        svg("path", { d: `M${at} ${y}h${KEY.swatch}`, stroke: name === "pinned" ? palette.mark : colour, "stroke-width": 2.4, "stroke-dasharray": dashes.map((dash) => 2 * dash).join(" ") || null }),
+        svg("path", { d: `M${at} ${y}h${KEY.swatch}`, stroke: name === "pinned" ? palette.mark : colour, "stroke-width": 2.4, "stroke-dasharray": dashed(dashes, 2) }),
         svg("text", { x: at + KEY.swatch + 5, y: y + 4, fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT }, text),
       ];
     }));

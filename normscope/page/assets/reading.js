@@ -4,19 +4,28 @@
 const PAGE = JSON.parse(document.getElementById("data").textContent);
 palette.styles = PAGE.styles;
 
+// A function whose results are kept as long as their arguments; `key` tells several results of one argument apart.
+function cached(made, key = () => "") {
+  const kept = new WeakMap();
+  return (argument, ...more) => {
+    if (!kept.has(argument)) kept.set(argument, {});
+    const results = kept.get(argument);
+    return (results[key(...more)] ??= made(argument, ...more));
+  };
+}
+
 const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, u2: Uint16Array, i4: Int32Array };
-const readArrays = new WeakMap();
 
 // The numbers of a packed array; float16 as float32, which every browser has.
+const unpacked = cached((packed) => {
+  const text = atob(packed.bytes);
+  const bytes = new Uint8Array(text.length);
+  for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
+  return packed.kind === "f2" ? halves(new Uint16Array(bytes.buffer)) : new KINDS[packed.kind](bytes.buffer);
+});
+
 function numbersOf(packed) {
-  if (!packed) return new Float32Array(0);
-  if (!readArrays.has(packed)) {
-    const text = atob(packed.bytes);
-    const bytes = new Uint8Array(text.length);
-    for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
-    readArrays.set(packed, packed.kind === "f2" ? halves(new Uint16Array(bytes.buffer)) : new KINDS[packed.kind](bytes.buffer));
-  }
-  return readArrays.get(packed);
+  return packed ? unpacked(packed) : new Float32Array(0);
 }
 
 function halves(bits) {
@@ -51,13 +60,9 @@ function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  const text = size !== 0 && (size >= 1e6 || size < 1e-4) ? Number(value.toPrecision(digits)).toExponential() : shortened(value, digits);
-  return text.replace("-", "−");
-}
-
-function shortened(value, digits) {
-  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
-  return String(Number(value.toPrecision(digits)));
+  const rounded = Number(value.toPrecision(digits));
+  if (size !== 0 && (size >= 1e6 || size < 1e-4)) return rounded.toExponential().replace("-", "−");
+  return String(Number.isInteger(value) ? value : rounded).replace("-", "−");
 }
 
 function percent(share, digits = 1) {
@@ -82,15 +87,8 @@ function captureTitle(capture) {
   return PAGE.captures.length > 1 ? `${PAGE.captures.indexOf(capture) + 1} ${captureName(capture)}` : captureName(capture);
 }
 
-const readPoints = new WeakMap();
-
 // The drawn pairs of a site: x, y, the number of the token and of the channel of each; −1 where it is not known.
-function pointsOf(site) {
-  if (!readPoints.has(site)) readPoints.set(site, pointsRead(site));
-  return readPoints.get(site);
-}
-
-function pointsRead(site) {
+const pointsOf = cached((site) => {
   const shown = site.shown;
   const y = numbersOf(shown.y);
   const offset = numbersOf(shown.offset);
@@ -106,17 +104,12 @@ function pointsRead(site) {
   }
   const single = site.by_channel;
   if (!single.x) return { x, y, token, channel };
-  return {
-    x: joinedArrays(Float32Array, x, numbersOf(single.x)),
-    y: joinedArrays(Float32Array, y, numbersOf(single.y)),
-    token: joinedArrays(Int32Array, token, new Int32Array(numbersOf(single.x).length).fill(-1)),
-    channel: joinedArrays(Int32Array, channel, numbersOf(single.channel)),
+  const joined = (first, second) => {
+    const both = new first.constructor(first.length + second.length);
+    both.set(first);
+    both.set(second, first.length);
+    return both;
   };
-}
-
-function joinedArrays(Kind, first, second) {
-  const both = new Kind(first.length + second.length);
-  both.set(first);
-  both.set(second, first.length);
-  return both;
-}
+  const [singleX, singleY, singleChannel] = [single.x, single.y, single.channel].map(numbersOf);
+  return { x: joined(x, singleX), y: joined(y, singleY), token: joined(token, singleX.map(() => -1)), channel: joined(channel, singleChannel) };
+});

@@ -3,7 +3,6 @@
 
 const FEW_POINTS = 1.6;
 const LINE_POINTS = 33;
-const readDensities = new WeakMap();
 
 // The axis of x of a site: as the package's figures choose it, or as somebody asked for.
 function axisOfSite(site, scale = state.scale) {
@@ -21,15 +20,8 @@ function xLabel(axis) {
   return axis.linear ? "norm input x (asinh scale)" : "norm input x";
 }
 
-// The density as a picture in the colours of the theme, made once for each.
-function densityPicture(site) {
-  if (!readDensities.has(site)) readDensities.set(site, {});
-  const made = readDensities.get(site);
-  if (!made[palette.theme]) made[palette.theme] = densityDrawn(site.density);
-  return made[palette.theme];
-}
-
-function densityDrawn(density) {
+// The density as a picture in the colours of the theme.
+const densityPicture = cached(({ density }) => {
   const [first, length, levels] = [density.first, density.length, density.levels].map(numbersOf);
   const rows = PAGE.density_rows;
   const picture = element("canvas", { width: first.length, height: rows });
@@ -48,7 +40,7 @@ function densityDrawn(density) {
   }
   context.putImageData(pixels, 0, 0);
   return picture;
-}
+}, () => palette.theme);
 
 function paintDensity(site) {
   return (context, plot) => {
@@ -107,14 +99,14 @@ function tokenLine(context, plot, site, number, colour, width, alpha) {
   context.globalAlpha = 1;
 }
 
-function extremeChannels(site) {
-  const reach = numbersOf(site.by_channel.reach);
-  return Array.from(reach.keys()).sort((one, other) => reach[other] - reach[one]).slice(0, palette.style.channels.length);
-}
-
 // Channels that have a colour without being picked: none beside picks, whose colours are the same.
 function colouredChannels(site) {
-  return state.picks.length ? [] : extremeChannels(site);
+  return state.picks.length ? [] : largestFirst(numbersOf(site.by_channel.reach)).slice(0, palette.style.channels.length);
+}
+
+// Places of numbers, the largest first.
+function largestFirst(values) {
+  return Array.from(values.keys()).sort((one, other) => values[other] - values[one]);
 }
 
 function paintChannels(site) {
@@ -167,11 +159,6 @@ function meanLine(site, width = 2.4) {
   return { x: numbersOf(site.mean.x), y: numbersOf(site.mean.y), colour: palette.style.ink, width, name: "mean" };
 }
 
-function boundLevels(site) {
-  if (site.bound === null) return [];
-  return [site.bound, -site.bound].map((y) => ({ y, colour: palette.style.faint }));
-}
-
 // The whole scene of a site's S-curve, for a Plot.
 function scurveScene(site, { colour = state.colour, lines = curveLines(site), thin = false, hovers = true, axis = axisOfSite(site), y = site.axis.y } = {}) {
   return {
@@ -180,15 +167,10 @@ function scurveScene(site, { colour = state.colour, lines = curveLines(site), th
     xlabel: xLabel(axis),
     ylabel: "output y, before the affine step",
     paint: [PAINTED[colour](site), paintPicks(site, thin ? 2.6 : 4.4)],
-    levels: boundLevels(site),
+    levels: (site.bound === null ? [] : [site.bound, -site.bound]).map((bound) => ({ y: bound, colour: palette.style.faint })),
     lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines, ...pinnedLines(site, axis, thin)],
-    hover: hovers ? hoverOf(site) : null,
+    hover: hovers ? { ...pointsOf(site), text: (place) => pairText(site, pointsOf(site), place) } : null,
   };
-}
-
-function hoverOf(site) {
-  const points = pointsOf(site);
-  return { x: points.x, y: points.y, text: (place) => pairText(site, points, place) };
 }
 
 function pairText(site, { x, y, token, channel }, place) {

@@ -6,13 +6,13 @@ const COLOUR_NAMES = { density: "density", token: "token", channel: "channel" };
 
 function siteView() {
   const { site } = open;
-  if (!site) return [element("p", { class: "warning", text: "This capture holds no norm site." })];
+  if (!site) return [warning("This capture holds no norm site.")];
   const head = element("div", { class: "site-head" }, [
-    element("div", {}, [element("h2", { text: siteTitle(site) }), element("p", { class: "note", text: siteSummary(site) })]),
+    element("div", {}, [element("h2", { text: siteTitle(site) }), remark(siteSummary(site))]),
     steps(),
   ]);
   if (site.nothing || !site.axis) {
-    return [head, element("p", { class: "warning", text: `There is nothing to draw here: ${visible(site.nothing || "no pair")}.` }), cardOf(site)];
+    return [head, warning(`There is nothing to draw here: ${visible(site.nothing || "no pair")}.`), cardOf(site)];
   }
   const main = scurveFigure(site);
   const others = [residualFigure(site), derivativeFigure(site)].filter(Boolean);
@@ -53,8 +53,7 @@ function siteSummary(site) {
 function steps() {
   const { sites } = open.capture;
   const step = (by, text, label) => button(text, () => stepSite(by), { "aria-label": label, disabled: !sites[state.site + by] });
-  const list = element("select", { "aria-label": "Site", id: "sites", onchange: (event) => go({ site: Number(event.target.value) }) }, sites.map((site, place) => (
-    element("option", { value: place, selected: place === state.site, text: siteTitle(site) }))));
+  const list = dropdown(sites.map((site, place) => [place, siteTitle(site)]), state.site, (site) => go({ site: Number(site) }), { "aria-label": "Site", id: "sites" });
   return element("div", { class: "steps" }, [step(-1, "←", "Site before"), list, step(1, "→", "Next site")]);
 }
 
@@ -64,22 +63,12 @@ function stepSite(by) {
 }
 
 function siteControls(site, redraw, recolour) {
-  const curves = ["mean", ...open.capture.curves].map((curve) => (curve === "mean"
-    ? toggle("E[y|x]", !state.hidden.has("mean"), (on) => hide("mean", !on, redraw), { colour: palette.style.ink }) : curveToggle(curve, redraw)));
   const scales = { auto: "auto", linear: "linear", asinh: "asinh" };
   return element("div", { class: "controls" }, [
     choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); recolour(); }),
     choice("Axis of x", scales, state.scale, (scale) => { go({ scale }); Plot.all.forEach((plot) => { plot.zoom = null; }); redraw(); }),
-    element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves),
+    curveToggles(["mean", ...open.capture.curves], redraw),
   ]);
-}
-
-function hide(name, hidden, redraw) {
-  const all = new Set(state.hidden);
-  if (hidden) all.add(name);
-  else all.delete(name);
-  go({ hidden: all });
-  redraw();
 }
 
 function highOf(width) {
@@ -157,7 +146,7 @@ function derivativeFigure(site) {
   const { diagonal } = site;
   const heading = "Derivative";
   if (diagonal.reason) {
-    return { whole: element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading })]), element("p", { class: "note", text: `No closed form of the norm's own: ${visible(diagonal.reason)}.` })]), plot: null };
+    return { whole: element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading })]), remark(`No closed form of the norm's own: ${visible(diagonal.reason)}.`)]), plot: null };
   }
   const [x, slopes] = [numbersOf(diagonal.x), numbersOf(diagonal.y)];
   const scene = () => {
@@ -180,16 +169,16 @@ function fitsOfSite(site) {
   const heads = ["curve", "A", "α", "s", "slope", "R²", "ceiling", "RMSE", "tail", "flat"];
   const rows = site.fits.map((fit) => {
     if (fit.nothing) return [fit.curve, visible(fit.nothing), ...Array(8).fill("–")];
-    const [a, alpha] = fit.doubt ? [{ text: fit.doubt }, { text: "–", value: "" }] : [spread(fit, "amplitude"), spread(fit, "alpha")];
+    const [a, alpha] = fit.doubt ? [fit.doubt, cellOf(null)] : [spread(fit, "amplitude"), spread(fit, "alpha")];
     return [
       { text: fit.curve, node: button(fit.curve, () => go({ view: "explorer", curve: fit.curve }), { class: "link", title: `${formulaOf(fit.curve)}; open in the explorer` }) },
-      a, alpha, cellOf(fit.shift, 3), cellOf(fit.slope), spread(fit, "r2"), spread({ ...fit, r2_ceiling: fit.r2_ceiling }, "r2_ceiling"),
-      cellOf(fit.rmse), cellOf(fit.tail_rmse), { text: percent(fit.saturated), value: fit.saturated },
+      a, alpha, cellOf(fit.shift, 3), cellOf(fit.slope), spread(fit, "r2"), spread(fit, "r2_ceiling"),
+      cellOf(fit.rmse), cellOf(fit.tail_rmse), percentCell(fit.saturated),
     ];
   });
   const low = site.fits.some((fit) => fit.x_repeats) ? ", too low here: x repeats, finer than bins resolve" : "";
   const caption = `y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds · ceiling: R² of the best held-out function of x that was found${low} · tail: RMSE beyond the 99th percentile of |x| · flat: pairs where |f′| is under 5 % of its peak`;
-  return element("section", {}, [element("h3", { text: "Fits" }), table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
+  return section("h3", "Fits", [table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
 }
 
 function spread(fit, name) {
@@ -200,7 +189,7 @@ function spread(fit, name) {
 
 function cardOf(site) {
   const lines = site.card.flatMap(([question, answer]) => [element("dt", { text: visible(question) }), element("dd", { text: visible(answer) })]);
-  return element("section", {}, [element("h3", { text: "Norm card" }), element("dl", { class: "card" }, lines)]);
+  return section("h3", "Norm card", [element("dl", { class: "card" }, lines)]);
 }
 
 // The tokens and channels that are picked, each in its colour, on every site.
@@ -243,7 +232,7 @@ function picker(site, redraw) {
   list();
   return element("section", { class: "picker" }, [
     element("h3", { text: "Tokens and channels" }),
-    element("p", { class: "note", text: `Up to ${MOST_PICKS}; each lights up here and in all other sites.` }),
+    remark(`Up to ${MOST_PICKS}; each lights up here and in all other sites.`),
     search, bar, results,
   ]);
 }
@@ -263,8 +252,7 @@ function asWords(text) {
 function channelEntries(site) {
   if (site.channels === null && !site.by_channel.x) return [];
   const [reach, share] = [numbersOf(site.by_channel.reach), numbersOf(site.by_channel.share)];
-  const order = Array.from(reach.keys()).sort((one, other) => reach[other] - reach[one]);
-  return order.map((channel) => ({
+  return largestFirst(reach).map((channel) => ({
     pick: { kind: "channel", key: String(channel) }, name: `channel ${channel}`,
     detail: `max |x| ${number(reach[channel], 3)} · ${percent(share[channel])} of Σx²`,
   }));

@@ -43,15 +43,14 @@ function projected(nodes, f, alpha, shift, inverse) {
 // A, α, s and R² of least squares; s is searched where `shifted`, and A is 1/α of a curve whose amplitude is that.
 function fitted(nodes, f, { shifted = false, inverse = false, linear = false } = {}) {
   if (linear) return solution(nodes, f, [0, 0], inverse);
-  const start = starts(nodes, shifted).map((theta) => ({ theta, error: errorAt(nodes, f, theta, inverse) }));
+  const error = ([logAlpha, shift]) => projected(nodes, f, Math.exp(logAlpha), shift, inverse).error;
+  const start = starts(nodes, shifted).map((theta) => ({ theta, error: error(theta) }));
   start.sort((one, other) => one.error - other.error);
-  const ends = apart(start, 3).map(({ theta }) => descended((at) => errorAt(nodes, f, at, inverse), theta, shifted));
+  const widths = (width) => (shifted ? [width, width] : [width]);
+  // The second search starts where the first one ended.
+  const ends = apart(start, 3).map(({ theta }) => simplex(error, simplex(error, theta, widths(0.2)).theta, widths(1e-3)));
   ends.sort((one, other) => one.error - other.error);
   return solution(nodes, f, ends[0].theta, inverse);
-}
-
-function errorAt(nodes, f, [logAlpha, shift], inverse) {
-  return projected(nodes, f, Math.exp(logAlpha), shift, inverse).error;
 }
 
 function solution(nodes, f, [logAlpha, shift], inverse) {
@@ -98,12 +97,7 @@ function apart(sorted, most) {
   return kept;
 }
 
-// Nelder's and Mead's simplex, twice, the second time about where the first one ended.
-function descended(error, start, shifted) {
-  const first = simplex(error, start, shifted ? [0.2, 0.2] : [0.2]);
-  return simplex(error, first.theta, shifted ? [1e-3, 1e-3] : [1e-3]);
-}
-
+// Nelder's and Mead's simplex.
 function simplex(error, start, widths) {
   const at = (theta) => ({ theta, error: error(theta) });
   let corners = [at(start), ...widths.map((width, axis) => at(start.map((value, place) => value + (place === axis ? width : 0))))];

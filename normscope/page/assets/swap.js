@@ -4,7 +4,7 @@
 function swapView() {
   const { drift, speed } = PAGE.swaps;
   if (!drift.length && !speed.length) {
-    return [element("h2", { text: "Swap" }), element("p", { class: "note", text: "No swap was measured for this page. `normscope swap-bench MODEL --json > FILE` measures one, and `normscope report … --swap-bench FILE` shows it." })];
+    return [element("h2", { text: "Swap" }), remark("No swap was measured for this page. `normscope swap-bench MODEL --json > FILE` measures one, and `normscope report … --swap-bench FILE` shows it.")];
   }
   return [...(drift.length ? driftSections(drift) : []), ...(speed.length ? speed.map(speedSection) : [])];
 }
@@ -13,10 +13,10 @@ function swapName({ func, init }) {
   return visible([func, init].filter(Boolean).join(" "));
 }
 
-function swapLook(report, place) {
-  const curve = curveOfFunc(report.func);
-  if (Object.hasOwn(palette.style.curves, curve)) return palette.curve(curve);
-  return { colour: palette.style.channels[place % palette.style.channels.length], dashes: [] };
+// The look of the curve in the norms' place; of no curve, another one.
+function swapLook({ func }, usual) {
+  const curve = curveOfFunc(func);
+  return Object.hasOwn(palette.style.curves, curve) ? palette.curve(curve) : usual;
 }
 
 function driftSections(reports) {
@@ -31,21 +31,19 @@ function driftSections(reports) {
   }, { heading: "One after the other" });
   const about = reports[0].about;
   return [
-    element("section", {}, [
-      element("h2", { text: "Drift" }),
-      element("p", { class: "note", text: visible(Object.values(about).join(" · ")) }),
-      driftTable(reports),
+    section("h2", "Drift", [
+      remark(visible(Object.values(about).join(" · "))), driftTable(reports),
       element("div", { class: "strip" }, [alone.whole, together.whole]),
-      sitesTable(reports, sites),
-      ...qualitySection(reports),
+      sitesTable(reports, sites), ...qualitySection(reports),
     ]),
   ];
 }
 
 function driftScene(reports, sites, swapped, placeOf, xlabel) {
+  const { channels } = palette.style;
   const series = reports.map((report, number) => {
     const rows = report.rows.filter((row) => row.swapped === swapped && row.relative_l2.p50 !== null);
-    return { name: swapName(report), rows, x: rows.map(placeOf), y: rows.map((row) => row.relative_l2.p50), ...swapLook(report, number) };
+    return { name: swapName(report), rows, x: rows.map(placeOf), y: rows.map((row) => row.relative_l2.p50), ...swapLook(report, { colour: channels[number % channels.length], dashes: [] }) };
   });
   const every = series.flatMap(({ rows }) => rows.flatMap((row) => [row.relative_l2.p10, row.relative_l2.p50, row.relative_l2.p90]));
   const last = Math.max(...series.flatMap(({ x }) => x), 1);
@@ -66,7 +64,7 @@ function driftTable(reports) {
     const row = report.rows.find(({ swapped, at, part }) => swapped === "all" && at === "output" && !part);
     if (!row) return [report.func, report.init, ...Array(8).fill("–")];
     return [report.func, report.init, cellOf(row.sites_swapped), cellOf(row.inputs), endless(row.relative_l2.p50), endless(row.relative_l2.p90),
-      cellOf(row.cosine.p50), cellOf(row.cosine.p10), { text: percent(row.top1), value: row.top1 ?? "" }, cellOf(row.nonfinite)];
+      cellOf(row.cosine.p50), cellOf(row.cosine.p10), percentCell(row.top1), cellOf(row.nonfinite)];
   });
   return table("Drift with all sites swapped", heads, rows, { caption: "All sites swapped, without training: relative L2 ‖swapped − original‖ / ‖original‖ and cosine at the output, over inputs; ∞: not finite." });
 }
@@ -80,14 +78,14 @@ function sitesTable(reports, sites) {
   const heads = ["site", ...reports.map(swapName)];
   const rows = sites.map((site) => [site, ...reports.map((report) => {
     const row = report.rows.find((one) => one.swapped === "one" && one.site === site);
-    return row ? endless(row.relative_l2.p50) : { text: "–", value: "" };
+    return row ? endless(row.relative_l2.p50) : cellOf(null);
   })]);
   return table("Drift by site", heads, rows, { caption: "One site alone swapped: median over inputs of the relative L2 at the output." });
 }
 
 function qualitySection(reports) {
   const measured = reports.filter(({ quality }) => quality);
-  if (!measured.length) return reports[0].no_quality ? [element("p", { class: "note", text: `No quality: ${visible(reports[0].no_quality)}.` })] : [];
+  if (!measured.length) return reports[0].no_quality ? [remark(`No quality: ${visible(reports[0].no_quality)}.`)] : [];
   const { name, over, higher_is_better: higher } = measured[0].quality;
   const score = ({ value, interval }) => ({ text: `${number(value)}${interval ? ` (${interval.map((bound) => number(bound, 3)).join(" – ")})` : ""}`, value: value ?? "" });
   const rows = [["original", "", score(measured[0].quality.scores.original || { value: null })]];
@@ -99,17 +97,17 @@ function qualitySection(reports) {
 
 function speedSection(report) {
   const heads = ["what", "variant", "way", "passes", "dtype", "shape", "median ms", "20–80 % ms", "GB/s", "of a copy", "to native", "verdict"];
-  const thousand = (seconds) => (seconds === null ? { text: "–", value: "" } : { text: number(1000 * seconds, 3), value: 1000 * seconds });
+  const thousand = (seconds) => cellOf(seconds === null ? null : 1000 * seconds, 3);
   const rows = report.rows.map((row) => [
     row.scope, row.variant, row.way, row.passes, row.dtype, row.shape.join(" × "), thousand(row.median),
     row.p20 === null || row.p80 === null ? "–" : `${number(1000 * row.p20, 3)} – ${number(1000 * row.p80, 3)}`, cellOf(row.gb_per_s, 3),
-    { text: percent(row.share_of_copy, 0), value: row.share_of_copy ?? "" }, { text: row.ratio === null ? "–" : `${number(row.ratio, 3)} ×`, value: row.ratio ?? "" },
+    percentCell(row.share_of_copy, 0), { text: row.ratio === null ? "–" : `${number(row.ratio, 3)} ×`, value: row.ratio ?? "" },
     [row.verdict, row.note].filter(Boolean).join("; "),
   ]);
   const about = Object.values(report.about).join(" · ");
-  return element("section", {}, [
-    element("h2", { text: "Speed" }), element("p", { class: "note", text: visible(`on ${report.device}; ${about}`) }),
+  return section("h2", "Speed", [
+    remark(visible(`on ${report.device}; ${about}`)),
     table("Speed", heads, rows, { caption: "To native: median over that of the network's own norm, above 1 is slower; faster only where minimum, median and the range from 20 to 80 % all lie below." }),
-    ...report.left_out.map((line) => element("p", { class: "note", text: visible(line) })),
+    ...report.left_out.map((line) => remark(visible(line))),
   ]);
 }

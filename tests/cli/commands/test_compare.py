@@ -4,16 +4,11 @@ import json
 
 import pytest
 import torch
+from command_line import document, invoke, words
 from PIL import Image
 from torch import nn
-from typer.testing import CliRunner
 
 import normscope
-from normscope.cli import app
-
-
-def compare(*arguments, **environment):
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)], env=environment)
 
 
 @pytest.fixture
@@ -31,63 +26,42 @@ def files(tmp_path, monkeypatch):
     return [f"{number}.safetensors" for number in range(3)]
 
 
-def test_the_document_holds_every_row(files, tmp_path):
-    done = compare(*files, "--func", "tanh", "--json", "-o", tmp_path / "out")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert document["figure"] == str(tmp_path / "out" / "comparison.png")
-    assert [(one["capture"], one["weights"], one["samples"], one["seed"]) for one in document["compared"]] == [
-        (1, "step 0", 24, 0), (2, "step 1", 24, 0), (3, "step 2", 24, 0)
-    ]  # fmt: skip
-    assert [(row["site"], row["capture"]) for row in document["sites"]] == [(s, n) for s in "ab" for n in (1, 2, 3)]
+def test_the_document_holds_every_row(files):
+    told = document(f"compare {' '.join(files)} --func tanh -o out")
+    assert told["figure"] == "out/comparison.png"
+    keys = ("capture", "weights", "samples", "seed")
+    compared = [tuple(capture[key] for key in keys) for capture in told["compared"]]
+    assert compared == [(1, "step 0", 24, 0), (2, "step 1", 24, 0), (3, "step 2", 24, 0)]
+    assert [(row["site"], row["capture"]) for row in told["sites"]] == [(s, n) for s in "ab" for n in (1, 2, 3)]
     # 1e-4: a third is no power of two, and puts pairs into other bins.
-    assert [row["alpha_ratio"] for row in document["sites"][1:3]] == pytest.approx([1 / 2, 1 / 3], rel=1e-4)
-    assert document["unmatched"] == [{"capture": 3, "site": "c", "lacking_in": 1}]
-    assert document["skipped"] == []
-    with Image.open(document["figure"]) as image:
+    assert [row["alpha_ratio"] for row in told["sites"][1:3]] == pytest.approx([1 / 2, 1 / 3], rel=1e-4)
+    assert told["unmatched"] == [{"capture": 3, "site": "c", "lacking_in": 1}] and told["skipped"] == []
+    with Image.open(told["figure"]) as image:
         assert [about["weights"] for about in json.loads(image.text["Description"])] == ["step 0", "step 1", "step 2"]
 
 
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_the_table_says_what_was_matched_and_how(files, columns):
-    done = compare(files[0], files[2], "--func", "tanh", "-o", "one.svg", COLUMNS=columns)
-    assert done.exit_code == 0, done.output
-    text = " ".join(done.stdout.split())
+    done = invoke(f"compare {files[0]} {files[2]} --func tanh -o one.svg", COLUMNS=columns)
+    text = words(done.stdout)
     assert "1 net · step 0 · noise (24 samples)" in text
     assert "2 sites matched by name; without a counterpart: 0 of 1, 1 of 2" in text
-    assert "0.333" in text or "as all takes" in text.partition("Left out at a width of 60")[2]
-    has_ratios = "α ratio" not in text.partition("Left out at a width of 60")[2]
-    assert ("Of the same inputs, each fold is left out of both" in text) is has_ratios
+    left_out = text.partition("Left out at a width of 60")[2]
+    assert "0.333" in text or "as all takes" in left_out
+    assert ("Of the same inputs, each fold is left out of both" in text) is ("α ratio" not in left_out)
     assert done.stdout.splitlines()[-1] == "one.svg"
 
 
-def test_checkpoints_are_weights_given_again(tmp_path, monkeypatch, runs):
-    monkeypatch.chdir(tmp_path)
-    weights = ("--weights", "pretrained", "--weights", "random")
-    done = compare("demo_vit", *weights, "--limit", "3", "--layers", "2", "--device", "cpu", "--json", "--func", "tanh")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
+def test_checkpoints_are_weights_given_again(here, runs):
+    weights = "--weights pretrained --weights random"
+    told = document(f"compare demo_vit {weights} --limit 3 --layers 2 --device cpu --func tanh")
     assert len(runs) == 2 and runs[0] != runs[1] == "random weights, seed 0"
-    assert [one["weights"] for one in document["compared"]] == runs
-    assert {row["paired"] for row in document["sites"] if row["capture"] == 2} == {True}
-    assert (tmp_path / "outputs" / "comparison.png").is_file()
+    assert [capture["weights"] for capture in told["compared"]] == runs
+    assert {row["paired"] for row in told["sites"] if row["capture"] == 2} == {True}
+    assert (here / "outputs" / "comparison.png").is_file()
 
 
-def test_networks_of_other_names_are_matched_by_depth(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    done = compare(
-        "demo_vit",
-        "timm:test_vit",
-        "--weights",
-        "random",
-        "--limit",
-        "3",
-        "--layers",
-        "3",
-        "--device",
-        "cpu",
-        "--func",
-        "tanh",
-    )
-    assert done.exit_code == 0, done.output
-    assert "matched by placement and relative depth" in done.stdout
+def test_networks_of_other_names_are_matched_by_depth(here):
+    options = "--weights random --limit 3 --layers 3 --device cpu --func tanh"
+    done = invoke(f"compare demo_vit timm:test_vit {options}", COLUMNS="60")
+    assert "matched by placement and relative depth" in words(done.stdout)

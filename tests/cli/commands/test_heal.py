@@ -4,30 +4,23 @@ import json
 
 import pytest
 import torch
+from command_line import document, invoke, words
 from PIL import Image
-from typer.testing import CliRunner
 
 import normscope
-from normscope.cli import app
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.training import TrainingState
 
-QUICK = ("demo_vit", "--steps", "16", "--device", "cpu", "--sites", "blocks.0.*,norm", "--limit", "160")
-
-
-def heal(*arguments):
-    return CliRunner().invoke(app, ["heal", *map(str, arguments)])
+QUICK = "heal demo_vit --steps 16 --device cpu --sites 'blocks.0.*,norm' --limit 160"
 
 
 @pytest.mark.slow
 def test_a_network_is_healed_and_written(here):
-    done = heal(*QUICK, "-o", "healed", "--json")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert document["after"]["median"] < document["before"]["median"]
-    assert document["closed"] == pytest.approx(1 - document["after"]["median"] / document["before"]["median"])
-    assert list(document["stages"]) == ["calibrated", "trained"]
-    assert (document["model"], document["func"], document["steps"], document["sites"]) == ("demo_vit", "dyisru", 16, 3)
+    told = document(f"{QUICK} -o healed")
+    assert told["after"]["median"] < told["before"]["median"]
+    assert told["closed"] == pytest.approx(1 - told["after"]["median"] / told["before"]["median"])
+    assert list(told["stages"]) == ["calibrated", "trained"]
+    assert (told["model"], told["func"], told["steps"], told["sites"]) == ("demo_vit", "dyisru", 16, 3)
     assert sorted(path.name for path in here.iterdir()) == ["healed", "healed-healing.png"]
     with Image.open("healed-healing.png") as image:
         assert json.loads(image.text["Description"])["model"] == "demo_vit"
@@ -36,7 +29,7 @@ def test_a_network_is_healed_and_written(here):
     swapped = normscope.load_swapped("healed", device="cpu")
     errors = output_errors(network.module, swapped.module, list(network.inputs), network.outputs)
     # Batches of another size sum in another order, in float32.
-    assert float(errors.quantile(0.5)) == pytest.approx(document["after"]["median"], rel=1e-4)
+    assert float(errors.quantile(0.5)) == pytest.approx(told["after"]["median"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -50,27 +43,24 @@ def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
         return check(state, *found)
 
     monkeypatch.setattr(TrainingState, "check", interrupted)
-    stopped = heal(*QUICK, "-o", "out/healed")
-    assert stopped.exit_code == 130
-    assert "the same command goes on from out/healed.healing.safetensors" in " ".join(stopped.stderr.split())
+    stopped = invoke(f"{QUICK} -o out/healed", status=130)
+    assert "the same command goes on from out/healed.healing.safetensors" in words(stopped.stderr)
     assert [path.name for path in (here / "out").iterdir()] == ["healed.healing.safetensors"]
     monkeypatch.setattr(TrainingState, "check", check)
-    done = heal(*QUICK, "-o", "out/healed")
-    assert done.exit_code == 0, done.output
+    done = invoke(f"{QUICK} -o out/healed")
     assert "going on from out/healed.healing.safetensors" in done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("demo_vit · embedded demo_vit")
     rows = [line for line in lines if line.startswith(("start values", "calibrated", "trained"))]
     assert len(rows) == 3 and "%" in rows[-1] and sum(row.endswith("yes") for row in rows) == 1
     told = [line for line in done.stderr.splitlines() if line.startswith("step ")]
-    assert [line.partition(":")[0] for line in told] == [
-        f"step {step}" for step in (4, 6, 7, 8, 10, 11, 12, 14, 15, 16)
-    ], told
+    checked = [line.partition(":")[0] for line in told]
+    assert checked == [f"step {step}" for step in (4, 6, 7, 8, 10, 11, 12, 14, 15, 16)], told
     assert all(": loss " in line and ", drift 0." in line for line in told), told
     assert lines[-2:] == ["out/healed", "out/healed-healing.png"]
     assert sorted(path.name for path in (here / "out").iterdir()) == ["healed", "healed-healing.png"]
     # The same as without an interruption.
-    whole = heal(*QUICK, "-o", "whole")
+    whole = invoke(f"{QUICK} -o whole")
     assert [line for line in whole.stdout.splitlines() if line in rows] == rows
 
 
@@ -84,7 +74,7 @@ def leftover(tmp_path_factory):
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(TrainingState, "check", interrupt)
-        assert heal(*QUICK, "-o", folder / "healed").exit_code == 130
+        invoke(f"{QUICK} -o {folder / 'healed'}", status=130)
     (path,) = folder.iterdir()
     assert path.name == "healed.healing.safetensors"
     return path.read_bytes()
@@ -100,17 +90,15 @@ def interrupted(here, leftover):
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (("--func", "dyt"), "its func is 'dyisru', not 'dyt'"),
-        (("--steps", "20"), "its steps is 16, not 20"),
-        (("--no-shift",), "its shift is None, not False"),
-        (("--weights", "random"), "its weights is 'pretrained', not 'random'"),
+        ("--func dyt", "its func is 'dyisru', not 'dyt'"),
+        ("--steps 20", "its steps is 16, not 20"),
+        ("--no-shift", "its shift is None, not False"),
+        ("--weights random", "its weights is 'pretrained', not 'random'"),
     ],
 )
 def test_what_another_healing_left_is_refused_before_any_work(interrupted, other, told):
     before = interrupted.read_bytes()
-    done = heal(*QUICK, *other, "-o", "healed")
-    assert done.exit_code == 2
-    said = " ".join(done.stderr.split())
+    said = words(invoke(f"{QUICK} {other} -o healed", status=2).stderr)
     assert said.startswith("Error: healed.healing.safetensors is of another healing"), "a network was loaded"
     assert told in said and "--restart" in said
     assert interrupted.read_bytes() == before
@@ -118,16 +106,14 @@ def test_what_another_healing_left_is_refused_before_any_work(interrupted, other
 
 def test_a_damaged_leftover_is_refused_before_any_work(interrupted):
     interrupted.write_bytes(interrupted.read_bytes()[:-4])
-    done = heal(*QUICK, "-o", "healed")
-    assert done.exit_code == 4
+    done = invoke(f"{QUICK} -o healed", status=4)
     assert done.stderr.startswith("Error:") and "--restart" in done.stderr
 
 
 @pytest.mark.slow
 def test_restart_discards_what_was_left_and_begins_anew(interrupted):
-    done = heal(*QUICK, "--func", "dyt", "-o", "healed", "--restart")
-    assert done.exit_code == 0, done.output
-    said = " ".join(done.stderr.split())
+    done = invoke(f"{QUICK} --func dyt -o healed --restart")
+    said = words(done.stderr)
     assert "discarded healed.healing.safetensors, to begin anew" in said and "going on" not in said
     assert "calibrated" in done.stdout and not interrupted.exists()
 
@@ -138,56 +124,49 @@ from torch import nn
 
 def make():
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), [torch.randn(3, 5, 4) for _ in range(8)]
-"""
 
-
-def test_a_network_of_ones_own_is_healed_in_its_own_batches(here):
-    (here / "mine.py").write_text(FACTORY)
-    look = ("--width", "3.25", "--title", "none")
-    done = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--device", "cpu", "--json", *look)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["n_held_out"] == 6
-    with Image.open(here / "healed-healing.png") as image:
-        assert image.width == 650
-    told = heal("py:mine.py:make", "--steps", "6", "-o", "healed", "--batch-size", "4")
-    assert told.exit_code == 2 and "decides how large its batches are" in told.stderr
-
-
-TWO_NORMS = """
-import torch
-from torch import nn
-
-def make():
+def two():
     torch.manual_seed(0)
     layers = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)
     return nn.Sequential(*layers), [torch.randn(3, 5, 4) for _ in range(8)]
 """
 
 
-def test_a_norm_that_is_kept_is_left_and_the_other_healed(here):
-    (here / "two.py").write_text(TWO_NORMS)
-    done = heal("py:two.py:make", "--keep", "1", "--steps", "6", "-o", "healed", "--device", "cpu", "--json")
-    assert done.exit_code == 0, done.output
-    (kept,) = json.loads(done.stdout)["keep"]["kept"]
+@pytest.fixture
+def mine(here):
+    (here / "mine.py").write_text(FACTORY)
+    return here
+
+
+def test_a_network_of_ones_own_is_healed_in_its_own_batches(mine):
+    told = document("heal py:mine.py:make --steps 6 -o healed --device cpu --width 3.25 --title none")
+    assert told["n_held_out"] == 6
+    with Image.open("healed-healing.png") as image:
+        assert image.width == 650
+    refused = invoke("heal py:mine.py:make --steps 6 -o healed --batch-size 4", status=2)
+    assert "decides how large its batches are" in refused.stderr
+
+
+def test_a_norm_that_is_kept_is_left_and_the_other_healed(mine):
+    keep = "heal py:mine.py:two --keep 1 --steps 6 -o healed --device cpu"
+    (kept,) = document(keep)["keep"]["kept"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(here)
-        healed = normscope.load("py:two.py:make", weights="healed", device="cpu").module
+        patch.syspath_prepend(mine)
+        healed = normscope.load("py:mine.py:two", weights="healed", device="cpu").module
     assert isinstance(healed.get_submodule(kept), torch.nn.LayerNorm)
     assert sum(isinstance(module, normscope.PointwiseFunction) for module in healed) == 1
-    assert (here / "healed-keep.png").stat().st_size > 10_000
-    told = heal("py:two.py:make", "--keep", "1", "--steps", "6", "-o", "healed", "--device", "cpu")
+    assert (mine / "healed-keep.png").stat().st_size > 10_000
+    told = invoke(keep)
     assert "norm put back" in told.stdout and kept in told.stdout
 
 
 @pytest.mark.parametrize(
-    ("options", "init"),
-    [(("--func", "rmsnorm", "--steps", "6"), ""), (("--init", "theory", "--minutes", "0.02"), "theory")],
+    ("options", "init"), [("--func rmsnorm --steps 6", ""), ("--init theory --minutes 0.02", "theory")]
 )
-def test_what_is_not_calibrated_is_trained(here, options, init):
-    (here / "mine.py").write_text(FACTORY)
-    done = heal("py:mine.py:make", *options, "-o", "healed", "--device", "cpu", "--json")
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert list(document["stages"]) == ["trained"] and document["init"] == init
-    assert document["checks"][-1]["step"] == document["steps"] >= 6
-    assert ("point-wise functions alone are calibrated" in done.stderr) is (init == "")
+@pytest.mark.usefixtures("mine")
+def test_what_is_not_calibrated_is_trained(options, init):
+    done = invoke(f"heal py:mine.py:make {options} -o healed --device cpu --json")
+    told = json.loads(done.stdout)
+    assert list(told["stages"]) == ["trained"] and told["init"] == init
+    assert told["checks"][-1]["step"] == told["steps"] >= 6
+    assert ("point-wise functions alone are calibrated" in words(done.stderr)) is (init == "")

@@ -2,11 +2,11 @@
 
 import csv
 import io
-import json
 
 import numpy as np
 import pytest
 import torch
+from command_line import document, invoke
 from PIL import Image
 
 import normscope
@@ -29,43 +29,39 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-def test_two_runs_are_one(run, run_here, folder):
-    done = run("merge", "first.safetensors", "second.safetensors", "-o", "both.safetensors", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+def test_two_runs_are_one(folder):
+    told = document("merge first.safetensors second.safetensors -o both.safetensors", cwd=folder)
     both, whole = (normscope.load_capture(folder / f"{name}.safetensors") for name in ("both", "all"))
-    assert document["merged"] == ["first.safetensors", "second.safetensors"]
-    assert (document["n_samples"], document["file"]) == (5, "both.safetensors")
-    assert document["data"] == both.about["data"] and " + " in document["data"]
-    assert [site["n_pairs"] for site in document["sites"]] == [stats.n_pairs for stats in whole.stats.values()]
+    assert told["merged"] == ["first.safetensors", "second.safetensors"]
+    assert (told["n_samples"], told["file"]) == (5, "both.safetensors")
+    assert told["data"] == both.about["data"] and " + " in told["data"]
+    assert [site["n_pairs"] for site in told["sites"]] == [stats.n_pairs for stats in whole.stats.values()]
     for name, stats in whole.stats.items():  # the folds differ: pictures of two folders are numbered in each
         mine, all_at_once = both.stats[name].moments.sum(0), stats.moments.sum(0)
         assert torch.equal(mine[0], all_at_once[0])
         torch.testing.assert_close(mine, all_at_once, rtol=0, atol=1e-12 * float(all_at_once.abs().max()))
-    assert "merged first.safetensors, second.safetensors" in done.stderr
-    fitted = run_here("fit", "both.safetensors", "--json", "-q", cwd=folder)
-    assert fitted.returncode == 0 and json.loads(fitted.stdout)["fits"][0]["data"] == document["data"]
+    assert document("fit both.safetensors -q", cwd=folder)["fits"][0]["data"] == told["data"]
 
 
-def test_rows_and_quiet(run_here, folder):
-    done = run_here(
-        "merge", "first.safetensors", "second.safetensors", "-o", "rows.safetensors", "--csv", "-q", cwd=folder
-    )
+def test_rows_remarks_and_quiet(folder):
+    merge = "merge first.safetensors second.safetensors -o rows.safetensors --csv"
+    assert "merged first.safetensors, second.safetensors" in invoke(merge, cwd=folder).stderr
+    done = invoke(f"{merge} -q", cwd=folder)
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert len(rows) == 2 and rows[0]["file"] == "rows.safetensors" and int(rows[0]["n_pairs"]) > 0
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("arguments", [("merge", "first.safetensors", "second.safetensors"), ("capture", "demo_vit")])
-def test_only_a_capture_is_replaced_without_force(run_here, folder, arguments):
+@pytest.mark.parametrize(
+    "command",
+    ["merge first.safetensors second.safetensors", "capture demo_vit --limit 2 --layers 1 --device cpu"],
+)
+def test_only_a_capture_is_replaced_without_force(folder, command):
     code = folder / "network.py"
     code.write_text("x = 1\n")
-    options = ("--limit", "2", "--layers", "1", "--device", "cpu") if arguments[0] == "capture" else ()
-    refused = run_here(*arguments, *options, "-o", code.name, cwd=folder)
-    assert (refused.returncode, code.read_text()) == (2, "x = 1\n")
+    refused = invoke(f"{command} -o network.py", status=2, cwd=folder)
     assert "Cannot write network.py: it exists, and is not a capture." in refused.stderr
-    for more in (["--force"], []):  # then it is a capture, which needs no force
-        done = run_here(*arguments, *options, "-o", code.name, *more, cwd=folder)
-        assert done.returncode == 0, done.stderr
+    assert code.read_text() == "x = 1\n"
+    for more in ("--force", ""):  # then it is a capture, which needs no force
+        invoke(f"{command} -o network.py {more}", cwd=folder)
         assert normscope.load_capture(code).n_samples > 1

@@ -5,17 +5,10 @@ import re
 
 import pytest
 import torch
+from command_line import document, invoke, words
 from torch import nn
-from typer.testing import CliRunner
 
 import normscope
-from normscope.cli import app
-
-
-def run(*arguments, status=0):
-    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    assert done.exit_code == status, done.output
-    return done
 
 
 def data_of(file):
@@ -31,7 +24,7 @@ def file(here):
 
 
 def test_a_capture_becomes_one_page(file, here):
-    done = run(file, "--func", "tanh,mine=x/(1+abs(x))", "--layers", "1,")
+    done = invoke(f"report {file} --func 'tanh,mine=x/(1+abs(x))' --layers 1,")
     page = here / "outputs" / "seen-report.html"
     assert done.stdout.strip() == f"outputs/seen-report.html ({page.stat().st_size / 1e6:.1f} MB)"
     [capture] = data_of(page)["captures"]
@@ -40,16 +33,15 @@ def test_a_capture_becomes_one_page(file, here):
 
 
 def test_a_model_is_captured_with_its_diagonal(here):
-    done = run("demo_vit", "--layers", "2", "--limit", "4", "-o", "page.html", "--json")
-    document = json.loads(done.stdout)
-    assert document["page"] == "page.html" and document["bytes"] == (here / "page.html").stat().st_size
+    told = document("report demo_vit --layers 2 --limit 4 -o page.html")
+    assert told["page"] == "page.html" and told["bytes"] == (here / "page.html").stat().st_size
     [capture] = data_of(here / "page.html")["captures"]
-    assert [site["name"] for site in capture["sites"]] == document["captures"][0]["sites"]
+    assert [site["name"] for site in capture["sites"]] == told["captures"][0]["sites"]
     assert "mean" in capture["sites"][0]["diagonal"] and capture["made"] == ""
 
 
 def test_random_weights_are_said_on_the_page(here):
-    run("demo_vit", "--layers", "1", "--limit", "2", "--weights", "random", "-o", "page.html")
+    invoke("report demo_vit --layers 1 --limit 2 --weights random -o page.html")
     assert "random" in data_of(here / "page.html")["captures"][0]["made"]
 
 
@@ -61,43 +53,41 @@ def test_several_captures_share_a_page_with_what_a_swap_did(file, here):
         "shape": [1],
     }
     swap.write_text(json.dumps({"speed": [{"device": "cpu", "rows": [timing], "left_out": []}]}), encoding="utf-8")
-    run(file, file, "--swap-bench", swap)
-    document = data_of(here / "outputs" / "report.html")
-    assert len(document["captures"]) == 2 and document["swaps"]["speed"][0]["device"] == "cpu"
+    invoke(f"report {file} {file} --swap-bench {swap}")
+    shown = data_of(here / "outputs" / "report.html")
+    assert len(shown["captures"]) == 2 and shown["swaps"]["speed"][0]["device"] == "cpu"
 
 
 @pytest.mark.slow
 def test_inputs_are_inside_and_are_named(here):
-    done = run("demo_vit", "--layers", "1", "--limit", "4", "-o", "page.html")
-    assert "kept to be looked at: the thumbnail of digit 0, sample 0, the thumbnail of digit 1, sample 1" in done.stderr
-    done = run("demo_vit", "--layers", "1", "--limit", "4", "--keep-inputs", "0", "-o", "none.html")
-    assert "kept" not in done.stderr
+    few = "report demo_vit --layers 1 --limit 4"
+    named = words(invoke(f"{few} -o page.html").stderr)
+    assert "kept to be looked at: the thumbnail of digit 0, sample 0, the thumbnail of digit 1, sample 1" in named
+    assert "kept" not in invoke(f"{few} --keep-inputs 0 -o none.html").stderr
     assert (here / "none.html").stat().st_size < (here / "page.html").stat().st_size
 
 
 def test_a_file_has_the_inputs_that_its_capture_kept(here):
-    named = ["capture", "demo_dit", "--layers", "1", "--limit", "2", "-o", "seen.safetensors", "--keep-inputs", "2"]
-    done = CliRunner().invoke(app, [*named, "--json"])
-    assert done.exit_code == 0, done.output
+    capture = "capture demo_dit --layers 1 --limit 2 -o seen.safetensors --keep-inputs 2"
+    done = invoke(f"{capture} --json")
     kept = [f"trajectory {i} · timestep {timestep}" for timestep in (980, 660, 320, 0) for i in (0, 1)]
     assert json.loads(done.stdout)["inputs"] == kept
-    assert "the thumbnail of trajectory 0 · timestep 980" in done.stderr and "4 more" in done.stderr
-    assert "the thumbnail of trajectory 0" in run("seen.safetensors").stderr
-    of_all, of_one, of_none = (
-        [one["name"] for one in data_of(here / "outputs" / "seen-report.html")["captures"][0]["inputs"]]
-        for asked in ((), ("--keep-inputs", "1"), ("--keep-inputs", "0"))
-        if run("seen.safetensors", *asked)
-    )
-    assert of_all == ["trajectory 0", "trajectory 1"] * 4 and of_one == ["trajectory 0"] * 4 and of_none == []
+    assert "the thumbnail of trajectory 0 · timestep 980" in words(done.stderr) and "4 more" in words(done.stderr)
+    for asked, expected in (
+        ("", ["trajectory 0", "trajectory 1"] * 4),
+        ("--keep-inputs 1", ["trajectory 0"] * 4),
+        ("--keep-inputs 0", []),
+    ):
+        assert ("the thumbnail of trajectory 0" in words(invoke(f"report seen.safetensors {asked}").stderr)) is bool(
+            expected
+        )
+        shown = data_of(here / "outputs" / "seen-report.html")["captures"][0]["inputs"]
+        assert [entry["name"] for entry in shown] == expected
 
 
 def test_inputs_that_cannot_be_looked_at_are_told(here):
     factory = "def f():\n    import torch\n    from torch import nn\n"
     factory += "    return nn.Sequential(nn.LayerNorm(16)), [torch.randn(4, 16)]\n"
     (here / "own.py").write_text(factory)
-    arguments = ["capture", "py:own.py:f", "-o", "seen.safetensors", "--keep-inputs", "2"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    assert "--keep-inputs kept none: no input is a picture, a recording or a text that can be shown" in " ".join(
-        done.stderr.split()
-    )
+    done = invoke("capture py:own.py:f -o seen.safetensors --keep-inputs 2")
+    assert "--keep-inputs kept none: no input is a picture, a recording or a text" in words(done.stderr)

@@ -6,18 +6,11 @@ import re
 
 import pytest
 import torch
+from command_line import document, invoke
 from torch import nn
-from typer.testing import CliRunner
 
 import normscope
-from normscope.cli import app
 from normscope.tables.card import card_table, scale_table, tails_table
-
-
-def run(*arguments, width="120", status=0):
-    done = CliRunner().invoke(app, ["stats", *map(str, arguments)], env={"COLUMNS": width})
-    assert done.exit_code == status, done.output
-    return done
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +31,7 @@ def line(output, site, number):
 
 
 def test_the_tables_say_what_was_planted(file):
-    out = run(file, "-q").stdout
+    out = invoke(f"stats {file} -q", COLUMNS="120").stdout
     assert "planted · none · noise" in out
     assert line(out, "ln", 1).rstrip().endswith("all are token 0")
     assert re.search(r" 20 +20 +3: ", line(out, "ln", 1))  # pairs beyond 100 times the median, and massive ones
@@ -48,7 +41,7 @@ def test_the_tables_say_what_was_planted(file):
 
 
 def test_no_number_is_cut_off_on_a_narrow_terminal(file):
-    wide, narrow = (run(file, "-q", width=width).stdout for width in ("300", "60"))
+    wide, narrow = (invoke(f"stats {file} -q", COLUMNS=width).stdout for width in ("300", "60"))
     numbers = re.compile(r"\d+\.\d+")
     for site in ("ln", "rms"):
         for number in (0, 1):
@@ -58,32 +51,32 @@ def test_no_number_is_cut_off_on_a_narrow_terminal(file):
 
 
 def test_one_site_gets_its_whole_card(file):
-    out = run(file, "-q", "--layers", "ln").stdout
+    def card(site):
+        return invoke(f"stats {file} -q --layers {site}", COLUMNS="120").stdout
+
+    out = card("ln")
     assert "ln (LayerNorm, eps 1e-05)" in out
     assert "2,240 pairs of 140 tokens" in out
     assert "in channel 3" in out and "all are token 0 (of the 16 of largest |x|)" in out
     assert "sample 19, token 0, channel 3: x = 3,000" in out
     assert "20 (beyond 100 and beyond 1000 times the median)" in out
-    assert "it does not centre" in run(file, "-q", "--layers", "rms").stdout
-    assert re.search("nothing to say +all zero", run(file, "-q", "--layers", "off").stdout)
+    assert "it does not centre" in card("rms")
+    assert re.search("nothing to say +all zero", card("off"))
 
 
 def test_json_is_what_python_gives(file, tmp_path):
-    out = run(file, "--json", "-o", tmp_path / "cards.json")
-    document = json.loads(out.stdout)
-    assert document == {
-        "sites": [c.as_dict() for c in normscope.norm_cards(normscope.load_capture(file))],
-        "skipped": [],
-    }
-    assert json.loads((tmp_path / "cards.json").read_text()) == document
-    ln, _, off = document["sites"]
+    told = document(f"stats {file} -o {tmp_path / 'cards.json'}")
+    cards = [card.as_dict() for card in normscope.norm_cards(normscope.load_capture(file))]
+    assert told == {"sites": cards, "skipped": []}
+    assert json.loads((tmp_path / "cards.json").read_text()) == told
+    ln, _, off = told["sites"]
     assert {token["position"] for token in ln["tails"]["tokens"]} == {0}
     assert [token["sample"] for token in ln["tails"]["tokens"]] == list(range(19, 3, -1))
     assert (off["degenerate"], off["tails"]) == ("all zero", None)
 
 
 def test_the_embedded_models_and_their_parts():
-    out = run("demo_dit", "-q", "--layers", "1", "--limit", "2", "--by", "timestep", "--timesteps", "980,0").stdout
+    out = invoke("stats demo_dit -q --layers 1 --limit 2 --by timestep --timesteps 980,0").stdout
     assert out.count("demo_dit · ") == 2
     assert "timestep 980" in out and "timestep 0" in out
 

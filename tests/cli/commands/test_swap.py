@@ -1,16 +1,12 @@
-"""``normscope swap`` as a user meets it: real processes, the folder that they write, and what takes it."""
+"""``normscope swap`` as a user meets it: the folder that it writes, and the commands that read it."""
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
 import torch
+from command_line import document, invoke, words
 
 import normscope
-from normscope.cli.commands.layers import layers
-from normscope.cli.commands.swap import swap
-from normscope.errors import NormscopeError
 from normscope.inputs.held_out import learned_and_held_out
 from normscope.swaps.distances import output_errors
 from normscope.swaps.start import asked_for, fitted
@@ -23,10 +19,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def swapped(run, folder):
-    done = run("swap", "demo_vit", "--func", "dyt", "--limit", "160", "-o", "dyt", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "dyt", done
+def swapped(folder):
+    return folder / "dyt", invoke("swap demo_vit --func dyt --limit 160 -o dyt", cwd=folder)
 
 
 @pytest.mark.slow
@@ -38,7 +32,7 @@ def test_it_writes_what_the_python_interface_makes(swapped):
     normscope.swap(network.module, "dyt", fitted(seen, asked_for("dyt")))
     mine, theirs = network.module.state_dict(), normscope.load_swapped(path, device="cpu").module.state_dict()
     assert mine.keys() == theirs.keys()
-    torch.testing.assert_close(theirs, mine, rtol=1e-6, atol=0)  # two processes may sum in another order
+    torch.testing.assert_close(theirs, mine, rtol=1e-6, atol=0)  # two runs may sum in another order
     lines = done.stdout.splitlines()
     assert lines[1].split() == ["site", "norm", "replaced", "by", "A", "α", "s", "R²"]
     site, norm, curve, amplitude, alpha, *_ = lines[2 + 16].split()
@@ -48,22 +42,19 @@ def test_it_writes_what_the_python_interface_makes(swapped):
     gamma = normscope.load("demo_vit", device="cpu").module.norm.weight
     torch.testing.assert_close(theirs["norm.weight"], gamma * float(amplitude), rtol=1e-3, atol=0)
     assert "--weights dyt takes it in every command; in Python, normscope.load_swapped('dyt')" in done.stderr
+    refused = invoke("plot demo_vit --weights dyt", status=3, cwd=path.parent).stderr
+    assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in refused
+    assert "Error: All 17 norms of this VisionTransformer were replaced (tanh), and none is left" in refused
+    assert "random" not in refused
 
 
 @pytest.mark.slow
-def test_a_calibrated_swap_is_what_the_python_interface_makes(run, folder):
-    options = ("--func", "dyt", "--init", "calibrated", "--limit", "96")
-    done = run("swap", "demo_vit", *options, "-o", "calibrated", "--json", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+def test_a_calibrated_swap_is_what_the_python_interface_makes(folder):
+    told = document("swap demo_vit --func dyt --init calibrated --limit 96 -o calibrated", cwd=folder)
     report = told["calibration"]
-    assert (told["init"], told["refit"], report["n_learned"], report["n_judged"]) == (
-        "calibrated",
-        "neighbours",
-        72,
-        24,
-    )
-    assert report["after"] < 0.5 * report["before"] and report["left"] == {}
+    assert (told["init"], told["refit"]) == ("calibrated", "neighbours")
+    assert (report["n_learned"], report["n_judged"], report["left"]) == (72, 24, {})
+    assert report["after"] < 0.5 * report["before"]
     assert [row["amplitude"] for row in told["sites"]] == [None] * 17
     network = normscope.load("demo_vit", limit=96, device="cpu")
     original = copy.deepcopy(network.module)
@@ -71,83 +62,56 @@ def test_a_calibrated_swap_is_what_the_python_interface_makes(run, folder):
     normscope.swap(network.module, "dyt", fitted(seen, asked_for("dyt")))
     mine = normscope.calibrate(original, network.module, network.calibration, outputs=network.outputs)
     theirs = normscope.load_swapped(folder / "calibrated", device="cpu")
-    assert report["after"] == pytest.approx(mine.after, rel=1e-2)  # two processes may sum in another order
+    assert report["after"] == pytest.approx(mine.after, rel=1e-2)  # two runs may sum in another order
     for batch in network.inputs:
         torch.testing.assert_close(theirs.module(*batch.args), network.module(*batch.args), rtol=1e-2, atol=5e-2)
 
 
-@pytest.mark.slow
-def test_nothing_is_left_to_observe_in_it(run_here, folder, swapped):
-    done = run_here("plot", "demo_vit", "--weights", "dyt", cwd=folder)
-    assert done.returncode == 3
-    assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in done.stderr
-    assert "Error: All 17 norms of this VisionTransformer were replaced (tanh), and none is left" in done.stderr
-    assert "random" not in done.stderr
-
-
-def test_some_sites_and_the_rest_is_seen_as_before(tmp_path, capsys):
-    path = tmp_path / "last"
-    swap("demo_vit", path, func="rmsnorm", sites="final", as_json=True, quiet=True)
-    document = json.loads(capsys.readouterr().out)
-    assert [(site["site"], site["curve"], site["r2"]) for site in document["sites"]] == [("norm", "rmsnorm", None)]
-    assert (document["folder"], document["skipped"]) == (str(path), [])
-    swap("demo_vit", path, func="free", sites="blocks.0.*", weights=str(path), limit=8)
-    capsys.readouterr()
-    layers(["demo_vit"], weights=str(path), verify=True, as_json=True)
-    document = json.loads(capsys.readouterr().out)
-    assert [site["name"] for site in document["sites"]][::14] == ["blocks.1.norm1", "norm"]
-    assert document["sites"][-1]["kind"] == "RMSNorm"
-    assert [norm["reason"] for norm in document["skipped"]] == ["a point-wise function (free), no norm"] * 2
+def test_some_sites_and_the_rest_is_seen_as_before(tmp_path):
+    told = document("swap demo_vit -o last --func rmsnorm --sites final", cwd=tmp_path)
+    assert [(site["site"], site["curve"], site["r2"]) for site in told["sites"]] == [("norm", "rmsnorm", None)]
+    assert (told["folder"], told["skipped"]) == ("last", [])
+    invoke("swap demo_vit -o last --func free --sites 'blocks.0.*' --weights last --limit 8", cwd=tmp_path)
+    told = document("layers demo_vit --weights last --verify", cwd=tmp_path)
+    assert [site["name"] for site in told["sites"]][::14] == ["blocks.1.norm1", "norm"]
+    assert told["sites"][-1]["kind"] == "RMSNorm"
+    assert [norm["reason"] for norm in told["skipped"]] == ["a point-wise function (free), no norm"] * 2
 
 
 @pytest.mark.slow
-def test_norms_are_kept_that_are_worth_most(tmp_path, capsys):
-    path = tmp_path / "kept"
-    swap("demo_vit", path, keep=2, limit=16, as_json=True, quiet=True)
-    document = json.loads(capsys.readouterr().out)
+def test_norms_are_kept_that_are_worth_most(tmp_path):
+    told = document("swap demo_vit -o kept --keep 2 --limit 16", cwd=tmp_path)
     network = normscope.load("demo_vit", limit=16, device="cpu")
     seen = normscope.capture(network, network.calibration, by_gamma=True)
     modules = normscope.replacements(network, "dyt", fitted(seen, asked_for("dyt")))
     choice = normscope.keep(network, network.calibration, modules, number=2, held_out=network.inputs)
-    assert document["keep"]["kept"] == choice.kept == [one.name for one in read_record(path).kept]
-    assert [step["swapped"] for step in document["keep"]["steps"]] == [17, 16, 15]
-    assert document["keep"]["steps"][2]["held_out"]["p50"] == pytest.approx(choice.steps[2].held_out.p50)
-    assert [row["site"] for row in document["sites"]] == choice.swapped
-    module = normscope.load_swapped(path, device="cpu").module
+    assert told["keep"]["kept"] == choice.kept == [norm.name for norm in read_record(tmp_path / "kept").kept]
+    assert [step["swapped"] for step in told["keep"]["steps"]] == [17, 16, 15]
+    assert told["keep"]["steps"][2]["held_out"]["p50"] == pytest.approx(choice.steps[2].held_out.p50)
+    assert [row["site"] for row in told["sites"]] == choice.swapped
+    module = normscope.load_swapped(tmp_path / "kept", device="cpu").module
     assert all(type(module.get_submodule(name)) is torch.nn.LayerNorm for name in choice.kept)
-    assert Path(document["figure"]).name == "kept-keep.png" and Path(document["figure"]).stat().st_size > 10_000
+    assert told["figure"] == "kept-keep.png" and (tmp_path / told["figure"]).stat().st_size > 10_000
 
 
 @pytest.mark.slow
-def test_the_drift_that_is_allowed_is_met_after_calibration(tmp_path, capsys):
-    path = tmp_path / "kept"
-    options = {"init": "calibrated", "refit": "norms", "limit": 64, "quiet": True, "as_json": True}
-    swap("demo_vit", path, max_drift=0.03, **options)
-    document = json.loads(capsys.readouterr().out)
-    tried = {step["kept"]: step["worked_on"] for step in document["keep"]["steps"] if step["worked_on"] is not None}
-    kept = len(document["keep"]["kept"])
+def test_the_drift_that_is_allowed_is_met_after_calibration(tmp_path):
+    options = "--init calibrated --refit norms --limit 64 --max-drift 0.03"
+    told = document(f"swap demo_vit -o kept {options}", cwd=tmp_path)
+    tried = {step["kept"]: step["worked_on"] for step in told["keep"]["steps"] if step["worked_on"] is not None}
+    kept = len(told["keep"]["kept"])
     assert tried[kept] <= 0.03 < tried[kept - 1]
-    assert document["calibration"]["after"] == tried[kept]
-    original = normscope.load("demo_vit", limit=64, device="cpu")
-    held_out = learned_and_held_out(original.inputs)[1] if original.calibration is None else original.inputs
-    errors = output_errors(
-        original.module, normscope.load_swapped(path, device="cpu").module, list(held_out), original.outputs
-    )
-    assert document["held_out"]["p50"] == pytest.approx(
-        float(errors.quantile(0.5)), rel=1e-3
-    )  # of loops and of float32
+    assert told["calibration"]["after"] == tried[kept]
+    network = normscope.load("demo_vit", limit=64, device="cpu")
+    held_out = learned_and_held_out(network.inputs)[1] if network.calibration is None else network.inputs
+    swapped = normscope.load_swapped(tmp_path / "kept", device="cpu").module
+    errors = output_errors(network.module, swapped, list(held_out), network.outputs)
+    # Of loops and of float32.
+    assert told["held_out"]["p50"] == pytest.approx(float(errors.quantile(0.5)), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"keep": 17, "limit": 8}, "--keep 17 leaves nothing to swap: there are 17 norms"),
-        pytest.param(
-            {"max_drift": 0.0, "limit": 8}, "no norm can be swapped. Allow more drift", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_what_cannot_be_kept(options, said, tmp_path):
-    with pytest.raises(NormscopeError, match=said):
-        swap("demo_vit", tmp_path / "kept", **options)
+@pytest.mark.slow
+def test_a_drift_that_no_swap_keeps_is_refused(tmp_path):
+    done = invoke("swap demo_vit -o kept --max-drift 0 --limit 8", status=2, cwd=tmp_path)
+    assert "no norm can be swapped. Allow more drift" in words(done.stderr)
     assert list(tmp_path.iterdir()) == []

@@ -1,18 +1,15 @@
 """``normscope swap-bench`` as a user meets it."""
 
-import contextlib
 import json
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
+from command_line import document, invoke, words
 from PIL import Image
-from typer.testing import CliRunner
 
 import normscope
-from normscope.cli import app
 from normscope.cli.commands import swap_bench
 from normscope.errors import UsageError
 from normscope.inputs.held_out import learned_and_held_out
@@ -37,7 +34,7 @@ def network():
     return model, [torch.randn(8, 5, 4) * 3 for _ in range(4)]
 """
 NAME = "py:net.py:network"
-QUICK = ("--seconds", "0", "--device", "cpu")
+QUICK = "--seconds 0 --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +44,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, monkeypatch, *arguments):
+@pytest.fixture
+def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    return CliRunner().invoke(app, ["swap-bench", *arguments, *QUICK])
+    return folder
 
 
 def moved_by_dyt(options_of=lambda learned: {}):
@@ -70,67 +68,59 @@ def moved_by_dyt(options_of=lambda learned: {}):
 @pytest.fixture(scope="module")
 def as_table(folder):
     """What one run prints."""
-    with contextlib.chdir(folder):
-        return CliRunner().invoke(app, ["swap-bench", NAME, "--func", "dyisru", "--init", "paper", *QUICK])
+    return invoke(f"swap-bench {NAME} --func dyisru --init paper {QUICK}", cwd=folder)
 
 
 @pytest.mark.slow
-def test_the_document_holds_what_the_python_interface_measures(folder, monkeypatch):
-    arguments = (NAME, "--func", "dyt,rmsnorm", "--init", "fit,paper", "--json", "-o", "out")
-    done = run(folder, monkeypatch, *arguments)
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert list(document) == ["device", "drift", "speed", "figures"] and document["device"].startswith("cpu")
-    reports = document["drift"]
-    assert [(report["func"], report["init"]) for report in reports] == [
-        ("dyt", "fit"),
-        ("dyt", "paper"),
-        ("rmsnorm", ""),
-    ]
+def test_the_document_holds_what_the_python_interface_measures(here):
+    told = document(f"swap-bench {NAME} --func dyt,rmsnorm --init fit,paper -o out {QUICK}")
+    assert list(told) == ["device", "drift", "speed", "figures"] and told["device"].startswith("cpu")
+    reports = told["drift"]
+    started = [(report["func"], report["init"]) for report in reports]
+    assert started == [("dyt", "fit"), ("dyt", "paper"), ("rmsnorm", "")]
     moved = moved_by_dyt()
     row = next(row for row in reports[0]["rows"] if row["swapped"] == "all" and row["at"] == "output")
     assert row["inputs"] == len(moved) == 8
     # float32 outputs, of which the distances are taken in float64
     assert row["relative_l2"]["p50"] == pytest.approx(float(moved.quantile(0.5)), rel=1e-5)
-    assert "8 of 32 samples held out" in reports[0]["data"] and document["speed"][0]["about"]["model"] == NAME
-    for figure in document["figures"]:
-        assert (folder / figure["file"]).read_bytes()[:4] == b"\x89PNG"
-    (speed,) = document["speed"]
+    for figure in told["figures"]:
+        assert (here / figure["file"]).read_bytes()[:4] == b"\x89PNG"
+    (speed,) = told["speed"]
+    assert "8 of 32 samples held out" in reports[0]["data"] and speed["about"]["model"] == NAME
     assert speed["about"]["data"].startswith("1 sample of ")  # on the CPU, the first
     assert {tuple(row["shape"]) for row in speed["rows"] if row["scope"] == "model"} == {(1, 5, 4)}
 
 
 @pytest.mark.slow
-def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_figure(folder, monkeypatch):
-    func = "free,best,identity,mine=x/(1+abs(x))"
-    done = run(folder, monkeypatch, NAME, "--func", func, "--init", "paper,fit", "--json")
-    assert done.exit_code == 0, done.output
-    assert [(report["func"], report["init"]) for report in json.loads(done.stdout)["drift"]] == [
+@pytest.mark.usefixtures("here")
+def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_figure():
+    told = document(f"swap-bench {NAME} --func 'free,best,identity,mine=x/(1+abs(x))' --init paper,fit {QUICK}")
+    assert [(report["func"], report["init"]) for report in told["drift"]] == [
         ("free", "fit"),
         ("best", "fit"),
         *((name, init) for name in ("identity", "mine=x/(1+abs(x))") for init in ("paper", "fit")),
     ]
 
 
-def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(folder, monkeypatch):
-    (folder / "groups.py").write_text(FACTORY.replace("nn.LayerNorm(16)", "nn.GroupNorm(1, 5)"))
+def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(here, monkeypatch):
+    (here / "groups.py").write_text(FACTORY.replace("nn.LayerNorm(16)", "nn.GroupNorm(1, 5)"))
     monkeypatch.setattr(normscope, "drift", lambda *_, **__: pytest.fail("it measured"))
-    done = run(folder, monkeypatch, "py:groups.py:network", "--func", "dyt,rmsnorm")
-    assert done.exit_code == 3 and "An RMSNorm cannot take the place of" in " ".join(done.stderr.split())
+    done = invoke(f"swap-bench py:groups.py:network --func dyt,rmsnorm {QUICK}", status=3)
+    assert "An RMSNorm cannot take the place of" in words(done.stderr)
 
 
 @pytest.mark.slow
 def test_the_first_line_says_where_it_runs(as_table):
-    done = as_table
-    assert done.exit_code == 0, done.output
-    first, *_ = done.stdout.splitlines()
+    first, *_ = as_table.stdout.splitlines()
     assert first.startswith("on cpu") and "no number here is of a GPU" in first
-    assert "min  " in done.stdout and re.search("faster$|slower$|alike$|too few", done.stdout, re.MULTILINE)
+    assert "min  " in as_table.stdout
+    assert re.search("faster$|slower$|alike$|too few", as_table.stdout, re.MULTILINE)
 
 
 @pytest.mark.slow
-def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from(folder, monkeypatch):
-    done = run(folder, monkeypatch, NAME, "--func", "dyt", "--sites", "least:2", "--json")
+@pytest.mark.usefixtures("here")
+def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from():
+    sites = document(f"swap-bench {NAME} --func dyt --sites least:2 {QUICK}")["drift"][0]["sites"]
     network = normscope.load(NAME, device="cpu")
     learned, _ = learned_and_held_out(network.inputs)
     modules = normscope.replacements(network.module, "dyt", normscope.capture(network.module, learned, by_gamma=True))
@@ -139,77 +129,68 @@ def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from(folder, mon
         report = normscope.drift(network.module, learned, {site: module}, one_at_a_time=False, cumulative=False)
         alone[site] = report.all.relative_l2.p50
     assert len(alone) == 3
-    assert set(json.loads(done.stdout)["drift"][0]["sites"]) == set(sorted(alone, key=alone.get)[:2])
+    assert set(sites) == set(sorted(alone, key=alone.get)[:2])
 
 
-def stopped(*_):
-    raise UsageError("no further")
+@pytest.fixture
+def stopped(monkeypatch):
+    """Commands end where the speed would be measured, which takes long."""
+
+    def stop(*_):
+        raise UsageError("no further")
+
+    monkeypatch.setattr(swap_bench, "_speed", stop)
 
 
 @pytest.mark.slow
-def test_trajectories_are_walked_once_for_the_least_harmful_sites(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("here", "stopped")
+def test_trajectories_are_walked_once_for_the_least_harmful_sites(monkeypatch):
     walks, ends = [], Trajectories.ends
     monkeypatch.setattr(Trajectories, "ends", lambda self, *share: (walks.append(self), ends(self, *share))[1])
-    arguments = ("demo_dit", "--limit", "1", "--timesteps", "500,", "--func", "dyt", "--init", "paper")
-    monkeypatch.setattr(
-        "normscope.cli.commands.swap_bench._speed", stopped
-    )  # of its full-size sibling, which takes long
-    done = run(tmp_path, monkeypatch, *arguments, "--sites", "least:2")
-    assert "no further" in done.stderr
+    options = "--limit 1 --timesteps 500, --func dyt --init paper --sites least:2"
+    assert "no further" in invoke(f"swap-bench demo_dit {options} {QUICK}", status=2).stderr
     assert len(walks) == 2  # with the norms, and without
 
 
 @pytest.mark.slow
-def test_quality_is_a_table_or_a_reason_why_there_is_none(folder, as_table, monkeypatch):
+@pytest.mark.usefixtures("stopped")
+def test_quality_is_a_table_or_a_reason_why_there_is_none(here, as_table):
     assert "No quality: nothing tells what the network is for (in Python, pass quality=" in as_table.stdout
-    images = folder / "images"
     for name in ("3", "7"):
-        (images / name).mkdir(parents=True)
-        Image.new("L", (8, 8), 40 * int(name)).save(images / name / "a.png")
-
-    def stop(*_):
-        raise UsageError("It has been measured.")
-
-    monkeypatch.setattr(swap_bench, "_speed", stop)
-    done = run(folder, monkeypatch, "demo_vit", "--data", "images", "--func", "dyt", "--init", "paper")
-    assert done.stderr.endswith("It has been measured.\n")
-    assert "top-1 accuracy" in done.stdout and "1 labelled sample · higher is better" in " ".join(done.stdout.split())
+        (here / "images" / name).mkdir(parents=True)
+        Image.new("L", (8, 8), 40 * int(name)).save(here / "images" / name / "a.png")
+    done = invoke(f"swap-bench demo_vit --data images --func dyt --init paper {QUICK}", status=2)
+    assert "top-1 accuracy" in done.stdout and "1 labelled sample · higher is better" in words(done.stdout)
 
 
 @pytest.mark.slow
-def test_an_embedded_model_is_timed_at_full_size(tmp_path, monkeypatch):
-    arguments = ("demo_vit", "--limit", "4", "--batch-size", "1", "--func", "dyt", "--init", "paper", "--json")
-    done = run(tmp_path, monkeypatch, *arguments)
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    (speed,) = document["speed"]
+@pytest.mark.usefixtures("here")
+def test_an_embedded_model_is_timed_at_full_size():
+    done = invoke(f"swap-bench demo_vit --limit 4 --batch-size 1 --func dyt --init paper --json {QUICK}")
+    told = json.loads(done.stdout)
+    (speed,) = told["speed"]
     assert speed["about"]["model"] == "vit_b16" and speed["about"]["weights"] == "random weights, seed 0"
     assert "demo_vit is tiny" in done.stderr and "vit_b16: random weights" in done.stderr
-    assert "embedded demo_vit" in document["drift"][0]["weights"]
-    quality = document["drift"][0]["quality"]
+    assert "embedded demo_vit" in told["drift"][0]["weights"]
+    quality = told["drift"][0]["quality"]
     assert quality["scores"]["original"] == {"value": 1.0, "interval": [pytest.approx(0.5101, abs=1e-4), 1.0]}
     assert (quality["name"], quality["n"], list(quality["scores"])) == ("top-1 accuracy", 4, ["original", "swapped"])
     assert {row["sites"] for row in speed["rows"] if row["scope"] == "model"} == {25}
 
 
-def test_calibrated_rows_learn_from_other_inputs_and_say_so(folder, monkeypatch):
-    monkeypatch.setattr(swap_bench, "_speed", stopped)
+@pytest.mark.usefixtures("here", "stopped")
+def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
     measured = []
     drift = normscope.drift
     monkeypatch.setattr(normscope, "drift", lambda *a, **kw: measured.append(drift(*a, **kw)) or measured[-1])
-    arguments = ("--func", "dyt,rmsnorm", "--init", "fit,calibrated", "--sites", "0,2")
-    done = run(folder, monkeypatch, NAME, *arguments)
-    assert "no further" in done.stderr
-    shown, remarks = (" ".join(text.split()) for text in (done.stdout, done.stderr))
+    options = "--func dyt,rmsnorm --init fit,calibrated --sites 0,2"
+    done = invoke(f"swap-bench {NAME} {options} {QUICK}", status=2)
+    shown, remarks = words(done.stdout), words(done.stderr)
     assert "calibrated: each row by itself, on 24 other samples than it is measured on (6 of them decided)" in shown
     assert "calibrated with that site alone swapped" in shown
     assert "calibrated on" in remarks and "24 of 32 samples" in remarks and "8 of 32 samples held out" in remarks
-    assert [(report.func, report.init) for report in measured] == [
-        ("dyt", "fit"),
-        ("dyt", "calibrated"),
-        ("rmsnorm", ""),
-    ]
-    assert [report.calibration is not None for report in measured] == [False, True, False]
+    started = [(report.func, report.init, report.calibration is not None) for report in measured]
+    assert started == [("dyt", "fit", False), ("dyt", "calibrated", True), ("rmsnorm", "", False)]
     row = measured[1].by_site[0]
     assert row.relative_l2.p50 < measured[0].by_site[0].relative_l2.p50
     # float32 outputs, of which the distances are taken in float64
@@ -218,15 +199,14 @@ def test_calibrated_rows_learn_from_other_inputs_and_say_so(folder, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_process_writes_calibrated_drift_into_document_table_and_figure(tmp_path):
-    command = [sys.executable, "-m", "normscope", "swap-bench", "demo_vit", "--init", "fit,calibrated", "--quick"]
-    options = ["--limit", "32", "--sites", "3", "--device", "cpu", "--json", "--output", "out"]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=True)
-    fit, calibrated = json.loads(done.stdout)["drift"]
+@pytest.mark.usefixtures("here")
+def test_calibrated_drift_is_in_document_and_figure():
+    told = document("swap-bench demo_vit --init fit,calibrated --quick --limit 32 --sites 3 --device cpu -o calibrated")
+    fit, calibrated = told["drift"]
     assert (fit["init"], calibrated["init"]) == ("fit", "calibrated") and fit["calibration"] is None
-    told = calibrated["calibration"]
-    assert told["n_learned"] + told["n_judged"] == 32 and told["refit"] == "neighbours"
-    assert "of demo_vit's training" in told["data"] and "held-out digits" in calibrated["data"]
+    learned = calibrated["calibration"]
+    assert learned["n_learned"] + learned["n_judged"] == 32 and learned["refit"] == "neighbours"
+    assert "of demo_vit's training" in learned["data"] and "held-out digits" in calibrated["data"]
 
     def medians(report):
         return {
@@ -236,26 +216,24 @@ def test_a_process_writes_calibrated_drift_into_document_table_and_figure(tmp_pa
     before, after = medians(fit), medians(calibrated)
     assert len(after) == 1 + 3 + 3 and after["all", None] < before["all", None]
     assert [after[key] < before[key] for key in after if key[0] == "one"].count(True) >= 2
-    (drawn,) = [one for one in json.loads(done.stdout)["figures"] if one["view"] == "drift"]
-    assert (tmp_path / drawn["file"]).stat().st_size > 10_000
+    (drawn,) = [figure for figure in told["figures"] if figure["view"] == "drift"]
+    assert Path(drawn["file"]).stat().st_size > 10_000
 
 
-def test_seven_billion_weights_are_not_made_without_cuda(folder, monkeypatch):
-    done = run(folder, monkeypatch, "llama_7b", "--weights", "random")
-    assert done.exit_code == 5 and "LLaMA 7B takes 13.5 GB" in " ".join(done.stderr.split())
+def test_seven_billion_weights_are_not_made_without_cuda():
+    done = invoke(f"swap-bench llama_7b --weights random {QUICK}", status=5)
+    assert "LLaMA 7B takes 13.5 GB" in words(done.stderr)
 
 
 @pytest.mark.slow
-def test_quick_takes_one_curve_and_the_fewest_timings(folder, monkeypatch):
-    look = ("--width", "3.25", "--title", "none", "--dpi", "40")
-    monkeypatch.chdir(folder)
-    done = CliRunner().invoke(app, ["swap-bench", NAME, "--quick", "--device", "cpu", "--json", "-o", "quick", *look])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert [report["func"] for report in document["drift"]] == ["dyt"]
-    for figure in document["figures"]:
+@pytest.mark.usefixtures("here")
+def test_quick_takes_one_curve_and_the_fewest_timings():
+    look = "--width 3.25 --title none --dpi 40"
+    told = document(f"swap-bench {NAME} --quick --device cpu -o quick {look}")
+    assert [report["func"] for report in told["drift"]] == ["dyt"]
+    for figure in told["figures"]:
         with Image.open(figure["file"]) as image:
             assert image.width == 130
-    rows = document["speed"][0]["rows"]
+    rows = told["speed"][0]["rows"]
     assert {len(row["samples"]) for row in rows if row["scope"] == "model"} == {1}
     assert {row["variant"] for row in rows if row["scope"] == "model"} == {"native", "rmsnorm", "identity", "dyt"}
