@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,9 +31,9 @@ from normscope.pairs import ranks as ranks_module
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms.sites import SkippedNorm
 from normscope.pairs.norms.trace import find_norms
-from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, joined, merge_left_out, merge_seen
-from normscope.pairs.recorder import Recorder, Seen, Summing
-from normscope.pairs.storage import all_tensors, packed
+from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, joined, merge_left_out, merge_progress
+from normscope.pairs.recorder import Progress, Recorder, Summing
+from normscope.pairs.storage import pack, pack_sums
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.processes import Place
@@ -152,8 +151,10 @@ def hand_made_recorder(rank):
     late = SkippedNorm(f"late {rank}", "LayerNorm", "löte")
     again = capture(model, [batch([rank * 2, rank * 2 + 1])]).stats
     parts = [{"a": {"1": seen["1"]}}, {"b": seen, "a": {"0": again["0"]}}, {}]
-    n_samples = [Counter(a=1), Counter(a=2, b=2), Counter()]
-    recorder.seen = Seen(parts[rank], n_samples[rank], {late.name: late} if rank else {})
+    for name, stats in parts[rank].items():
+        part = recorder.progress.part(name, 0)
+        part.stats, part.n_samples = stats, rank + 1
+    recorder.progress.capture.skipped = [late] if rank else []
     return recorder
 
 
@@ -165,16 +166,16 @@ def refused_to_pickle(*_arguments, **_options):
 
 
 def save(stats, path):
-    save_file({name: tensor.contiguous() for name, tensor in packed(stats).items()}, path)
+    save_file({name: tensor.contiguous() for name, tensor in pack_sums(stats).items()}, path)
 
 
 def merged_over(ranks, model, stats):
     report = find_norms(model, batch([0]).first_sample())
     recorder = Recorder(model, Summing(), report, report.sites)
     (name,) = (site.name for site in report.sites)
-    recorder.seen = Seen({"": {name: stats}})
-    merge_seen(recorder, ranks)
-    return recorder.seen.stats[""][name]
+    recorder.progress.part("", 0).stats = {name: stats}
+    merge_progress(recorder, ranks)
+    return recorder.progress.capture.parts[""].stats[name]
 
 
 def tell(folder, rank):
@@ -206,11 +207,13 @@ def tell(folder, rank):
             save(merged, folder / f"{name} {rank}.safetensors")
             said["sources"][name] = dataclasses.asdict(merged.sources)
         recorder = hand_made_recorder(rank)
-        merge_seen(recorder, ranks)
-        for part, stats in recorder.seen.stats.items():
-            for site, own in stats.items():
-                save(own, folder / f"seen {part} {site} {rank}.safetensors")
-        said["seen"] = [recorder.seen.n_samples, [dataclasses.asdict(norm) for norm in recorder.seen.late.values()]]
+        merge_progress(recorder, ranks)
+        seen = recorder.progress.capture
+        for name, part in seen.parts.items():
+            for site, own in part.stats.items():
+                save(own, folder / f"seen {name} {site} {rank}.safetensors")
+        said["seen"] = [{name: part.n_samples for name, part in seen.parts.items()}]
+        said["seen"].append([dataclasses.asdict(norm) for norm in seen.skipped])
         whole = captured(Network(), network_batches(), Summing(by_part=True, keep_inputs=1), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
@@ -262,7 +265,7 @@ def of_all_ranks(folder, name, read=load_file):
 
 def kept(stats):
     """Return the tensors of sums, without the free places of drawing samples."""
-    return packed(stats.to("cpu"))
+    return pack_sums(stats)
 
 
 def assert_same(merged, expected):
@@ -339,22 +342,21 @@ def test_ranks_that_were_asked_for_different_things_all_refuse(said):
 
 @pytest.mark.slow
 def test_parts_and_sites_that_some_ranks_alone_have_seen(folder, said):
-    expected = functools.reduce(Seen.merge, [hand_made_recorder(rank).seen for rank in range(SIZE)])
-    names = {f"seen {part} {site}" for part, stats in expected.stats.items() for site in stats}
-    assert {path.stem[:-2] for path in folder.glob("seen *")} == names
-    for part, stats in expected.stats.items():
-        for site, own in stats.items():
-            assert_same(of_all_ranks(folder, f"seen {part} {site}"), kept(own))
+    expected = functools.reduce(Progress.merge, [hand_made_recorder(rank).progress for rank in range(SIZE)]).capture
+    sums = {f"seen {name} {site}": own for name, part in expected.parts.items() for site, own in part.stats.items()}
+    assert {path.stem[:-2] for path in folder.glob("seen *")} == sums.keys()
+    for name, own in sums.items():
+        assert_same(of_all_ranks(folder, name), kept(own))
     n_samples, late = said["seen"]
-    assert n_samples == dict(expected.n_samples) == {"a": 3, "b": 2}
-    assert late == [dataclasses.asdict(norm) for norm in expected.late.values()]
+    assert n_samples == {name: part.n_samples for name, part in expected.parts.items()} == {"a": 3, "b": 2}
+    assert late == [dataclasses.asdict(norm) for norm in expected.skipped]
 
 
 @pytest.mark.slow
 def test_a_capture_by_all_is_the_capture_of_one(folder, said):
     whole = capture(Network(), network_batches(), by_part=True, keep_inputs=1)
-    of_file = of_all_ranks(folder, "whole", lambda path: all_tensors(normscope.load_capture(path)))
-    assert_same(of_file, all_tensors(whole))
+    of_file = of_all_ranks(folder, "whole", lambda path: pack(normscope.load_capture(path))[1])
+    assert_same(of_file, pack(whole)[1])
     seen = normscope.load_capture(folder / "whole 0.safetensors")
     assert (seen.about, seen.n_samples, list(seen.parts)) == (whole.about, 7, list(whole.parts))
     assert [one.preview.words for one in seen.inputs] == [(f"photo {i}", "ä") for i in range(4)]  # one of each part

@@ -22,6 +22,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs import ranks as checkpoints_module
+from normscope.pairs import storage
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
 from normscope.pairs.recorder import Summing
@@ -273,6 +274,20 @@ def test_another_capture(tmp_path, name):
     assert (tmp_path / "0.safetensors").read_bytes() == before
 
 
+def of_version_4(header, version=4):
+    """Return the header of a checkpoint as format versions 4 and 1 had it."""
+    parts = [{"name": part["name"], "sites": part["sites"]} for part in header["parts"]]
+    later = {"diagonal": False, "by_part": False, "keep_inputs": 0} if version == 1 else {}
+    return {
+        **{key: header[key] for key in ("format", "grids", "first", "unreadable", "cut")},
+        "version": version,
+        "settings": {name: value for name, value in header["settings"].items() if name not in later},
+        "samples": {part["name"]: part["n_samples"] for part in header["parts"]},
+        "late": header["skipped"],
+        "parts": parts,
+    }
+
+
 def of_version_1(tensors):
     """Hold every fold of a bin that holds pairs, as checkpoints did before, and captures of format version 4."""
     older = {name: own for name, own in tensors.items() if "moments" not in name}
@@ -288,14 +303,8 @@ def of_version_1(tensors):
 def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
-    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (4,))
-    del (
-        header["settings"]["diagonal"],
-        header["settings"]["by_part"],
-        header["settings"]["keep_inputs"],
-        header["inputs"],
-    )
-    write_checked(path, {**header, "version": 1}, of_version_1(tensors))
+    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (5,))
+    write_checked(path, of_version_4(header, 1), of_version_1(tensors))
     with pytest.raises(UsageError, match="its diagonal is False, not True"):
         run(tmp_path, diagonal=True)
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
@@ -303,7 +312,7 @@ def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole)
 
 def test_all_settings_are_tried(tmp_path):
     stopped(tmp_path, 1)
-    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (4,))
+    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (5,))
     assert header["settings"].keys() == OTHERS.keys()
 
 
@@ -336,8 +345,7 @@ def test_sums_of_another_version_and_on_another_grid(tmp_path, monkeypatch):
         run(tmp_path)
     shutil.rmtree(tmp_path)
     with monkeypatch.context() as patch:
-        other = checkpoints_module.grids()
-        patch.setattr(checkpoints_module, "grids", lambda: {**other, "pairs": [*other["pairs"][:-1], 3]})
+        patch.setitem(storage._GRIDS, "pairs", [6, -27, 3])
         stopped(tmp_path, 1)
     with pytest.raises(DataError, match="it was summed on another grid: pairs"):
         run(tmp_path)

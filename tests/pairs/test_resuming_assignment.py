@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,9 @@ from normscope.pairs.capture import captured
 from normscope.pairs.ranks import Checkpoints
 from normscope.pairs.recorder import Recorder
 from normscope.runtime.sealed_files import read_checked, write_checked
+
+sys.path.append(str(Path(__file__).parent))
+from test_resuming import of_version_4
 
 SOURCES, D = 21, 16
 MIXED = "folds of two assignments, so no intervals and no ceiling"
@@ -107,8 +112,8 @@ def test_a_resumed_capture_keeps_the_assignment_that_it_began_with(tmp_path, mon
         as_before(patch)
         captured(Network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, stopping=lambda: next(left)))
     [path] = tmp_path.iterdir()
-    header, tensors = read_checked(path, ranks.FORMAT, (4,))
-    write_checked(path, {**without_assignment(header), "version": 3}, tensors)
+    header, tensors = read_checked(path, ranks.FORMAT, (5,))
+    write_checked(path, of_version_4(without_assignment(header), 3), tensors)
     seen = captured(Network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, resume=True))
     assert (seen.stats["norm"].moments[:, 0].sum(1) / D).tolist() == tokens_by_number(range(SOURCES)).tolist()
     assert seen.stats["norm"].fold_by == "source"

@@ -15,7 +15,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, NormscopeError
 from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.storage import all_tensors, header_of, load_capture, save_capture
+from normscope.pairs.storage import load_capture, pack, save_capture
 from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.runtime.sealed_files import read_checked, write_checked
 
@@ -78,7 +78,13 @@ def assert_same(again, seen):
 
 def of_version_4(capture, path):
     """Write what normscope wrote before: every fold of a bin that holds pairs, and the whole beside its parts."""
-    tensors = {name: own for name, own in all_tensors(capture).items() if "moments" not in name}
+    header, tensors = pack(dataclasses.replace(capture, parts={}))
+    header["parts"] = []
+    for number, (name, part) in enumerate(capture.parts.items()):
+        of_part, sums = pack(part)
+        header["parts"].append({"name": name, **{key: of_part[key] for key in ("about", "n_samples", "sites")}})
+        tensors |= {f"{number}/{key}": tensor for key, tensor in sums.items()}
+    tensors = {name: own for name, own in tensors.items() if "moments" not in name}
     for prefix, one in [("", capture), *((f"{number}/", part) for number, part in enumerate(capture.parts.values()))]:
         for site in one.sites:
             stats, start = one.stats[site.name], f"{prefix}{site.index}"
@@ -90,7 +96,7 @@ def of_version_4(capture, path):
             cells = stats.channel_moments[0].flatten().nonzero().squeeze(1)
             tensors[f"{start}.channel_moments"] = stats.channel_moments.flatten(1)[:, cells]
             tensors[f"{start}.channel_moments.cells"] = cells.int()
-    write_checked(path, {"format": "normscope-capture", "version": 4, **header_of(capture)}, tensors)
+    write_checked(path, {"format": "normscope-capture", "version": 4, **header}, tensors)
     return path
 
 
