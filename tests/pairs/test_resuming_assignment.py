@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from networks import OneNorm
 from torch import nn
 
 import normscope
@@ -24,13 +25,8 @@ SOURCES, D = 21, 16
 MIXED = "folds of two assignments, so no intervals and no ceiling"
 
 
-class Network(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(D, elementwise_affine=False)
-
-    def forward(self, x):
-        return self.norm(x)
+def network():
+    return OneNorm(nn.LayerNorm(D, elementwise_affine=False))
 
 
 def batch(number, data="words"):
@@ -64,7 +60,7 @@ def older(tmp_path):
     """A file of version 5, as normscope wrote it before."""
     with pytest.MonkeyPatch.context() as patch:
         as_before(patch)
-        seen = normscope.capture(Network(), [batch(number) for number in range(SOURCES)])
+        seen = normscope.capture(network(), [batch(number) for number in range(SOURCES)])
     path = normscope.save_capture(seen, tmp_path / "older.safetensors")
     header, tensors = read_checked(path, storage.FORMAT, (7,))
     write_checked(path, {**without_assignment(header), "version": 5}, tensors, deflated=True)
@@ -95,7 +91,7 @@ def test_a_capture_of_before_keeps_its_folds_and_intervals(older):
 
 def test_a_merge_of_two_assignments_has_no_intervals_and_says_so(older):
     old = normscope.load_capture(older)
-    new = [normscope.capture(Network(), [batch(n, data) for n in range(9)], about={"data": data}) for data in "ab"]
+    new = [normscope.capture(network(), [batch(n, data) for n in range(9)], about={"data": data}) for data in "ab"]
     for merged in (old.merge(new[0]).merge(new[1]), new[0].merge(new[1].merge(old))):
         assert merged.about["data"].endswith(f" · {MIXED}") and merged.about["data"].count(MIXED) == 1
         [fit] = normscope.fit(merged, "tanh")
@@ -110,19 +106,19 @@ def test_a_resumed_capture_keeps_the_assignment_that_it_began_with(tmp_path, mon
     left = iter([False] * 6 + [True])
     with monkeypatch.context() as patch, pytest.raises(normscope.errors.StoppedError):
         as_before(patch)
-        captured(Network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, stopping=lambda: next(left)))
+        captured(network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, stopping=lambda: next(left)))
     [path] = tmp_path.iterdir()
     header, tensors = read_checked(path, ranks.FORMAT, (5,))
     write_checked(path, of_version_4(without_assignment(header), 3), tensors)
-    seen = captured(Network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, resume=True))
+    seen = captured(network(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, resume=True))
     assert (seen.stats["norm"].moments[:, 0].sum(1) / D).tolist() == tokens_by_number(range(SOURCES)).tolist()
     assert seen.stats["norm"].fold_by == "source"
-    anew = normscope.capture(Network(), inputs)
+    anew = normscope.capture(network(), inputs)
     assert (anew.stats["norm"].moments[:, 0].sum(1) / D).tolist() != tokens_by_number(range(SOURCES)).tolist()
 
 
 def test_of_folds_assigned_otherwise_the_same_inputs_are_not_compared_fold_by_fold(older):
-    old, new = normscope.load_capture(older), normscope.capture(Network(), [batch(n) for n in range(SOURCES)])
+    old, new = normscope.load_capture(older), normscope.capture(network(), [batch(n) for n in range(SOURCES)])
     for other, paired in ((old, True), (new, False)):
         rows = normscope.compare([old, other])
         ratios = [row.alpha for row in rows if row.alpha]
