@@ -97,28 +97,29 @@ class Capture(Tabled):
                 "inputs, or leave one of the two out; inputs that differ need samples of different names "
                 "(normscope.Batch(samples=…))."
             )
-        return self.added(other)
+        return added(self, other)
 
-    def added(self, other: Capture) -> Capture:
-        """Merge without checks; while captures are under way, sites and parts may be in one of them only."""
-        sites = {site.name: site for site in (*other.sites, *self.sites)}
-        stats = _union(self.stats, other.stats, PairStats.merge)
-        data = _joined(*(each.about.get("data", "").removesuffix(_MIXED) for each in (self, other)))
-        mixed = any(sums.sources.assignment == "mixed" for sums in stats.values())
-        about = {**self.about, "data": data + _MIXED * mixed}
-        if self.about.get("part") != other.about.get("part"):
-            about.pop("part", None)
-        return Capture(
-            about=about,
-            sites=sorted(sites.values(), key=lambda site: site.index),
-            skipped=list(dict.fromkeys([*self.skipped, *other.skipped])),
-            stats=stats,
-            n_samples=self.n_samples + other.n_samples,
-            seed=self.seed,
-            versions=_union(self.versions, other.versions, _joined),
-            parts=_union(self.parts, other.parts, Capture.added),
-            inputs=first_inputs([*self.inputs, *other.inputs]),
-        )
+
+def added(first: Capture, second: Capture) -> Capture:
+    """Merge without checks; while captures are under way, sites and parts may be in one of them only."""
+    sites = {site.name: site for site in (*second.sites, *first.sites)}
+    stats = _union(first.stats, second.stats, PairStats.merge)
+    data = _joined(*(each.about.get("data", "").removesuffix(_MIXED) for each in (first, second)))
+    mixed = any(sums.sources.assignment == "mixed" for sums in stats.values())
+    about = {**first.about, "data": data + _MIXED * mixed}
+    if first.about.get("part") != second.about.get("part"):
+        about.pop("part", None)
+    return Capture(
+        about=about,
+        sites=sorted(sites.values(), key=lambda site: site.index),
+        skipped=list(dict.fromkeys([*first.skipped, *second.skipped])),
+        stats=stats,
+        n_samples=first.n_samples + second.n_samples,
+        seed=first.seed,
+        versions=_union(first.versions, second.versions, _joined),
+        parts=_union(first.parts, second.parts, added),
+        inputs=first_inputs([*first.inputs, *second.inputs]),
+    )
 
 
 def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]]) -> dict[str, PairStats]:

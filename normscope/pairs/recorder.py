@@ -16,7 +16,7 @@ from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
-from normscope.pairs.captures import Capture, sums_of, versions
+from normscope.pairs.captures import Capture, added, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
@@ -56,7 +56,7 @@ class Progress:
     def merge(self, other: Progress) -> Progress:
         """Return the progress of both, whose inputs differ."""
         least = {name: min(number, other.first.get(name, number)) for name, number in self.first.items()}
-        merged = Progress(self.capture.added(other.capture), {**other.first, **least})
+        merged = Progress(added(self.capture, other.capture), {**other.first, **least})
         for progress in (self, other):
             merged.done.add(progress.done.numbers)
             merged.left_out.add(progress.left_out)
