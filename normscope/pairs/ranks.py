@@ -74,15 +74,14 @@ class Ranks:
         padded[: len(here)] = here
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         _together(dist.all_gather, everyone, padded)
-        return [one[: int(length)].to(tensor.device) for one, length in zip(everyone, lengths, strict=True)]
+        return [rows[: int(length)].to(tensor.device) for rows, length in zip(everyone, lengths, strict=True)]
 
     def told(self, message: Any) -> list[Any]:
-        """Return every rank's message, anything that JSON holds, in the order of ranks."""
+        """Return every rank's message, any JSON value, in the order of ranks."""
         if self.size == 1:
             return [message]
-        text = json.dumps(message).encode("utf-8", "surrogateescape")
-        everyone = self.gathered(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        return [json.loads(one.cpu().numpy().tobytes().decode("utf-8", "surrogateescape")) for one in everyone]
+        texts = self.gathered(_tensor_of(json.dumps(message).encode()))
+        return [json.loads(text.cpu().numpy().tobytes()) for text in texts]
 
     def each(self, data: bytes) -> Iterator[bytes]:
         """Yield every rank's bytes, in the order of ranks, one rank at a time."""
@@ -90,14 +89,18 @@ class Ranks:
             yield data
             return
         for rank, size in enumerate(self.told(len(data))):
-            mine = np.frombuffer(data, np.uint8) if rank == self.rank else np.zeros(size, np.uint8)
-            sent = torch.from_numpy(mine.copy()).to(self.device)
-            _together(dist.broadcast, sent, src=rank)
+            sent = _tensor_of(data if rank == self.rank else bytes(size)).to(self.device)
+            if size:
+                _together(dist.broadcast, sent, src=rank)
             yield sent.cpu().numpy().tobytes()
 
     def from_first(self, data: bytes) -> bytes:
         """Return the bytes of rank 0, on every rank."""
         return b"".join(self.each(data if self.rank == 0 else b""))
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 ALONE = Ranks()
@@ -163,8 +166,7 @@ class _Stored:
 def _pack_progress(progress: Progress) -> tuple[dict[str, Any], dict[str, Tensor]]:
     header, tensors = pack(progress.capture)
     stored = _Stored(progress.first, list(progress.left_out.unreadable.items()), progress.left_out.cut)
-    done = torch.frombuffer(bytearray(progress.done.flags or b"\0"), dtype=torch.uint8)
-    return header | asdict(stored), tensors | {"done": done}
+    return header | asdict(stored), tensors | {"done": _tensor_of(progress.done.flags)}
 
 
 def _unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Progress:
@@ -174,10 +176,10 @@ def _unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
 
 
 def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
-    """Return what all ranks left out."""
+    """Return the omissions of all ranks."""
     merged = LeftOut()
-    for one in ranks.told({"unreadable": list(left_out.unreadable.items()), "cut": left_out.cut}):
-        merged.add(LeftOut(dict(one["unreadable"]), one["cut"]))
+    for unreadable, cut in ranks.told([list(left_out.unreadable.items()), left_out.cut]):
+        merged.add(LeftOut(dict(unreadable), cut))
     return merged
 
 
@@ -297,19 +299,12 @@ class Checkpoints:
             self.folder.rmdir()  # which fails if another's file is in it
 
     def _files(self) -> list[Path]:
-        try:
-            return sorted(
-                path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit()
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise UsageError(f"Cannot read {self.folder}: {error.strerror or error}.") from error
+        return sorted(path for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
 
     def _remove_partial(self) -> None:
         """Remove the partial files of runs that were killed while writing: each is as large as a checkpoint."""
         with contextlib.suppress(OSError):
-            for path in self.folder.iterdir():
+            for path in self.folder.glob(".*"):
                 if _PARTIAL.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 

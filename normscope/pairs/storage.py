@@ -244,15 +244,13 @@ def _adds_up(capture: Capture) -> bool:
     if not capture.parts or not capture.stats:
         return False
     summed = sums_of(capture.sites, [part.stats for part in capture.parts.values()])
-    return summed.keys() == capture.stats.keys() and all(
-        _same(stats, summed[name]) for name, stats in capture.stats.items()
+    if [stats.sources for stats in summed.values()] != [stats.sources for stats in capture.stats.values()]:
+        return False
+    pairs = ((pack_sums(stats), pack_sums(summed[name])) for name, stats in capture.stats.items())
+    return all(
+        mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
+        for mine, theirs in pairs
     )
-
-
-def _same(stats: PairStats, other: PairStats) -> bool:
-    mine, theirs = pack_sums(stats), pack_sums(other)
-    alike = stats.sources == other.sources and mine.keys() == theirs.keys()
-    return alike and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
