@@ -235,10 +235,10 @@ def unpack_inputs(entries: Sequence[Any], sites: Sequence[NormSite], tensors: Ma
 
 
 def _checked(prefix: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    own = {name: tensors[f"{prefix}.{name}"] for name in _TENSORS}
-    n, shapes = math.prod(shape), [tuple(tensor.shape) for tensor in own.values()]
+    stored = {name: tensors[f"{prefix}.{name}"] for name in _TENSORS}
+    n, shapes = math.prod(shape), [tuple(tensor.shape) for tensor in stored.values()]
     if not is_shape(shape) or shapes != [(n,), (n,), (n, _SIZES)]:
         raise ValueError(f"{prefix} contains tensors of the shapes {shapes} for tokens of the layout {shape}")
-    if any(own[name].dtype != dtype for name, dtype in _TENSORS.items()) or bool((own["sizes"] < 0).any()):
+    if any(stored[name].dtype != dtype for name, dtype in _TENSORS.items()) or bool((stored["sizes"] < 0).any()):
         raise ValueError(f"{prefix} contains tensors of other dtypes, or negative counts")
-    return own
+    return stored

@@ -141,26 +141,23 @@ def _of_version_4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _check(stats: PairStats, tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError for numbers that finite pairs never give, on which a fit or a figure would fail."""
     moments, n = tensors["moments"], tensors["moments"][0]
-    if not bool((n.ge(0) & n.eq(n.floor())).all()) or not float(n.sum()) <= _MOST:
-        raise ValueError("its counts of pairs are no counts")
-    if not bool((moments.abs() <= n * _LARGEST_SQUARE).all()):
-        raise ValueError("its sums are not finite, or larger than those of so many pairs")
-    for name in _COUNTS:
-        if bool((tensors[name] < 0).any()):
-            raise ValueError(f"{name} contains negative counts")
     channel = tensors["pairs.channel"]
-    if not bool((channel.ge(0) & channel.lt(stats.channels)).all()):
-        raise ValueError("its pairs name channels that do not exist")
-    if any(bool((sample.position < 0).any()) for sample in (stats.tokens, stats.largest)):
-        raise ValueError("its tokens name places that do not exist")
     low, high = stats.channel_extremes
     untouched = low.isposinf() & high.isneginf() & (stats.channel_sums == 0).all(0)  # until the first token comes
     finite = {name: tensor for name, tensor in tensors.items() if name.startswith(_FINITE)}
     if stats.grouped or not n.any():  # a group's tokens come without the others'
         finite["channel_extremes"] = stats.channel_extremes[:, ~untouched]
-    for name, values in finite.items():
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"{name} is not finite")
+    possible = {
+        "counts of pairs": (n.ge(0) & n.eq(n.floor())).all() and n.sum() <= _MOST,
+        "sums": (moments.abs() <= n * _LARGEST_SQUARE).all(),
+        **{name: (tensors[name] >= 0).all() for name in _COUNTS},
+        "channels of pairs": (channel.ge(0) & channel.lt(stats.channels)).all(),
+        "positions of tokens": (stats.tokens.position >= 0).all() and (stats.largest.position >= 0).all(),
+        **{name: values.isfinite().all() for name, values in finite.items()},
+    }
+    for name, holds in possible.items():
+        if not holds:
+            raise ValueError(f"its {name} are not those of finite pairs")
 
 
 def _token_sample(empty: TokenSample, capacity: int, name: str, tensors: Mapping[str, Tensor]) -> TokenSample:
