@@ -23,7 +23,7 @@ import normscope
 from normscope.errors import DataError, ModelError, NormscopeError
 from normscope.models.weights.checkpoints import load_file
 from normscope.pairs.captures import Capture
-from normscope.pairs.storage import all_tensors, header_of
+from normscope.pairs.storage import pack
 from normscope.swaps.store.store import FILES, restored
 
 REFUSED, SAME = "refused with a sentence", "the same as before"
@@ -150,8 +150,8 @@ def _samples(first: int) -> tuple[normscope.Sample, ...]:
 
 
 def _same_capture(each: Capture, other: Capture) -> bool:
-    said = [json.loads(json.dumps(header_of(capture))) for capture in (each, other)]
-    return said[0] == said[1] and _same_tensors(all_tensors(each), all_tensors(other))
+    (header, tensors), (others, their_tensors) = pack(each), pack(other)
+    return json.dumps(header) == json.dumps(others) and _same_tensors(tensors, their_tensors)
 
 
 def _same_tensors(each: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from normscope.errors import DataError, UsageError
-from normscope.runtime.records import checked
+from normscope.runtime.records import converted
 from normscope.swaps.reports import BenchReport, DriftReport
 
 SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | BenchReport] | Mapping[str, Any]"
@@ -16,18 +17,78 @@ SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | Ben
 _MOST_BYTES = 2**28  # of a file
 
 
-_NUMBER = float | None
-_QUANTILES = dict.fromkeys(("p10", "p50", "p90"), _NUMBER)
-_DRIFT = {"func": str, "init": str, "sites": tuple[str, ...], "rows": list, "no_quality": str}
-_ROW = {
-    **{"swapped": str, "site": str | None, "at": str, "part": str, "sites_swapped": int},
-    **{"inputs": int, "nonfinite": int, "top1": _NUMBER},
-}
-_TIMING = {
-    **dict.fromkeys(("variant", "way", "scope", "passes", "dtype", "verdict", "note"), str),
-    **dict.fromkeys(("minimum", "median", "p20", "p80", "gb_per_s", "share_of_copy", "ratio"), _NUMBER),
-    "shape": list,
-}
+@dataclass(frozen=True)
+class _Quantiles:
+    p10: float | None
+    p50: float | None
+    p90: float | None
+
+
+@dataclass(frozen=True)
+class _Row:
+    swapped: str
+    site: str | None
+    at: str
+    part: str
+    sites_swapped: int
+    inputs: int
+    nonfinite: int
+    top1: float | None
+    relative_l2: _Quantiles
+    cosine: _Quantiles
+
+
+@dataclass(frozen=True)
+class _Score:
+    value: float | None
+    interval: tuple[float | None, float | None] | None = None
+
+
+@dataclass(frozen=True)
+class _Quality:
+    name: str
+    over: str
+    scores: dict[str, _Score]
+    higher_is_better: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Drift:
+    func: str
+    init: str
+    sites: tuple[str, ...]
+    rows: list[_Row]
+    no_quality: str
+    quality: _Quality | None = None
+
+
+@dataclass(frozen=True)
+class _Timing:
+    variant: str
+    way: str
+    scope: str
+    passes: str
+    dtype: str
+    verdict: str
+    note: str
+    minimum: float | None
+    median: float | None
+    p20: float | None
+    p80: float | None
+    gb_per_s: float | None
+    share_of_copy: float | None
+    ratio: float | None
+    shape: list[int]
+
+
+@dataclass(frozen=True)
+class _Speed:
+    device: str
+    rows: list[_Timing]
+    left_out: list[str]
+    about: dict[str, str] = field(default_factory=dict)
+
+
 _ABOUT = ("model", "weights", "data")
 
 
@@ -87,44 +148,17 @@ def _checked(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _drift(report: Any) -> dict[str, Any]:
-    held = checked(report, _DRIFT, "drift")
-    quality = report.get("quality")
-    return {
-        **held,
-        "about": _about(report),
-        "rows": [_row(row) for row in held["rows"]],
-        "quality": None if quality is None else _quality(quality),
-    }
-
-
-def _row(row: Any) -> dict[str, Any]:
-    held = checked(row, _ROW, "row of a drift")
-    return held | {name: checked(row.get(name), _QUANTILES, f"{name} of a row") for name in ("relative_l2", "cosine")}
-
-
-def _quality(quality: Any) -> dict[str, Any]:
-    held = checked(quality, {"name": str, "over": str}, "quality")
-    types = {"value": _NUMBER, "interval": tuple[_NUMBER, _NUMBER] | None}
-    scores = {
-        str(network): checked({"interval": None, **_mapping(score, "score")}, types, "score")
-        for network, score in _mapping(quality.get("scores"), "scores of a quality").items()
-    }
-    return held | {"scores": scores, "higher_is_better": quality.get("higher_is_better") is not False}
+    drift = asdict(converted(_Drift, report, "drift"))
+    quality = drift.pop("quality")
+    if quality:
+        quality["higher_is_better"] = quality["higher_is_better"] is not False
+    return {**drift, "about": _about(report), "quality": quality}
 
 
 def _speed(report: Any) -> dict[str, Any]:
-    held = checked(report, {"device": str, "rows": list, "left_out": list}, "speed")
-    rows = [checked(row, _TIMING, "timing") for row in held["rows"]]
-    left_out = [line for line in held["left_out"] if isinstance(line, str)]
-    return {**held, "left_out": left_out, "rows": rows, "about": _about(report.get("about", {}))}
+    speed = asdict(converted(_Speed, report, "speed"))
+    return {**speed, "about": _about(speed["about"])}
 
 
-def _about(document: Any) -> dict[str, str]:
-    words = _mapping(document, "about")
+def _about(words: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(words[name]) for name in _ABOUT if name in words}
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"a {what} is {value!r:.60}")
-    return value

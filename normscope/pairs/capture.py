@@ -1,4 +1,4 @@
-"""capture(): hooks in, every pair of every norm into its sums, hooks out."""
+"""capture(): run a network with hooks on its norms, and sum up their pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from normscope.errors import UsageError
+from normscope.errors import RankLostError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
@@ -18,7 +18,7 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, SkippedNorm, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NOT_CALLED, find_norms
-from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, agree_on_batches, check_alike, merge_seen
+from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, agree_on_batches, check_alike, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 from normscope.runtime.network import captured_once, heard_by, left_as_found, memory_for
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
@@ -46,52 +46,48 @@ def capture(
     forward: Forward | None = None,
     progress: Progress = silent,
 ) -> Capture:
-    """Run ``model`` over ``batches`` and sum up the input and the output before the affine step of its norms.
+    """Run ``model`` over ``batches`` and sum up the input of its norms and their output before the affine step.
 
-    The model is put into eval mode and run without gradients, on copies of the batches. Its training flags, buffers,
-    dtype, device, the grad mode and torch's RNG state are left as found, and no hook stays, also after an exception or
-    Ctrl-C.
+    The model runs in eval mode and without gradients, on copies of the batches. Its training flags, buffers, dtype,
+    device, the grad mode and torch's RNG state are restored and all hooks removed, also after an exception or Ctrl-C.
 
     Args:
-        model: what :func:`normscope.load` returned; or any module on any device.
-        batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
-            device and in its dtype, samples along axis 0. Labels beside them, as a DataLoader gives them, are left out,
-            and a list of images is taken one by one, see :func:`normscope.inputs.entries.as_batches`. Taken one at a
-            time: any iterable, of any length; one that runs the model itself, as a sampler does, may do so, and nothing
-            of that is recorded. Positions that a Batch marks as padding are in no sum, nor those that a mask among the
-            arguments marks, where its tokens are normalized. A norm whose input has no axis of samples has no padding:
-            all its tokens are, once for each batch; they are no sample's, and the site has no folds.
-            None for a loaded model's own inputs.
-        layers: which norm sites, see :func:`normscope.pairs.norms.sites.select`.
-        about: what the capture says of itself: ``model``, ``weights``, ``data``. Files and figures print it. Batches
-            that have a ``description`` say themselves what they were, once they have all been taken; the network says
-            its ``dtype``, or those that it has parameters of. A loaded model says all of it.
+        model: a model of :func:`normscope.load`; or any module on any device.
+        batches: any iterable, taken one at a time, of tensors, tuples of arguments, dicts of keyword arguments, or
+            :class:`normscope.Batch`; on the model's device and in its dtype, samples along axis 0. Labels, as a
+            DataLoader returns them, are omitted, and a list of images is taken one by one, see
+            :func:`normscope.inputs.entries.as_batches`. Passes that the iterable itself runs, as a sampler does, are
+            not recorded. Positions that a Batch or a mask among the arguments marks as padding are in no sum, where
+            their tokens are normalized. All tokens of a norm whose input has no axis of samples count, once for each
+            batch; they belong to no sample, and the site has no folds. None for a loaded model's own inputs.
+        layers: the norm sites, see :func:`normscope.pairs.norms.sites.select`.
+        about: description of the capture, for files and figures: ``model``, ``weights``, ``data``. A loaded model has
+            its own; batches may have a ``description``, and ``dtype`` is read from the parameters.
         seed: of the drawing samples.
-        sample: at each call of a norm take only so many tokens of each sample, drawn uniformly, for the impatient;
-            None for all. The capture's ``data`` says so.
-        verify: recompute every norm's true output from our y, its weight and its bias, and fail where they differ.
+        sample: number of tokens of each sample to draw uniformly at each call of a norm, for a quick look; None for
+            all. The capture's ``data`` mentions it.
+        verify: recompute every norm's true output from y, its weight and its bias, and fail where they differ.
         by_gamma: also keep the sums with every pair weighted by the square of its channel's weight γ.
         per_channel: also keep the sums of each channel, on a coarser grid; d · 17 kB a site.
         diagonal: also keep the sums of the diagonal of the norm's Jacobian, ∂y_i/∂x_i, which
-            :func:`normscope.gradient` takes; at sites where it is known in closed form.
-        by_part: also keep the sums of each part of the data by itself, in :attr:`Capture.parts`, where batches name the
-            ``part`` that they belong to: a diffusion model's timesteps. Each part takes the memory of a whole.
-        keep_inputs: of so many inputs, those of least number, keep what people can look at (a thumbnail, the envelope
-            of the waveform, the text) and mean, σ and the sizes of the elements of every token at every norm, in
-            :attr:`Capture.inputs`: :func:`normscope.report` shows them. Of a diffusion model so many at each timestep.
-            Batches that have a method ``preview(batch, place)`` say themselves what a sample shows: a
-            :class:`normscope.Preview`, or None.
-        forward: runs the model on an entry of ``batches``, whatever that is: ``lambda model, batch: model(batch.x)``.
-        progress: called with ``"samples"``, how many have run, and how many there are: None where nothing tells.
+            :func:`normscope.gradient` needs; at sites where it is known in closed form.
+        by_part: also keep the sums of each part of the data, in :attr:`Capture.parts`, where batches name their
+            ``part``: a diffusion model's timesteps. Each part takes the memory of a whole.
+        keep_inputs: number of inputs, those of least number, to keep in :attr:`Capture.inputs` for
+            :func:`normscope.report`: a preview (thumbnail, envelope of the waveform, text) and mean, σ and element
+            sizes of every token at every norm. Of a diffusion model, at each timestep. Batches may have a method
+            ``preview(batch, place)``, which returns a :class:`normscope.Preview` or None.
+        forward: runs the model on any entry of ``batches``: ``lambda model, batch: model(batch.x)``.
+        progress: called with ``"samples"``, the number done, and the total, None if unknown.
 
     Returns:
         A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
 
     Raises:
-        DataError: if there is no batch, or if it is not known which tokens a mask is for, or where they are at a norm.
+        DataError: if there is no batch, or if the tokens of a mask, or their place at a norm, cannot be identified.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
-        UsageError: if ``layers`` names no site, ``sample`` no token, or ``keep_inputs`` no number of inputs; or if a
-            module comes without batches.
+        UsageError: if ``layers`` names no site, if ``sample`` or ``keep_inputs`` is too small, or if a module comes
+            without batches.
         MemoryEndedError: if a single sample takes more memory than there is; larger batches are split.
 
     >>> import normscope, torch
@@ -117,14 +113,14 @@ def captured(
     ranks: Ranks = ALONE,
     checkpoints: Checkpoints | None = None,
 ) -> Capture:
-    """Capture as :func:`capture` does, with what commands need besides; every rank gets the whole.
+    """Capture as :func:`capture` does, with the options of commands; every rank returns the whole.
 
-    ``ranks``, which :func:`normscope.pairs.ranks.joined` gives, divide the batches among them; progress counts those
-    of all as far as each can tell. ``checkpoints`` keep how far the capture is, and are gone on from.
+    ``ranks``, see :func:`normscope.pairs.ranks.joined`, divide the batches; progress counts the samples of all as far
+    as each can tell. ``checkpoints`` save the progress of the capture, which is resumed from them.
 
     Raises:
-        UsageError: if a checkpoint is of another capture; and whatever :func:`capture` raises.
-        StoppedError: if the checkpoints were told to stop.
+        UsageError: if a checkpoint is of another capture; and all errors of :func:`capture`.
+        StoppedError: if the checkpoints were asked to stop.
     """
     if summing.sample is not None and summing.sample < 1:
         raise UsageError(
@@ -134,22 +130,28 @@ def captured(
         raise UsageError(f"keep_inputs is {summing.keep_inputs}: it is a number of inputs, 0 to keep none.")
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
     agree_on_batches(batches, ranks)
-    taken = Done()  # by runs before this one: known once the sites are, and before the first chunk is asked for
+    taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested
     first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))
     model = getattr(model, "_orig_mod", model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
-    unsaid = {"model": type(model).__name__, "weights": "not named", "data": "not named", "dtype": dtype or "not named"}
-    about = {**unsaid, **about}
+    unnamed = {
+        "model": type(model).__name__,
+        "weights": "not named",
+        "data": "not named",
+        "dtype": dtype or "not named",
+    }
+    about = {**unnamed, **about}
     with captured_once(model):
         report = find_norms(model, first)
-        sites = select(report.sites, layers)
-        recorder = Recorder(model, summing, report, sites, getattr(batches, "preview", preview_of))
+        recorder = Recorder(
+            model, summing, report, select(report.sites, layers), getattr(batches, "preview", preview_of)
+        )
         settings = _settings(recorder, batches, first, about)
         check_alike(ranks, settings)
         if checkpoints is not None:
-            taken.add(Done(checkpoints.begin(recorder, ranks, settings)).numbers)
-        idle = {norm.name: norm for norm in report.skipped if norm.reason == NOT_CALLED}
-        told = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
+            taken.add(checkpoints.begin(recorder, ranks, settings).numbers)
+        idle = [norm for norm in report.skipped if norm.reason == NOT_CALLED]
+        samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
         with (
             left_as_found(model),
             recorder.hooked(),
@@ -160,25 +162,28 @@ def captured(
             for chunk in chunks:
                 for batch in chunk.batches:
                     recorder.run(batch, chunk.numbers[0], chunk.heard)
-                    told.add(len(batch.samples))
-                recorder.seen.done.add(chunk.numbers)
-                recorder.seen.left_out.add(chunk)
+                    samples.add(len(batch.samples))
+                recorder.progress.done.add(chunk.numbers)
+                recorder.progress.left_out.add(chunk)
                 if checkpoints is not None:
-                    checkpoints.after_chunk(recorder, ranks)
+                    checkpoints.after_chunk()
     if checkpoints is not None:
-        checkpoints.after_share(recorder, ranks)
-    with contextlib.nullcontext() if checkpoints is None else checkpoints.kept_if_lost(recorder, ranks):
-        merge_seen(recorder, ranks)
+        checkpoints.after_share()
+    try:
+        merge_progress(recorder, ranks)
+    except RankLostError:
+        if checkpoints is not None:
+            checkpoints.keep()
+        raise
     if isinstance(getattr(batches, "left_out", None), LeftOut):
-        batches.left_out = recorder.seen.left_out
-    late = recorder.seen.late
+        batches.left_out = recorder.progress.left_out
+    late = {norm.name: norm for norm in recorder.progress.capture.skipped}
     return recorder.captured({**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped])
 
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
-    """Say what is captured of what: what ranks have to agree in, and what a checkpoint is of."""
-    kept = ("seed", "sample", "by_gamma", "per_channel", "diagonal", "by_part", "keep_inputs")
-    summing = {name: getattr(recorder.summing, name) for name in kept}
+    """Describe the capture: ranks must agree in it, and a checkpoint is resumed with the same only."""
+    summing = {name: value for name, value in vars(recorder.summing).items() if name not in ("verify", "observe")}
     return {
         "model": about["model"],
         "weights": about["weights"],
@@ -192,19 +197,23 @@ def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: M
 
 
 @contextlib.contextmanager
-def _watched(recorder: Recorder, idle: Mapping[str, SkippedNorm]) -> Iterator[None]:
-    """Notice norms that the first sample did not call and a later one does: they are skipped for another reason."""
+def _watched(recorder: Recorder, idle: Iterable[SkippedNorm]) -> Iterator[None]:
+    """Record the norms that the first sample did not call and a later one does, as skipped for another reason."""
 
-    def noticed(norm: SkippedNorm) -> Callable[..., None]:
+    def hook_of(norm: SkippedNorm) -> Callable[..., None]:
+        late = replace(norm, reason="not called by the first sample, only by later ones")
+
         def hook(module: nn.Module, args: Any) -> None:
-            recorder.seen.late[norm.name] = replace(norm, reason="not called by the first sample, only by later ones")
+            skipped = recorder.progress.capture.skipped
+            if late not in skipped:
+                skipped.append(late)
 
-        return hook
+        return heard_by(recorder.lock, hook)
 
     with contextlib.ExitStack() as hooks:
-        for name, norm in idle.items():
-            hook = heard_by(recorder.lock, noticed(norm))
-            hooks.callback(recorder.model.get_submodule(name).register_forward_pre_hook(hook).remove)
+        for norm in idle:
+            module = recorder.model.get_submodule(norm.name)
+            hooks.callback(module.register_forward_pre_hook(hook_of(norm)).remove)
         yield
 
 

@@ -1,23 +1,24 @@
-"""A capture: the sums of every chosen norm site of one network, and what they were taken from."""
+"""A capture: the sums of the chosen norm sites of one network, and a description of its inputs."""
 
 from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import metadata
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from normscope.errors import DataError, count
 from normscope.pairs.kept_inputs import KeptInput, first_inputs
 from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
-from normscope.pairs.sums.sampling import NO_KEY, TokenSample
+from normscope.pairs.sums.sampling import NO_KEY
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
 
+_T = TypeVar("_T")
 _AND = " + "
 _MIXED = " · folds of two assignments, so no intervals and no ceiling"
 
@@ -30,13 +31,13 @@ class Capture(Tabled):
         about: ``model``, ``weights`` (the resolved checkpoint and revision) and ``data``, in words; ``dtype`` of the
             network; and ``sample`` where only a sample of the tokens was taken.
         sites: the observed norm sites in the order of their first calls.
-        skipped: norms that were seen and could not be observed, and why.
+        skipped: norms that could not be observed, and the reasons.
         stats: the sums of each site, by its name.
         n_samples: number of samples that went through the network.
         seed: of the drawing samples.
         versions: of Python and the libraries.
-        parts: captures of parts of the data, each by its name (``timestep 980``), where they were asked for.
-        inputs: those that were kept to be looked at, where that was asked for.
+        parts: captures of parts of the data, each by its name (``timestep 980``), where requested.
+        inputs: inputs that were kept for display, where requested.
     """
 
     about: Mapping[str, str]
@@ -46,32 +47,25 @@ class Capture(Tabled):
     n_samples: int
     seed: int
     versions: Mapping[str, str]
-    parts: Mapping[str, Capture] = field(default_factory=dict)
+    parts: dict[str, Capture] = field(default_factory=dict)
     inputs: Sequence[KeptInput] = ()
 
     def __repr__(self) -> str:
-        pairs = sorted({stats.n_pairs for stats in self.stats.values()})
-        each = (
-            f"{pairs[0]:,} pairs each"
-            if len(pairs) == 1
-            else f"{pairs[0]:,} to {pairs[-1]:,} pairs"
-            if pairs
-            else "no pairs"
-        )
-        samples = count(self.n_samples, "sample")
-        return f"Capture {self.about['model']}: {count(len(self.sites), 'site')}, {samples}, {each}"
+        pairs = sorted({stats.n_pairs for stats in self.stats.values()}) or [0]
+        each = f"{pairs[0]:,} pairs each" if len(pairs) == 1 else f"{pairs[0]:,} to {pairs[-1]:,} pairs"
+        sites, samples = count(len(self.sites), "site"), count(self.n_samples, "sample")
+        return f"Capture {self.about['model']}: {sites}, {samples}, {each if self.stats else 'no pairs'}"
 
     def only(self, layers: Layers) -> Capture:
         """Return the capture of some of the sites, see :func:`normscope.pairs.norms.sites.select`."""
-        sites = select(self.sites, layers)
-        names = {site.name for site in sites}
+        names = {site.name for site in select(self.sites, layers)}
         parts = {name: part._limited_to(names) for name, part in self.parts.items()}
         return replace(self._limited_to(names), parts=parts)
 
     def _limited_to(self, names: set[str]) -> Capture:
         sites = [site for site in self.sites if site.name in names]
         stats = {site.name: self.stats[site.name] for site in sites}
-        return replace(self, sites=sites, stats=stats, inputs=[one.only(names) for one in self.inputs])
+        return replace(self, sites=sites, stats=stats, inputs=[kept.only(names) for kept in self.inputs])
 
     def merge(self, other: Capture) -> Capture:
         """Return the capture of both sets of inputs.
@@ -87,8 +81,10 @@ class Capture(Tabled):
         samples = [about.get("sample", "all tokens") for about in (self.about, other.about)]
         if samples[0] != samples[1]:
             raise DataError(f"Cannot merge a capture of {samples[0]} with one of {samples[1]}; take the same of both.")
-        if found := _other_site(self.sites, other.sites):
-            raise DataError(f"Cannot merge captures of different norm sites: {found}; capture the same layers of both.")
+        if difference := _difference_of_sites(self.sites, other.sites):
+            raise DataError(
+                f"Cannot merge captures of different norm sites: {difference}; capture the same layers of both."
+            )
         if bool(self.parts) != bool(other.parts):
             part = next(iter(self.parts or other.parts))
             raise DataError(
@@ -101,77 +97,67 @@ class Capture(Tabled):
                 "inputs, or leave one of the two out; inputs that differ need samples of different names "
                 "(normscope.Batch(samples=…))."
             )
-        return self._merged(other)
+        return added(self, other)
 
-    def _merged(self, other: Capture) -> Capture:
-        stats = {name: stats.merge(other.stats[name]) for name, stats in self.stats.items()}
-        data = _joined(*(capture.about["data"].removesuffix(_MIXED) for capture in (self, other)))
-        mixed = any(merged.sources.assignment == "mixed" for merged in stats.values())
-        about = {**self.about, "data": data + _MIXED * mixed}
-        if self.about.get("part") != other.about.get("part"):
-            about.pop("part", None)
-        return Capture(
-            about=about,
-            sites=self.sites,
-            skipped=list(dict.fromkeys([*self.skipped, *other.skipped])),
-            stats=stats,
-            n_samples=self.n_samples + other.n_samples,
-            seed=self.seed,
-            versions={
-                name: _joined(version, other.versions.get(name, version)) for name, version in self.versions.items()
-            },
-            parts=_merged(self.parts, other.parts),
-            inputs=first_inputs([*self.inputs, *other.inputs]),
-        )
+
+def added(first: Capture, second: Capture) -> Capture:
+    """Merge without checks; while captures are under way, sites and parts may be in one of them only."""
+    sites = {site.name: site for site in (*second.sites, *first.sites)}
+    stats = _union(first.stats, second.stats, PairStats.merge)
+    data = _joined(*(each.about.get("data", "").removesuffix(_MIXED) for each in (first, second)))
+    mixed = any(sums.sources.assignment == "mixed" for sums in stats.values())
+    about = {**first.about, "data": data + _MIXED * mixed}
+    if first.about.get("part") != second.about.get("part"):
+        about.pop("part", None)
+    return Capture(
+        about=about,
+        sites=sorted(sites.values(), key=lambda site: site.index),
+        skipped=list(dict.fromkeys([*first.skipped, *second.skipped])),
+        stats=stats,
+        n_samples=first.n_samples + second.n_samples,
+        seed=first.seed,
+        versions=_union(first.versions, second.versions, _joined),
+        parts=_union(first.parts, second.parts, added),
+        inputs=first_inputs([*first.inputs, *second.inputs]),
+    )
 
 
 def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]]) -> dict[str, PairStats]:
-    """Return the sums of each site over all parts that have it, by its name; of no site that no part has."""
-    of_parts = {site.name: [own[site.name] for own in parts if site.name in own] for site in sites}
-    return {name: functools.reduce(PairStats.merge, own) for name, own in of_parts.items() if own}
+    """Return the sums of each site over the parts that have it, by its name; sites that no part has are omitted."""
+    of_parts = {site.name: [stats[site.name] for stats in parts if site.name in stats] for site in sites}
+    return {name: functools.reduce(PairStats.merge, stats) for name, stats in of_parts.items() if stats}
 
 
-def shared_input(one: Capture, other: Capture) -> str | None:
+def shared_input(first: Capture, second: Capture) -> str | None:
     """Name an input that both captures have drawn tokens or pairs from; None if there is none.
 
-    The drawing samples hold the tokens and pairs of least keys: of the inputs that two captures share, the least of
+    The drawing samples contain the tokens and pairs of least keys: of the inputs that two captures share, the least of
     both is among them. If a part J of all inputs is shared (Broder, "On the resemblance and containment of documents",
     1997), each of the thousands of places for single pairs misses it with probability 1 − J.
     """
-    if one.seed != other.seed:  # the keys of one say nothing of the other's
+    if first.seed != second.seed:  # their keys cannot be compared
         return None
-    both = [(stats, other.stats[name]) for name, stats in one.stats.items() if name in other.stats]
+    both = [(stats, second.stats[name]) for name, stats in first.stats.items() if name in second.stats]
     for mine, theirs in both:
-        for sample in _samples_of_both(mine, theirs):
-            return f"sample {sample} of the same data"
-    return "some samples of the same data" if any(_pairs_of_both(*stats) for stats in both) else None
+        for drawn, compared in ((mine.tokens, theirs.tokens), (mine.largest, theirs.largest)):
+            common = (drawn.sample >= 0) & (drawn.key != NO_KEY)
+            common &= torch.isin(drawn.key, compared.key[compared.sample >= 0])
+            if common.any():
+                return f"sample {int(drawn.sample[common][0])} of the same data"
+    # Pairs do not tell whether their token belonged to a sample; at mapped sites all do.
+    mapped = [each for each in both if all(stats.sources.mapped for stats in each)]
+    if any(bool((mine.pairs.filled & (mine.pairs.key == theirs.pairs.key)).any()) for mine, theirs in mapped):
+        return "some samples of the same data"
+    return None
 
 
-def _samples_of_both(one: PairStats, other: PairStats) -> Iterator[int]:
-    for name in ("tokens", "largest"):
-        (mine, samples), (theirs, _) = (_identified(getattr(stats, name)) for stats in (one, other))
-        yield from samples[torch.isin(mine, theirs)].tolist()
-
-
-def _identified(drawn: TokenSample) -> tuple[Tensor, Tensor]:
-    """Keys and samples of the drawn tokens whose sample is known."""
-    known = (drawn.sample >= 0) & (drawn.key != NO_KEY)
-    return drawn.key[known], drawn.sample[known]
-
-
-def _pairs_of_both(one: PairStats, other: PairStats) -> bool:
-    if not (one.sources.mapped and other.sources.mapped):  # pairs do not tell whether their token was of a sample
-        return False
-    return bool((one.pairs.filled & (one.pairs.key == other.pairs.key)).any())
-
-
-def _merged(mine: Mapping[str, Capture], theirs: Mapping[str, Capture]) -> dict[str, Capture]:
-    both = {name: part._merged(theirs[name]) for name, part in mine.items() if name in theirs}
+def _union(mine: Mapping[str, _T], theirs: Mapping[str, _T], merge: Callable[[_T, _T], _T]) -> dict[str, _T]:
+    both = {name: merge(value, theirs[name]) for name, value in mine.items() if name in theirs}
     return {**mine, **theirs, **both}
 
 
 def _joined(mine: str, theirs: str) -> str:
-    """Name both, and what is named in both once.
+    """Join two lists of names, without repetition.
 
     >>> _joined("digits + letters", "letters")
     'digits + letters'
@@ -179,31 +165,29 @@ def _joined(mine: str, theirs: str) -> str:
     return _AND.join(dict.fromkeys([*mine.split(_AND), *theirs.split(_AND)]))
 
 
-def _other_site(mine: Sequence[NormSite], theirs: Sequence[NormSite]) -> str | None:
-    """Say where two lists of norm sites differ; None where they do not."""
+def _difference_of_sites(mine: Sequence[NormSite], theirs: Sequence[NormSite]) -> str | None:
     names = [{site.name for site in sites} for sites in (mine, theirs)]
     if alone := [site.name for site in (*mine, *theirs) if site.name in names[0] ^ names[1]]:
         return f"{alone[0]} is in one alone"
-    for one, other in zip(map(_of_any_length, mine), map(_of_any_length, theirs), strict=True):
+    for ours, others in zip(map(_of_any_length, mine), map(_of_any_length, theirs), strict=True):
         for what in (f.name for f in fields(NormSite)):
-            ours, others = getattr(one, what), getattr(other, what)
-            if ours != others:
-                return f"the {what} of {one.name} is {ours!r} and {others!r}"
+            if (value := getattr(ours, what)) != (differing := getattr(others, what)):
+                return f"the {what} of {ours.name} is {value!r} and {differing!r}"
     return None
 
 
 def _of_any_length(site: NormSite) -> NormSite:
-    """Forget what depends on how long the first sample was: it says nothing of the network."""
+    """Remove what depends on the length of the first sample and not on the network."""
     shape = site.normalized_shape[:1] if site.grouped else site.normalized_shape
     return replace(site, tokens_per_sample=0, normalized_shape=shape)
 
 
 def versions() -> dict[str, str]:
-    """Name the versions that a file or a figure was made with."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and the libraries, by name."""
+    installed = {"python": platform.python_version()}
     for package in ("normscope", "torch", "numba", "timm", "torchaudio", "diffusers", "transformers"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed

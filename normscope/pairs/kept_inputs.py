@@ -1,4 +1,4 @@
-"""Inputs that a capture keeps to be looked at: what they show, and the line of each of their tokens at every norm."""
+"""Inputs that a capture keeps for display: a preview of each, and the line of each of its tokens at every norm."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from normscope.inputs.previews import Preview
 from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import FloatGrid
-from normscope.runtime.records import checked, converted, is_shape
+from normscope.runtime.records import converted, is_shape
 
 Previews = Callable[[Batch, int], Preview | None]
 _Key = tuple[str, str, int]
 
 SIZE_GRID = FloatGrid(mantissa_bits=2, low=-8, high=10)
-# Bins of |x|: the first holds what is below the grid, the last what is beyond.
+# Bins of |x|: the first contains what is below the grid, the last what is beyond.
 _SIZES = SIZE_GRID.size - SIZE_GRID.centre
+_TENSORS = {"shift": torch.float32, "sigma": torch.float32, "sizes": torch.int32}
 
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """The tokens of one sample at one norm, in the order in which the norm sees them.
+    """The tokens of one sample at one norm, in the order in which the norm receives them.
 
     Attributes:
-        shape: how they are laid out, the sizes of the axes that number them: ``(197,)`` of a ViT, ``(14, 14)`` of a
-            Swin, ``(12, 197)`` of queries by head; of a norm that is called several times the calls come first.
-        shift: what is subtracted from each, float32 ``(tokens,)``: y = (x − shift)/σ.
+        shape: sizes of the axes that number the tokens: ``(197,)`` of a ViT, ``(14, 14)`` of a Swin, ``(12, 197)`` of
+            queries by head; of a norm that is called several times the calls come first.
+        shift: subtracted from each token, float32 ``(tokens,)``: y = (x − shift)/σ.
         sigma: σ of each, float32 ``(tokens,)``; NaN of padding.
         sizes: number of elements of each token per bin of |x|, of the positive half of :data:`SIZE_GRID`: int32
             ``(tokens, bins)``.
@@ -57,14 +58,11 @@ class KeptTokens:
         return float(edges[nearest]), (counts[:, nearest + 1 :].sum(1) / counts.sum(1).clamp_min(1)).float()
 
     def joined(self, later: KeptTokens) -> KeptTokens:
-        """Return these tokens and behind them those of a later call of the norm; calls of one layout come first."""
+        """Append the tokens of a later call of the norm; calls of one layout are numbered along a first axis."""
         both = {name: torch.cat([getattr(self, name), getattr(later, name)]) for name in _TENSORS}
         calls, rest = divmod(len(both["sigma"]), math.prod(later.shape))
         alike = not rest and later.shape == self.shape[-len(later.shape) :]
         return KeptTokens((calls, *later.shape) if alike else (len(both["sigma"]),), **both)
-
-
-_TENSORS = ("shift", "sigma", "sizes")
 
 
 def sizes_of(rows: Tensor) -> Tensor:
@@ -77,12 +75,12 @@ def sizes_of(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class KeptInput:
-    """One sample that can be looked at.
+    """One sample that is kept for display.
 
     Attributes:
-        sample: which it is.
+        sample: its identity.
         part: of the data that it belongs to, ``timestep 980``; empty where there are none.
-        preview: what it shows.
+        preview: its picture, waveform or text.
         tokens: its tokens at each norm site, by the site's name; not at norms whose tokens are groups of channels.
     """
 
@@ -98,7 +96,7 @@ class KeptInput:
 
     @property
     def name(self) -> str:
-        """Name it for people: its source, and its number or the part of the data that it belongs to."""
+        """Name for display: its source, and its number or the part of the data that it belongs to."""
         source, index = self.sample.source, self.sample.index
         return f"{source} · {self.part}" if self.part else f"{source}, sample {index}"
 
@@ -108,40 +106,40 @@ class KeptInput:
 
 
 def first_inputs(inputs: Iterable[KeptInput], number: int | None = None) -> list[KeptInput]:
-    """Return each input once, of each part and data set those of the ``number`` least sample numbers; None for all.
+    """Return each input once, of each part and data set the ``number`` of least sample numbers; None for all.
 
-    Parts come in the order of their first samples, whoever saw which: a diffusion model's timesteps go down.
+    Parts come in the order of their first samples, in whichever process: a diffusion model's timesteps descend.
     """
-    by_key = {one.key: one for one in inputs}
+    by_key = {kept.key: kept for kept in inputs}
     parts: dict[tuple[str, str], list[KeptInput]] = {}
-    for one in sorted(by_key.values(), key=lambda one: one.sample.index):
-        parts.setdefault(one.key[:2], []).append(one)
-    return [one for of_part in parts.values() for one in of_part[:number]]
+    for kept in sorted(by_key.values(), key=lambda kept: kept.sample.index):
+        parts.setdefault(kept.key[:2], []).append(kept)
+    return [kept for of_part in parts.values() for kept in of_part[:number]]
 
 
 class InputKeeper:
-    """Takes down the tokens of a few inputs while batches run."""
+    """Records the tokens of a few inputs while batches run."""
 
     def __init__(self, number: int, previews: Previews) -> None:
-        """Keep of each part of the data so many inputs, those of least number that can be looked at."""
+        """Keep ``number`` inputs of each part of the data: those of least number that have a preview."""
         self._number, self._previews = number, previews
         self._running: list[tuple[int, KeptInput]] = []
         self._samples = 1
 
-    def begin(self, batch: Batch, kept: list[KeptInput]) -> list[KeptInput]:
-        """Choose which samples of a batch join those that are kept; of one that ran in part, what is there stays."""
+    def begin(self, batch: Batch, kept: Sequence[KeptInput]) -> list[KeptInput]:
+        """Return the kept inputs with those of a batch; an input of a pass that ran in part keeps its tokens."""
         self._running, self._samples = [], len(batch.samples)
         for place, sample in enumerate(batch.samples if self._number else ()):
             key = batch.part, sample.data, sample.index
-            if not any(one.key == key for one in kept):
-                rivals = [one.sample.index for one in kept if one.key[:2] == key[:2]]
+            if not any(earlier.key == key for earlier in kept):
+                rivals = [earlier.sample.index for earlier in kept if earlier.key[:2] == key[:2]]
                 if len(rivals) >= self._number and sample.index > max(rivals):
                     continue
                 if (preview := self._previews(batch, place)) is None:
                     continue
                 kept = first_inputs([*kept, KeptInput(sample, batch.part, preview)], self._number)
-            self._running += [(place, one) for one in kept if one.key == key]
-        return kept
+            self._running += [(place, running) for running in kept if running.key == key]
+        return list(kept)
 
     @property
     def running(self) -> bool:
@@ -149,103 +147,98 @@ class InputKeeper:
         return bool(self._running)
 
     def add(self, site: NormSite, rows: Tensor, lines: Lines, layout: Sequence[int], valid: Tensor | None) -> None:
-        """Take down the tokens of one call of a norm.
+        """Record the tokens of one call of a norm.
 
         Args:
             site: the norm.
             rows: the elements of all tokens, ``(tokens, d)``; tokens of one sample lie together.
-            lines: how each token is normalized.
+            lines: normalization of each token.
             layout: sizes of the axes that number the tokens, samples first.
-            valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
+            valid: mask of tokens that are data and not padding, bool ``(tokens,)``; None for all.
         """
-        # More than samples lie along the first axis where a network puts windows there; axes of one number nothing.
+        # The first axis is longer than the samples where a network puts windows there; axes of size 1 are omitted.
         shape = tuple(size for size in (layout[0] // self._samples, *layout[1:]) if size != 1) or (1,)
         per_sample = math.prod(shape)
-        for place, one in self._running:
-            own = slice(place * per_sample, (place + 1) * per_sample)
-            tokens = _tokens(rows[own], lines, own, shape, None if valid is None else valid[own])
-            before = one.tokens.get(site.name)
-            one.tokens[site.name] = tokens if before is None else before.joined(tokens)
+        for place, kept in self._running:
+            within = slice(place * per_sample, (place + 1) * per_sample)
+            x = rows[within].float().double()
+            shift, rstd = (of_rows.flatten() for of_rows in lines.of(x, within))
+            sigma = 1 / rstd
+            finite = sigma.isfinite() & shift.isfinite() & x.isfinite().all(1)
+            if valid is not None:
+                finite &= valid[within]
+            shift, sigma = (numbers.where(finite, math.nan).float().cpu() for numbers in (shift, sigma))
+            tokens = KeptTokens(shape, shift, sigma, sizes_of(rows[within]).cpu())
+            before = kept.tokens.get(site.name)
+            kept.tokens[site.name] = tokens if before is None else before.joined(tokens)
 
 
-def _tokens(rows: Tensor, lines: Lines, own: slice, shape: tuple[int, ...], valid: Tensor | None) -> KeptTokens:
-    x = rows.float().double()
-    shift, rstd = (of_rows.flatten() for of_rows in lines.of(x, own))
-    sigma = 1 / rstd
-    known = sigma.isfinite() & shift.isfinite() & x.isfinite().all(1)
-    if valid is not None:
-        known &= valid
-    shift, sigma = (numbers.where(known, math.nan).float().cpu() for numbers in (shift, sigma))
-    return KeptTokens(shape, shift, sigma, sizes_of(rows).cpu())
+_DRAWN = ("pixels", "envelope")
+_SHOWN = ("size", "along_width", "length", "words", "note")
 
 
-def described(inputs: Sequence[KeptInput], sites: Sequence[NormSite]) -> list[dict[str, Any]]:
-    """Return what JSON holds of kept inputs; their tensors are those of :func:`tensors_of`."""
-    return [
-        {
-            "sample": asdict(one.sample),
-            "part": one.part,
-            **{name: getattr(one.preview, name) for name in _SHOWN},
-            "tokens": {str(site.index): one.tokens[site.name].shape for site in sites if site.name in one.tokens},
-        }
-        for one in inputs
-    ]
+@dataclass(frozen=True)
+class _Stored:
+    """JSON of a kept input; its tensors are ``input/NUMBER.NAME`` and ``input/NUMBER/INDEX.NAME``."""
+
+    sample: Sample
+    part: str
+    size: tuple[int, int]
+    along_width: bool
+    length: int
+    words: tuple[str, ...]
+    note: str
+    tokens: dict[str, tuple[int, ...]]  # their shape, by the site's index
 
 
-def tensors_of(inputs: Sequence[KeptInput], sites: Sequence[NormSite]) -> dict[str, Tensor]:
-    """Return the tensors of kept inputs by their names in a file, ``input/NUMBER.NAME`` and ``…/INDEX.NAME``."""
+def pack_inputs(
+    inputs: Sequence[KeptInput], sites: Sequence[NormSite]
+) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Return kept inputs as JSON and tensors, named as in docs/file-formats.md."""
+    entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
-    for number, one in enumerate(inputs):
-        drawn = {name: getattr(one.preview, name) for name in _DRAWN}
-        tensors |= {f"input/{number}.{name}": value for name, value in drawn.items() if value is not None}
-        for site in sites:
-            if (tokens := one.tokens.get(site.name)) is not None:
-                tensors |= {f"input/{number}/{site.index}.{name}": getattr(tokens, name) for name in _TENSORS}
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    for number, kept in enumerate(inputs):
+        tokens = {str(site.index): kept.tokens[site.name] for site in sites if site.name in kept.tokens}
+        shown = {name: getattr(kept.preview, name) for name in _SHOWN}
+        shapes = {index: tokens_of_site.shape for index, tokens_of_site in tokens.items()}
+        entries.append(asdict(_Stored(kept.sample, kept.part, **shown, tokens=shapes)))
+        named = {f".{name}": getattr(kept.preview, name) for name in _DRAWN}
+        named |= {f"/{index}.{name}": getattr(tokens[index], name) for index in tokens for name in _TENSORS}
+        tensors |= {f"input/{number}{name}": value.contiguous() for name, value in named.items() if value is not None}
+    return entries, tensors
 
 
-def rebuilt(
-    entries: Sequence[Mapping[str, Any]], sites: Sequence[NormSite], tensors: Mapping[str, Tensor]
-) -> list[KeptInput]:
-    """Rebuild what :func:`described` and :func:`tensors_of` took apart.
+def unpack_inputs(entries: Sequence[Any], sites: Sequence[NormSite], tensors: Mapping[str, Tensor]) -> list[KeptInput]:
+    """Rebuild the inputs of :func:`pack_inputs`.
 
     Raises:
         ValueError: if a value is none that a kept input can have; KeyError if one is missing.
     """
-    return [_rebuilt(number, entry, sites, tensors) for number, entry in enumerate(entries)]
-
-
-_DRAWN = ("pixels", "envelope")
-_SHOWN = {"size": tuple[int, int], "along_width": bool, "length": int, "words": tuple[str, ...], "note": str}
-
-
-def _rebuilt(
-    number: int, entry: Mapping[str, Any], sites: Sequence[NormSite], tensors: Mapping[str, Tensor]
-) -> KeptInput:
-    sample = converted(Sample, entry["sample"], "sample")
-    part: str = checked(entry, {"part": str}, "kept input")["part"]
-    shown = checked(entry, _SHOWN, "kept input")
-    if min(shown["size"]) < 0 or max(shown["size"]) >= 2**20 or shown["length"] < 0:
-        raise ValueError(f"a kept input has the size {shown['size']} and length {shown['length']}")
-    pixels, envelope = (tensors.get(f"input/{number}.{name}") for name in _DRAWN)
-    try:
-        preview = Preview(pixels=pixels, envelope=envelope, **shown)
-    except DataError as error:
-        raise ValueError(str(error)) from None
     names = {str(site.index): site.name for site in sites}
-    tokens = {
-        names[index]: _kept(f"input/{number}/{index}", shape, tensors) for index, shape in entry["tokens"].items()
-    }
-    return KeptInput(sample, part, preview, tokens)
+    inputs = []
+    for number, entry in enumerate(entries):
+        stored = converted(_Stored, entry, "kept input")
+        if min(stored.size) < 0 or max(stored.size) >= 2**20 or stored.length < 0:
+            raise ValueError(f"a kept input has the size {stored.size} and length {stored.length}")
+        shown: dict[str, Any] = {name: getattr(stored, name) for name in _SHOWN}
+        shown |= {name: tensors.get(f"input/{number}.{name}") for name in _DRAWN}
+        try:
+            preview = Preview(**shown)
+        except DataError as error:
+            raise ValueError(str(error)) from None
+        tokens = {
+            names[index]: KeptTokens(shape, **_checked(f"input/{number}/{index}", shape, tensors))
+            for index, shape in stored.tokens.items()
+        }
+        inputs.append(KeptInput(stored.sample, stored.part, preview, tokens))
+    return inputs
 
 
-def _kept(prefix: str, shape: Sequence[int], tensors: Mapping[str, Tensor]) -> KeptTokens:
-    shift, sigma, sizes = (tensors[f"{prefix}.{name}"] for name in _TENSORS)
-    count = math.prod(shape)
-    if not is_shape(tuple(shape)) or not shift.shape == sigma.shape == (count,) or sizes.shape != (count, _SIZES):
-        raise ValueError(f"{prefix} holds {len(sigma):,} tokens of {tuple(sizes.shape)[1:]} bins, laid out as {shape}")
-    if (shift.dtype, sigma.dtype, sizes.dtype) != (torch.float32, torch.float32, torch.int32) or bool(
-        (sizes < 0).any()
-    ):
-        raise ValueError(f"{prefix} holds numbers of another kind")
-    return KeptTokens(tuple(shape), shift, sigma, sizes)
+def _checked(prefix: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    stored = {name: tensors[f"{prefix}.{name}"] for name in _TENSORS}
+    n, shapes = math.prod(shape), [tuple(tensor.shape) for tensor in stored.values()]
+    if not is_shape(shape) or shapes != [(n,), (n,), (n, _SIZES)]:
+        raise ValueError(f"{prefix} contains tensors of the shapes {shapes} for tokens of the layout {shape}")
+    if any(stored[name].dtype != dtype for name, dtype in _TENSORS.items()) or bool((stored["sizes"] < 0).any()):
+        raise ValueError(f"{prefix} contains tensors of other dtypes, or negative counts")
+    return stored

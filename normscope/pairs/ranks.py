@@ -1,21 +1,22 @@
 """Progress of a capture, exchanged among the processes of torchrun and kept in checkpoints.
 
 Nothing is pickled: texts travel as bytes in tensors. Every rank has the result.
-A checkpoint is one file a rank: its sums, and which inputs are in them. It appears whole or not at all, so that every
-input counts once, whenever the run ended. Another number of ranks may go on: rank 0 takes what all left, and the inputs
-that are left are divided anew.
+A checkpoint is one file per rank: its sums, and the inputs that are in them. It appears whole or not at all, so every
+input counts once, whenever the run ended. Another number of ranks may resume: rank 0 reads all checkpoints, and the
+remaining inputs are divided anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,21 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
-from normscope.inputs.chunks import LeftOut
-from normscope.pairs.recorder import Recorder, Seen
-from normscope.pairs.storage import DAMAGES, grids, other_grid, packed_seen, unpacked_seen
+from normscope.inputs.chunks import Done, LeftOut
+from normscope.pairs.recorder import Progress, Recorder
+from normscope.pairs.storage import pack, unpack
 from normscope.runtime.files import check_writable
 from normscope.runtime.processes import Place
-from normscope.runtime.sealed_files import read_checked, write_checked
+from normscope.runtime.records import converted
+from normscope.runtime.sealed_files import read_checked, refusing_damage, write_checked
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "normscope-checkpoint"
-FORMAT_VERSIONS = (1, 2, 3, 4)  # that are read; the last one is written
+FORMAT_VERSIONS = (1, 2, 3, 4, 5)  # that are read; the last one is written
+_AGAIN = "remove it to capture its inputs again"
 _PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
-# Ranks wait for the slowest, whose share of recordings may be the longest; a lost one is torchrun's to notice.
+# Ranks wait for the slowest, whose share of recordings may be the longest; torchrun notices a lost one.
 _PATIENCE = timedelta(days=7)
 _joins = itertools.count()  # of this process: a command joins once for each model, as all ranks do
 
@@ -51,8 +54,8 @@ class Ranks:
 
     Attributes:
         rank: number of this one.
-        size: how many there are.
-        device: where tensors that are told to the others lie.
+        size: number of all.
+        device: where tensors that are sent to the others lie.
     """
 
     rank: int = 0
@@ -71,28 +74,33 @@ class Ranks:
         padded[: len(here)] = here
         everyone = [torch.empty_like(padded) for _ in range(self.size)]
         _together(dist.all_gather, everyone, padded)
-        return [one[: int(length)].to(tensor.device) for one, length in zip(everyone, lengths, strict=True)]
+        return [rows[: int(length)].to(tensor.device) for rows, length in zip(everyone, lengths, strict=True)]
 
     def told(self, message: Any) -> list[Any]:
-        """Return every rank's message, anything that JSON holds, in the order of ranks."""
+        """Return every rank's message, any JSON value, in the order of ranks."""
         if self.size == 1:
             return [message]
-        text = json.dumps(message).encode("utf-8", "surrogateescape")
-        everyone = self.gathered(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        return [json.loads(one.cpu().numpy().tobytes().decode("utf-8", "surrogateescape")) for one in everyone]
-
-    def from_first(self, flags: bytes) -> bytes:
-        """Rank 0's bytes, on every rank."""
-        of_rank = torch.frombuffer(bytearray(flags), dtype=torch.uint8) if flags else torch.zeros(0, dtype=torch.uint8)
-        return self.gathered(of_rank if self.rank == 0 else of_rank[:0])[0].cpu().numpy().tobytes()
+        texts = self.gathered(_tensor_of(json.dumps(message).encode()))
+        return [json.loads(text.cpu().numpy().tobytes()) for text in texts]
 
     def each(self, data: bytes) -> Iterator[bytes]:
-        """Yield every rank's bytes, in the order of ranks, those of one rank at a time."""
+        """Yield every rank's bytes, in the order of ranks, one rank at a time."""
+        if self.size == 1:
+            yield data
+            return
         for rank, size in enumerate(self.told(len(data))):
-            mine = np.frombuffer(data, np.uint8) if rank == self.rank else np.zeros(size, np.uint8)
-            sent = torch.from_numpy(mine.copy()).to(self.device)
-            _together(dist.broadcast, sent, src=rank)
+            sent = _tensor_of(data if rank == self.rank else bytes(size)).to(self.device)
+            if size:
+                _together(dist.broadcast, sent, src=rank)
             yield sent.cpu().numpy().tobytes()
+
+    def from_first(self, data: bytes) -> bytes:
+        """Return the bytes of rank 0, on every rank."""
+        return b"".join(self.each(data if self.rank == 0 else b""))
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
 ALONE = Ranks()
@@ -100,7 +108,7 @@ ALONE = Ranks()
 
 @contextlib.contextmanager
 def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that torchrun started for the time of the block; alone without torchrun.
+    """Join the processes that torchrun started in the block; alone without torchrun.
 
     Args:
         place: of this process.
@@ -112,8 +120,7 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
-    # A name of its own: what a lost rank left in the store, such as its address, would mislead the restarted ones, and
-    # so would what was left there when ranks joined for the model before.
+    # A separate name: addresses that a lost rank or the model before left in the store would mislead these ranks.
     store_of_run = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
     backend = "nccl" if device.type == "cuda" else "gloo"
     _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
@@ -124,11 +131,9 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
 
 
 def agree_on_batches(batches: object, ranks: Ranks) -> None:
-    """Give inputs the smallest batch size of all ranks, so that each cuts the same chunks: what fits there fits here.
+    """Set the batch size of the inputs to the smallest of all ranks, so that each cuts the same chunks.
 
-    Args:
-        batches: of this rank; what has no ``batch_size`` that can be set stays as it is.
-        ranks: all of them.
+    Batches without a ``batch_size`` that can be set stay as they are.
     """
     if ranks.size == 1:
         return
@@ -138,29 +143,43 @@ def agree_on_batches(batches: object, ranks: Ranks) -> None:
         batches.batch_size = min(sizes)  # type: ignore[attr-defined]
 
 
-def merge_seen(recorder: Recorder, ranks: Ranks) -> None:
-    """Give the recorder what all ranks have seen, in place of its own share.
-
-    Args:
-        recorder: of this rank; all observe the same sites.
-        ranks: all of them.
-    """
+def merge_progress(recorder: Recorder, ranks: Ranks) -> None:
+    """Replace the progress of the recorder by that of all ranks, which observe the same sites."""
     if ranks.size == 1:
         return
-    header, tensors = packed_seen(recorder)
+    header, tensors = _pack_progress(recorder.progress)
     headers = ranks.told(header)
     files = ranks.each(safetensors.torch.save(tensors))
-    seen = Seen()
-    for of_rank, file in zip(headers, files, strict=True):
-        seen = seen.merge(unpacked_seen(of_rank, safetensors.torch.load(file), recorder))
-    recorder.seen = seen
+    parts = (_unpack_progress(*part) for part in zip(headers, map(safetensors.torch.load, files), strict=True))
+    recorder.progress = functools.reduce(Progress.merge, parts)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """JSON that progress has besides its capture."""
+
+    first: dict[str, int]
+    unreadable: list[tuple[int, str]]
+    cut: int
+
+
+def _pack_progress(progress: Progress) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    header, tensors = pack(progress.capture)
+    stored = _Stored(progress.first, list(progress.left_out.unreadable.items()), progress.left_out.cut)
+    return header | asdict(stored), tensors | {"done": _tensor_of(progress.done.flags)}
+
+
+def _unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Progress:
+    stored = converted(_Stored, header, "progress")
+    done = Done(tensors["done"].numpy().tobytes())
+    return Progress(unpack(header, tensors), stored.first, done, LeftOut(dict(stored.unreadable), stored.cut))
 
 
 def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
-    """Return what all ranks left out."""
+    """Return the omissions of all ranks."""
     merged = LeftOut()
-    for one in ranks.told({"unreadable": list(left_out.unreadable.items()), "cut": left_out.cut}):
-        merged.add(LeftOut(dict(one["unreadable"]), one["cut"]))
+    for unreadable, cut in ranks.told([list(left_out.unreadable.items()), left_out.cut]):
+        merged.add(LeftOut(dict(unreadable), cut))
     return merged
 
 
@@ -177,33 +196,30 @@ def _together(collective: Callable[..., Any], *arguments: Any, **options: Any) -
 
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
     """Refuse ranks that were asked for different things; DataError on all of them."""
-    for rank, other in enumerate(ranks.told(dict(settings))):
-        differing = [name for name, value in settings.items() if other.get(name) != json.loads(json.dumps(value))]
-        if differing:
-            raise DataError(
-                f"Rank {rank} sees another {differing[0]} than rank {ranks.rank}: {other.get(differing[0])!r:.80}, not "
-                f"{settings[differing[0]]!r:.80}. All hosts need the same files and the same options."
-            )
+    settings = json.loads(json.dumps(settings))
+    for rank, theirs in enumerate(ranks.told(settings)):
+        for name, value in settings.items():
+            if theirs.get(name) != value:
+                raise DataError(
+                    f"Rank {rank} sees another {name} than rank {ranks.rank}: {theirs.get(name)!r:.80}, not "
+                    f"{value!r:.80}. All hosts need the same files and the same options."
+                )
 
 
-@dataclass
 class Checkpoints:
-    """Where and when a capture saves its state.
+    """Files in which a capture saves its progress.
 
     Attributes:
         folder: of the ranks' files, which all ranks reach.
         every: seconds between two of them.
-        resume: whether to go on from what is there.
-        stopping: says whether to stop: asked between two chunks.
+        resume: continue from the files in the folder.
+        stopping: asked between two chunks; True to stop.
     """
 
-    folder: Path
-    every: float
-    resume: bool = False
-    stopping: Callable[[], bool] = lambda: False
-    _settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    _begun: float = field(default=0.0, repr=False)
-    _last: float = field(default=0.0, repr=False)
+    def __init__(
+        self, folder: Path, every: float, resume: bool = False, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.folder, self.every, self.resume, self.stopping = folder, every, resume, stopping
 
     def check(self) -> None:
         """Refuse to start over where another run left checkpoints, or where none could be written; UsageError."""
@@ -214,69 +230,68 @@ class Checkpoints:
             )
         check_writable(self.folder / "0.safetensors")
 
-    def begin(self, recorder: Recorder, ranks: Ranks, settings: Mapping[str, Any]) -> bytes:
-        """Give the progress of earlier runs to the recorder of rank 0; return their inputs to all, one byte each.
+    def begin(self, recorder: Recorder, ranks: Ranks, settings: Mapping[str, Any]) -> Done:
+        """Add the progress of earlier runs to the recorder of rank 0, and return their inputs on all ranks.
 
         Raises:
             UsageError: if that is of another capture, or cannot be rewritten.
             DataError: if it is damaged.
         """
-        self._settings, self._begun = settings, time.monotonic()
-        self._last = self._begun
+        self._recorder, self._ranks, self._settings = recorder, ranks, settings
+        self._path = self.folder / f"{ranks.rank}.safetensors"
+        self._begun = self._last = time.monotonic()
         if self.resume and ranks.rank == 0 and (files := self._files()):
-            for seen in _disjoint({path: self._read(path, recorder) for path in files}):
-                recorder.seen = recorder.seen.merge(seen)
-            if files != [self._path(ranks)]:  # before another rank takes the place of one of them
-                self._write(recorder, ranks)
+            for progress in _disjoint({path: self._read(path) for path in files}):
+                recorder.progress = recorder.progress.merge(progress)
+            if files != [self._path]:  # before another rank takes the place of one of them
+                self._write()
                 for path in files:
-                    if path != self._path(ranks):
+                    if path != self._path:
                         path.unlink(missing_ok=True)
         if ranks.rank == 0:  # before another rank begins to write
             self._remove_partial()
-        of_sites = [stats for part in recorder.seen.stats.values() for stats in part.values()]
-        kept = [stats.sources.assignment for stats in of_sites] or [recorder.assignment]
-        recorder.assignment = ranks.told(kept[0])[0]
-        return ranks.from_first(recorder.seen.done.flags)
+        parts = recorder.progress.capture.parts.values()
+        before = [stats.sources.assignment for part in parts for stats in part.stats.values()]
+        recorder.assignment = ranks.told((before or [recorder.assignment])[0])[0]
+        return Done(ranks.from_first(recorder.progress.done.flags))
 
     @property
     def exist(self) -> bool:
         """True if there is a checkpoint to resume from."""
         return bool(self._files())
 
-    def after_chunk(self, recorder: Recorder, ranks: Ranks) -> None:
+    def after_chunk(self) -> None:
         """Write if it is time to; stop if asked to.
 
         Raises:
             StoppedError: if it was asked for, once all is written.
             UsageError: if it was asked for, and cannot be written.
         """
-        stopping = self.stopping()
-        if not stopping and time.monotonic() - self._last < self.every:
-            return
-        self._keep(recorder, ranks, must=stopping)
-        if stopping:
-            inputs = count(len(recorder.seen.done), "input") + ("" if ranks.size == 1 else " of this rank")
+        if self.stopping():
+            self._write()
+            inputs = count(len(self._recorder.progress.done), "input")
             raise StoppedError(
-                f"Stopped. What was captured so far, {inputs}, is kept in {self.folder}; the same command with "
-                "--resume goes on."
+                f"Stopped. What was captured so far, {inputs}{'' if self._ranks.size == 1 else ' of this rank'}, is "
+                f"kept in {self.folder}; the same command with --resume goes on."
             )
+        if time.monotonic() - self._last >= self.every:
+            self.keep()
 
-    def after_share(self, recorder: Recorder, ranks: Ranks) -> None:
+    def after_share(self) -> None:
         """Write before waiting for other ranks, which may take long or be lost; not after a short run."""
-        if ranks.size > 1 and time.monotonic() - self._begun >= self.every:
-            self._keep(recorder, ranks)
+        if self._ranks.size > 1 and time.monotonic() - self._begun >= self.every:
+            self.keep()
 
-    @contextlib.contextmanager
-    def kept_if_lost(self, recorder: Recorder, ranks: Ranks) -> Iterator[None]:
-        """Write what this rank has if another one is lost before all have merged."""
+    def keep(self) -> None:
+        """Write; where that fails, on a full disk perhaps, the run continues."""
         try:
-            yield
-        except RankLostError:
-            self._keep(recorder, ranks)
-            raise
+            self._write()
+        except UsageError as error:
+            logger.warning("%s The run goes on; what was kept before stays as it was.", error)
+        self._last = time.monotonic()
 
     def remove(self) -> None:
-        """Remove what is no longer needed, once the capture is written; leave what cannot be removed."""
+        """Remove the checkpoints once the capture is written; leave files that cannot be removed."""
         with contextlib.suppress(OSError):
             for path in self._files():
                 path.unlink(missing_ok=True)
@@ -284,79 +299,59 @@ class Checkpoints:
             self.folder.rmdir()  # which fails if another's file is in it
 
     def _files(self) -> list[Path]:
-        try:
-            return sorted(
-                path for path in self.folder.iterdir() if path.suffix == ".safetensors" and path.stem.isdigit()
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise UsageError(f"Cannot read {self.folder}: {error.strerror or error}.") from error
+        return sorted(path for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
 
     def _remove_partial(self) -> None:
         """Remove the partial files of runs that were killed while writing: each is as large as a checkpoint."""
         with contextlib.suppress(OSError):
-            for path in self.folder.iterdir():
+            for path in self.folder.glob(".*"):
                 if _PARTIAL.fullmatch(path.name):
                     path.unlink(missing_ok=True)
 
-    def _path(self, ranks: Ranks) -> Path:
-        return self.folder / f"{ranks.rank}.safetensors"
+    def _write(self) -> None:
+        header, tensors = _pack_progress(self._recorder.progress)
+        kind = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], "settings": self._settings}
+        write_checked(self._path, kind | header, tensors)
 
-    def _keep(self, recorder: Recorder, ranks: Ranks, *, must: bool = False) -> None:
-        """Write; where that fails, a full disk perhaps, the run goes on unless it must be written."""
-        try:
-            self._write(recorder, ranks)
-        except UsageError as error:
-            if must:
-                raise
-            logger.warning("%s The run goes on; what was kept before stays as it was.", error)
-        self._last = time.monotonic()
-
-    def _write(self, recorder: Recorder, ranks: Ranks) -> None:
-        seen, tensors = packed_seen(recorder)
-        header = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], "settings": dict(self._settings), "grids": grids()}
-        write_checked(self._path(ranks), header | seen, tensors)
-
-    def _read(self, path: Path, recorder: Recorder) -> Seen:
-        header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, "remove it to capture its inputs again")
-        try:
-            kept_apart = any(part["name"] for part in header["parts"])
-            # A file of before there was such a choice does not name it.
-            before = {"diagonal": False, "by_part": kept_apart, "keep_inputs": 0}
-            stored = {**before, **header["settings"]}
-            if differing := [name for name, value in self._settings.items() if stored.get(name) != value]:
-                name = differing[0]
-                raise UsageError(
-                    f"{path} is of another capture: its {name} is {stored.get(name)!r:.100}, not "
-                    f"{self._settings[name]!r:.100}. Go on with the options that it was begun with, or remove "
-                    f"{self.folder} to begin anew."
-                )
-            if (grid := other_grid(header["grids"])) is not None:
-                raise ValueError(f"it was summed on another grid: {grid}")
-            return unpacked_seen(header, tensors, recorder)
-        except DAMAGES as error:
-            raise DataError(
-                f"The checkpoint {path} is damaged: {type(error).__name__}: {error}. Remove it to capture its inputs "
-                "again."
-            ) from error
+    def _read(self, path: Path) -> Progress:
+        header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, _AGAIN)
+        with refusing_damage(path, FORMAT, _AGAIN):
+            if "samples" in header:
+                header = _of_version_4(header)
+            for name, value in self._settings.items():
+                if (stored := header["settings"].get(name)) != value:
+                    raise UsageError(
+                        f"{path} is of another capture: its {name} is {stored!r:.100}, not {value!r:.100}. Go on with "
+                        f"the options that it was begun with, or remove {self.folder} to begin anew."
+                    )
+            return _unpack_progress(header, tensors)
 
 
-def _disjoint(stored: Mapping[Path, Seen]) -> list[Seen]:
-    """Leave out files whose inputs another one has: that one took theirs in, and was lost before it removed them.
+def _of_version_4(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the header of format versions up to 4, which lack some settings and what all captures have."""
+    by_part = any(part["name"] for part in header["parts"])
+    settings = {"diagonal": False, "by_part": by_part, "keep_inputs": 0, **header["settings"]}
+    samples = header["samples"]
+    parts = [{**part, "about": {}, "n_samples": samples.get(part["name"], 0)} for part in header["parts"]]
+    whole = {"about": {}, "n_samples": 0, "seed": settings["seed"], "versions": {}, "sites": []}
+    return {**header, **whole, "settings": settings, "skipped": header["late"], "parts": parts}
+
+
+def _disjoint(stored: Mapping[Path, Progress]) -> list[Progress]:
+    """Omit files whose inputs another file contains: its rank merged them, and was lost before it removed them.
 
     Raises:
-        DataError: if two have some inputs in common, and each some that the other has not.
+        DataError: if two files share some inputs, and each has some that the other has not.
     """
     kept: dict[Path, set[int]] = {}
-    for path, seen in sorted(stored.items(), key=lambda entry: len(entry[1].done), reverse=True):
-        numbers = set(seen.done.numbers)
-        overlaps = {other: common for other, done in kept.items() if (common := numbers & done)}
+    for path, progress in sorted(stored.items(), key=lambda entry: len(entry[1].done), reverse=True):
+        numbers = set(progress.done.numbers)
+        overlaps = [(larger, done) for larger, done in kept.items() if numbers & done]
         if not overlaps:
             kept[path] = numbers
-        elif any(common != numbers for common in overlaps.values()):
+        elif not all(numbers <= done for _, done in overlaps):
             raise DataError(
-                f"{path} and {next(iter(overlaps))} hold some of the same inputs, so that they are not of one run. "
+                f"{path} and {overlaps[0][0]} hold some of the same inputs, so that they are not of one run. "
                 "Remove one of them to capture its inputs again."
             )
     return [stored[path] for path in kept]

@@ -1,4 +1,4 @@
-"""The hooks' side of a capture: which batch is running, and the sums of each site, for each part of the data."""
+"""Recording of a capture: hooks on the norms of a network add their pairs to the sums of each site."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
-from normscope.pairs.captures import Capture, sums_of, versions
-from normscope.pairs.kept_inputs import InputKeeper, KeptInput, Previews, first_inputs
+from normscope.pairs.captures import Capture, added, sums_of, versions
+from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
@@ -32,53 +32,40 @@ ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 @dataclass
-class Seen:
-    """Progress of a capture: the sums so far, and the inputs that are in them.
+class Progress:
+    """A capture under way, and the inputs that are in it.
 
     Attributes:
-        stats: the sums of each site, by part of the data and name of the site; the part is empty where it has no name.
-        n_samples: number of samples by part.
-        late: norms that the first sample did not call and a later one did.
+        capture: its parts contain the sums so far, one part without a name among them; the whole is summed in the end.
         first: least number of an input of each part, by which parts are ordered.
-        inputs: those that are kept to be looked at.
-        done: the inputs that are in the sums, or that could not be read.
-        left_out: what reading left out of them.
+        done: inputs that are in the sums, or could not be read.
+        left_out: inputs that reading omitted.
     """
 
-    stats: dict[str, dict[str, PairStats]] = field(default_factory=dict)
-    n_samples: Counter[str] = field(default_factory=Counter)
-    late: dict[str, SkippedNorm] = field(default_factory=dict)
+    capture: Capture
     first: dict[str, int] = field(default_factory=dict)
-    inputs: list[KeptInput] = field(default_factory=list)
     done: Done = field(default_factory=Done)
     left_out: LeftOut = field(default_factory=LeftOut)
 
-    @property
-    def parts(self) -> list[str]:
-        """Name the parts in the order of their inputs; those of the same input as they came."""
-        return sorted(self.stats, key=lambda part: self.first.get(part, 0))
+    def part(self, name: str, number: int) -> Capture:
+        """Return a part of the data, to which an input of this number belongs."""
+        self.first[name] = min(number, self.first.get(name, number))
+        empty = replace(self.capture, skipped=[], stats={}, parts={}, inputs=())
+        return self.capture.parts.setdefault(name, empty)
 
-    def merge(self, other: Seen) -> Seen:
+    def merge(self, other: Progress) -> Progress:
         """Return the progress of both, whose inputs differ."""
-        merged = {part: dict(stats) for part, stats in self.stats.items()}
-        for part, stats in other.stats.items():
-            mine = merged.setdefault(part, {})
-            mine |= {name: mine[name].merge(own) if name in mine else own for name, own in stats.items()}
-        first = {
-            part: min(seen.first.get(part, number) for seen in (self, other))
-            for part, number in (self.first | other.first).items()
-        }
-        done, left_out = Done(self.done.flags), LeftOut(dict(self.left_out.unreadable), self.left_out.cut)
-        done.add(other.done.numbers)
-        left_out.add(other.left_out)
-        inputs = first_inputs([*self.inputs, *other.inputs])
-        n_samples = self.n_samples + other.n_samples
-        return Seen(merged, n_samples, self.late | other.late, first, inputs, done, left_out)
+        least = {name: min(number, other.first.get(name, number)) for name, number in self.first.items()}
+        merged = Progress(added(self.capture, other.capture), {**other.first, **least})
+        for progress in (self, other):
+            merged.done.add(progress.done.numbers)
+            merged.left_out.add(progress.left_out)
+        return merged
 
 
 @dataclass(frozen=True)
 class Summing:
-    """Options of summing, see :func:`normscope.pairs.capture.capture`.
+    """Options of summing, see :func:`normscope.capture`.
 
     Attributes:
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
@@ -96,7 +83,13 @@ class Summing:
 
 
 class Recorder:
-    """Runs a network with hooks on its norms, and sums up what they do."""
+    """Runs a network with hooks on its norms, and sums up their pairs.
+
+    Attributes:
+        progress: the sums so far.
+        assignment: of sources to folds; a resumed capture keeps its own.
+        lock: identifies the passes of this recorder; held while a hook sums.
+    """
 
     def __init__(
         self,
@@ -106,12 +99,14 @@ class Recorder:
         sites: list[NormSite],
         previews: Previews = preview_of,
     ) -> None:
-        """Keep which norms to observe, and how; and what says of the samples of a batch what can be looked at."""
+        """Observe ``sites`` among the norms of a report; ``previews`` return what is displayed of a sample."""
         self.model, self.summing, self.report, self.sites = model, summing, report, sites
-        self.seen = Seen()
-        self.assignment: Assignment = "permuted"  # of sources to folds; a resumed capture keeps its own
+        self.progress = Progress(Capture({}, sites, [], {}, 0, summing.seed, {}))
+        self.assignment: Assignment = "permuted"
+        self.lock = threading.RLock()
         self._keeper = InputKeeper(summing.keep_inputs, previews)
         self._batch: Batch | None = None
+        self._part = self.progress.capture
         self._padded = False
         self._tokens_so_far: dict[str, int] = {}
         self._position_axes: dict[str, int] = {}
@@ -120,13 +115,12 @@ class Recorder:
         self._summed: Counter[str] = Counter()
         self._summing_at = ""
         self._nobodys = ""
-        self.lock = threading.RLock()  # identifies this recorder's passes; held while a hook sums
         self._inputs: dict[tuple[str, int], list[Tensor]] = {}  # by norm and thread; of norms that change their own
         self._halving = Halving("taken")
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Observe the norms of the sites meanwhile."""
+        """Observe the norms of the sites in the block."""
         with contextlib.ExitStack() as hooks:
             for site in self.sites:
                 hook = self._hook(site, self.report.kinds[site.name], self.report.shapes[site.name])
@@ -140,25 +134,24 @@ class Recorder:
             yield
 
     def run(self, batch: Batch, number: int = 0, heard: Callable[[nn.Module, Any], None] | None = None) -> None:
-        """Run the network on a batch and sum up what its norms do; in halves, and halves of them, where memory ends.
+        """Run the network on a batch and sum up the pairs of its norms; in halves, and their halves, where memory ends.
 
         A norm that had summed up the whole batch when memory ended leaves out the halves: every pair counts once.
 
         Args:
             batch: of some inputs.
             number: of the first of them.
-            heard: called with the network and what it gave, unless the batch ran in halves.
+            heard: called with the network and its output, unless the batch ran in halves.
 
         Raises:
             MemoryEndedError: if memory ends at a single sample, at a batch that cannot be split without counting
                 something twice, or while pairs are being summed.
             ModelError: if the network raises anything else.
         """
-        part = self._part_of(batch)
-        self.seen.first[part] = min(number, self.seen.first.get(part, number))
+        self._part = self.progress.part(batch.part if self.summing.by_part else "", number)
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
             if self._fits(piece, summed, heard if piece is batch else None):
-                self.seen.n_samples[part] += len(piece.samples)
+                self._part.n_samples += len(piece.samples)
             else:
                 self._halving.halve(piece, summed | self._calls)
 
@@ -167,44 +160,30 @@ class Recorder:
         if self.summing.sample is not None:
             sample = f"a sample of {count(self.summing.sample, 'token')} of each"
             about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
-        seen = self.seen
-        for moved in seen.stats.values():  # one site after another, so that no second copy of all is made
-            for name in moved:
-                moved[name] = moved[name].to("cpu")
-        called = {name for stats in seen.stats.values() for name in stats}
-        missed = [site for site in self.sites if site.name not in called]
+        progress, inputs = self.progress, first_inputs(self.progress.capture.inputs, self.summing.keep_inputs)
+        parts = dict(sorted(progress.capture.parts.items(), key=lambda named: progress.first[named[0]]))
+        for part in parts.values():
+            for name in part.stats:  # one site after another, so that no second copy of all is made
+                part.stats[name] = part.stats[name].to("cpu")
+        stats = sums_of(self.sites, [part.stats for part in parts.values()])
+        never = [site for site in self.sites if site.name not in stats]
         skipped = skipped + [
-            SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in missed
+            SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in never
         ]
 
-        def of(stats: dict[str, PairStats], n_samples: int, part: str = "") -> Capture:
-            own = [site for site in self.sites if site.name in stats]
+        def finished(stats: dict[str, PairStats], n_samples: int, part: str = "") -> Capture:
+            sites = [site for site in self.sites if site.name in stats]
             named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
-            inputs = [one for one in self._first_inputs() if part in ("", one.part)]
-            whole = Capture({**about, **named}, own, skipped, stats, n_samples, self.summing.seed, versions())
-            return replace(whole, inputs=inputs)
+            kept = [each for each in inputs if part in ("", each.part)]
+            return Capture(
+                {**about, **named}, sites, skipped, stats, n_samples, self.summing.seed, versions(), inputs=kept
+            )
 
-        whole = sums_of(self.sites, [seen.stats[part] for part in seen.parts])
-        named = {part: of(seen.stats[part], seen.n_samples[part], part) for part in seen.parts if part}
-        return replace(of(whole, seen.n_samples.total()), parts=named)
-
-    def _first_inputs(self) -> list[KeptInput]:
-        """Select the inputs to keep among those of all ranks and runs."""
-        return first_inputs(self.seen.inputs, self.summing.keep_inputs)
-
-    def empty(self, site: NormSite, device: torch.device) -> PairStats:
-        """Return sums over nothing, such as are kept of a site."""
-        stats = PairStats.empty(
-            site.channels,
-            self.summing.seed,
-            device,
-            grouped=site.grouped,
-            by_gamma=self.summing.by_gamma,
-            per_channel=self.summing.per_channel,
-            diagonal=self.summing.diagonal and site.has_diagonal,
-        )
-        stats.sources = SourcesSeen(assignment=self.assignment)
-        return stats
+        whole = finished(stats, sum(part.n_samples for part in parts.values()))
+        named = {
+            name: finished(part.stats, part.n_samples, name) for name, part in parts.items() if name and part.stats
+        }
+        return replace(whole, parts=named)
 
     def _fits(self, batch: Batch, summed: Counter[str], heard: Callable[[nn.Module, Any], None] | None = None) -> bool:
         """Run the batch; return False if memory ended, with the network's buffers as they were before."""
@@ -235,11 +214,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def _recording(self, batch: Batch, summed: Counter[str]) -> Iterator[None]:
-        """Take what the norms do meanwhile for the batch's; whatever makes the batches may run the model too."""
+        """Attribute the pairs of the block to the batch; whatever makes the batches may run the model too."""
         self._batch, self._tokens_so_far, self._calls, self._summed = batch, {}, Counter(), summed
         self._summing_at = self._nobodys = ""
         self._inputs.clear()  # a pass whose memory ended leaves one behind
-        self.seen.inputs = self._keeper.begin(batch, self.seen.inputs)
+        kept = self.progress.capture
+        kept.inputs = self._keeper.begin(batch, kept.inputs)
         self._padded = batch.padded  # once a batch: a hook that asked would wait for the GPU at each norm
         try:
             with passes_by(self.lock):
@@ -310,21 +290,26 @@ class Recorder:
         return hook
 
     def _stats(self, site: NormSite, device: torch.device) -> PairStats:
-        stats = self.seen.stats.setdefault(self._part_of(self._batch) if self._batch else "", {})
+        stats = self._part.stats
         if site.name not in stats:
-            stats[site.name] = self.empty(site, device)
+            stats[site.name] = PairStats.empty(
+                site.channels,
+                self.summing.seed,
+                device,
+                grouped=site.grouped,
+                by_gamma=self.summing.by_gamma,
+                per_channel=self.summing.per_channel,
+                diagonal=self.summing.diagonal and site.has_diagonal,
+            )
+            stats[site.name].sources = SourcesSeen(assignment=self.assignment)
         if stats[site.name].channel_sums.device != device:  # read from a checkpoint
             stats[site.name] = stats[site.name].to(device)
         return stats[site.name]
 
-    def _part_of(self, batch: Batch) -> str:
-        """The part of the data whose sums a batch enters; the kept inputs know theirs in any case."""
-        return batch.part if self.summing.by_part else ""
-
     def _axis_of_samples(self, name: str, of_one_sample: torch.Size, shape: torch.Size) -> int | None:
-        """Find the axis that counts samples; None where there is none, or it cannot be told.
+        """Find the axis of samples; None where there is none, or it cannot be identified.
 
-        What has none is in no fold: its tokens are those of no sample, once for each batch.
+        Tokens of a norm without it belong to no sample and no fold, once for each batch.
         """
         assert self._batch is not None  # noqa: S101 - as the hooks do nothing without one
         n_samples = len(self._batch.samples)
@@ -343,7 +328,7 @@ class Recorder:
     def _valid_tokens(
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
     ) -> Tensor | None:
-        """Tell which rows are data and not padding: bool ``(tokens,)``, or None for all."""
+        """Return the mask of rows that are data and not padding: bool ``(tokens,)``, or None for all."""
         valid = self._batch.valid_at(site.name) if self._padded and self._batch is not None else None
         if valid is None:
             return None

@@ -1,27 +1,12 @@
-"""Records as JSON, as flat columns and as tables, and checked values back from JSON: one way for all of them."""
+"""Records as JSON, as flat columns and as tables; and from JSON back into dataclasses."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from types import UnionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    SupportsIndex,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-    overload,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, overload
 
 from normscope.errors import UsageError, unknown
 
@@ -158,70 +143,39 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def checked(document: Any, types: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return the members of a JSON object by name, each of its type: lists become tuples and records.
-
-    Types are ``str``, ``bool``, ``int`` (64 bits), ``float`` (finite), ``list``, ``None``, dataclasses, literals,
-    mappings, tuples and unions of these.
+def converted(kind: type[R], document: Any, what: str) -> R:
+    """Convert a JSON object strictly into a dataclass; a missing member takes the field's default.
 
     Raises:
-        ValueError: if a member is missing or of another type.
+        ValueError: if a member is missing or of another type, or a number is not finite or beyond 64 bits.
 
-    >>> checked({"shape": [2, 3], "more": 1}, {"shape": tuple[int, ...]}, "site")
-    {'shape': (2, 3)}
-    >>> checked({"eps": 1e-5}, {"eps": bool}, "site")
+    >>> from dataclasses import make_dataclass
+    >>> Site = make_dataclass("Site", [("shape", tuple[int, ...])])
+    >>> converted(Site, {"shape": [2, 3], "more": 1}, "site")
+    Site(shape=(2, 3))
+    >>> converted(Site, {"shape": [2, True]}, "site")
     Traceback (most recent call last):
-    ValueError: the eps of a site is 1e-05
+    ValueError: the site is malformed: Expected `int`, got `bool` - at `$.shape[1]`
     """
-    if not isinstance(document, Mapping):
-        raise ValueError(f"a {what} is {document!r:.60}")
-    values = {}
-    for name, kind in types.items():
-        if name not in document:
-            raise ValueError(f"the {name} of a {what} is missing")
-        try:
-            values[name] = _typed(document[name], kind)
-        except TypeError:
-            raise ValueError(f"the {name} of a {what} is {document[name]!r:.60}") from None
-    return values
+    import msgspec
+
+    for number in _numbers(document):  # msgspec accepts all of Python's
+        if not (math.isfinite(number) if isinstance(number, float) else abs(number) < 2**63):
+            raise ValueError(f"the {what} contains the number {number!r:.60}")
+    try:
+        return msgspec.convert(document, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"the {what} is malformed: {error}") from None
 
 
-def converted(kind: type[R], document: Any, what: str = "") -> R:
-    """Convert a JSON object into a dataclass by its annotations; a missing member takes the field's default.
-
-    Raises:
-        ValueError: as of :func:`checked`.
-    """
-    names = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
-    given = {name: value for name, value in names.items() if value is not MISSING}
-    document = {**given, **document} if isinstance(document, Mapping) else document
-    hints = get_type_hints(kind)
-    return kind(**checked(document, {name: hints[name] for name in names}, what or kind.__name__))
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    """Return a JSON value as a type; TypeError if it is of another."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        for choice in inner:
-            with contextlib.suppress(TypeError):
-                return _typed(value, choice)
-    elif origin is Literal:
-        if isinstance(value, str) and value in inner:
-            return value
-    elif origin is tuple:
-        if isinstance(value, (list, tuple)) and (inner[-1] is ... or len(inner) == len(value)):
-            return tuple(map(_typed, value, itertools.repeat(inner[0]) if inner[-1] is ... else inner))
-    elif isinstance(origin, type) and issubclass(origin, Mapping):
-        if isinstance(value, Mapping):
-            return {_typed(name, inner[0]): _typed(entry, inner[1]) for name, entry in value.items()}
-    elif is_dataclass(kind):
-        return converted(kind, value)  # type: ignore[arg-type]
-    elif (type(value) is kind or (kind is float and type(value) is int)) and (  # a bool is an int to isinstance
-        not isinstance(value, (int, float)) or abs(value) < (2**63 if kind is int else math.inf)
-    ):
-        return value
-    raise TypeError
+def _numbers(document: Any) -> Iterator[int | float]:
+    if isinstance(document, Mapping):
+        document = list(document.values())
+    if isinstance(document, (list, tuple)):
+        for entry in document:
+            yield from _numbers(entry)
+    elif isinstance(document, (int, float)):
+        yield document
 
 
 def is_shape(sizes: Iterable[int]) -> bool:

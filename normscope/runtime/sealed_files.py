@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,21 @@ def read_checked(
     if not sealed.endswith(seal) or seal != _seal(digest(text, tensors)):
         raise DataError(f"The {kind} {path} is damaged: it does not hold what was written (another sha256); {again}.")
     kinds = header.pop(_DEFLATED, {})
-    try:
+    with refusing_damage(path, form, again):
         sizes = [math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in kinds.values()]
         if sum(sizes) > _LEAST_LIMIT + _LARGEST_RATIO * sum(tensors[name].nbytes for name in kinds):
             raise ValueError(f"its compressed tensors have {sum(sizes):,} bytes, more than a {kind} can have")
-        return header, tensors | {name: _inflated(tensors[name], *kinds[name]) for name in kinds}
+        tensors |= {name: _inflated(tensors[name], *kinds[name]) for name in kinds}
+    return header, tensors
+
+
+@contextlib.contextmanager
+def refusing_damage(path: Path, form: str, again: str = _AGAIN) -> Iterator[None]:
+    """Raise DataError, naming the file, for whatever its content makes the block raise."""
+    try:
+        yield
     except _DAMAGES as error:
+        kind = form.removeprefix("normscope-")
         raise DataError(f"The {kind} {path} is damaged: {type(error).__name__}: {error}; {again}.") from error
 
 

@@ -1,5 +1,6 @@
 """Captures against raw pairs computed independently, and the network left as it was found."""
 
+import contextlib
 import inspect
 import itertools
 import re
@@ -161,14 +162,6 @@ def test_size_does_not_grow():
     assert sum(t.nbytes for t in held) <= many.nbytes
 
 
-@pytest.fixture
-def mixed_network():
-    network = Network()
-    network.train()
-    network.first.eval()
-    return network
-
-
 def state_of(network: nn.Module) -> tuple:
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in network.modules()]
     flags = [m.training for m in network.modules()]
@@ -176,31 +169,36 @@ def state_of(network: nn.Module) -> tuple:
     return hooks, flags, dtypes, torch.is_grad_enabled(), torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("failure", [None, ValueError("broken"), KeyboardInterrupt()])
-def test_the_network_is_left_as_found(mixed_network, failure):
-    before = state_of(mixed_network)
-
+def broken_after(failure):
     def batches():
         yield inputs(1)[0]
         torch.rand(3)  # a data set that draws random numbers of its own
         if failure is not None:
             raise failure
 
-    if failure is None:
-        normscope.capture(mixed_network, batches())
-    else:
-        with pytest.raises(type(failure)):
-            normscope.capture(mixed_network, batches())
-    assert state_of(mixed_network) == before
+    return batches()
 
 
-def test_a_forward_that_fails_leaves_no_hook(mixed_network):
-    good, bad = inputs(1)[0], torch.zeros(4, 10, 5)
-    before = state_of(mixed_network)
-    for batches in ([bad], [good, bad]):
-        with pytest.raises(ModelError, match=r"raised RuntimeError on inputs of the shapes \([14], 10, 5\): "):
-            normscope.capture(mixed_network, batches)
-    assert state_of(mixed_network) == before
+BAD = torch.zeros(4, 10, 5)
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "words"),
+    [
+        (broken_after(None), None, None),
+        (broken_after(ValueError("broken")), ValueError, "broken"),
+        (broken_after(KeyboardInterrupt()), KeyboardInterrupt, None),
+        ([BAD], ModelError, r"raised RuntimeError on inputs of the shapes \(1, 10, 5\): "),
+        ([*inputs(1), BAD], ModelError, r"raised RuntimeError on inputs of the shapes \(4, 10, 5\): "),
+    ],
+)
+def test_the_network_is_left_as_found(batches, error, words):
+    network = Network().train()
+    network.first.eval()
+    before = state_of(network)
+    with contextlib.nullcontext() if error is None else pytest.raises(error, match=words):
+        normscope.capture(network, batches)
+    assert state_of(network) == before
 
 
 def test_nonfinite_tokens_are_counted_apart():
@@ -409,9 +407,6 @@ def test_tuples_and_keyword_arguments():
 def test_batches_that_are_none(batches, error, sentence):
     with pytest.raises(error, match=sentence):
         normscope.capture(Network(), batches)
-
-
-def test_unknown_layers_are_named():
     with pytest.raises(UsageError, match="Did you mean 'first'"):
         normscope.capture(Network(), inputs(1), layers="frist")
 

@@ -1,7 +1,9 @@
 """Captures that were stopped, killed and gone on with, in one process: against one that nothing happened to."""
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import logging
 import math
 import shutil
@@ -9,10 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import OneNorm
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,12 +26,13 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs import ranks as checkpoints_module
+from normscope.pairs import storage
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
-from normscope.pairs.recorder import Summing
+from normscope.pairs.recorder import Recorder, Summing
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.sampling import FOLDS
-from normscope.runtime.sealed_files import write_checked
+from normscope.runtime.sealed_files import read_checked, write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from runs import differences
@@ -268,9 +273,25 @@ OTHERS["number of samples"]["inputs"].n_samples = 12
 def test_another_capture(tmp_path, name):
     stopped(tmp_path, 1)
     before = (tmp_path / "0.safetensors").read_bytes()
+    header, _ = read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (5,))
+    assert header["settings"].keys() == OTHERS.keys()  # all are tried
     with pytest.raises(UsageError, match=rf"is of another capture: its {name} is .*, not .*remove .* to begin anew"):
         run(tmp_path, **OTHERS[name])
     assert (tmp_path / "0.safetensors").read_bytes() == before
+
+
+def of_version_4(header, version=4):
+    """Return the header of a checkpoint as format versions 4 and 1 had it."""
+    parts = [{"name": part["name"], "sites": part["sites"]} for part in header["parts"]]
+    later = {"diagonal": False, "by_part": False, "keep_inputs": 0} if version == 1 else {}
+    return {
+        **{key: header[key] for key in ("format", "grids", "first", "unreadable", "cut")},
+        "version": version,
+        "settings": {name: value for name, value in header["settings"].items() if name not in later},
+        "samples": {part["name"]: part["n_samples"] for part in header["parts"]},
+        "late": header["skipped"],
+        "parts": parts,
+    }
 
 
 def of_version_1(tensors):
@@ -288,42 +309,21 @@ def of_version_1(tensors):
 def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
-    header, tensors = checkpoints_module.read_checked(path, checkpoints_module.FORMAT, (4,))
-    del (
-        header["settings"]["diagonal"],
-        header["settings"]["by_part"],
-        header["settings"]["keep_inputs"],
-        header["inputs"],
-    )
-    write_checked(path, {**header, "version": 1}, of_version_1(tensors))
+    header, tensors = read_checked(path, checkpoints_module.FORMAT, (5,))
+    write_checked(path, of_version_4(header, 1), of_version_1(tensors))
     with pytest.raises(UsageError, match="its diagonal is False, not True"):
         run(tmp_path, diagonal=True)
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
 
 
-def test_all_settings_are_tried(tmp_path):
-    stopped(tmp_path, 1)
-    header, _ = checkpoints_module.read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (4,))
-    assert header["settings"].keys() == OTHERS.keys()
-
-
-DAMAGES = {
-    "half of it": lambda content: content[: len(content) // 2],
-    "nothing": lambda content: b"",
-    "another bit": lambda content: content[:-9] + bytes([content[-9] ^ 4]) + content[-8:],
-    "another word": lambda content: content.replace(b"timestep 0", b"timestep 4"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_damaged(tmp_path, whole, name):
+def test_damaged(tmp_path, whole):
     stopped(tmp_path, 2)
     path = tmp_path / "0.safetensors"
-    changed = DAMAGES[name](path.read_bytes())
-    assert changed != path.read_bytes()
-    path.write_bytes(changed)
-    with pytest.raises(DataError, match=r"checkpoint .*0\.safetensors.*remove it to capture its inputs again\."):
-        run(tmp_path)
+    content = path.read_bytes()
+    for changed in (content[: len(content) // 2], b"", content.replace(b"timestep 0", b"timestep 4")):
+        path.write_bytes(changed)
+        with pytest.raises(DataError, match=r"checkpoint .*0\.safetensors.*remove it to capture its inputs again\."):
+            run(tmp_path)
     path.unlink()
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
 
@@ -336,18 +336,10 @@ def test_sums_of_another_version_and_on_another_grid(tmp_path, monkeypatch):
         run(tmp_path)
     shutil.rmtree(tmp_path)
     with monkeypatch.context() as patch:
-        other = checkpoints_module.grids()
-        patch.setattr(checkpoints_module, "grids", lambda: {**other, "pairs": [*other["pairs"][:-1], 3]})
+        patch.setitem(storage._GRIDS, "pairs", [6, -27, 3])
         stopped(tmp_path, 1)
     with pytest.raises(DataError, match="it was summed on another grid: pairs"):
         run(tmp_path)
-
-
-def test_a_capture_is_no_checkpoint(tmp_path, whole):
-    tmp_path.joinpath("kept").mkdir()
-    normscope.save_capture(whole[2], tmp_path / "kept" / "0.safetensors")
-    with pytest.raises(DataError, match="is a safetensors file, but no checkpoint"):
-        run(tmp_path / "kept")
 
 
 # --- where it cannot be written -----------------------------------------------------------------------------------
@@ -364,11 +356,8 @@ def test_a_run_goes_on_where_its_checkpoint_cannot_be_written(tmp_path, whole, m
     monkeypatch.setattr(checkpoints_module, "write_checked", full)
     with caplog.at_level(logging.WARNING):
         seen = captured(Network(), Inputs(), Summing(by_part=True), about=ABOUT, checkpoints=kept)
-    told = [record.getMessage() for record in caplog.records]
-    assert (
-        told
-        == ["Cannot write there: No space left on device. The run goes on; what was kept before stays as it was."] * 4
-    )
+    full_disk = "Cannot write there: No space left on device. The run goes on; what was kept before stays as it was."
+    assert [record.getMessage() for record in caplog.records] == [full_disk] * 4
     assert (tmp_path / "0.safetensors").read_bytes() == before
     assert_as_if_nothing_happened(seen, whole[2])
 
@@ -389,15 +378,11 @@ def test_nothing_is_begun_anew_beside_what_another_run_left(tmp_path):
     with pytest.raises(UsageError, match=r"kept holds what an unfinished run has captured\. --resume goes on from it"):
         Checkpoints(folder, NEVER).check()
     Checkpoints(folder, NEVER, resume=True).check()
-
-
-def test_a_place_where_nothing_can_be_kept_is_refused_before_the_run(tmp_path):
-    folder = tmp_path / "kept"
-    folder.write_text("somebody's notes")
-    for resume in (False, True):
-        with pytest.raises(UsageError, match=r"^Cannot write .*kept.0\.safetensors: Not a directory\.$"):
-            Checkpoints(folder, NEVER, resume=resume).check()
-    assert folder.read_text() == "somebody's notes"
+    file = tmp_path / "notes"
+    file.write_text("somebody's notes")
+    with pytest.raises(UsageError, match=r"^Cannot write .*notes.0\.safetensors: Not a directory\.$"):
+        Checkpoints(file, NEVER, resume=True).check()
+    assert file.read_text() == "somebody's notes"
 
 
 def test_files_of_others_are_neither_read_nor_removed(tmp_path, whole):
@@ -454,3 +439,109 @@ def test_how_often_it_is_written(tmp_path, monkeypatch):
 
     run(tmp_path, inputs=Slow(batch_size=1), every=25, resume=False)
     assert writes == [40, 70, 100]  # the first sample takes the first 10 s, before there is anything to keep
+
+
+# --- sources that were assigned to folds by their number modulo eight, before folds were permuted in blocks ---------
+
+SOURCES, D = 21, 16
+MIXED = "folds of two assignments, so no intervals and no ceiling"
+
+
+def plain_norm():
+    return OneNorm(nn.LayerNorm(D, elementwise_affine=False))
+
+
+def word(number, data="words"):
+    """One source of ``number + 1`` tokens, so that the counts of a fold tell its sources."""
+    x = 3 * torch.randn(1, number + 1, D, generator=torch.Generator().manual_seed(number))
+    return normscope.Batch((x,), samples=(normscope.Sample(f"word {number}", number, number, data),))
+
+
+def without_assignment(header):
+    """The header as it was before: with no assignment in it."""
+    text = json.dumps(header)
+    assert ', "assignment": "' in text
+    for site in [*header.get("sites", []), *(site for part in header["parts"] for site in part["sites"])]:
+        del site["sources"]["assignment"]
+    return header
+
+
+def as_before(monkeypatch):
+    """Let recorders assign sources to folds as they did, by their number modulo eight."""
+    begin = Recorder.__init__
+
+    def begin_as_before(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.assignment = "modulo"
+
+    monkeypatch.setattr(Recorder, "__init__", begin_as_before)
+
+
+@pytest.fixture
+def older(tmp_path):
+    """A file of version 5, as normscope wrote it before."""
+    with pytest.MonkeyPatch.context() as patch:
+        as_before(patch)
+        seen = normscope.capture(plain_norm(), [word(number) for number in range(SOURCES)])
+    path = normscope.save_capture(seen, tmp_path / "older.safetensors")
+    header, tensors = read_checked(path, storage.FORMAT, storage.FORMAT_VERSIONS)
+    write_checked(path, {**without_assignment(header), "version": 5}, tensors, deflated=True)
+    return path
+
+
+def tokens_by_number(sources, data="words"):
+    """Tokens in each fold where the fold is the source's number modulo eight, from where its data set begins."""
+    begin = hashlib.blake2b(data.encode(), digest_size=1).digest()[0]
+    tokens = np.zeros(8)
+    for number in sources:
+        tokens[(begin + number) % 8] += number + 1
+    return tokens
+
+
+def test_a_capture_of_before_keeps_its_folds_and_intervals(older):
+    seen = normscope.load_capture(older)
+    stats = seen.stats["norm"]
+    assert (stats.moments[:, 0].sum(1) / D).tolist() == tokens_by_number(range(SOURCES)).tolist()
+    assert stats.fold_by == "source"
+    [fit] = normscope.fit(seen, "tanh")
+    assert fit.intervals["alpha"] and fit.r2_ceiling is not None
+    again = normscope.load_capture(normscope.save_capture(seen, older.with_name("again.safetensors")))
+    assert again.stats["norm"].sources == stats.sources and torch.equal(again.stats["norm"].moments, stats.moments)
+    doubled = stats.merge(stats)
+    assert doubled.fold_by == "source" and doubled.sources.assignment == "modulo"
+
+
+def test_a_merge_of_two_assignments_has_no_intervals_and_says_so(older):
+    old = normscope.load_capture(older)
+    new = [normscope.capture(plain_norm(), [word(n, data) for n in range(9)], about={"data": data}) for data in "ab"]
+    for merged in (old.merge(new[0]).merge(new[1]), new[0].merge(new[1].merge(old))):
+        assert merged.about["data"].endswith(f" · {MIXED}") and merged.about["data"].count(MIXED) == 1
+        [fit] = normscope.fit(merged, "tanh")
+        assert (fit.folds, fit.r2_cv, fit.r2_ceiling, dict(fit.intervals)) == (None, None, None, {})
+        assert MIXED in fit.as_dict()["data"]
+        assert merged.stats["norm"].n_tokens == sum(range(1, SOURCES + 1)) + 2 * sum(range(1, 10))
+    assert MIXED not in new[0].merge(new[1]).about["data"]
+
+
+def test_a_resumed_capture_keeps_the_assignment_that_it_began_with(tmp_path, monkeypatch):
+    inputs = [word(number) for number in range(SOURCES)]
+    left = iter([False] * 6 + [True])
+    with monkeypatch.context() as patch, pytest.raises(StoppedError):
+        as_before(patch)
+        captured(plain_norm(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, stopping=lambda: next(left)))
+    [path] = tmp_path.iterdir()
+    header, tensors = read_checked(path, checkpoints_module.FORMAT, (5,))
+    write_checked(path, of_version_4(without_assignment(header), 3), tensors)
+    seen = captured(plain_norm(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, resume=True))
+    assert (seen.stats["norm"].moments[:, 0].sum(1) / D).tolist() == tokens_by_number(range(SOURCES)).tolist()
+    assert seen.stats["norm"].fold_by == "source"
+    anew = normscope.capture(plain_norm(), inputs)
+    assert (anew.stats["norm"].moments[:, 0].sum(1) / D).tolist() != tokens_by_number(range(SOURCES)).tolist()
+
+
+def test_of_folds_assigned_otherwise_the_same_inputs_are_not_compared_fold_by_fold(older):
+    old, new = normscope.load_capture(older), normscope.capture(plain_norm(), [word(n) for n in range(SOURCES)])
+    for other, paired in ((old, True), (new, False)):
+        rows = normscope.compare([old, other])
+        ratios = [row.alpha for row in rows if row.alpha]
+        assert ratios and all(ratio.paired == paired for ratio in ratios)

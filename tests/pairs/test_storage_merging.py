@@ -12,7 +12,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.pairs import storage
-from normscope.pairs.storage import all_tensors, header_of
+from normscope.pairs.storage import pack
 
 SUMS = 1e-12  # float64 sums of at most 1e7 terms each, added in another order
 
@@ -35,7 +35,7 @@ def thirds(digits):
 
 def assert_same_counts_and_sums(one, other):
     assert one.n_samples == other.n_samples
-    ours, theirs = all_tensors(one), all_tensors(other)
+    (_, ours), (_, theirs) = pack(one), pack(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         exact = tensor.dtype != torch.float64 or name.endswith("rank")
@@ -176,4 +176,4 @@ def test_words_are_joined_once(thirds):
     merged = normscope.merge_captures(named)
     assert merged.about["data"] == "a + b"
     assert merged.versions["torch"] == f"{named[0].versions['torch']} + 9.9"
-    assert header_of(merged)["n_samples"] == 24
+    assert merged.n_samples == 24

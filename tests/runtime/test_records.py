@@ -1,11 +1,13 @@
 import dataclasses
 import json
 import math
+import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from normscope.runtime.records import Record, as_json
+from normscope.runtime.records import Record, as_json, converted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,40 @@ def test_a_record_in_another_names_its_fields_itself():
         "second": {"x": {"renamed": 1}},
     }
     assert as_json(Inner(Renamed((2,)))) == {"value": {"renamed": [2]}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    size: int
+    scale: float = 1.0
+    shape: tuple[int, ...] | int = 0
+    inner: Inner | None = None
+
+
+def test_json_is_converted_strictly():
+    document = {"size": 2**63 - 1, "scale": 1, "shape": [2, 3], "inner": {"value": [1]}, "more": "ignored"}
+    assert converted(Stored, document, "file") == Stored(2**63 - 1, 1.0, (2, 3), Inner([1]))
+    assert converted(Stored, {"size": -(2**62)}, "file") == Stored(-(2**62))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"size": True}, "the file is malformed: Expected `int`, got `bool` - at `$.size`"),
+        ({"size": 1.0}, "Expected `int`, got `float` - at `$.size`"),
+        ({"size": "1"}, "Expected `int`, got `str` - at `$.size`"),
+        ({"size": 2**63}, "the file contains the number 9223372036854775808"),
+        ({"size": -(2**63)}, "the file contains the number -9223372036854775808"),
+        ({"scale": math.nan}, "the file contains the number nan"),
+        ({"inner": {"value": [-math.inf]}}, "the file contains the number -inf"),
+        ({"scale": True}, "Expected `float`, got `bool` - at `$.scale`"),
+        ({"shape": [2, True]}, "got `bool` - at `$.shape[1]`"),
+        ({"inner": {}}, "missing required field `value` - at `$.inner`"),
+    ],
+)
+def test_what_is_of_another_type_is_named(change, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        converted(Stored, {"size": 1, **change}, "file")
 
 
 @dataclasses.dataclass(frozen=True)

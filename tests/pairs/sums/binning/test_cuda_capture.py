@@ -15,7 +15,7 @@ from torch import nn
 
 import normscope
 from normscope.pairs.norms.trace import find_norms
-from normscope.pairs.ranks import Ranks, merge_seen
+from normscope.pairs.ranks import Ranks, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 
 DEVICE = os.environ.get("NORMSCOPE_KERNEL_TESTS") or "cuda"
@@ -169,9 +169,9 @@ def test_what_a_rank_has_seen_is_merged_by_the_backend(ranks):
     recorder = Recorder(model, Summing(by_gamma=True, per_channel=True), report, report.sites)
     with recorder.hooked(), torch.no_grad():
         recorder.run(normscope.Batch((batch,)))
-    before = {name: stats.to("cpu") for name, stats in recorder.seen.stats[""].items()}
-    merge_seen(recorder, ranks)
-    for name, stats in recorder.seen.stats[""].items():
+    before = {name: stats.to("cpu") for name, stats in recorder.progress.capture.parts[""].stats.items()}
+    merge_progress(recorder, ranks)
+    for name, stats in recorder.progress.capture.parts[""].stats.items():
         after = stats.to("cpu")
         for total, own in after.sums.items():
             assert torch.equal(own, before[name].sums[total]), total
