@@ -20,8 +20,7 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
-from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-from normscope.swaps.calibrate.swap import calibrated
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS, calibrated
 from normscope.swaps.distances import Configuration, Tallies
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.inits import CALIBRATED
