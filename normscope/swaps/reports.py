@@ -151,17 +151,17 @@ class DriftCalibration(Record):
 
     data: str
     refit: str
-    n_learned: int
-    n_judged: int
-    left_out: int
-    restored: int
-    left: Mapping[str, str]
+    n_learned: int = 0
+    n_judged: int = 0
+    left_out: int = 0
+    restored: int = 0
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def in_words(self) -> str:
         """One line of text.
 
-        >>> DriftCalibration("digits", "norms", 36, 12, 0, 0, {}).in_words
+        >>> DriftCalibration("digits", "norms", 36, 12).in_words
         'by itself, functions alone, on 48 other samples than it is measured on (12 of them decided)'
         """
         alone = ", functions alone" if self.refit == "norms" else ""

@@ -39,7 +39,7 @@ from normscope.swaps.heal.training import (
     save_checkpoint,
 )
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.quality.measures import Judge, QualityFunction
+from normscope.swaps.quality import Judge, QualityFunction
 from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport
 
 STEPS = 1700

@@ -351,7 +351,7 @@ class Judge:
         scores = {} if self.quality is None else self.quality.scores
         self.quality = replace(quality, scores={**scores, name: score})
 
-    def settle(self, ranks: Ranks) -> None:
+    def share_with(self, ranks: Ranks) -> None:
         """Send the measurements of the first rank to all of them."""
         if ranks.size == 1:
             return
