@@ -18,8 +18,7 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.distances import output_errors
-from normscope.swaps.heal.targets import TrainingTargets
-from normscope.swaps.heal.training import TrainingState
+from normscope.swaps.heal.training import TrainingState, TrainingTargets
 
 
 def batches(number, x_of, size=8):

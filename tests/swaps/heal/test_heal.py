@@ -22,9 +22,8 @@ from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal import heal as stages
-from normscope.swaps.heal import targets, training
-from normscope.swaps.heal.targets import TrainingTargets, drawn, pooled_loss, steps_of
-from normscope.swaps.heal.training import TrainedParameters
+from normscope.swaps.heal import training
+from normscope.swaps.heal.training import TrainedParameters, TrainingTargets, drawn, pooled_loss, steps_of
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import RMSNorm
 
@@ -274,7 +273,7 @@ def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks)
 @pytest.mark.parametrize("room", [0, 1000, 2**30])
 def test_what_the_original_gives_is_computed_once_as_far_as_there_is_room(networks, monkeypatch, room):
     original, swapped = networks
-    monkeypatch.setattr(targets, "MOST_TARGET_BYTES", room)
+    monkeypatch.setattr(training, "MOST_TARGET_BYTES", room)
     runs = []
     original.register_forward_hook(lambda *_: runs.append(1))
     lesson = TrainingTargets(original, swapped, Outputs(), SITES, [[batch] for batch in LEARN[:3]])
@@ -602,7 +601,7 @@ def test_gradients_are_those_of_the_function_written_out(function, by):
     target = torch.cos(3 * x)
     (by_hand - target).square().sum().backward()
     (function(x) - target).square().sum().backward()
-    trained.take_gradients()
+    trained.convert_gradients()
     for name, tensor in trained.tensors.items():
         scale = max(1.0, float(own[name].grad.abs().max()))
         # Of log α large terms cancel: as large as weight · gradient of the weight, which hold 1/α and α.
@@ -628,7 +627,7 @@ def test_an_alpha_of_nought_can_be_trained():
     function = PointwiseFunction("tanh", CHANNELS, alpha=0.0)
     trained = TrainedParameters(function, ["weight", "alpha", "bias"])
     function(torch.ones(1, CHANNELS)).sum().backward()
-    trained.take_gradients()
+    trained.convert_gradients()
     trained.put()
     assert all(
         bool(tensor.isfinite().all()) and bool(tensor.grad.isfinite().all()) for tensor in trained.tensors.values()
