@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from networks import numbered_batches as batches
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,14 +20,6 @@ from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.training import TrainingState, TrainingTargets
-
-
-def batches(number, x_of, size=8):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Batch((x_of(generator, size),), samples=tuple(Sample(f"{i}", i, i) for i in range(n * size, (n + 1) * size)))
-        for n in range(number)
-    ]
 
 
 def drift(original, swapped, inputs, outputs=None):

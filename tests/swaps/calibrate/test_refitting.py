@@ -6,11 +6,11 @@ import threading
 import pytest
 import torch
 from networks import PostNorm
+from networks import numbered_batches as batches
 from torch import nn
 
 import normscope
 from normscope.errors import ModelError
-from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.pool import Pool
 from normscope.swaps.calibrate import closed_form, neighbours, refitting
 from normscope.swaps.calibrate.calibrate import calibrate
@@ -18,14 +18,6 @@ from normscope.swaps.calibrate.closed_form import PENALTIES
 
 # Of float32 sums, and of a ridge that shrinks towards the layer's own weights.
 GIVEN_BACK = 2e-3
-
-
-def batches(number, x_of, size=8):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Batch((x_of(generator, size),), samples=tuple(Sample(f"{i}", i, i) for i in range(n * size, (n + 1) * size)))
-        for n in range(number)
-    ]
 
 
 def of_one_spread(generator, size, tokens=6):

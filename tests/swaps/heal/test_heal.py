@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import SafetensorError
+from networks import numbered_batches
 from safetensors.torch import load_file
 from torch import nn
 
@@ -46,15 +46,8 @@ class Small(nn.Module):
         return self.head(x)
 
 
-def batches(number, seed, size=8, data="noise"):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Batch(
-            (torch.randn(size, 4, 8, generator=generator),),
-            samples=tuple(Sample(f"{data} {i}", i, i, data) for i in range(n * size, (n + 1) * size)),
-        )
-        for n in range(number)
-    ]
+def batches(number, seed, data="noise"):
+    return numbered_batches(number, lambda generator, size: torch.randn(size, 4, 8, generator=generator), 8, seed, data)
 
 
 @pytest.fixture(scope="module")
@@ -515,40 +508,6 @@ def test_embedded_models_heal():
     other = normscope.load("demo_dit", limit=1, timesteps="900,", device="cpu", seed=3)
     report = normscope.heal(network.module, swapped, network.inputs, other.inputs, outputs=network.outputs, steps=12)
     assert report.closed > 0.3
-
-
-def test_what_stands_in_padding_changes_nothing():
-    class Masked(Small):
-        def forward(self, x, attention_mask):
-            return {"lengths": attention_mask.sum(1), "logits": super().forward(x)}
-
-    torch.manual_seed(0)
-    original = Masked().eval()
-    mask = (torch.arange(4).expand(8, 4) < torch.arange(8).remainder(4)[:, None] + 1).long()
-    clean = [{"x": batch.args[0] * mask[..., None], "attention_mask": mask} for batch in LEARN]
-    junk = [{"x": own["x"] + 50 * (1 - mask[..., None]), "attention_mask": mask} for own in clean]
-    start = copy.deepcopy(original)
-    normscope.swap(start, "isru", normscope.capture(original, clean))
-    healed = []
-    for inputs in (clean, junk):
-        swapped = copy.deepcopy(start)
-        # One data set, as the name of one that has none is made of its tensors.
-        report = normscope.heal(original, swapped, inputs[:24], inputs[24:], steps=12)
-        assert report.closed > 0
-        healed.append(swapped)
-    for one, other in zip(*(model.parameters() for model in healed), strict=True):
-        # Sums over rows that hold zeros are summed in another order by some kernels.
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=tmp_path / "at.safetensors")
-    assert list(tmp_path.iterdir()) == []
 
 
 CHANNELS = 3
