@@ -44,7 +44,7 @@ class Passes:
     batches: Iterable[Any]
     outputs: Outputs
     buffers: KeptBuffers
-    told: Callable[[int, int | None], object]
+    progress: Callable[[int, int | None], object]
 
     def output(self, batch: Batch) -> Tensor:
         """Return the network's output for a batch."""
@@ -66,7 +66,7 @@ class Passes:
                 else:
                     yield piece, output
                     done += len(piece.samples)
-                    self.told(done, of)
+                    self.progress(done, of)
 
 
 def _top1(passes: Passes, task: Task) -> Finding:
@@ -89,7 +89,9 @@ def _words(passes: Passes, task: Task) -> Finding:
             "".join(task.letters[letter] for letter in frames.unique_consecutive().tolist() if letter)
             for frames in logits.argmax(-1)
         ]
-        return [own and word == label for own, word, label in zip(finite, spelled, _labels(batch, str), strict=True)]
+        return [
+            whole and word == label for whole, word, label in zip(finite, spelled, _labels(batch, str), strict=True)
+        ]
 
     return _accuracy("word accuracy", "word", passes, right)
 
@@ -126,12 +128,12 @@ def _perplexity(passes: Passes, task: Task) -> Finding:
         ids, valid = _tokens(batch)
         _check_positions(logits, ids.shape)
         for row in range(len(ids)):
-            own, kept = ids[row, valid[row]], valid[row].to(logits.device)
-            if len(own) < 2:
+            tokens, kept = ids[row, valid[row]], valid[row].to(logits.device)
+            if len(tokens) < 2:
                 continue
-            surprises.append(_surprise(logits[row][kept][:-1], own[1:]))
+            surprises.append(_surprise(logits[row][kept][:-1], tokens[1:]))
             causal = causal or _is_causal(passes, batch, row)
-            n += len(own) - 1
+            n += len(tokens) - 1
     return _exp_of_mean("perplexity", surprises, n, f"{count(n, 'token')} of {count(len(surprises), 'text')}")
 
 
@@ -178,10 +180,10 @@ def _masked(batches: Iterable[Any], task: Task, chosen: set[int]) -> Iterator[Ba
         at_once = max(len(batch.samples), getattr(batches, "batch_size", 1))
         for row, words in enumerate(_words_of(batch, task)):
             places = words.nonzero().flatten().tolist()
-            own = [place for order, place in enumerate(places, start=number) if order in chosen]
+            masked = [place for order, place in enumerate(places, start=number) if order in chosen]
             number += len(places)
-            for first in range(0, len(own), at_once):
-                piece = own[first : first + at_once]
+            for first in range(0, len(masked), at_once):
+                piece = masked[first : first + at_once]
                 copies, rows = batch.take([row] * len(piece)), torch.arange(len(piece))
                 hidden = copies.kwargs["input_ids"].clone()
                 hidden[rows, piece] = task.mask_id
@@ -213,8 +215,8 @@ def _surprise(logits: Tensor, ids: Tensor) -> float:
     """Return the sum of −log p of tokens ``(positions,)`` under logits ``(positions, vocabulary)``, in float64."""
     step, parts = max(1, _AT_ONCE // logits.shape[-1]), []
     for first in range(0, len(ids), step):
-        own = in_float64(logits[first : first + step])
-        parts.append(float(F.cross_entropy(own, ids[first : first + step].to(own.device), reduction="sum")))
+        some = in_float64(logits[first : first + step])
+        parts.append(float(F.cross_entropy(some, ids[first : first + step].to(some.device), reduction="sum")))
     return math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf
 
 
@@ -257,8 +259,8 @@ def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
     embeddings = []
     for row, tokens in enumerate(output):
         kept = tokens if batch.valid is None else tokens[batch.valid[row].to(tokens.device)]
-        own = in_float64(kept).cpu()
-        embeddings.append({"mean": own.mean(0), "first": own[0], "last": own[-1]}[task.pooling])
+        kept = in_float64(kept).cpu()
+        embeddings.append({"mean": kept.mean(0), "first": kept[0], "last": kept[-1]}[task.pooling])
     return embeddings
 
 
@@ -340,8 +342,8 @@ class Judge:
                 quality, score = Quality(name_of_function, None, None, "", {}), Score(_number(self._by(model)))
             else:
                 assert self._by.measure is not None  # noqa: S101  # there would be a reason
-                told = partial(self._progress, f"quality of the {name}")
-                passes = Passes(model, self._batches, self._outputs, buffers, told)
+                progress = partial(self._progress, f"quality of the {name}")
+                passes = Passes(model, self._batches, self._outputs, buffers, progress)
                 try:
                     quality, score = MEASURES[self._by.measure](passes, self._by)
                 except UntoldError as error:

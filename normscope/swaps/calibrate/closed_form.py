@@ -95,13 +95,13 @@ class LayerSums:
         """Return the sums for two targets after adding HWᵀ, the output of a layer with these weights, to the second."""
         first, second = self.cross
         w = self.turned(weight)
-        own = self.gram @ w
+        outputs = self.gram @ w
         crossed = self.products[0, 1] + (w * first).sum(1).flatten()
-        squared = self.products[1, 1] + (w * (2 * second + own)).sum(1).flatten()
+        squared = self.products[1, 1] + (w * (2 * second + outputs)).sum(1).flatten()
         return replace(
             self,
-            targets=torch.stack([self.targets[0], self.targets[1] + self.given(w)]),
-            cross=torch.stack([first, second + own]),
+            targets=torch.stack([self.targets[0], self.targets[1] + self.summed_outputs(w)]),
+            cross=torch.stack([first, second + outputs]),
             products=torch.stack([torch.stack([self.products[0, 0], crossed]), torch.stack([crossed, squared])]),
         )
 
@@ -127,7 +127,7 @@ class LayerSums:
         """View a weight ``(channels, features)`` as ``(groups, features, channels of a group)``."""
         return weight.reshape(len(self.features), -1, weight.shape[1]).mT
 
-    def given(self, turned: Tensor) -> Tensor:
+    def summed_outputs(self, turned: Tensor) -> Tensor:
         """Return ΣHWᵀ, the summed outputs of a layer with such weights: ``(channels,)``."""
         return (self.features[:, None] @ turned).flatten()
 
@@ -166,18 +166,18 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     >>> sums = [LayerSums(), LayerSums()]
     >>> for rows, part in zip((x[:300], x[300:]), sums):
     ...     part.add(rows, [2 * rows[:, :1] + 1])
-    >>> found = ridge(*sums, torch.zeros(1, 3), torch.zeros(1))
-    >>> [round(float(value), 1) for value in (found.weight[0, 0], found.bias[0])]
+    >>> refitted = ridge(*sums, torch.zeros(1, 3), torch.zeros(1))
+    >>> [round(float(value), 1) for value in (refitted.weight[0, 0], refitted.bias[0])]
     [2.0, 1.0]
     """
     before = learned.turned(weight.double())
-    own_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
+    present_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
     of_learned = learned.centred() if bias is not None else learned
     of_judged = judged.centred(learned) if bias is not None else judged
     scale = _spread(of_learned)
     total = max(float(judged.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
     missing, missing_of_judged = (sums.cross[0] - sums.gram @ before for sums in (of_learned, of_judged))
-    of_bias_alone = _squares(of_judged, before, torch.zeros_like(own_bias))
+    error_of_bias = _squares(of_judged, before, torch.zeros_like(present_bias))
 
     factor = functools.cache(lambda penalty: _factor(of_learned.gram, penalty * scale))
 
@@ -186,24 +186,24 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
         left = 2 * missing_of_judged[..., ::every] - of_judged.gram @ change
         return float((change * left).sum())
 
-    own = (max(_squares(judged, before, own_bias), 0.0) / total) ** 0.5
+    present = (max(_squares(judged, before, present_bias), 0.0) / total) ** 0.5
     best, gain = math.inf, 0.0
     if scale > 0:
         best = _downhill(functools.cache(lambda penalty: -gained(penalty, max(1, before.shape[-1] // _CHANNELS))))
         gain = gained(best, 1)
     if not gain > 0:
         best, gain = math.inf, 0.0
-    after = (max(of_bias_alone - gain, 0.0) / total) ** 0.5
-    if not after < own:
-        return RefittedLayer(weight.double(), bias, None, own, own)
+    after = (max(error_of_bias - gain, 0.0) / total) ** 0.5
+    if not after < present:
+        return RefittedLayer(weight.double(), bias, None, present, present)
     both = learned + judged
     weights = before
     if best < math.inf:
         of_both = both.centred() if bias is not None else both
         left = of_both.cross[0] - of_both.gram @ before
         weights = before + torch.cholesky_solve(left, _factor(of_both.gram, best * scale * both.count / learned.count))
-    offset = None if bias is None else (both.targets[0] - both.given(weights)) / both.count
-    return RefittedLayer(weights.mT.flatten(0, 1), offset, best, own, after)
+    offset = None if bias is None else (both.targets[0] - both.summed_outputs(weights)) / both.count
+    return RefittedLayer(weights.mT.flatten(0, 1), offset, best, present, after)
 
 
 def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
@@ -214,9 +214,9 @@ def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
     centred = sums.centred()
     of_first, of_second = centred.cross
     explained = torch.cholesky_solve(of_second, _factor(centred.gram, penalty * _spread(centred)))
-    common = centred.products[0, 1] - (explained * of_first).sum(1).flatten()
-    own = centred.products[1, 1] - (explained * of_second).sum(1).flatten()
-    return torch.div(common, own.clamp_min(torch.finfo(torch.float64).tiny))
+    covariance = centred.products[0, 1] - (explained * of_first).sum(1).flatten()
+    variance = centred.products[1, 1] - (explained * of_second).sum(1).flatten()
+    return torch.div(covariance, variance.clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def _downhill(error: Callable[[float], float]) -> float:
@@ -247,7 +247,7 @@ def _factor(gram: Tensor, penalty: float) -> Tensor:
 def _squares(sums: LayerSums, turned: Tensor, bias: Tensor) -> float:
     """‖HWᵀ + b − T‖²."""
     square = sums.products[0, 0].sum() + (turned * (sums.gram @ turned - 2 * sums.cross[0])).sum()
-    return float(square + sums.count * bias @ bias - 2 * bias @ (sums.targets[0] - sums.given(turned)))
+    return float(square + sums.count * bias @ bias - 2 * bias @ (sums.targets[0] - sums.summed_outputs(turned)))
 
 
 def _spread(centred: LayerSums) -> float:
@@ -277,8 +277,8 @@ def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str
 
     >>> function = PointwiseFunction("tanh", 2, alpha=0.4)
     >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).reshape(100, 2)
-    >>> found = least_squares(function, x, 2 * torch.tanh(0.7 * x) - 1)
-    >>> [round(float(found[name].mean()), 3) for name in ("alpha", "weight", "bias")]
+    >>> fitted = least_squares(function, x, 2 * torch.tanh(0.7 * x) - 1)
+    >>> [round(float(fitted[name].mean()), 3) for name in ("alpha", "weight", "bias")]
     [0.7, 2.0, -1.0]
     """
     inner = {"alpha": function.alpha, "shift": function.shift}

@@ -37,10 +37,9 @@ class NextNorm:
 
     Attributes:
         path: of the norm.
-        base: path of the norm before it, whose input or output is the base; None if nothing is added to the output, and
-            only the norm takes it.
-        of_output: whether the base is that norm's output, as behind post-norms; else its input, the residual stream.
-        gain: one number a channel, such as a layer scale: float64 ``(channels,)``; ones without a scale.
+        base: path of the previous norm, whose input or output is the base; None if the norm alone receives the output.
+        of_output: True if the base is that norm's output, as for post-norms; False for its input, the residual stream.
+        gain: one number per channel, such as a layer scale: float64 ``(channels,)``; otherwise ones.
     """
 
     path: str
@@ -75,7 +74,7 @@ class Neighbours:
     Attributes:
         called_modules: norms and linear layers in the order of calls.
         left: reason why a linear layer beside a swapped norm is left as it is, by path.
-        bytes_per_input_byte: about how many bytes a batch's passes through both networks occupy while they wait.
+        bytes_per_input_byte: estimated memory of a batch's waiting passes through both networks.
     """
 
     called_modules: Sequence[CalledModule]
@@ -83,7 +82,7 @@ class Neighbours:
     bytes_per_input_byte: float
 
     def bytes_of(self, batches: Iterable[Batch]) -> int:
-        """Estimate the memory of waiting passes: longer texts need more than shorter ones."""
+        """Estimate the memory of waiting passes."""
         return round(self.bytes_per_input_byte * sum(map(_size, batches)))
 
 
@@ -241,9 +240,9 @@ def _is(x: Tensor, expected: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Modulation:
-    """Modulation of a norm's output y: y · (1 + scale) + shift, both from the output of one layer for the sample.
+    """Modulation of a norm's output y: y · (1 + scale) + shift, from channels of a layer's output for the sample.
 
-    ``layer`` is its path; ``scale`` and ``shift`` are the first of its channels for each.
+    ``layer`` is the path of the layer; ``scale`` and ``shift`` are the first channels of each.
     """
 
     layer: str
@@ -255,37 +254,38 @@ class Modulation:
         return torch.cat([first + torch.arange(size) for first in (self.scale, self.shift)])
 
 
-def modulation_of(output: Tensor, taken: Tensor, layers: Sequence[tuple[str, Tensor]]) -> Modulation | None:
+def modulation_of(output: Tensor, next_input: Tensor, layers: Sequence[tuple[str, Tensor]]) -> Modulation | None:
     """Find the modulation of a norm's output ``(samples, tokens, channels)`` by the input of the next layer.
 
     ``layers`` are paths and outputs of the linear layers that were called before.
 
-    >>> y, given = torch.randn(2, 9, 4), torch.randn(2, 12)
-    >>> modulation_of(y, y * (1 + given[:, None, 8:]) + given[:, None, :4], [("adaln", given)])
+    >>> y, modulation = torch.randn(2, 9, 4), torch.randn(2, 12)
+    >>> modulation_of(y, y * (1 + modulation[:, None, 8:]) + modulation[:, None, :4], [("adaln", modulation)])
     Modulation(layer='adaln', scale=8, shift=0)
     """
-    if output.ndim != 3 or output.shape != taken.shape:
+    if output.ndim != 3 or output.shape != next_input.shape:
         return None
     size = output.shape[-1]
-    for path, given in layers:
-        if given.ndim != 2 or len(given) != len(output) or given.shape[1] % size or given.shape[1] > _MOST_PARTS * size:
+    for path, modulation in layers:
+        channels = modulation.shape[-1]
+        if modulation.ndim != 2 or len(modulation) != len(output) or channels % size or channels > _MOST_PARTS * size:
             continue
-        parts = list(enumerate(given[:, None].chunk(given.shape[1] // size, dim=-1)))
+        parts = list(enumerate(modulation[:, None].chunk(channels // size, dim=-1)))
         for (first, scale), (second, shift) in itertools.permutations(parts, 2):
-            if _is(output * (1 + scale) + shift, taken):
+            if _is(output * (1 + scale) + shift, next_input):
                 return Modulation(path, first * size, second * size)
     return None
 
 
-def best_for_each_sample(given: Tensor, target: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and shift of each sample and channel that bring given · (1 + scale) + shift nearest to a target.
+def best_for_each_sample(output: Tensor, target: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit scale and shift of each sample and channel in output · (1 + scale) + shift to a target.
 
-    ``given`` and ``target`` are ``(samples, tokens, channels)``. Scales of channels that hardly vary are shrunk towards
-    the ``present`` ones. Scale and shift are float64 ``(samples, channels)``, on the CPU.
+    ``output`` and ``target`` are ``(samples, tokens, channels)``. Scales of channels that hardly vary are shrunk
+    towards the ``present`` ones. Returns float64 ``(samples, channels)``, on the CPU.
     """
-    given, target, present = (value.cpu().double() for value in (given, target, present))
-    centre, target_centre = given.mean(1), target.mean(1)
-    around = given - centre[:, None]
+    output, target, present = (value.cpu().double() for value in (output, target, present))
+    centre, target_centre = output.mean(1), target.mean(1)
+    around = output - centre[:, None]
     variance, covariance = around.square().mean(1), (around * (target - target_centre[:, None])).mean(1)
     weight = (_SHRINKAGE * variance.mean(0)).clamp_min(torch.finfo(torch.float64).tiny)
     slope = (covariance + weight * (1 + present)) / (variance + weight)
@@ -296,8 +296,8 @@ def best_for_each_sample(given: Tensor, target: Tensor, present: Tensor) -> tupl
 class LinearLayer:
     """Module as a linear map from rows ``(tokens, features)`` to rows ``(tokens, channels)``.
 
-    Each group of a convolution in groups has features of its own: its input rows are ``(tokens, groups, features)``.
-    ``weight`` and ``bias`` are names of parameters, and ``channel_axis`` numbers the channels of input and output.
+    Input rows of a grouped convolution are ``(tokens, groups, features)``. ``weight`` and ``bias`` are names of
+    parameters, and ``channel_axis`` is that of input and output.
 
     >>> convolution = nn.Conv1d(2, 5, 3, stride=2)
     >>> layer, x = LinearLayer.of(convolution), torch.randn(4, 2, 9)
@@ -410,8 +410,8 @@ class LinearLayer:
     def outputs(self, x: Tensor, output: Tensor | None, valid: Tensor | None = None) -> Tensor:
         """Return the output rows, ``(tokens, channels)``; for attention, its projection of x."""
         if isinstance(self.module, nn.MultiheadAttention):
-            given = self.inputs(x, valid) @ self.matrix.T
-            return given if self.offset is None else given + self.offset
+            projected = self.inputs(x, valid) @ self.matrix.T
+            return projected if self.offset is None else projected + self.offset
         if output is None:
             raise ValueError(f"a {type(self.module).__name__} gave no tensor")
         return rows(output if self.channel_axis == -1 else output.flatten(self.channel_axis + 1).mT, valid)

@@ -379,9 +379,9 @@ class TrainingTargets:
         with _site_outputs(self._swapped, self._sites) as of_sites:
             output = self._outputs.read(run(self._swapped, batch), batch)
         at_sites = [
-            pooled_loss(given, original, batch.valid_at(path))
+            pooled_loss(at_site, original, batch.valid_at(path))
             for path, calls in target[1].items()
-            for given, original in zip(of_sites[path], calls, strict=True)
+            for at_site, original in zip(of_sites[path], calls, strict=True)
         ]
         if measure_of(self._outputs.kind) == KL:
             loss = kl_divergences(output, target[0], batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
