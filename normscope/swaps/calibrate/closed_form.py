@@ -33,8 +33,6 @@ _LEAST_VARIANCE = 1e-10  # of f in a channel, as a share of its mean square: wit
 class LayerSums:
     """Sums over tokens of a layer's inputs H and of one or several targets T: float64, on the CPU.
 
-    Sums that ``share_inputs`` have the features and gram of other sums, and add targets alone.
-
     Attributes:
         count: number of tokens.
         features: ΣH: ``(groups, features)``.
@@ -55,7 +53,6 @@ class LayerSums:
     targets: Tensor = _NONE
     cross: Tensor = _NONE
     products: Tensor = _NONE
-    share_inputs: bool = False
 
     def add(self, inputs: Tensor, targets: Sequence[Tensor]) -> None:
         """Add inputs ``(tokens, features)``, or ``(tokens, groups, features)``, and targets ``(tokens, channels)``."""
@@ -63,9 +60,8 @@ class LayerSums:
             h = inputs[rows : rows + BLOCK].float()
             h = (h[:, None] if h.ndim == 2 else h).movedim(0, 1)
             t = torch.stack([target[rows : rows + BLOCK].float() for target in targets])
-            if not self.share_inputs:
-                self.count += h.shape[1]
-                self._add(features=h.sum(1), gram=_gram(h))
+            self.count += h.shape[1]
+            self._add(features=h.sum(1), gram=_gram(h))
             of_groups = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
             products = torch.stack([(target * t).sum(1) for target in t])
             self._add(targets=t.sum(1), cross=h.mT @ of_groups, products=products)

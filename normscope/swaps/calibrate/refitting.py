@@ -70,27 +70,6 @@ class _Originals:
     output: Tensor
 
 
-@dataclass(frozen=True)
-class _SharedSums:
-    """Sums over the inputs of the previous layer; a layer with the same inputs adds only its targets."""
-
-    kind: type[nn.Module] | None  # None for convolutions, which share nothing
-    inputs: Sequence[Tensor]
-    versions: Sequence[int]
-    sums: Sequence[LayerSums]
-
-    @classmethod
-    def of(cls, layer: LinearLayer, inputs: Sequence[Tensor], before: _SharedSums | None) -> _SharedSums:
-        """Begin sums; queries, keys and values often have one input, which must not have changed in place."""
-        kind = type(layer.module) if layer.channel_axis == -1 else None
-        versions = [0 if x.is_inference() else x._version for x in inputs]
-        same = before is not None and before.kind is kind is not None and before.versions == versions
-        if before is None or not same or any(x is not y for x, y in zip(inputs, before.inputs, strict=True)):
-            return cls(kind, inputs, versions, (LayerSums(), LayerSums()))
-        sums = [LayerSums(each.count, each.features, each.gram, share_inputs=True) for each in before.sums]
-        return cls(kind, inputs, versions, sums)
-
-
 class Refitting:
     """Calibration of a swapped network, module by module.
 
@@ -120,7 +99,6 @@ class Refitting:
         self._originals: dict[str, list[_Originals]] = {}
         self._norm_inputs: dict[str, list[Tensor]] = {}  # in the swapped network, as rows
         self._conditions: dict[str, list[Tensor]] = {}  # inputs of layers that modulate, in the swapped network
-        self._shared: _SharedSums | None = None
         self.modules: list[CalibratedModule] = []
 
     def run(self, called_modules: Sequence[CalledModule], progress: Progress) -> None:
@@ -309,8 +287,7 @@ class Refitting:
         targets: Callable[[int], Sequence[Tensor]],
     ) -> tuple[LayerSums, LayerSums]:
         """Sum over the tokens to learn from, and over those that decide."""
-        self._shared = _SharedSums.of(layer, [pause.input for pause in pauses], self._shared)
-        learned, judged = self._shared.sums
+        learned, judged = LayerSums(), LayerSums()
         for numbers, sums in ((range(self._n_learned), learned), (range(self._n_learned, len(pauses)), judged)):
             waiting, tokens, size = list[tuple[Tensor, ...]](), 0, 0
             for number in numbers:
