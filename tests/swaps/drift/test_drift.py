@@ -360,10 +360,15 @@ def test_progress_counts_what_passes_says():
 def test_batches_that_come_once_are_enough_for_one_pass():
     report = drift(PreNorm(), (x for x in inputs(3)), dyts(PreNorm()), cumulative=False)
     assert report.all.inputs == 15
-    with pytest.raises(UsageError, match="one_at_a_time"):
-        drift(PreNorm(), inputs(), dyts(PreNorm()), cumulative=False, one_at_a_time=False).least_harmful(1)
-    with pytest.raises(UsageError, match="7 sites were asked for; there are 3"):
-        drift(PreNorm(), inputs(), dyts(PreNorm())).least_harmful(7)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "number", "message"), [(False, 1, "one_at_a_time"), (True, 7, "7 sites were asked for; there are 3")]
+)
+def test_least_harmful_sites_need_each_site_alone(rounds, number, message):
+    report = drift(PreNorm(), inputs(), dyts(PreNorm()), cumulative=rounds, one_at_a_time=rounds)
+    with pytest.raises(UsageError, match=message):
+        report.least_harmful(number)
 
 
 def one_number(result, batch):
