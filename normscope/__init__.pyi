@@ -48,7 +48,7 @@ from .pairs.sums.stats import PairStats as PairStats
 from .swaps.bench.bench import bench as bench
 from .swaps.calibrate.calibrate import CalibrationReport as CalibrationReport
 from .swaps.calibrate.calibrate import calibrate as calibrate
-from .swaps.calibrate.swap import swap as swap
+from .swaps.calibrate.calibrate import swap as swap
 from .swaps.drift.drift import drift as drift
 from .swaps.drift.keep import keep as keep
 from .swaps.heal.heal import heal as heal

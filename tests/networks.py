@@ -3,6 +3,20 @@
 import torch
 from torch import nn
 
+from normscope.inputs.batch import Batch, Sample
+
+
+def numbered_batches(number, x_of, size=8, seed=0, data=""):
+    """Batches of ``x_of(generator, size)`` whose samples are sources of their own, numbered throughout."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Batch(
+            (x_of(generator, size),),
+            samples=tuple(Sample(f"{data}{i}", i, i, data) for i in range(n * size, (n + 1) * size)),
+        )
+        for n in range(number)
+    ]
+
 
 class OneNorm(nn.Module):
     """A LayerNorm, or another norm, alone: ``norm``."""

@@ -1,4 +1,4 @@
-"""Distances between outputs, sample by sample in float64; a few numbers are kept per input."""
+"""Distances between outputs, a few numbers for each sample."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from normscope.pairs.sums.tokens import batch_axis
 from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.reports import END, OUTPUT, Drift, Quantiles, Swapped
 
-Arranged = tuple[Tensor, Tensor | None]  # (samples, positions, features), and which positions are data
+Arranged = tuple[Tensor, Tensor | None]  # (samples, positions, features), and a mask of the positions that are data
 
 
 def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
     """View a network's output, whose axis 0 counts samples, as ``(samples, positions, features)``.
 
-    Positions are kept apart in logits of tokens, in frames, and if some are padding.
+    Positions are separate in logits of tokens, in frames, and if some are padding; otherwise there is one.
 
     Raises:
         ModelError: if axis 0 does not count the samples of the batch.
@@ -43,22 +43,19 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
 
 
 class SiteLayout:
-    """Layout of the output of one norm site; remembers the axis of positions once it is unambiguous.
-
-    ``of_one_sample`` is the shape of its output for one sample; None if unknown, with samples first.
-    """
+    """Layout of the output of a norm site; ``of_one_sample`` is its shape for one sample, or None for samples first."""
 
     def __init__(self, path: str, of_one_sample: torch.Size | None) -> None:
         self.path, self.of_one_sample = path, of_one_sample
         self._position_axis: int | None = None
 
     def by_sample(self, output: Tensor, batch: Batch) -> Arranged:
-        """View it as ``(samples, positions, features)``, with one position if nothing is padded.
+        """View an output as ``(samples, positions, features)``, with one position if nothing is padded.
 
-        An output that does not grow with the number of samples belongs to each of them.
+        An output whose size does not depend on the number of samples belongs to each of them.
 
         Raises:
-            DataError: if it cannot be told which of its elements are padding.
+            DataError: if the axis of positions, and so padding, is ambiguous.
         """
         samples, valid = len(batch.samples), batch.valid_at(self.path)
         positions = None if valid is None else valid.shape[1]
@@ -68,7 +65,7 @@ class SiteLayout:
         if axis is None or output.shape[axis] % samples:
             return output.reshape(1, 1, -1).expand(samples, -1, -1), None
         first = output.movedim(axis, 0)
-        if len(first) != samples:  # several rows a sample: its windows, its heads or its positions
+        if len(first) != samples:  # several rows per sample: windows, heads or positions
             first = first.reshape(samples, -1, *first.shape[1:])
         if valid is None or bool(valid.all()):
             return first.reshape(samples, 1, -1), None
@@ -90,16 +87,16 @@ class SiteLayout:
 
 
 _TOP = 5
-_AT_ONCE = 1 << 24  # elements in float64 at a time: logits of a long text over a large vocabulary are gigabytes
+_AT_ONCE = 1 << 24  # elements in float64 at a time: logits of a long text are gigabytes
 
 
 @dataclass(frozen=True)
 class Distances:
-    """Distances between the samples of one batch and the original's, on the CPU: float64 ``(samples,)`` each.
+    """Distances of the samples of one batch, named as in :class:`Drift`: ``(samples,)`` each, on the CPU.
 
-    The names are those of :class:`normscope.swaps.reports.Drift`. Shares are sums over a sample's ``answers``, its
-    positions with logits; ``frames`` has one element for each frame. Values of a sample that is ``left_out`` are
-    undefined. A sample that is ``nonfinite`` has an infinite ``relative_l2`` and ``kl``, and a cosine of −∞.
+    Shares are sums over a sample's ``answers``, its positions with logits; ``frames`` has one element for each frame.
+    Values of a sample that is ``left_out`` are undefined. A ``nonfinite`` sample has an infinite ``relative_l2`` and
+    ``kl``, and a cosine of −∞.
     """
 
     left_out: Tensor
@@ -115,12 +112,12 @@ class Distances:
 
 
 def distances(original: Tensor, swapped: Tensor, valid: Tensor | None = None, kind: Kind = "tensor") -> Distances:
-    """Compare two tensors sample by sample.
+    """Compare two tensors sample by sample, in float64.
 
     Args:
         original: ``(samples, positions, features)``, of any floating dtype and device.
         swapped: likewise.
-        valid: positions that are data and not padding, bool ``(samples, positions)``; None for all.
+        valid: mask of the positions that are data, ``(samples, positions)``; None for all.
         kind: ``classes`` and ``tokens`` for logits along the last axis, ``frames`` for distances of single positions.
     """
     pieces = [_sums(a, b, kind) for a, b in _pieces(original, swapped, valid)]
@@ -186,19 +183,18 @@ def _pieces(original: Tensor, swapped: Tensor, valid: Tensor | None) -> Iterator
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """Return it in float64, on its device or, where that has none, on the CPU."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()  # mps has no float64
+    """Convert to float64, on the CPU if the device is mps, which does not support it."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 
 def _kl(original: Tensor, swapped: Tensor) -> Tensor:
     a, b = original.log_softmax(-1), swapped.log_softmax(-1)
-    return (a.exp() * (a - b)).sum(-1).clamp_min(0)  # by Gibbs' inequality; rounding may pass it
+    return (a.exp() * (a - b)).sum(-1).clamp_min(0)  # Gibbs' inequality, despite rounding
 
 
-_OF_ALL = ("left_out", "frames")  # known of more than the samples that are compared
-
+_FOR_ALL = ("left_out", "frames")  # columns that do not have one element per compared sample
 _Key = tuple[int, str, str]  # number of the configuration, where it was measured, and the part of the data
-Came = tuple[int, int]
+_Columns = dict[str, Tensor]  # by name in Distances
 
 
 @dataclass(frozen=True)
@@ -217,42 +213,70 @@ class Configuration:
 
 
 @dataclass
-class Tally:
-    """Distances of one configuration at one place, batch after batch.
+class Tallies:
+    """Distances of several configurations, batch after batch.
 
-    Quantiles do not depend on the order of their values, and sums are exact before they are rounded: the division of
-    batches among ranks makes no difference. ``came`` is the chunk of the first batch, and its number in there.
+    Quantiles do not depend on the order of values, and sums are exact before they are rounded. So the result is the
+    same however ranks divide the batches.
     """
 
-    came: Came
-    _columns: dict[str, list[Tensor]] = field(default_factory=dict)
+    configurations: Sequence[Configuration]  # in the order of their rows
+    _kept: dict[_Key, list[tuple[tuple[int, int], _Columns]]] = field(default_factory=dict)
 
-    def add(self, compared: Distances) -> None:
-        """Add the distances of one more batch; samples with nothing to compare to are only counted."""
-        for name, values in vars(compared).items():
-            if values is not None:
-                self.extend(name, values if name in _OF_ALL else values[~compared.left_out])
+    def add(self, done: Configuration, at: str, part: str, compared: Distances, came: tuple[int, int]) -> None:
+        """Add the distances of a batch; ``came`` numbers its chunk among all ranks, and the batch in the chunk."""
+        compared_samples = ~compared.left_out
+        columns = {
+            name: values if name in _FOR_ALL else values[compared_samples]
+            for name, values in vars(compared).items()
+            if values is not None
+        }
+        key = self.configurations.index(done), at, part
+        self._kept.setdefault(key, []).append((came, columns))
 
-    def extend(self, name: str, values: Tensor) -> None:
-        """Add values of one kind, by its name in :class:`Distances`."""
-        self._columns.setdefault(name, []).append(values)
+    def gathered(self, ranks: Ranks) -> Tallies:
+        """Merge the tallies of all ranks; every rank calls it, also one without a batch."""
+        if ranks.size == 1:
+            return self
+        merged = [(key, self._came(key), self._columns(key)) for key in self._kept]
+        of_ranks = ranks.told([[key, came, {name: len(v) for name, v in of.items()}] for key, came, of in merged])
+        here = [values for _, _, columns in merged for values in columns.values()]
+        everyone = ranks.gathered(torch.cat([torch.zeros(0, dtype=torch.float64), *here]))
+        whole = Tallies(self.configurations)
+        for of_rank, values in zip(of_ranks, everyone, strict=True):
+            parts = iter(torch.split(values, [length for _, _, lengths in of_rank for length in lengths.values()]))
+            for key, came, lengths in of_rank:
+                columns = {name: next(parts) for name in lengths}
+                whole._kept.setdefault(tuple(key), []).append((tuple(came), columns))
+        return whole
 
-    def columns(self) -> dict[str, Tensor]:
-        """Return all values of each kind: float64."""
-        return {name: torch.cat(parts).double() for name, parts in self._columns.items()}
+    def rows(self, sites: Sequence[str]) -> list[Drift]:
+        """Return quantiles and shares: by configuration, by place in the order of the sites, by part as they came."""
+        order = {at: number for number, at in enumerate([OUTPUT, *sites, END])}
+        return [
+            self._row(*key)
+            for key in sorted(self._kept, key=lambda key: (key[0], order[key[1]], key[2] != "", self._came(key)))
+        ]
 
-    def row(self, func: str, init: str, done: Configuration, at: str, part: str = "") -> Drift:
-        """Return their quantiles and shares."""
-        columns = {name: values.tolist() for name, values in self.columns().items()}
+    def _came(self, key: _Key) -> tuple[int, int]:
+        return min(came for came, _ in self._kept[key])
+
+    def _columns(self, key: _Key) -> _Columns:
+        batches = [columns for _, columns in self._kept[key]]
+        return {name: torch.cat([columns[name] for columns in batches]).double() for name in batches[0]}
+
+    def _row(self, number: int, at: str, part: str) -> Drift:
+        columns = {name: values.tolist() for name, values in self._columns((number, at, part)).items()}
         answers = math.fsum(columns["answers"]) if "answers" in columns else None
         of_logits: dict[str, Any] = {}
         if answers:
             shares = [name for name in ("top1", "top5", "top5_overlap") if name in columns]
             of_logits = {name: math.fsum(columns[name]) / answers for name in shares}
             of_logits["kl"] = Quantiles.of(columns["kl"])
+        done = self.configurations[number]
         return Drift(
-            func=func,
-            init=init,
+            func="",
+            init="",
             swapped=done.swapped,
             site=done.site,
             sites_swapped=len(done.paths),
@@ -267,55 +291,6 @@ class Tally:
             frames=Quantiles.of(columns["frames"]) if "frames" in columns else None,
             **of_logits,
         )
-
-
-@dataclass
-class Tallies:
-    """Distances of one round of passes: a tally for each configuration, place and part of the data."""
-
-    configurations: Sequence[Configuration]  # in the order of their rows
-    _kept: dict[_Key, Tally] = field(default_factory=dict)
-
-    def add(self, done: Configuration, at: str, part: str, compared: Distances, came: Came) -> None:
-        """Add the distances of one more batch."""
-        self._tally((self.configurations.index(done), at, part), came).add(compared)
-
-    @property
-    def at_output(self) -> bool:
-        """True if the output of any batch was compared."""
-        return any(at == OUTPUT for _, at, _ in self._kept)
-
-    def gathered(self, ranks: Ranks) -> Tallies:
-        """Merge the tallies of all ranks; every rank calls it, also one without a batch."""
-        if ranks.size == 1:
-            return self
-        columns = [(key, tally.came, tally.columns()) for key, tally in self._kept.items()]
-        of_ranks = ranks.told([[key, came, {name: len(v) for name, v in of.items()}] for key, came, of in columns])
-        here = [values for _, _, of in columns for values in of.values()]
-        everyone = ranks.gathered(torch.cat([torch.zeros(0, dtype=torch.float64), *here]))
-        whole = Tallies(self.configurations)
-        for of_rank, values in zip(of_ranks, everyone, strict=True):
-            parts = iter(torch.split(values, [length for _, _, of in of_rank for length in of.values()]))
-            for (number, at, part), came, of in of_rank:
-                tally = whole._tally((number, at, part), tuple(came))
-                for name in of:
-                    tally.extend(name, next(parts))
-        return whole
-
-    def take(self, number: int, single: Tallies) -> None:
-        """Take over tallies of passes over a single configuration, which has this number here."""
-        self._kept |= {(number, at, part): tally for (_, at, part), tally in single._kept.items()}
-
-    def rows(self, func: str, init: str, sites: Sequence[str]) -> list[Drift]:
-        """Return the quantiles: by configuration, by place in the network's order, by part as they came."""
-        order = {at: number for number, at in enumerate([OUTPUT, *sites, END])}
-        ordered = sorted(self._kept, key=lambda key: (key[0], order[key[1]], key[2] != "", self._kept[key].came))
-        return [self._kept[key].row(func, init, self.configurations[key[0]], *key[1:]) for key in ordered]
-
-    def _tally(self, key: _Key, came: Came) -> Tally:
-        tally = self._kept.setdefault(key, Tally(came))
-        tally.came = min(tally.came, came)
-        return tally
 
 
 KL, RELATIVE_L2 = "KL divergence", "relative L2"
@@ -355,7 +330,7 @@ def kl_divergences(output: Tensor, target: Tensor, valid: Tensor | None = None) 
 
 
 def measure_of(kind: Kind) -> str:
-    """Name the error by which outputs of a kind are judged: logits by their probabilities, not by their size.
+    """Return the name of the error for outputs of a kind: KL divergence for logits.
 
     >>> measure_of("tokens"), measure_of("frames")
     ('KL divergence', 'relative L2')
@@ -363,13 +338,8 @@ def measure_of(kind: Kind) -> str:
     return KL if kind in ("classes", "tokens") else RELATIVE_L2
 
 
-def errors_by_kind(output: Tensor, target: Tensor, batch: Batch, kind: Kind) -> Tensor:
-    """Return the error of each sample's output that :func:`measure_of` names: ``(samples,)``."""
-    return (kl_divergences if measure_of(kind) == KL else relative_errors)(output, target, batch.valid)
-
-
 def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Batch], outputs: Outputs) -> Tensor:
-    """Return the errors of :class:`OutputErrors` for batches that are taken one by one."""
+    """Return the errors of :class:`OutputErrors` for batches that need not fit into memory together."""
     errors = (OutputErrors(original, [batch], outputs).of(swapped) for batch in batches)
     return torch.cat([torch.zeros(0, dtype=torch.float64), *errors])
 
@@ -378,12 +348,12 @@ MOST_OUTPUT_BYTES = 2**30  # of the original's outputs that are kept in memory
 
 
 class OutputErrors:
-    """Outputs of a network for some batches, computed once, and the distance of others from them.
+    """Errors of networks at the output, relative to an original.
 
     Args:
-        original: the network; called when it is first needed, and for outputs beyond a gibibyte again each time.
-        batches: in memory. Every pass begins from the present buffers of its network, and leaves them and its batch so.
-        outputs: how to read what the networks return.
+        original: the network; its outputs are computed when first needed, and a gibibyte of them is kept.
+        batches: in memory. Passes leave them, and the buffers of the networks, unchanged.
+        outputs: how to read the networks' outputs.
     """
 
     def __init__(self, original: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> None:
@@ -392,7 +362,7 @@ class OutputErrors:
         self._bytes_left = MOST_OUTPUT_BYTES
 
     def of(self, swapped: nn.Module) -> Tensor:
-        """Return the error at the output of every sample: float64 ``(samples,)`` on the CPU, ∞ where not finite.
+        """Return the error of each sample: float64 ``(samples,)`` on the CPU; ∞ if it is not finite.
 
         Raises:
             ModelError: if axis 0 of the output does not count the samples.
@@ -400,8 +370,8 @@ class OutputErrors:
         errors = [torch.zeros(0, dtype=torch.float64)]
         for number, batch in enumerate(self._batches):
             target = self._target(number)
-            output = self._output(swapped, batch)
-            errors.append(errors_by_kind(output, target, batch, self._outputs.kind).double().cpu())
+            measure = kl_divergences if measure_of(self._outputs.kind) == KL else relative_errors
+            errors.append(measure(self._output(swapped, batch), target, batch.valid).double().cpu())
         return torch.cat(errors).nan_to_num(nan=torch.inf)
 
     def _target(self, number: int) -> Tensor:
@@ -409,7 +379,7 @@ class OutputErrors:
             return self._kept[number]
         batch = self._batches[number]
         output = self._output(self._original, batch)
-        output_by_sample(output, batch, self._outputs.kind)  # refuses an output without an axis of samples
+        output_by_sample(output, batch, self._outputs.kind)  # raises ModelError without an axis of samples
         if output.nbytes <= self._bytes_left:
             self._bytes_left -= output.nbytes
             self._kept[number] = output

@@ -151,17 +151,17 @@ class DriftCalibration(Record):
 
     data: str
     refit: str
-    n_learned: int
-    n_judged: int
-    left_out: int
-    restored: int
-    left: Mapping[str, str]
+    n_learned: int = 0
+    n_judged: int = 0
+    left_out: int = 0
+    restored: int = 0
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def in_words(self) -> str:
         """One line of text.
 
-        >>> DriftCalibration("digits", "norms", 36, 12, 0, 0, {}).in_words
+        >>> DriftCalibration("digits", "norms", 36, 12).in_words
         'by itself, functions alone, on 48 other samples than it is measured on (12 of them decided)'
         """
         alone = ", functions alone" if self.refit == "norms" else ""
@@ -277,8 +277,8 @@ class HealReport(_AboutNetwork):
     Attributes:
         drifts: ``p10``, ``median`` and ``p90`` on the held-out inputs, at the ``start`` and after each stage,
             ``calibrated`` and ``trained``; ∞ for outputs that were not finite.
-        left_with: stage whose state the network was left with: the least held-out median with a 90th percentile that is
-            not above the start's.
+        left_with: stage that the network was left in: of the least held-out median with a 90th percentile that is not
+            above the start's.
         checks: the course of the training.
         steps: number of steps of the training.
         train: trained weights: ``norms``, ``neighbours`` or ``all``.
@@ -328,7 +328,7 @@ class HealReport(_AboutNetwork):
 
     @property
     def after(self) -> Mapping[str, float]:
-        """The same, with what the network was left with."""
+        """Quantiles of the drift on the held-out inputs at the stage that the network was left in."""
         return self.drifts[self.left_with]
 
     @property
@@ -360,15 +360,15 @@ class HealReport(_AboutNetwork):
 
 @dataclass(frozen=True)
 class KeepStep(Record):
-    """The network once one norm more is back in its place, all others of the chosen sites swapped.
+    """Error of the network with one norm more restored.
 
     Attributes:
-        site: the norm that came back in this step; None for the first, with all sites swapped.
-        kept: number of norms that are back.
+        site: path of the norm restored in this step; None for the first, with all sites swapped.
+        kept: number of norms restored.
         swapped: number of sites that are swapped.
-        error: at the output, over the inputs that the choice was made on.
-        held_out: the same over held-out inputs; None without any, and for steps that were not taken.
-        worked_on: median error that ``after`` returned, for example after a calibration; None without one.
+        error: at the output, over the inputs for the choice.
+        held_out: error over held-out inputs; None without any, and for steps that were not taken.
+        worked_on: median error that ``after`` returned, for example after a calibration; or None.
     """
 
     site: str | None
@@ -499,10 +499,10 @@ class BenchReport(Tabled, Record):
     """Speed of a network with each point-wise function in the place of its norms.
 
     Attributes:
-        about: model, weights and data, see :attr:`normscope.inputs.loaded_model.LoadedModel.about`.
+        about: model, weights and data.
         device: the device in words.
         rows: timings, in the order in which they were asked for.
-        left_out: what was not timed and why, a sentence each.
+        left_out: cases that were not timed, with the reason, a sentence each.
     """
 
     about: dict[str, str]

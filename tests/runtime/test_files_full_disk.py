@@ -16,7 +16,7 @@ from normscope.figures.scurves import save_figure
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import RawPairs
-from normscope.swaps.heal.training import TrainingState, copied, save_checkpoint
+from normscope.swaps.heal.training import TrainingState
 from normscope.swaps.store.store import FILES
 
 ROWS = [{"site": f"site {i}", "value": i / 7} for i in range(200)]
@@ -53,8 +53,8 @@ def a_swap(path):
 
 def a_healing(path):
     model, _ = network()
-    state = TrainingState(0.5, calibrated=copied(dict(model.named_parameters())))
-    return lambda: save_checkpoint(path, {}, {}, state)
+    state = TrainingState(0.5, tensors={"calibrated": dict(model.named_parameters())})
+    return lambda: state.save(path, {}, {})
 
 
 WRITERS = {

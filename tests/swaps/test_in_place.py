@@ -16,7 +16,7 @@ from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import whole_network
 from normscope.swaps.bench.whole_network import Variant
 from normscope.swaps.distances import output_errors
-from normscope.swaps.heal.targets import TrainingTargets
+from normscope.swaps.heal.training import TrainingTargets
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
 from normscope.swaps.reports import NATIVE, PASSES

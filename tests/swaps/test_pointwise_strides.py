@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.swaps.calibrate.swap import swap
+from normscope.swaps.calibrate.calibrate import swap
 from normscope.swaps.store.store import restored
 
 WIDTH = 6

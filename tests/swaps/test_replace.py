@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.swaps.calibrate.swap import swap
+from normscope.swaps.calibrate.calibrate import swap
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
 from normscope.swaps.standalone import RMSNorm

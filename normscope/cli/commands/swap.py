@@ -53,7 +53,7 @@ def swap(
 ) -> None:
     """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
     check_models([model])
-    from normscope.swaps.quality.measures import Judge
+    from normscope.swaps.quality import Judge
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 

@@ -1,38 +1,42 @@
-"""Calibration: a swapped network brought to what the original gives, in closed form and in one pass over the inputs.
+"""Calibration of a swapped network in closed form, and swap(), which can begin with it.
 
-Without gradients: where a norm stood, the layers beside it can take over much of what it did. Module by module, in the
-order of calls and on the inputs that the network calibrated so far gives, each point-wise function is fitted to what
-its norm gave, and each linear layer to what it gave in the original network.
+The layers beside a replaced norm can take over much of its effect. Modules are fitted in the order of calls, on inputs
+from the network calibrated so far: each point-wise function to its norm, each linear layer to itself in the original.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from normscope.errors import UsageError, count, unknown
+from normscope.fits.curves.known import Curve
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
 from normscope.inputs.pool import Pool
+from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import left_as_found, uncompiled
+from normscope.runtime.network import copied, left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
-from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, put_parameters
+from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, parameter_values, put_parameters
 from normscope.swaps.distances import OutputErrors, measure_of, output_errors
+from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.replace import Swap, replacements
+from normscope.swaps.start import RMS_NORM, Fits
 
 NORMS, NEIGHBOURS = "norms", "neighbours"
 REFITS = (NORMS, NEIGHBOURS)
-# Of activations that all waiting passes hold at once; their number of inputs is cut to it.
-MOST_BYTES = 4 * 2**30
+MOST_BYTES = 4 * 2**30  # of activations in waiting passes, which limits the number of inputs
 _QUANTILES = torch.tensor([0.5, 0.9], dtype=torch.float64)
 
 
@@ -42,14 +46,13 @@ class CalibrationReport(Record):
 
     Attributes:
         before: median error at the output with the start values, on the inputs that decide.
-        after: the same after it.
-        restored: whether the network was left with its start values, as the median had not fallen, or the 90th
-            percentile had risen.
-        modules: what was fitted, in the order of calls.
-        left: why a linear layer beside a swapped norm was left as it is, by path.
-        n_learned: samples that were learned from.
-        n_judged: samples that decided on λ, and on what is kept.
-        left_out: samples that did not fit into memory.
+        after: median error after calibration.
+        restored: True if the network has its start values, as the median did not fall or the 90th percentile rose.
+        modules: fitted modules, in the order of calls.
+        left: reason why a linear layer beside a swapped norm was left as it is, by path.
+        n_learned: number of samples to learn from.
+        n_judged: number of samples that decided on λ, and on the state to keep.
+        left_out: number of samples that did not fit into memory.
         measure: of the errors: ``KL divergence`` of logits, ``relative L2`` of other outputs.
     """
 
@@ -76,30 +79,30 @@ def calibrate(
     refit: str = NEIGHBOURS,
     progress: Progress = silent,
 ) -> CalibrationReport:
-    """Fit a swapped network, in place and without gradients, to what the original gives.
+    """Fit a swapped network to the original, in place and without gradients.
 
-    Each input passes once through both networks, and waits at each module until the module is fitted. A point-wise
-    function gets the α, s, weight and bias with which it comes nearest to what its norm gave (least squares). A linear
-    layer gets the weights, by ridge regression towards its own, with which it gives what it gave in the original; where
-    its output is added to a residual stream, also what the stream has come to lack; where it is added to what a
-    post-norm takes and a function stands there, what that function's straight part makes the norm's output of. A fourth
-    of the inputs decides on λ and on what is kept. Functions without a weight and a bias for each channel get them.
+    Each input passes once through both networks, and pauses at each module until that is fitted. A point-wise function
+    gets the α, s, weight and bias that fit its norm's output best (least squares). A linear layer gets weights by ridge
+    regression towards its own. Its target is its output in the original; if this is added to a residual stream, plus
+    the error of the stream so far; if it is added to the input of a replaced post-norm, the input whose linear part
+    yields the norm's output. A fourth of the inputs decides on λ and on the state to keep. Functions get a weight and a
+    bias for each channel.
 
     Args:
-        original: the network: what :func:`normscope.load` returned, or any module; it stays as it is.
-        swapped: a copy of the module with point-wise functions in the place of some norms (:func:`normscope.swap`).
-        learn: batches, as :func:`normscope.capture` takes them; None for a loaded model's calibration, or where it has
-            none its inputs.
-        outputs: how to read what the networks return; by default as the loaded model says, or the first tensor.
-        refit: ``neighbours``, the functions and the linear layers beside the swapped norms: those between which and a
-            swapped norm no other norm of the residual stream is called; ``norms``, the functions alone.
-        progress: called with the stage, what was done of it, and all of it.
+        original: the network: the result of :func:`normscope.load`, or any module; it does not change.
+        swapped: a copy of the module with point-wise functions in place of some norms (:func:`normscope.swap`).
+        learn: batches, as :func:`normscope.capture` takes them; None for a loaded model's calibration inputs or, if it
+            has none, its inputs.
+        outputs: how to read the networks' outputs; by default as the loaded model states, or the first tensor.
+        refit: ``neighbours``, the functions and the linear layers beside swapped norms, with no other norm of the
+            residual stream in between; or ``norms``, the functions alone.
+        progress: called with the stage, the amount done and the total.
 
     Returns:
         A :class:`CalibrationReport`. The result is never worse than the start values on the inputs that decide.
 
     Raises:
-        UsageError: if no point-wise function stands in ``swapped``.
+        UsageError: if ``swapped`` contains no point-wise function.
         DataError: if there are fewer than two samples.
         ModelError: if the order in which the network calls its modules depends on its input.
 
@@ -127,33 +130,34 @@ def calibrate(
     first = pool.learned[0]
     sites = find_norms(teacher, first.first_sample()).sites
     near = neighbours_of(teacher, sites, list(functions), first)
-    learned = _that_fit(pool, near)
+    learned = _within_memory(pool, near)
     n_learned, n_judged = (sum(len(batch.samples) for batch in batches) for batches in (learned, pool.judged))
     left_out = pool.left_out + sum(len(batch.samples) for batch in pool.learned[len(learned) :])
-    progress(_about_memory(near.bytes_of([*learned, *pool.judged]), n_learned + n_judged, left_out), 0, 1)
+    gigabytes = near.bytes_of([*learned, *pool.judged]) / 1e9
+    omitted = f", and {count(left_out, 'sample')} left out, as inputs and activations get no more" if left_out else ""
+    samples = count(n_learned + n_judged, "sample")
+    progress(f"passes of {samples} wait at each module, in about {gigabytes:.2g} GB of memory{omitted} …", 0, 1)
     with left_as_found(teacher), left_as_found(student):
         errors = OutputErrors(teacher, pool.judged, outputs)
 
         def judged() -> tuple[float, float]:
-            """Return median and 90th percentile of the error at the output; ∞ for what is not finite."""
+            """Return median and 90th percentile of the error at the output."""
             median, high = errors.of(student).quantile(_QUANTILES, interpolation="higher").tolist()
             return median, high
 
-        before, start = judged(), {name: value.detach().clone() for name, value in student.named_parameters()}
+        before, start = judged(), parameter_values(student)
         refitting = Refitting(teacher, student, sites, [*learned, *pool.judged], len(learned))
         called_modules = [called for called in near.called_modules if called.is_norm or refit == NEIGHBOURS]
         refitting.run(called_modules, progress)
-        fitted = {name: value.detach().clone() for name, value in student.named_parameters()}
+        states = [parameter_values(student)]
         last = max(number for number, called in enumerate(called_modules) if called.is_norm)
-        behind = tuple(f"{called.path}." for called in called_modules[last + 1 :])
-        states = [fitted]
-        if behind:
-            as_they_were = {name: value for name, value in start.items() if name.startswith(behind)}
+        if behind := tuple(f"{called.path}." for called in called_modules[last + 1 :]):
+            unfitted = {name: value for name, value in start.items() if name.startswith(behind)}
             of_first = partial(output_errors, teacher, student, pool.judged[:1], outputs)
             error_of_fitted = of_first()
-            put_parameters(student, as_they_were)
+            put_parameters(student, unfitted)
             if not torch.equal(of_first(), error_of_fitted):  # else they do not reach the output, like a pooler
-                states.append({**fitted, **as_they_were})
+                states.append({**states[0], **unfitted})
         best, after = start, before
         for state in states:
             put_parameters(student, state)
@@ -161,19 +165,12 @@ def calibrate(
             if error[0] < after[0] and error[1] <= before[1]:
                 best, after = state, error
         put_parameters(student, best)
-    measure, restored = measure_of(outputs.kind), best is start
     counts = n_learned, n_judged, left_out
+    measure, restored = measure_of(outputs.kind), best is start
     return CalibrationReport(before[0], after[0], restored, refitting.modules, near.left, *counts, measure)
 
 
-def _about_memory(size: int, samples: int, left_out: int) -> str:
-    """Name the stage of one step that reports, in advance, the memory that waiting passes need."""
-    gigabytes = f"{size / 1e9:.2g} GB of memory"
-    rest = f", and {count(left_out, 'sample')} left out, as inputs and activations get no more" if left_out else ""
-    return f"passes of {count(samples, 'sample')} wait at each module, in about {gigabytes}{rest} …"
-
-
-def _that_fit(pool: Pool, near: Neighbours) -> Sequence[Batch]:
+def _within_memory(pool: Pool, near: Neighbours) -> Sequence[Batch]:
     """Return the batches to learn from whose passes can wait at once."""
     left = MOST_BYTES - near.bytes_of(pool.judged)
     for number, batch in enumerate(pool.learned):
@@ -181,3 +178,99 @@ def _that_fit(pool: Pool, near: Neighbours) -> Sequence[Batch]:
         if left < 0 and number:
             return pool.learned[:number]
     return pool.learned
+
+
+def swap(
+    model: nn.Module | LoadedModel,
+    curve: str | Curve,
+    fits: Fits,
+    *,
+    sites: Layers = "all",
+    init: str = "fit",
+    learn: Iterable[Any] | None = None,
+    refit: str = NEIGHBOURS,
+    outputs: Outputs | None = None,
+    progress: Progress = silent,
+) -> Swap:
+    """Replace each norm of a network by a point-wise function, in place.
+
+    The function's weight is γ·A and its bias β, from the trained weight and bias of the norm, whose hooks it shares
+    (see :class:`Swap`). Only ``init="calibrated"`` changes anything else: functions, and the linear layers beside them,
+    are fitted to the network's outputs (see :func:`normscope.calibrate`).
+
+    Args:
+        model: the network that was captured, on any device: the result of :func:`normscope.load`, or any module.
+        curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
+            itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line, or ``rmsnorm`` for
+            the norm without centring.
+        fits: the result of :func:`normscope.fit`, one per site or channel; or the capture, which is then fitted, with
+            weights γ² if it has them; or, for ``paper`` and ``rmsnorm``, norm sites.
+        sites: a selection, as ``layers`` of :func:`normscope.capture`, or placements (``"pre-norm"``, ``"final"``).
+        init: ``fit``; ``theory``: A and α that follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
+            where the papers begin training; ``calibrated``: ``fit``, then calibration.
+        learn: for ``calibrated``: batches to learn from, as :func:`normscope.capture` takes them; None for a loaded
+            model's calibration inputs or, if it has none, its inputs.
+        refit: for ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
+        outputs: for ``calibrated``: how to read the network's output; by default as the loaded model states, or the
+            first tensor.
+        progress: for ``calibrated``: called with the stage, the amount done and the total.
+
+    Returns:
+        A :class:`Swap`: as a context manager it restores the network afterwards, refitted layers included.
+
+    Raises:
+        UsageError: if there is no such curve, site, init or fit; if there is nothing to learn from; or if an option of
+            ``calibrated`` is passed with another init.
+        ModelError: if the network does not have the sites, or a norm cannot be replaced.
+
+    >>> import normscope
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    >>> x = [torch.randn(64, 4, generator=torch.Generator().manual_seed(0))]
+    >>> seen = normscope.capture(model, x)
+    >>> with swap(model, "dyt", seen):
+    ...     print(model[1])
+    PointwiseFunction(tanh, 8)
+    >>> with swap(model, "dyt", seen, init="calibrated", learn=x) as calibrated:
+    ...     print([module.path for module in calibrated.calibration.modules])
+    ['1', '2']
+    """
+    module = module_of(model)
+    if init != CALIBRATED:
+        check_not_calibrated(init, learn=learn is not None, refit=refit != NEIGHBOURS, outputs=outputs is not None)
+        return Swap(module, replacements(model, curve, fits, sites=sites, init=init))
+    if curve == RMS_NORM:
+        raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
+    if learn is None and not isinstance(model, LoadedModel):
+        raise UsageError(
+            f"init='calibrated' learns from inputs, and a {type(module).__name__} brings none: pass learn=, batches as "
+            "normscope.capture takes them, or swap in what normscope.load returned."
+        )
+    start = replacements(model, curve, fits, sites=sites)
+    modules, refitted, report = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
+    swapped = Swap(module, modules, refitted=refitted)
+    swapped.calibration = report
+    return swapped
+
+
+def check_not_calibrated(init: str, **passed: bool) -> None:
+    """Raise UsageError if an option of ``calibrated`` was passed with another init."""
+    for name in [name for name, given in passed.items() if given]:
+        raise UsageError(f"With init={init!r} nothing is calibrated: {name} goes with init='calibrated' alone.")
+
+
+def calibrated(
+    model: nn.Module | LoadedModel, modules: Mapping[str, nn.Module], learn: Iterable[Any] | None, **options: Any
+) -> tuple[dict[str, nn.Module], dict[str, Tensor], CalibrationReport]:
+    """Calibrate a swap in a copy of the network; ``options`` are those of :func:`normscope.calibrate`.
+
+    Returns:
+        Modules by path, changed values of other parameters by name, and the report.
+    """
+    original = uncompiled(module_of(model))
+    student = copied(original)
+    swapped = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
+    report = calibrate(model, student, learn, **options)
+    swapped.undo()
+    now = dict(student.named_parameters())
+    changed = {name: now[name].detach() for name, old in original.named_parameters() if not torch.equal(now[name], old)}
+    return swapped.modules, changed, report

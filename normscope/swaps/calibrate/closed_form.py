@@ -1,9 +1,8 @@
-"""Linear layers in closed form: ridge regression that shrinks towards the weights that a layer has.
+"""Linear layers in closed form, by ridge regression towards their weights, and point-wise functions by least squares.
 
-Only sums over tokens are kept, so that tokens come batch by batch: with H a layer's inputs, ``(tokens, features)``,
-and T what it should give, ``(tokens, channels)``, the weights W that minimize ‖HWᵀ + b − T‖² + λ‖W − W₀‖² follow from
-HᵀH and HᵀT. Where a layer comes in groups, as a depthwise convolution does, each has features and channels of its own,
-and so an HᵀH of its own; λ is one for all.
+With inputs H, ``(tokens, features)``, and targets T, ``(tokens, channels)``, the weights W that minimize
+‖HWᵀ + b − T‖² + λ‖W − W₀‖² follow from the sums HᵀH and HᵀT, which batches add to. Each group of a grouped convolution
+has features, channels and an HᵀH of its own; λ is the same for all.
 """
 
 from __future__ import annotations
@@ -18,28 +17,27 @@ from torch import Tensor
 
 from normscope.swaps.pointwise import PointwiseFunction
 
-# λ, as shares of the mean square of a centred feature.
-PENALTIES = (1e-5, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+PENALTIES = (1e-5, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # λ / mean square of a centred feature
 _FIRST_TRIED = 0.1
-_LARGER = 10.0  # is a penalty that rounding makes too small
-_CHANNELS = 128  # of a layer, that λ is chosen by
+_LARGER = 10.0  # factor of a λ that rounding makes too small
+_CHANNELS = 128  # of a layer, for the choice of λ
 _COLUMNS = 256  # of HᵀH that are computed at once
-_NONE = torch.zeros(0)  # in place of sums that nothing was added to
-BLOCK = 4096  # tokens whose products are summed in float32, before they go into float64
+_NONE = torch.zeros(0)  # sums before the first token
+BLOCK = 4096  # tokens whose products are summed in float32, before they are added in float64
+_SEARCH_STEPS = 20
+_LEAST_REACH = 0.01  # of α·max|x|, where tanh is linear to 3·10⁻⁵
+_LEAST_VARIANCE = 1e-10  # of f in a channel, as a share of its mean square: with less its slope is undetermined
 
 
 @dataclass
 class LayerSums:
-    """Sums over tokens of a layer's inputs H and of one or several targets T, all that a ridge regression needs.
-
-    They are on the CPU in float64, wherever the tokens are: not every device has float64. Sums that ``share_inputs``
-    are of the same inputs as others, and add up targets alone.
+    """Sums over tokens of a layer's inputs H and of one or several targets T: float64, on the CPU.
 
     Attributes:
         count: number of tokens.
         features: ΣH: ``(groups, features)``.
         gram: HᵀH: ``(groups, features, features)``.
-        targets: ΣT: ``(targets, channels)``, those of the first group first.
+        targets: ΣT: ``(targets, channels)``, group by group.
         cross: HᵀT: ``(targets, groups, features, channels of a group)``.
         products: ΣTᵢTⱼ: ``(targets, targets, channels)``.
 
@@ -55,25 +53,24 @@ class LayerSums:
     targets: Tensor = _NONE
     cross: Tensor = _NONE
     products: Tensor = _NONE
-    share_inputs: bool = False
 
     def add(self, inputs: Tensor, targets: Sequence[Tensor]) -> None:
-        """Add tokens.
-
-        Args:
-            inputs: ``(tokens, features)``, or ``(tokens, groups, features)``.
-            targets: each ``(tokens, channels)``.
-        """
+        """Add inputs ``(tokens, features)``, or ``(tokens, groups, features)``, and targets ``(tokens, channels)``."""
         for rows in range(0, len(inputs), BLOCK):
             h = inputs[rows : rows + BLOCK].float()
             h = (h[:, None] if h.ndim == 2 else h).movedim(0, 1)
             t = torch.stack([target[rows : rows + BLOCK].float() for target in targets])
-            if not self.share_inputs:
-                self.count += h.shape[1]
-                self._add(features=h.sum(1), gram=_gram(h))
+            self.count += h.shape[1]
+            self._add(features=h.sum(1), gram=_gram(h))
             of_groups = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
             products = torch.stack([(target * t).sum(1) for target in t])
             self._add(targets=t.sum(1), cross=h.mT @ of_groups, products=products)
+
+    def add_joined(self, pieces: Sequence[tuple[Tensor, ...]]) -> None:
+        """Add pieces of inputs and targets together, as few large products take less time than many small ones."""
+        if pieces:
+            inputs, *targets = (torch.cat(part) for part in zip(*pieces, strict=True))
+            self.add(inputs, targets)
 
     def _add(self, **of_block: Tensor) -> None:
         for name, part in of_block.items():
@@ -81,7 +78,7 @@ class LayerSums:
             setattr(self, name, part.cpu().double() if total is _NONE else total.add_(part.cpu()))
 
     def combined(self, factors: Tensor) -> LayerSums:
-        """Return the sums with one target, Σ factorᵢ·Tᵢ, for factors ``(targets, channels)``."""
+        """Return the sums for one target, Σ factorᵢ·Tᵢ, with factors ``(targets, channels)``."""
         factors = factors.double()
         return replace(
             self,
@@ -91,16 +88,16 @@ class LayerSums:
         )
 
     def with_own(self, weight: Tensor) -> LayerSums:
-        """Return the sums of two targets with HWᵀ, the output of a layer with these weights, added to the second."""
+        """Return the sums for two targets after adding HWᵀ, the output of a layer with these weights, to the second."""
         first, second = self.cross
         w = self.turned(weight)
-        own = self.gram @ w
+        outputs = self.gram @ w
         crossed = self.products[0, 1] + (w * first).sum(1).flatten()
-        squared = self.products[1, 1] + (w * (2 * second + own)).sum(1).flatten()
+        squared = self.products[1, 1] + (w * (2 * second + outputs)).sum(1).flatten()
         return replace(
             self,
-            targets=torch.stack([self.targets[0], self.targets[1] + self.given(w)]),
-            cross=torch.stack([first, second + own]),
+            targets=torch.stack([self.targets[0], self.targets[1] + self.summed_outputs(w)]),
+            cross=torch.stack([first, second + outputs]),
             products=torch.stack([torch.stack([self.products[0, 0], crossed]), torch.stack([crossed, squared])]),
         )
 
@@ -126,7 +123,7 @@ class LayerSums:
         """View a weight ``(channels, features)`` as ``(groups, features, channels of a group)``."""
         return weight.reshape(len(self.features), -1, weight.shape[1]).mT
 
-    def given(self, turned: Tensor) -> Tensor:
+    def summed_outputs(self, turned: Tensor) -> Tensor:
         """Return ΣHWᵀ, the summed outputs of a layer with such weights: ``(channels,)``."""
         return (self.features[:, None] @ turned).flatten()
 
@@ -145,10 +142,9 @@ class RefittedLayer:
     Attributes:
         weight: W: float64 ``(channels, features)``.
         bias: b: ``(channels,)``; None for a layer without one.
-        penalty: λ, as a share of the mean square of a centred feature; ∞ if only the bias is fitted, None if the layer
-            stays as it is.
-        before: relative L2 error of the layer as it is, on the tokens that decide, of the targets about their mean.
-        after: error of the layer with these weights.
+        penalty: λ, as in :class:`CalibratedModule`.
+        before: relative L2 error of the layer with W₀, on the tokens that decide, of the targets about their mean.
+        after: error of the layer with W.
     """
 
     weight: Tensor
@@ -159,27 +155,25 @@ class RefittedLayer:
 
 
 def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | None) -> RefittedLayer:
-    """Fit a layer with weight W₀ and bias b₀ to all tokens, with the λ that is best on the tokens that decide.
-
-    A layer without bias gets none.
+    """Fit a layer with weight W₀ and bias b₀, or None, to all tokens, with the best λ on the tokens that decide.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.randn(400, 3, generator=generator)
     >>> sums = [LayerSums(), LayerSums()]
     >>> for rows, part in zip((x[:300], x[300:]), sums):
     ...     part.add(rows, [2 * rows[:, :1] + 1])
-    >>> found = ridge(*sums, torch.zeros(1, 3), torch.zeros(1))
-    >>> [round(float(value), 1) for value in (found.weight[0, 0], found.bias[0])]
+    >>> refitted = ridge(*sums, torch.zeros(1, 3), torch.zeros(1))
+    >>> [round(float(value), 1) for value in (refitted.weight[0, 0], refitted.bias[0])]
     [2.0, 1.0]
     """
     before = learned.turned(weight.double())
-    own_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
+    present_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
     of_learned = learned.centred() if bias is not None else learned
     of_judged = judged.centred(learned) if bias is not None else judged
     scale = _spread(of_learned)
     total = max(float(judged.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
     missing, missing_of_judged = (sums.cross[0] - sums.gram @ before for sums in (of_learned, of_judged))
-    of_bias_alone = _squares(of_judged, before, torch.zeros_like(own_bias))
+    error_of_bias = _squares(of_judged, before, torch.zeros_like(present_bias))
 
     factor = functools.cache(lambda penalty: _factor(of_learned.gram, penalty * scale))
 
@@ -188,42 +182,41 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
         left = 2 * missing_of_judged[..., ::every] - of_judged.gram @ change
         return float((change * left).sum())
 
-    own = (max(_squares(judged, before, own_bias), 0.0) / total) ** 0.5
+    present = (max(_squares(judged, before, present_bias), 0.0) / total) ** 0.5
     best, gain = math.inf, 0.0
     if scale > 0:
         best = _downhill(functools.cache(lambda penalty: -gained(penalty, max(1, before.shape[-1] // _CHANNELS))))
         gain = gained(best, 1)
     if not gain > 0:
         best, gain = math.inf, 0.0
-    after = (max(of_bias_alone - gain, 0.0) / total) ** 0.5
-    if not after < own:
-        return RefittedLayer(weight.double(), bias, None, own, own)
+    after = (max(error_of_bias - gain, 0.0) / total) ** 0.5
+    if not after < present:
+        return RefittedLayer(weight.double(), bias, None, present, present)
     both = learned + judged
     weights = before
     if best < math.inf:
         of_both = both.centred() if bias is not None else both
         left = of_both.cross[0] - of_both.gram @ before
         weights = before + torch.cholesky_solve(left, _factor(of_both.gram, best * scale * both.count / learned.count))
-    offset = None if bias is None else (both.targets[0] - both.given(weights)) / both.count
-    return RefittedLayer(weights.mT.flatten(0, 1), offset, best, own, after)
+    offset = None if bias is None else (both.targets[0] - both.summed_outputs(weights)) / both.count
+    return RefittedLayer(weights.mT.flatten(0, 1), offset, best, present, after)
 
 
 def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
-    """Return the slope of the first target in the second, channel by channel, apart from all that the inputs explain.
+    """Return the slope of the first target in the second, by channel, of what a ridge regression on H leaves of both.
 
-    Both targets lose what a ridge regression on H explains, with λ as a share of the mean square of a centred feature.
+    ``penalty`` is λ, as a share of the mean square of a centred feature.
     """
     centred = sums.centred()
     of_first, of_second = centred.cross
     explained = torch.cholesky_solve(of_second, _factor(centred.gram, penalty * _spread(centred)))
-    common = centred.products[0, 1] - (explained * of_first).sum(1).flatten()
-    own = centred.products[1, 1] - (explained * of_second).sum(1).flatten()
-    found: Tensor = common / own.clamp_min(torch.finfo(torch.float64).tiny)
-    return found
+    covariance = centred.products[0, 1] - (explained * of_first).sum(1).flatten()
+    variance = centred.products[1, 1] - (explained * of_second).sum(1).flatten()
+    return torch.div(covariance, variance.clamp_min(torch.finfo(torch.float64).tiny))
 
 
 def _downhill(error: Callable[[float], float]) -> float:
-    """Return the penalty of a minimum of the errors, going from the usual one to its better neighbours."""
+    """Return the penalty at a local minimum of the error, searched from the usual one."""
     here = PENALTIES.index(_FIRST_TRIED)
     for step in (-1, 1):
         while 0 <= here + step < len(PENALTIES) and error(PENALTIES[here + step]) < error(PENALTIES[here]):
@@ -232,10 +225,9 @@ def _downhill(error: Callable[[float], float]) -> float:
 
 
 def _factor(gram: Tensor, penalty: float) -> Tensor:
-    """Return the Cholesky factor of HᵀH + λ of each group, with a larger λ where rounding leaves none.
+    """Return the Cholesky factor of HᵀH + λ of each group, with a larger λ if rounding requires it.
 
-    Of features that depend on one another HᵀH has eigenvalues of zero, and as it is summed of products in float32, and
-    then centred, these may fall below −λ.
+    With linearly dependent features, eigenvalues of zero may fall below −λ, as products are summed in float32.
     """
     of_groups = torch.full((len(gram), 1), penalty, dtype=gram.dtype)
     while True:
@@ -251,7 +243,7 @@ def _factor(gram: Tensor, penalty: float) -> Tensor:
 def _squares(sums: LayerSums, turned: Tensor, bias: Tensor) -> float:
     """‖HWᵀ + b − T‖²."""
     square = sums.products[0, 0].sum() + (turned * (sums.gram @ turned - 2 * sums.cross[0])).sum()
-    return float(square + sums.count * bias @ bias - 2 * bias @ (sums.targets[0] - sums.given(turned)))
+    return float(square + sums.count * bias @ bias - 2 * bias @ (sums.targets[0] - sums.summed_outputs(turned)))
 
 
 def _spread(centred: LayerSums) -> float:
@@ -264,7 +256,7 @@ def _outer(features: Tensor, channels: Tensor) -> Tensor:
 
 
 def _gram(h: Tensor) -> Tensor:
-    """HᵀH of each group, whose lower half is a copy of the upper one."""
+    """Return HᵀH of each group; of large ones only the upper half is computed."""
     size = h.shape[-1]
     if size < 2 * _COLUMNS:
         return h.mT @ h
@@ -274,20 +266,15 @@ def _gram(h: Tensor) -> Tensor:
     return whole.triu() + whole.triu(1).mT
 
 
-_SEARCH_STEPS = 20
-_LEAST_REACH = 0.01  # of α·max|x|: a tanh that reaches so far is straight but for 3·10⁻⁵
-_LEAST_VARIANCE = 1e-10  # of f over a channel's tokens, as a share of its mean square: less leaves no slope to tell
-
-
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Return the parameters of a point-wise function nearest to a norm's outputs y, searched from its present ones.
+    """Return the parameters of a point-wise function that fit a norm's outputs y best, searched from the present ones.
 
-    x and y are float64 ``(tokens, channels)``. Values are by parameter name, in the shape and dtype of the function's.
+    x and y are float64 ``(tokens, channels)``. Values are by name, with the shapes and dtypes of the parameters.
 
     >>> function = PointwiseFunction("tanh", 2, alpha=0.4)
     >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).reshape(100, 2)
-    >>> found = least_squares(function, x, 2 * torch.tanh(0.7 * x) - 1)
-    >>> [round(float(found[name].mean()), 3) for name in ("alpha", "weight", "bias")]
+    >>> fitted = least_squares(function, x, 2 * torch.tanh(0.7 * x) - 1)
+    >>> [round(float(fitted[name].mean()), 3) for name in ("alpha", "weight", "bias")]
     [0.7, 2.0, -1.0]
     """
     inner = {"alpha": function.alpha, "shift": function.shift}
@@ -309,7 +296,7 @@ def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str
 
 
 def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: Tensor) -> None:
-    """Move α and s downhill, with their best weight and bias; stay where nothing is finite."""
+    """Search for α and s, each with its best weight and bias; keep the present ones if the search diverges."""
     start = {name: value.detach().clone() for name, value in free.items()}
     size = x.square().mean(0 if free["alpha"].numel() > 1 else None).sqrt().clamp_min(torch.finfo(x.dtype).tiny)
     x = x / size  # so that steps do not depend on the unit of x
@@ -320,7 +307,7 @@ def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: 
     def loss() -> Tensor:
         search.zero_grad()
         values = _of(function, free, x)
-        with torch.no_grad():  # at the minimum over them, their own change does not count
+        with torch.no_grad():  # at their minimum, the loss does not depend on them
             weight, bias = _projected(function, values.detach(), y)
         left = y - weight * values - (0.0 if bias is None else bias)
         squares = left.square().sum() / total
@@ -338,10 +325,10 @@ def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: 
 
 
 def _not_all_straight(alpha: Tensor, x: Tensor) -> Tensor:
-    """Enlarge α until the function leaves its straight part by a trace.
+    """Enlarge α until the function bends by a trace.
 
-    Where a norm is straight over all tokens, any small α fits as well as any other, with a weight of 1/α: the search
-    may end at weights of 10⁵, which half precision does not hold and training does not survive.
+    A norm that is linear over all tokens is fitted by any small α with a weight of 1/α. The search may end at weights
+    of 10⁵, which overflow half precision and destabilize training.
     """
     reach = x.abs().amax(0) if alpha.numel() > 1 else x.abs().amax()
     least = torch.where(reach > 0, _LEAST_REACH / reach, 0.0)
@@ -349,10 +336,7 @@ def _not_all_straight(alpha: Tensor, x: Tensor) -> Tensor:
 
 
 def _turn_upwards(free: dict[str, Tensor]) -> None:
-    """Make every α positive: w·f(αx + s) is −w·f(−αx − s), which reads worse.
-
-    One s for several α of both signs leaves them as they are.
-    """
+    """Make every α positive, as w·f(αx + s) = −w·f(−αx − s); not if one s is shared by α of both signs."""
     turned = torch.where(free["alpha"] < 0, -1.0, 1.0)
     shift = free.get("shift")
     if shift is not None and shift.numel() != turned.numel():
@@ -371,7 +355,7 @@ def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tens
 
 
 def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the best weight and bias, in closed form: a straight line through (f, y)."""
+    """Return the weight and bias of the least-squares line through (f, y)."""
     old = function.weight.detach().double().cpu().flatten()
     if old.numel() == 1 and f.shape[1] > 1:
         return (f * y).sum().div(f.square().sum().clamp_min(1e-300)).reshape(1), None

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,15 @@ from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import left_as_found, run
 
-_SAMPLES = 2  # that tell how layers and norms hang together
-_HELD = 4  # times what goes in and out of the largest module: both networks' streams, and copies
-# Of sums that the network itself takes in its own precision.
-_SAME = 1e-2
+_SAMPLES = 2  # of the pass that shows how layers and norms are connected
+_COPIES = 4  # of input and output of the largest module, per waiting pass: both networks' streams, and copies
+_SAME = 1e-2  # relative difference of equal sums, which the network computes in its own precision
+_MOST_PARTS = 12  # of a layer's output that may modulate
+_SHRINKAGE = 0.02  # of a sample's scale towards the present one, as a share of a channel's mean variance
+MOST_FEATURES = 4096  # of a convolution: numbers from which one output is computed
+MOST_NUMBERS = 2**24  # of unfolded features at once: a convolution repeats each number kernel-size times
+_FLAT = ("Conv1D",)  # transformers' linear layer, whose weight is (inputs, outputs)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,9 @@ class NextNorm:
 
     Attributes:
         path: of the norm.
-        base: path of the norm before it, whose input or output is the base; None if nothing is added to the output, and
-            only the norm takes it.
-        of_output: whether the base is that norm's output, as behind post-norms; else its input, the residual stream.
-        gain: one number a channel, such as a layer scale: float64 ``(channels,)``; ones without a scale.
+        base: path of the previous norm, whose input or output is the base; None if the norm alone receives the output.
+        of_output: True if the base is that norm's output, as for post-norms; False for its input, the residual stream.
+        gain: one number per channel, such as a layer scale: float64 ``(channels,)``; otherwise ones.
     """
 
     path: str
@@ -70,7 +74,7 @@ class Neighbours:
     Attributes:
         called_modules: norms and linear layers in the order of calls.
         left: reason why a linear layer beside a swapped norm is left as it is, by path.
-        bytes_per_input_byte: about how many bytes a batch's passes through both networks occupy while they wait.
+        bytes_per_input_byte: estimated memory of a batch's waiting passes through both networks.
     """
 
     called_modules: Sequence[CalledModule]
@@ -78,7 +82,7 @@ class Neighbours:
     bytes_per_input_byte: float
 
     def bytes_of(self, batches: Iterable[Batch]) -> int:
-        """Estimate the memory of waiting passes: longer texts need more than shorter ones."""
+        """Estimate the memory of waiting passes."""
         return round(self.bytes_per_input_byte * sum(map(_size, batches)))
 
 
@@ -87,32 +91,36 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
 
     A linear layer is beside a norm if no other norm of the residual stream is called between the two.
     """
-    streams = {site.name: site for site in sites if site.placement != "qk" and site.calls == 1}
-    every = {path: LinearLayer.of(module) for path, module in network.named_modules()}
-    layers = {path: layer for path, layer in every.items() if layer is not None}
-    seen = _seen(network, [*layers, *(site.name for site in sites)], batch.first(_SAMPLES))
+    by_name = {site.name: site for site in sites}
+    streams = {name: site for name, site in by_name.items() if site.placement != "qk" and site.calls == 1}
+    layers = {path: layer for path, module in network.named_modules() if (layer := LinearLayer.of(module)) is not None}
+    few = batch.first(_SAMPLES)
+    seen = _seen(network, [*layers, *by_name], few)
     calls = Counter(call.path for call in seen)
     owners = Counter(id(parameter) for module in network.modules() for parameter in module._parameters.values())
     called_modules: list[CalledModule] = []
     left: dict[str, str] = {}
     for number, call in enumerate(seen):
-        if call.path in layers:
-            if not any(path in swapped for path in _stream_norms_around(seen, number, streams)):
+        if layer := layers.get(call.path):
+            before, behind = (
+                next((norm for norm in nearest_first if norm.path in streams), None)
+                for nearest_first in (reversed(seen[:number]), seen[number + 1 :])
+            )
+            if not any(norm is not None and norm.path in swapped for norm in (before, behind)):
                 continue
-            layer = layers[call.path]
-            reason = _refusal(layer, call, calls[call.path], owners)
-            if reason:
+            if reason := _refusal(layer, call, calls[call.path], owners):
                 left[call.path] = reason
-            else:
-                into = None if call.derived else _next_norm(seen, number, streams, layer.channel_axis)
-                called_modules.append(CalledModule(call.path, False, layer.channel_axis, into))
+                continue
+            into = None
+            if behind is not None and not call.derived:
+                into = _next_norm(call, before, behind, streams[behind.path], layer.channel_axis)
+            called_modules.append(CalledModule(call.path, False, layer.channel_axis, into))
         elif call.path in streams or (call.path in swapped and calls[call.path] == 1):
-            site = next(site for site in sites if site.name == call.path)
-            axis = _channel_axis(site, call.input.ndim)
+            axis = _channel_axis(by_name[call.path], call.input.ndim)
             called_modules.append(CalledModule(call.path, True, axis, modulated=_modulation(seen, number, layers)))
     left |= {path: "it is not called as a module" for path in layers if not calls[path]}
     largest = max((call.input.nbytes + call.output.nbytes for call in seen), default=0)
-    return Neighbours(called_modules, left, _HELD * largest / _size(batch.first(_SAMPLES)))
+    return Neighbours(called_modules, left, _COPIES * largest / _size(few))
 
 
 def _size(batch: Batch) -> int:
@@ -155,28 +163,28 @@ class _ModuleCall:
     path: str
     input: Tensor
     output: Tensor
-    derived: bool = False  # True if the output is computed from the weight's products, and is not these
+    derived: bool = False  # True for attention, whose output is not the product of its weight
     of_one: bool = True  # True if query, key and value are one tensor
 
 
 def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_ModuleCall]:
     """Run a network, and list the calls of some modules with copies of inputs and outputs."""
     calls: list[_ModuleCall] = []
-    taken: list[tuple[Tensor, bool]] = []
+    entered: list[tuple[Tensor, bool]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = input_of(args, kwargs)
+        x = input_of(args, kwargs)
         three = [*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3]
-        of_one = all(value is given for value in three)
-        taken.append((torch.zeros(0) if given is None else given.detach().to("cpu", copy=True), of_one))
+        copy = torch.zeros(0) if x is None else x.detach().to("cpu", copy=True)
+        entered.append((copy, all(value is x for value in three)))
 
     def leave(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            given, of_one = taken.pop()
+            x, of_one = entered.pop()
             derived = isinstance(module, nn.MultiheadAttention)
             output = output[0] if derived else output
             if isinstance(output, Tensor):
-                calls.append(_ModuleCall(path, given, output.detach().to("cpu", copy=True), derived, of_one))
+                calls.append(_ModuleCall(path, x, output.detach().to("cpu", copy=True), derived, of_one))
 
         return hook
 
@@ -190,29 +198,21 @@ def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_Modul
     return calls
 
 
-def _stream_norms_around(seen: Sequence[_ModuleCall], number: int, streams: Container[str]) -> Iterator[str]:
-    """Yield the norm of the residual stream before a call and the one behind it."""
-    for calls in (reversed(seen[:number]), seen[number + 1 :]):
-        norm = next((call.path for call in calls if call.path in streams), None)
-        if norm is not None:
-            yield norm
-
-
 def _next_norm(
-    seen: Sequence[_ModuleCall], number: int, streams: Mapping[str, NormSite], channel_axis: int
+    call: _ModuleCall, before: _ModuleCall | None, behind: _ModuleCall, site: NormSite, channel_axis: int
 ) -> NextNorm | None:
-    """Return the norm and the base to which the output of a layer is added; None if it is not just added."""
-    behind = next((call for call in seen[number + 1 :] if call.path in streams), None)
-    before = next((call for call in reversed(seen[:number]) if call.path in streams), None)
-    shape = seen[number].output.shape
-    if behind is None or behind.input.shape != shape:
+    """Return the norm and the base to which the output of a layer is added; None if it is not just added.
+
+    ``before`` and ``behind`` are the calls of the stream's norms around that of the layer, and ``site`` the latter.
+    """
+    shape = call.output.shape
+    if behind.input.shape != shape or _channel_axis(site, len(shape)) != channel_axis:
         return None
-    site = streams[behind.path]
-    if _channel_axis(site, len(shape)) != channel_axis or site.channels != shape[channel_axis]:
+    if site.channels != shape[channel_axis]:
         return None
-    output, x = (value.double().movedim(channel_axis, -1) for value in (seen[number].output, behind.input))
+    output, x = (value.double().movedim(channel_axis, -1) for value in (call.output, behind.input))
     ones = torch.ones(output.shape[-1], dtype=torch.float64)
-    if _is(x, output):  # a stream that begins here goes on past a pre-norm
+    if _is(x, output):  # a stream that begins here continues past a pre-norm
         return NextNorm(behind.path, None, True, ones) if site.placement in (None, "post-norm") else None
     if before is None:
         return None
@@ -222,31 +222,27 @@ def _next_norm(
         added = x - before.input.double().movedim(channel_axis, -1)
         over = tuple(range(output.ndim - 1))
         gain = (added * output).sum(over) / output.square().sum(over).clamp_min(torch.finfo(torch.float64).tiny)
-        if bool(gain.any()) and _is(added, gain * output):  # through a shut gate nothing can be seen
+        if bool(gain.any()) and _is(added, gain * output):  # a closed gate reveals nothing
             return NextNorm(behind.path, before.path, False, gain)
     return None
 
 
 def _modulation(seen: Sequence[_ModuleCall], number: int, layers: Container[str]) -> Modulation | None:
-    """Find the layer that modulates the output of a norm before the next layer takes it."""
+    """Find the layer that modulates the output of a norm before the next layer receives it."""
     behind = next((call for call in seen[number + 1 :] if call.path in layers), None)
     before = [(call.path, call.output) for call in reversed(seen[:number]) if call.path in layers]
     return None if behind is None else modulation_of(seen[number].output, behind.input, before)
 
 
-def _is(found: Tensor, expected: Tensor) -> bool:
-    return bool((found - expected).norm() <= _SAME * expected.norm())
-
-
-_MOST_PARTS = 12  # that a layer's output is cut into
-_SHRUNK = 0.02  # of a channel's mean variance, by which a sample's own scale is held to the present one
+def _is(x: Tensor, expected: Tensor) -> bool:
+    return bool((x - expected).norm() <= _SAME * expected.norm())
 
 
 @dataclass(frozen=True)
 class Modulation:
-    """Modulation of a norm's output y: y · (1 + scale) + shift, both from the output of one layer for the sample.
+    """Modulation of a norm's output y: y · (1 + scale) + shift, from channels of a layer's output for the sample.
 
-    ``layer`` is its path; ``scale`` and ``shift`` are the first of its channels for each.
+    ``layer`` is the path of the layer; ``scale`` and ``shift`` are the first channels of each.
     """
 
     layer: str
@@ -258,56 +254,50 @@ class Modulation:
         return torch.cat([first + torch.arange(size) for first in (self.scale, self.shift)])
 
 
-def modulation_of(output: Tensor, taken: Tensor, layers: Sequence[tuple[str, Tensor]]) -> Modulation | None:
+def modulation_of(output: Tensor, next_input: Tensor, layers: Sequence[tuple[str, Tensor]]) -> Modulation | None:
     """Find the modulation of a norm's output ``(samples, tokens, channels)`` by the input of the next layer.
 
     ``layers`` are paths and outputs of the linear layers that were called before.
 
-    >>> y, given = torch.randn(2, 9, 4), torch.randn(2, 12)
-    >>> modulation_of(y, y * (1 + given[:, None, 8:]) + given[:, None, :4], [("adaln", given)])
+    >>> y, modulation = torch.randn(2, 9, 4), torch.randn(2, 12)
+    >>> modulation_of(y, y * (1 + modulation[:, None, 8:]) + modulation[:, None, :4], [("adaln", modulation)])
     Modulation(layer='adaln', scale=8, shift=0)
     """
-    if output.ndim != 3 or output.shape != taken.shape:
+    if output.ndim != 3 or output.shape != next_input.shape:
         return None
     size = output.shape[-1]
-    for path, given in layers:
-        if given.ndim != 2 or len(given) != len(output) or given.shape[1] % size or given.shape[1] > _MOST_PARTS * size:
+    for path, modulation in layers:
+        channels = modulation.shape[-1]
+        if modulation.ndim != 2 or len(modulation) != len(output) or channels % size or channels > _MOST_PARTS * size:
             continue
-        parts = list(enumerate(given[:, None].chunk(given.shape[1] // size, dim=-1)))
+        parts = list(enumerate(modulation[:, None].chunk(channels // size, dim=-1)))
         for (first, scale), (second, shift) in itertools.permutations(parts, 2):
-            if _is(output * (1 + scale) + shift, taken):
+            if _is(output * (1 + scale) + shift, next_input):
                 return Modulation(path, first * size, second * size)
     return None
 
 
-def best_for_each_sample(given: Tensor, target: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and shift of each sample and channel that bring given · (1 + scale) + shift nearest to a target.
+def best_for_each_sample(output: Tensor, target: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Fit scale and shift of each sample and channel in output · (1 + scale) + shift to a target.
 
-    ``given`` and ``target`` are ``(samples, tokens, channels)``. Scales of channels that hardly vary are shrunk towards
-    the ``present`` ones. Scale and shift are float64 ``(samples, channels)``, on the CPU.
+    ``output`` and ``target`` are ``(samples, tokens, channels)``. Scales of channels that hardly vary are shrunk
+    towards the ``present`` ones. Returns float64 ``(samples, channels)``, on the CPU.
     """
-    given, target, present = (value.cpu().double() for value in (given, target, present))
-    centres = given.mean(1), target.mean(1)
-    about = given - centres[0][:, None]
-    spread, common = about.square().mean(1), (about * (target - centres[1][:, None])).mean(1)
-    held = (_SHRUNK * spread.mean(0)).clamp_min(torch.finfo(torch.float64).tiny)
-    slope = (common + held * (1 + present)) / (spread + held)
-    return slope - 1, centres[1] - slope * centres[0]
-
-
-# Of a convolution: what one of its outputs is computed from. The products of so many are as large as a layer may be.
-MOST_FEATURES = 4096
-MOST_NUMBERS = 2**24  # of what a convolution takes, at once: an image holds each as often as its kernel has places
-_FLAT = ("Conv1D",)  # of transformers: a linear layer whose weight is (inputs, outputs)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    output, target, present = (value.cpu().double() for value in (output, target, present))
+    centre, target_centre = output.mean(1), target.mean(1)
+    around = output - centre[:, None]
+    variance, covariance = around.square().mean(1), (around * (target - target_centre[:, None])).mean(1)
+    weight = (_SHRINKAGE * variance.mean(0)).clamp_min(torch.finfo(torch.float64).tiny)
+    slope = (covariance + weight * (1 + present)) / (variance + weight)
+    return slope - 1, target_centre - slope * centre
 
 
 @dataclass(frozen=True)
 class LinearLayer:
     """Module as a linear map from rows ``(tokens, features)`` to rows ``(tokens, channels)``.
 
-    Each group of a convolution in groups has features of its own: its input rows are ``(tokens, groups, features)``.
-    ``weight`` and ``bias`` are names of parameters, and ``channel_axis`` numbers the channels of input and output.
+    Input rows of a grouped convolution are ``(tokens, groups, features)``. ``weight`` and ``bias`` are names of
+    parameters, and ``channel_axis`` is that of input and output.
 
     >>> convolution = nn.Conv1d(2, 5, 3, stride=2)
     >>> layer, x = LinearLayer.of(convolution), torch.randn(4, 2, 9)
@@ -367,14 +357,21 @@ class LinearLayer:
         """The bias, ``(channels,)``; None where there is none."""
         return None if self.bias is None else self.module.get_parameter(self.bias)
 
+    @property
+    def values(self) -> tuple[Tensor, Tensor | None]:
+        """Matrix and offset in float64 on the CPU."""
+        offset = None if self.offset is None else self.offset.detach().to("cpu", torch.float64)
+        return self.matrix.detach().to("cpu", torch.float64), offset
+
     @torch.no_grad()
     def put(self, matrix: Tensor, offset: Tensor | None, channels: Tensor) -> None:
         """Set the weights ``(channels, features)`` and biases of the channels in a mask; None leaves the biases."""
         weight = self.module.get_parameter(self.weight)
+        matrix, channels = matrix.float().to(weight.device), channels.to(weight.device)
         changed = torch.where(channels[:, None], matrix, self.matrix.to(matrix))
         weight.copy_(changed.T if type(self.module).__name__ in _FLAT else changed.reshape(weight.shape))
         if offset is not None and self.offset is not None:
-            self.offset.copy_(torch.where(channels, offset, self.offset.to(offset)))
+            self.offset.copy_(torch.where(channels, offset.to(matrix), self.offset.to(matrix)))
 
     def inputs(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the features of each valid output row: ``(tokens, features)``, or ``(tokens, groups, features)``."""
@@ -413,8 +410,8 @@ class LinearLayer:
     def outputs(self, x: Tensor, output: Tensor | None, valid: Tensor | None = None) -> Tensor:
         """Return the output rows, ``(tokens, channels)``; for attention, its projection of x."""
         if isinstance(self.module, nn.MultiheadAttention):
-            given = self.inputs(x, valid) @ self.matrix.T
-            return given if self.offset is None else given + self.offset
+            projected = self.inputs(x, valid) @ self.matrix.T
+            return projected if self.offset is None else projected + self.offset
         if output is None:
             raise ValueError(f"a {type(self.module).__name__} gave no tensor")
         return rows(output if self.channel_axis == -1 else output.flatten(self.channel_axis + 1).mT, valid)

@@ -1,10 +1,10 @@
-"""Drift: how far a network's outputs move when something else takes the place of its norms."""
+"""Drift of a network's outputs after its norms are replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,13 +20,18 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
-from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-from normscope.swaps.calibrate.swap import calibrated
-from normscope.swaps.distances import Configuration, Tallies
+from normscope.swaps.calibrate.calibrate import (
+    NEIGHBOURS,
+    REFITS,
+    CalibrationReport,
+    calibrated,
+    check_not_calibrated,
+)
+from normscope.swaps.distances import Configuration
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.quality.measures import Judge, QualityFunction
+from normscope.swaps.quality import Judge, QualityFunction
 from normscope.swaps.reports import Drift, DriftCalibration, DriftReport
 
 MOST_SAMPLES = 16  # for each site alone and for the cumulative order
@@ -53,42 +58,39 @@ def drift(
 ) -> DriftReport:
     """Measure how far the outputs move with all sites swapped, with each alone, and with more and more of them.
 
-    Each batch runs through the network as it is, and again for each of these, from the same state of torch's random
-    numbers and with the buffers that the network was found with. The cumulative order is by the median that each site
-    alone moves the output, the least first: a greedy search that tries every remaining site at each step would take
-    n²/2 passes for n sites in place of 2n, and is not made. A network under ``torch.compile`` runs uncompiled. It is
-    left as found, also after an exception. Where memory ends with a batch, it runs in halves.
+    Each batch runs through the network as it is, then once for each swap, from the same random numbers and buffers. The
+    cumulative order is by the median drift of each site alone, the least first. (A greedy search that tries every
+    remaining site at each step would take n²/2 passes for n sites instead of 2n.) A network under ``torch.compile``
+    runs uncompiled. It is left as found, also after an exception. Where memory ends with a batch, it runs in halves.
 
-    With ``init="calibrated"`` every one of these swaps is calibrated by itself, from ``replacements`` on and with its
-    own sites alone swapped, on inputs to learn from, before it is measured on the others
-    (:func:`normscope.calibrate`): a calibration a row. The network itself has its norms and weights meanwhile.
+    With ``init="calibrated"``, every row is calibrated by itself before it is measured: from ``replacements`` on, with
+    only its own sites swapped, on inputs other than those it is measured on (:func:`normscope.calibrate`).
 
     Args:
         model: the network, with its norms: the result of :func:`normscope.load`, or any module.
-        batches: held-out inputs, as :func:`normscope.capture` takes them; each is taken while the network is as it
-            was, and all of them twice if ``cumulative``. None for a loaded model's own inputs.
+        batches: held-out inputs, as :func:`normscope.capture` takes them, which are iterated twice if ``cumulative``.
+            None for a loaded model's own inputs.
         replacements: all modules to swap in, by path, from :func:`normscope.swaps.replace.replacements`.
-        outputs: how to read the network's output; by default as the loaded model says, or the first tensor.
+        outputs: how to read the network's output; by default as the loaded model states, or the first tensor.
         ends: yields samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at the
             moment of each; they are compared with all sites swapped. Each of several ranks calls it with its own
             :class:`normscope.inputs.chunks.Share`. By default those of a loaded model that runs on trajectories.
-        func: curve in the norms' place, and
-        init: start values, as named in every row; ``calibrated`` calibrates here.
+        func: name of the curve in the norms' place, for the rows.
+        init: name of the start values, for the rows; ``calibrated`` calibrates here.
         learn: for ``calibrated``: inputs to learn from, other than the batches, at most a gibibyte in memory. None for
-            a loaded model's calibration; without one and without batches, one source in four of its inputs is measured
-            on, and the others are learned from.
+            a loaded model's calibration inputs; without these and without batches, a fourth of the sources among its
+            inputs is measured on, and the others are learned from.
         refit: for ``calibrated``: ``neighbours``, or ``norms`` for the functions alone.
-        one_at_a_time: whether each site is also swapped alone.
-        cumulative: whether sites are also swapped one after the other.
+        one_at_a_time: also swap each site alone.
+        cumulative: also swap one site after the other.
         most: largest number of samples for each site alone and for the cumulative order, evenly spaced over the
-            inputs; None for all. Batches that can be iterated only once are taken whole, as they are with all sites
-            swapped.
+            inputs; None for all. Batches that can be iterated only once are used whole, as with all sites swapped.
         quality: function from the module, in eval mode and without gradients, to a number that grows or falls with
             its quality; called by the first rank with no site swapped and with all. Or a
             :class:`normscope.inputs.loaded_model.Task`; by default a loaded model's own, on the same batches.
         about: ``model``, ``weights`` and ``data`` of the report.
         progress: called after each of the :func:`passes` with the stage, the samples run in all passes, and their
-            final number; for ``calibrated``, with the number of calibrated sites in all rows.
+            total; for ``calibrated``, with the number of calibrated sites in all rows.
         ranks: processes that divide the batches, see :func:`normscope.pairs.ranks.joined`; with equal replacements.
 
     Returns:
@@ -96,14 +98,13 @@ def drift(
         output with all sites swapped on each part.
 
     Raises:
-        DataError: if there is no batch, if batches that are needed twice can be iterated only once, or if ranks do not
+        DataError: if there is no batch, if batches that are needed twice can be iterated only once, if ranks do not
             see the same, or if there are fewer than two samples to learn from.
         MemoryEndedError: if a single sample takes more memory than there is.
         ModelError: if the network raises, has no such modules, does not call what was swapped in, or cannot be
             calibrated.
-        UsageError: if there is nothing to swap, a module comes without batches, if a cumulative order is asked for
-            without each site alone, if ``quality`` returns no number, or if there is nothing to calibrate, or to learn
-            from.
+        UsageError: if there is nothing to swap or to learn from, if batches are missing, if ``cumulative`` is asked for
+            without ``one_at_a_time``, if ``quality`` returns no number, or if a replacement cannot be calibrated.
 
     >>> import torch
     >>> from normscope.swaps.pointwise import DyT
@@ -124,10 +125,9 @@ def drift(
     if not replacements:
         raise UsageError("There is nothing to swap: the replacements name no module.")
     if init == CALIBRATED:
-        learn, batches = to_learn_from(model, learn, batches)
-    elif learn is not None or refit != NEIGHBOURS:
-        name = "learn" if learn is not None else "refit"
-        raise UsageError(f"With init={init!r} nothing is calibrated: {name} goes with init='calibrated' alone.")
+        learn, batches = _to_learn_from(model, learn, batches)
+    else:
+        check_not_calibrated(init, learn=learn is not None, refit=refit != NEIGHBOURS)
     if ends is None and isinstance(model, LoadedModel):
         ends = getattr(model.inputs if batches is None else batches, "ends", None)
     loaded = model
@@ -146,35 +146,45 @@ def drift(
     chosen = _evenly_spaced(batches, most) if one_at_a_time else None
     rounds = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
     network, stage = uncompiled(model), ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
-    comparison: PairedPasses | CalibratedPasses
+    paired: PairedPasses | CalibratedPasses
     if init == CALIBRATED:
-        _check(replacements, refit, ranks)
+        _check_calibrated(replacements, refit, ranks)
+        kept, left_out = kept_in_memory(unpacked(network, learn)[1])
+        calibration = DriftCalibration(str(getattr(learn, "description", None) or ""), refit, left_out=left_out)
         counter = StageProgress(progress, stage, calibrations(len(sites), **rounds))
-        passes_with = partial(PairedPasses, network, batches, outputs=outputs, ranks=ALONE, chosen=chosen)
-        comparison = CalibratedPasses(network, replacements, learn, outputs, refit, passes_with, progress, counter)
+        calibrate_with = partial(calibrated, network, learn=kept, outputs=outputs, refit=refit)
+        passes_with = partial(PairedPasses, network, batches, outputs=outputs, chosen=chosen)
+        paired = CalibratedPasses(replacements, calibration, calibrate_with, passes_with, progress, counter)
     else:
         samples = getattr(batches, "n_samples", None)
-        asked = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
+        settings = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
         of = None if samples is None else passes(samples, len(sites), most, **rounds)
         counter = StageProgress(progress, stage, of, ranks.size)
-        comparison = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, asked, chosen=chosen)
-    rows = comparison.compared([everything, *alone], ends).rows(func, init, sites)
-    report = DriftReport(func, init, sites, rows, about)
+        paired = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, settings, chosen=chosen)
+
+    def compared(configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
+        return [replace(row, func=func, init=init) for row in paired.compared(configurations, ends)]
+
+    report = DriftReport(func, init, sites, compared([everything, *alone], ends), about)
     if cumulative:
-        report = replace(report, rows=[*rows, *_cumulative(comparison, report)])
+        order = report.least_harmful(len(sites))
+        first = next(row for row in report.by_site if row.site == order[0])
+        more = [Configuration("cumulative", order[n - 1], tuple(order[:n])) for n in range(2, len(order) + 1)]
+        rows = [replace(first, swapped="cumulative"), *(compared(more) if more else [])]
+        report = replace(report, rows=[*report.rows, *rows])
     if ranks.rank == 0:
         judge.add("original", network)
-        with comparison.swapped(sites):
+        with paired.swapped(sites):
             judge.add("swapped", network)
-    judge.settle(ranks)
-    calibration = comparison.calibration if isinstance(comparison, CalibratedPasses) else None
-    return replace(report, quality=judge.quality, no_quality=judge.untold, calibration=calibration)
+    judge.share_with(ranks)
+    report = replace(report, quality=judge.quality, no_quality=judge.untold)
+    return replace(report, calibration=paired.calibration) if isinstance(paired, CalibratedPasses) else report
 
 
 def passes(
     samples: int, sites: int, most: int | None = None, *, one_at_a_time: bool = True, cumulative: bool = True
 ) -> int:
-    """Return the number of passes of single samples in :func:`drift`, trajectories aside: the end of a progress bar.
+    """Return the number of passes of single samples in :func:`drift`, without trajectories: the end of a progress bar.
 
     >>> passes(100, 25), passes(100, 25, 16), passes(100, 25, one_at_a_time=False, cumulative=False)
     (5300, 1016, 200)
@@ -184,10 +194,7 @@ def passes(
 
 
 def _evenly_spaced(batches: Iterable[Any], most: int | None) -> frozenset[tuple[str, int]] | None:
-    """Return data set and index of at most ``most`` samples; None for all.
-
-    All ranks choose the same, however the batches are divided among them.
-    """
+    """Return data set and index of at most ``most`` samples, the same on all ranks; None for all."""
     if most is None or taken_once(batches):
         return None
     samples = samples_of(batches)
@@ -196,17 +203,8 @@ def _evenly_spaced(batches: Iterable[Any], most: int | None) -> frozenset[tuple[
     return frozenset((sample.data, sample.index) for sample in chosen)
 
 
-def _cumulative(comparison: PairedPasses | CalibratedPasses, report: DriftReport) -> list[Drift]:
-    """Swap one site after another; the row of the first alone exists already."""
-    order = report.least_harmful(len(report.sites))
-    first = next(row for row in report.by_site if row.site == order[0])
-    more = [Configuration("cumulative", order[n - 1], tuple(order[:n])) for n in range(2, len(order) + 1)]
-    rows = comparison.compared(more).rows(report.func, report.init, report.sites) if more else []
-    return [replace(first, swapped="cumulative"), *rows]
-
-
 def calibrations(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -> int:
-    """Return how many sites :func:`drift` calibrates, those of all rows counted: what a progress bar ends at.
+    """Return the number of sites that :func:`drift` calibrates, summed over rows: the end of a progress bar.
 
     >>> calibrations(4), calibrations(4, one_at_a_time=False, cumulative=False)  # 4, four times 1, 2 and 3
     (13, 4)
@@ -215,86 +213,76 @@ def calibrations(sites: int, *, one_at_a_time: bool = True, cumulative: bool = T
 
 
 class CalibratedPasses:
-    """A network with and without its norms, each swap calibrated by itself before it is measured.
+    """Paired passes of swaps that are each calibrated by themselves before they are measured.
+
+    Args:
+        modules: replacements by path, with their start values.
+        calibration: the inputs to learn from.
+        calibrate_with: :func:`calibrated`, but for modules and progress.
+        passes_with: :class:`PairedPasses`, but for modules and values of refitted parameters.
+        progress: called with the memory that calibration takes.
+        counter: counts the calibrated sites of all rows.
 
     Attributes:
-        calibration: inputs that the rows so far were calibrated on; that of all sites comes first.
+        calibration: inputs that the rows so far were calibrated on.
     """
-
-    calibration: DriftCalibration | None = None
-    _everything: PairedPasses | None = None
 
     def __init__(
         self,
-        network: nn.Module,
         modules: Mapping[str, nn.Module],
-        learn: Iterable[Any] | None,
-        outputs: Outputs,
-        refit: str,
+        calibration: DriftCalibration,
+        calibrate_with: Callable[..., tuple[dict[str, nn.Module], dict[str, Tensor], CalibrationReport]],
         passes_with: Callable[..., PairedPasses],
         progress: Progress,
         counter: StageProgress,
     ) -> None:
-        """Keep the swap, and as much of the inputs to learn from as memory has room for.
+        self._modules, self.calibration = modules, calibration
+        self._calibrate_with, self._passes_with = calibrate_with, passes_with
+        self._progress, self._counter = progress, counter
+        self._everything: PairedPasses | None = None
 
-        Arguments are those of :func:`drift`; ``passes_with`` makes the passes with given modules, and ``counter``
-        counts the calibrated sites of all rows.
-        """
-        self._network, self._modules, self._outputs, self._refit = network, modules, outputs, refit
-        self._data = str(getattr(learn, "description", None) or "")
-        self._learn, self._left_out = kept_in_memory(unpacked(network, learn)[1])
-        self._passes_with, self._progress, self._counter = passes_with, progress, counter
+    def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
+        """Calibrate each swap and compare, as :meth:`PairedPasses.compared`; the first call begins with all sites."""
+        rows: list[Drift] = []
+        for done in configurations:
+            whole = len(done.paths) == len(self._modules)
+            passes = self._everything if whole and self._everything else self._calibrated(done.paths)
+            self._everything = self._everything or passes
+            rows += passes.compared([done], ends if done.swapped == "all" else None)
+        return rows
 
-    def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> Tallies:
-        """Calibrate each of some swaps and compare, as :meth:`PairedPasses.compared` does; all sites come first."""
-        tallies = Tallies(configurations)
-        for number, done in enumerate(configurations):
-            everything = len(done.paths) == len(self._modules)
-            passes = self._everything if everything else None
-            if passes is None:
-                modules, refitted = self._calibrated(done)
-                passes = self._passes_with(modules, refitted=refitted)
-                self._everything = passes if everything else self._everything
-            tallies.take(number, passes.compared([done], ends if done.swapped == "all" else None))
-        return tallies
-
-    @contextlib.contextmanager
-    def swapped(self, paths: Sequence[str]) -> Iterator[None]:
-        """Swap all sites meanwhile, as they were calibrated together."""
+    def swapped(self, paths: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Swap sites in the block, as they were calibrated with all others."""
         assert self._everything is not None  # noqa: S101 - compared() begins with all sites
-        with self._everything.swapped(paths):
-            yield
+        return self._everything.swapped(paths)
 
-    def _calibrated(self, done: Configuration) -> tuple[dict[str, nn.Module], dict[str, Tensor]]:
-        sites, reached = len(done.paths), 0
+    def _calibrated(self, paths: Sequence[str]) -> PairedPasses:
+        first, reached = self._everything is None, 0
 
-        def told(stage: str, at: int, of: int | None) -> None:
+        def count_sites(stage: str, at: int, of: int | None) -> None:
             nonlocal reached
             if not is_one_step(stage):
-                now = math.floor(sites * at / (of or at or 1))
+                now = math.floor(len(paths) * at / (of or at or 1))
                 self._counter.add(now - reached)
                 reached = now
-            elif self.calibration is None:  # later calibrations take no more memory than that of all sites
+            elif first:  # calibrations of fewer sites take no more memory
                 self._progress(stage, at, of)
 
-        start = {path: self._modules[path] for path in done.paths}
-        modules, refitted, report = calibrated(
-            *(self._network, start, self._learn), outputs=self._outputs, refit=self._refit, progress=told
-        )
-        before = self.calibration or DriftCalibration(
-            self._data,
-            self._refit,
-            report.n_learned,
-            report.n_judged,
-            self._left_out + report.left_out,
-            0,
-            report.left,
-        )
-        self.calibration = replace(before, restored=before.restored + report.restored)
-        return modules, refitted
+        start = {path: self._modules[path] for path in paths}
+        modules, refitted, report = self._calibrate_with(start, progress=count_sites)
+        if first:
+            self.calibration = replace(
+                self.calibration,
+                n_learned=report.n_learned,
+                n_judged=report.n_judged,
+                left_out=self.calibration.left_out + report.left_out,
+                left=report.left,
+            )
+        self.calibration = replace(self.calibration, restored=self.calibration.restored + report.restored)
+        return self._passes_with(modules, refitted=refitted)
 
 
-def to_learn_from(
+def _to_learn_from(
     model: nn.Module | LoadedModel, learn: Iterable[Any] | None, batches: Iterable[Any] | None
 ) -> tuple[Iterable[Any], Iterable[Any] | None]:
     """Return the inputs of the calibration, and those of the drift."""
@@ -313,7 +301,7 @@ def to_learn_from(
     return learn, batches
 
 
-def _check(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks) -> None:
+def _check_calibrated(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks) -> None:
     if refit not in REFITS:
         raise UsageError(unknown("refit", refit, REFITS))
     for path, module in modules.items():

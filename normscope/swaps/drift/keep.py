@@ -1,4 +1,4 @@
-"""keep(): which norms to leave as they are, chosen by what each is worth in the partly swapped network."""
+"""keep(): the choice of norms to leave as they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.pool import Pool, evenly
 from normscope.pairs.norms.streams import unpacked
@@ -18,15 +17,14 @@ from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.distances import Configuration, measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
-from normscope.swaps.quality.measures import Judge, QualityFunction
+from normscope.swaps.quality import Judge, QualityFunction
 from normscope.swaps.replace import Swap
-from normscope.swaps.reports import OUTPUT, Drift, KeepReport, KeepStep, Quantiles
+from normscope.swaps.reports import OUTPUT, KeepReport, KeepStep, Quantiles
 
-MOST_SAMPLES = 48  # that a choice is made on: norms differ by more than a median over these is uncertain
+MOST_SAMPLES = 48  # for the choice: norms differ by more than the uncertainty of a median over these
 STAGE, HELD_OUT = "keep", "keep, held out"
 
-# From the paths that stay swapped to the median error at the output once these were worked on.
-After = Callable[[Sequence[str]], float]
+After = Callable[[Sequence[str]], float]  # from the paths that stay swapped to a median error at the output
 
 
 def keep(
@@ -45,29 +43,29 @@ def keep(
     about: Mapping[str, str] | None = None,
     progress: Progress = silent,
 ) -> KeepReport:
-    """Choose which norms to keep: from all swapped, put back the one that lowers the drift most, and again.
+    """Choose norms to keep, greedily: from all swapped, restore the norm whose return lowers the drift most, and again.
 
-    What a norm is worth depends on which others are swapped. So each step tries every norm that is still swapped, with
-    all that came back before it in their places, and takes the one with the least median error at the output, the KL
-    divergence of logits and the relative L2 of everything else:
-    n passes a step for n sites, over at most 48 samples (:data:`MOST_SAMPLES`). The network is left as found.
+    The value of a norm depends on which others are swapped, so each step tries every norm that is still swapped. It
+    restores the one that leaves the least median error at the output: KL divergence of logits, relative L2 of other
+    outputs. For n sites, a step takes n passes over at most 48 samples (:data:`MOST_SAMPLES`). The network is left as
+    found.
 
     Args:
         model: the network, with its norms: the result of :func:`normscope.load`, or any module.
-        batches: inputs to choose on, as :func:`normscope.capture` takes them; None for a loaded model's calibration, or
-            without one its inputs.
+        batches: inputs to choose on, as :func:`normscope.capture` takes them; None for a loaded model's calibration
+            inputs or, if it has none, its inputs.
         replacements: modules to swap in, by path, from :func:`normscope.replacements`.
         number: number of norms to keep; or
         max_drift: the median error to stay at or below, with as few norms as possible.
         held_out: inputs to report on; not used in choosing.
-        outputs: how to read the network's output; by default as the loaded model says, or the first tensor.
+        outputs: how to read the network's output; by default as the loaded model states, or the first tensor.
         quality: measure on the held-out inputs, as for :func:`normscope.drift`.
         after: function such as a calibration, from the paths that stay swapped to the median error that it leaves,
-            which ``max_drift`` then bounds. Norms come back in the same order; their number is found by trying 0, 1,
-            3, 7, … and then halves between.
-        func: curve in the norms' place, and
-        init: start values, for the report, as
-        about: ``model``, ``weights`` and ``data``.
+            which ``max_drift`` then bounds. The order of norms is the same; their number is found by trying 0, 1, 3,
+            7, … and then by bisection.
+        func: curve in the norms' place, for the report.
+        init: start values, for the report.
+        about: ``model``, ``weights`` and ``data`` of the report.
         progress: called with the stage, the samples run and, if known, their number.
 
     Returns:
@@ -86,7 +84,8 @@ def keep(
     >>> len(report.kept), len(report.swapped), report.steps[1].error.p50 < report.steps[0].error.p50
     (1, 16, True)
     """
-    sites = list(replacements or ())
+    modules = replacements or {}
+    sites = list(modules)
     _check(sites, number, max_drift)
     loaded = model
     if batches is None and isinstance(model, LoadedModel):
@@ -94,20 +93,26 @@ def keep(
     network, batches, about, outputs = unpacked(model, batches, about, outputs)
     pool = Pool.of(batches)
     few = evenly([*pool.learned, *pool.judged], MOST_SAMPLES)
-    search = _Search(uncompiled(network), few, replacements or {}, outputs, progress)
+    if not few:
+        raise DataError("There is no batch to choose on.")
+    search = _Search(PairedPasses(uncompiled(network), few, modules, outputs, advance=_counter(progress, STAGE)), sites)
     if number is not None:
         chosen, tried = number, {} if after is None else {number: after(search.swapped(number))}
     else:
-        assert max_drift is not None  # noqa: S101  # as was checked
-        chosen, tried = _fewest(search, max_drift, after)
+        chosen, tried = _fewest(search, math.inf if max_drift is None else max_drift, after)
     search.step(chosen)
-    kept = search.order[:chosen]
     steps = [replace(step, worked_on=tried.get(step.kept)) for step in search.steps]
     n_chosen_on, measure = sum(len(batch.samples) for batch in few), measure_of(outputs.kind)
-    report = KeepReport(sites, kept, steps, n_chosen_on, func, init, about, measure=measure)
+    report = KeepReport(sites, search.order[:chosen], steps, n_chosen_on, func, init, about, measure=measure)
     if held_out is None:
         return report
-    return _on_held_out(report, loaded, held_out, replacements or {}, outputs, quality, progress)
+    judge = Judge(loaded, quality, held_out, outputs, progress)
+    module, held_out, _, outputs = unpacked(loaded, held_out, None, outputs)
+    return _on_held_out(report, uncompiled(module), held_out, modules, outputs, judge, _counter(progress, HELD_OUT))
+
+
+def _counter(progress: Progress, stage: str) -> Callable[[int], None]:
+    return StageProgress(progress, stage, None).add
 
 
 def _check(sites: Sequence[str], number: int | None, max_drift: float | None) -> None:
@@ -122,62 +127,45 @@ def _check(sites: Sequence[str], number: int | None, max_drift: float | None) ->
 
 
 class _Search:
-    """The order in which norms come back, found as far as it is asked for.
+    """Greedy search for the order in which norms are restored, continued as far as needed.
 
     Attributes:
-        order: paths of the norms that came back so far.
-        steps: one more than these.
+        order: paths of the norms restored so far.
+        steps: one for each number of norms restored, from none on.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        batches: Sequence[Batch],
-        modules: Mapping[str, nn.Module],
-        outputs: Outputs,
-        progress: Progress,
-    ) -> None:
-        if not batches:
-            raise DataError("There is no batch to choose on.")
-        self._sites, self.order = list(modules), list[str]()
-        counter = StageProgress(progress, STAGE, None)
-        self._passes = PairedPasses(network, batches, modules, outputs, advance=counter.add)
-        (everything,) = self._moved([Configuration("one", self._sites[0], tuple(self._sites))])
-        self.steps = [KeepStep(None, 0, len(self._sites), _error(everything))]
+    def __init__(self, passes: PairedPasses, sites: Sequence[str]) -> None:
+        self._passes, self._sites, self.order = passes, sites, list[str]()
+        (everything,) = _errors(passes, [sites])
+        self.steps = [KeepStep(None, 0, len(sites), everything)]
 
     def swapped(self, kept: int) -> list[str]:
-        """Paths that stay swapped where so many norms are kept."""
+        """Return the paths that stay swapped with a number of norms kept."""
         self.step(kept)
         return [path for path in self._sites if path not in self.order[:kept]]
 
     def step(self, kept: int) -> KeepStep:
-        """Put norms back until so many are, and tell how far the output is moved then."""
+        """Restore norms up to a number, and return the step with the error then."""
         while len(self.order) < kept:
             left = [path for path in self._sites if path not in self.order]
             if len(left) == 1:
-                self._put_back(left[0], Quantiles.of([0.0] * self.steps[-1].error.n), 0)
-                continue
-            without = [Configuration("one", path, tuple(site for site in left if site != path)) for path in left]
-            best = min(self._moved(without), key=lambda row: _error(row).p50)
-            assert best.site is not None  # noqa: S101  # as configured
-            self._put_back(best.site, _error(best), len(left) - 1)
+                errors = [Quantiles.of([0.0] * self.steps[-1].error.n)]
+            else:
+                errors = _errors(self._passes, [[site for site in left if site != path] for path in left])
+            error, path = min(zip(errors, left, strict=True), key=lambda pair: pair[0].p50)
+            self.order.append(path)
+            self.steps.append(KeepStep(path, len(self.order), len(left) - 1, error))
         return self.steps[kept]
 
-    def _moved(self, configurations: Sequence[Configuration]) -> list[Drift]:
-        rows = self._passes.compared(configurations).rows("", "", self._sites)
-        return [row for row in rows if row.at == OUTPUT and not row.part]
 
-    def _put_back(self, path: str, moved: Quantiles, left: int) -> None:
-        self.order.append(path)
-        self.steps.append(KeepStep(path, len(self.order), left, moved))
-
-
-def _error(row: Drift) -> Quantiles:
-    return row.relative_l2 if row.kl is None else row.kl
+def _errors(passes: PairedPasses, swapped: Sequence[Sequence[str]]) -> list[Quantiles]:
+    """Return the errors at the output with each of several sets of sites swapped."""
+    rows = passes.compared([Configuration("one", None, tuple(paths)) for paths in swapped])
+    return [row.relative_l2 if row.kl is None else row.kl for row in rows if row.at == OUTPUT and not row.part]
 
 
 def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dict[int, float]]:
-    """Find the fewest norms that keep the drift at or below a bound, and what was tried of what works on the others."""
+    """Return the smallest number of norms that keeps the drift within a bound, and the errors ``after`` returned."""
     n, tried = search.steps[0].swapped, dict[int, float]()
 
     def drift(kept: int) -> float:
@@ -187,7 +175,7 @@ def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dic
             tried[kept] = after(search.swapped(kept))
         return tried[kept]
 
-    low, high, stride = -1, 0, 1  # of low it is known, or trivial, that it is too few
+    low, high, stride = -1, 0, 1  # low is too few
     while not drift(high) <= most:
         if high == n - 1:
             raise UsageError(
@@ -204,25 +192,19 @@ def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dic
 
 def _on_held_out(
     report: KeepReport,
-    model: nn.Module | LoadedModel,
+    network: nn.Module,
     held_out: Iterable[Any],
     modules: Mapping[str, nn.Module],
     outputs: Outputs,
-    quality: QualityFunction | Task | None,
-    progress: Progress,
+    judge: Judge,
+    advance: Callable[[int], None],
 ) -> KeepReport:
     """Measure drift and quality for each number of norms up to those kept."""
-    judge = Judge(model, quality, held_out, outputs, progress)
-    module, held_out, _, outputs = unpacked(model, held_out, None, outputs)
-    network, order = uncompiled(module), report.kept
-    left = [tuple(path for path in report.sites if path not in order[:kept]) for kept in range(len(order) + 1)]
-    counter = StageProgress(progress, HELD_OUT, None)
-    passes = PairedPasses(network, held_out, modules, outputs, advance=counter.add)
-    rows = passes.compared([Configuration("one", paths[0], paths) for paths in left]).rows("", "", report.sites)
-    moved = [_error(row) for row in rows if row.at == OUTPUT and not row.part]
+    swapped = [[path for path in report.sites if path not in report.kept[:n]] for n in range(len(report.kept) + 1)]
+    errors = _errors(PairedPasses(network, held_out, modules, outputs, advance=advance), swapped)
     judge.add("original", network)
-    for kept, paths in enumerate(left):
+    for kept, paths in enumerate(swapped):
         with Swap(network, {path: modules[path] for path in paths}):
             judge.add(f"{kept} kept", network)
-    taken = [replace(step, held_out=own) for step, own in zip(report.taken, moved, strict=True)]
+    taken = [replace(step, held_out=error) for step, error in zip(report.taken, errors, strict=True)]
     return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=judge.quality)

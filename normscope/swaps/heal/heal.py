@@ -7,6 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +26,26 @@ from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
+from normscope.swaps.calibrate.refitting import copies, parameter_values, put_parameters
 from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.heal import training
-from normscope.swaps.heal.targets import TrainingTargets, drawn, steps_of
 from normscope.swaps.heal.training import (
     Checked,
     TrainedParameters,
     TrainingState,
+    TrainingTargets,
     check_asked,
-    copied,
-    load_checkpoint,
-    restore,
-    save_checkpoint,
+    drawn,
+    steps_of,
 )
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.quality.measures import Judge, QualityFunction
+from normscope.swaps.quality import Judge, QualityFunction
 from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport
 
 STEPS = 1700
-SAMPLES_A_STEP = 64  # at least, where they can be run in one pass
-_SAMPLES_APART = 8  # where they cannot
-_MOST_CALIBRATED = 320  # samples: twice as many texts take twice the time, for a thirtieth less drift
+SAMPLES_A_STEP = 64  # at least, if they can be run in one pass
+_SAMPLES_APART = 8  # at most, if they cannot
+_MOST_CALIBRATED = 320  # samples: twice as many take twice the time, for a thirtieth less drift
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -70,42 +70,36 @@ def heal(
     progress: Progress = silent,
     checked: Checked | None = None,
 ) -> HealReport:
-    """Train a swapped network, in place, until it gives what the original gives.
+    """Train a swapped network, in place, towards the outputs of the original.
 
-    First it is calibrated (:func:`normscope.calibrate`), which takes no gradient. From there AdamW trains it end to
-    end: the loss is the relative L2 at the output, or of logits the root of their KL divergence, plus the mean over the
-    swapped sites of the relative L2 of what they give. Point-wise functions are trained by their slope, weight · α,
-    and log α, and have a weight and a bias for each channel afterwards. A fourth of the inputs to learn from decides:
-    of all states, the start and the calibrated one among them, the one with the least median error there is kept, if
-    its 90th percentile is not above the start's. The network is left with the stage that did best on the held-out
-    inputs by the same rule.
+    First it is calibrated without gradients (:func:`normscope.calibrate`). Then AdamW trains it end to end. The loss is
+    the relative L2 at the output (of logits, the root of their KL divergence) plus the mean relative L2 over the
+    swapped sites. Point-wise functions get a weight and a bias for each channel, and are trained by their slope,
+    weight · α, and log α. A fourth of the inputs to learn from decides which state is kept: start, calibrated, or at a
+    check of the training. It is the one with the least median error, if its 90th percentile does not exceed the
+    start's. By the same rule on the held-out inputs, the network is left with the best stage.
 
     Args:
-        original: the network: what :func:`normscope.load` returned, or any module; it stays as it is.
-        swapped: a copy of the module with other modules in the place of some norms (:func:`normscope.swap`), in
-            float32.
-        learn: batches to learn from, as :func:`normscope.capture` takes them; at most a gibibyte of them is kept in
-            memory, and at most four of what the original gives for them. They may run the original when they are
-            taken. None for a loaded model's calibration, and
-        held_out: batches that report the drift, of other sources; None for its inputs. One without calibration learns
-            from three fourths of its inputs.
-        outputs: how to read what the networks return; by default as the loaded model says, or the first tensor.
-        calibrated: whether to calibrate first. Only point-wise functions are: of a network that has none in its norms'
-            places, an RMSNorm for example, training is all there is.
-        train: ``all``, every weight but those of embeddings; ``neighbours``, the functions and the linear layers beside
-            them, as :func:`normscope.calibrate` takes them; ``norms``, the functions alone, calibrated alone too.
-        steps: of the training, each of one batch to learn from, or of several small ones; None for 1700.
-        minutes: in place of steps: wall-clock time that all of it may take, calibration and measuring included; the
-            clock is read before every step, and the learning rate follows the share of the time that has passed.
+        original: the network: the result of :func:`normscope.load`, or any module; it does not change.
+        swapped: a copy of the module with other modules in place of some norms (:func:`normscope.swap`), in float32.
+        learn: batches to learn from, as :func:`normscope.capture` takes them, which may run the original. At most a
+            gibibyte of them is kept in memory, and at most four of the original's outputs. None for a loaded model's
+            calibration inputs or, if it has none, three fourths of its inputs.
+        held_out: batches of other sources, to report the drift; None for the other inputs of a loaded model.
+        outputs: how to read the networks' outputs; by default as the loaded model states, or the first tensor.
+        calibrated: calibrate first. A swap without point-wise functions, such as RMSNorm, is only trained.
+        train: ``all``, every weight but embeddings; ``neighbours``, the functions and the linear layers beside them, as
+            :func:`normscope.calibrate` defines them; ``norms``, the functions alone, which then also holds for
+            calibration.
+        steps: number of training steps, each of one batch or of several small ones; None for 1700.
+        minutes: in place of steps: wall-clock time for everything, calibration and measuring included. The learning
+            rate follows the elapsed share.
         seed: of the order of the batches.
-        checkpoint: a safetensors file that is written a dozen times, and that the same call goes on from; None for
-            none.
-        asked: what else the checkpoint says of itself, as JSON takes it; a call that asks for something else does not
-            go on from it.
-        quality: a function of yours that says how well a network does what it is for, as :func:`normscope.drift` takes
-            it: of the original, and of the swapped one with its start values and healed. None for what a loaded
-            model's task says, on the held-out inputs.
-        progress: called with the stage, what was done of it, and all of it.
+        checkpoint: a safetensors file, written a dozen times, from which the same call resumes; None for none.
+        asked: further identification of the checkpoint, as JSON; a call with other values does not resume from it.
+        quality: measure of the original, and of the swapped network before and after, as for :func:`normscope.drift`;
+            None for a loaded model's task, on the held-out inputs.
+        progress: called with the stage, the amount done and the total.
         checked: called with each :class:`TrainingCheck`, a dozen times over the training.
 
     Returns:
@@ -117,7 +111,7 @@ def heal(
             another, if the network is in half precision, if the checkpoint is of another healing, or if ``quality``
             returns no number.
         DataError: if there are too few inputs, or the checkpoint is damaged.
-        ModelError: if the network cannot be calibrated, as it calls its modules in an order that depends on its input.
+        ModelError: if the network calls its modules in an order that depends on its input, so it cannot be calibrated.
 
     >>> import copy, normscope
     >>> original = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 2))
@@ -143,7 +137,13 @@ def heal(
     _, held_out, about, _ = unpacked(original, held_out)
     teacher, student = uncompiled(module), uncompiled(swapped)
     sites = swapped_sites(teacher, student)
-    _check_parameters(student)
+    for name, parameter in student.named_parameters():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise UsageError(
+                f"{name} is in {parameter.dtype}, in which small steps are lost; heal in float32 and convert then."
+            )
+        if parameter.is_meta:
+            raise ModelError(f"{name} is on the meta device, which has no values to train.")
     reported = list(held_out) if taken_once(held_out) else held_out
     judge = Judge(original, quality, reported, outputs, progress)
     path = None if checkpoint is None else Path(checkpoint)
@@ -152,7 +152,7 @@ def heal(
     judge.add("original", teacher)
     judging = time.monotonic()
     judge.add("swapped", student)
-    until = began + 60 * minutes - (time.monotonic() - judging) if minutes else None  # healed it is judged once more
+    until = began + 60 * minutes - (time.monotonic() - judging) if minutes else None  # healed, it is judged once more
     learned, left_out = kept_in_memory(batches)
     options = {"calibrated": calibrated, "train": train, "seed": seed, "minutes": minutes}
     options["steps"] = STEPS if steps is None and minutes is None else steps
@@ -160,22 +160,21 @@ def heal(
     with left_as_found(teacher), left_as_found(student):
         state = healing.run(path, asked or {}, until, checked or (lambda check: None))
     judge.add("healed", student)
-    n_learned, n_judged = (sum(len(b.samples) for b in part) for part in (healing.pool.learned, healing.pool.judged))
     return HealReport(
         state.drifts,
         state.left_with,
         state.checks,
         state.step,
         train,
-        n_learned,
-        n_judged,
-        state.n_held_out,
-        left_out,
-        state.not_refitted,
-        judge.quality,
-        judge.untold,
-        about,
-        measure_of(outputs.kind),
+        n_learned=sum(len(batch.samples) for batch in healing.pool.learned),
+        n_judged=sum(len(batch.samples) for batch in healing.pool.judged),
+        n_held_out=state.n_held_out,
+        left_out=left_out,
+        not_refitted=state.not_refitted,
+        quality=judge.quality,
+        no_quality=judge.untold,
+        about=about,
+        measure=measure_of(outputs.kind),
     )
 
 
@@ -208,74 +207,62 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
     return sites
 
 
-def _check_parameters(student: nn.Module) -> None:
-    for name, parameter in student.named_parameters():
-        if parameter.dtype not in (torch.float32, torch.float64):
-            raise UsageError(
-                f"{name} is in {parameter.dtype}, in which small steps are lost; heal in float32 and convert then."
-            )
-        if parameter.is_meta:
-            raise ModelError(f"{name} is on the meta device, which has no values to train.")
-
-
+@dataclass
 class _Healing:
     """Both networks and all inputs, from stage to stage."""
 
-    def __init__(
-        self,
-        original: nn.Module,
-        swapped: nn.Module,
-        sites: Sequence[str],
-        outputs: Outputs,
-        batches: Sequence[Batch],
-        reported: Iterable[Any],
-        options: Mapping[str, Any],
-        progress: Progress,
-    ) -> None:
-        self._original, self._swapped, self._sites, self._outputs = original, swapped, sites, outputs
-        self._batches, self._reported, self._options, self._progress = batches, reported, options, progress
-        self.pool = Pool.of(batches)
-        self._judged = OutputErrors(original, self.pool.by_length().judged, outputs)
-        functions = [module for module in swapped.modules() if isinstance(module, PointwiseFunction)]
+    original: nn.Module
+    swapped: nn.Module
+    sites: Sequence[str]
+    outputs: Outputs
+    batches: Sequence[Batch]
+    reported: Iterable[Any]
+    options: Mapping[str, Any]
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        self.pool = Pool.of(self.batches)
+        self._judged = OutputErrors(self.original, self.pool.by_length().judged, self.outputs)
+        functions = [module for module in self.swapped.modules() if isinstance(module, PointwiseFunction)]
         for function in functions:
             function.give_each_channel_its_own()
-        self._width = max(math.prod(getattr(swapped.get_submodule(p), "normalized_shape", (1,))) for p in sites)
-        self._calibrates = options["calibrated"] and bool(functions)
-        self._parameters = dict(swapped.named_parameters())
-        self._measuring = 0.0  # seconds of what is measured once the training is over
+        self._calibrates = self.options["calibrated"] and bool(functions)
+        self._parameters = dict(self.swapped.named_parameters())
+        self._measuring = 0.0  # seconds of the measurements after training
 
     def run(self, path: Path | None, asked: Mapping[str, Any], until: float | None, checked: Checked) -> TrainingState:
         """Run the stages that are not done yet, and leave the network in the best of their states.
 
         Arguments are those of :func:`heal`; a healing by minutes ends at the monotonic time ``until``.
         """
-        start = copied(self._parameters)
+        start = parameter_values(self.swapped)
         settings = self._settings()
-        state = (path and load_checkpoint(path, settings)) or self._begun()
+        state = (path and TrainingState.load(path, settings)) or self._begun()
 
         def saved() -> None:
             if path is not None:
-                save_checkpoint(path, asked, settings, state)
+                state.save(path, asked, settings)
 
         if self._calibrates and CALIBRATED not in state.drifts:
             self._calibrate(state, start)
             saved()
-        restore(self._parameters, state.calibrated)
+        put_parameters(self.swapped, state.tensors["calibrated"])
         if not state.left_with:
             names = self._trained_names()
-            with _trainable(self._swapped, names):
+            with _trainable(self.swapped, names):
                 self._train(state, names, until, saved, checked)
             state.drifts[TRAINED] = _quantiles(self._held_out_errors())
             high = state.drifts[START]["p90"]
             allowed = [stage for stage, drift in state.drifts.items() if stage == START or drift["p90"] <= high]
             state.left_with = min(allowed, key=lambda stage: state.drifts[stage]["median"])
-            state.trained, state.moments = {}, {}
+            for group in [group for group in state.tensors if group not in (CALIBRATED, "best")]:
+                del state.tensors[group]
             saved()
-        restore(self._parameters, start)
+        put_parameters(self.swapped, start)
         if state.left_with != START:
-            restore(self._parameters, state.calibrated)
+            put_parameters(self.swapped, state.tensors["calibrated"])
         if state.left_with == TRAINED:
-            restore(self._parameters, state.best)
+            put_parameters(self.swapped, state.tensors["best"])
         return state
 
     def _begun(self) -> TrainingState:
@@ -288,12 +275,12 @@ class _Healing:
         return state
 
     def _calibrate(self, state: TrainingState, start: Mapping[str, Tensor]) -> None:
-        refit = NORMS if self._options["train"] == NORMS else NEIGHBOURS
-        both, learned = (self._original, self._swapped), evenly(self._batches, _MOST_CALIBRATED)
-        report = calibrate(*both, learned, outputs=self._outputs, refit=refit, progress=self._progress)
+        refit = NORMS if self.options["train"] == NORMS else NEIGHBOURS
+        both, learned = (self.original, self.swapped), evenly(self.batches, _MOST_CALIBRATED)
+        report = calibrate(*both, learned, outputs=self.outputs, refit=refit, progress=self.progress)
         state.not_refitted = dict(report.left)
         changed = {name: v for name, v in self._parameters.items() if not torch.equal(v, start[name])}
-        state.calibrated = copied(changed)
+        state.tensors["calibrated"] = copies(changed)
         state.drift, _ = self._drift()
         state.drifts[CALIBRATED] = _quantiles(self._held_out_errors())
 
@@ -306,68 +293,69 @@ class _Healing:
         checked: Checked,
     ) -> None:
         of_steps = steps_of(self.pool.learned, SAMPLES_A_STEP, _SAMPLES_APART)
-        targets = TrainingTargets(self._original, self._swapped, self._outputs, self._sites, of_steps)
-        trained = TrainedParameters(self._swapped, names)
-        if not state.best:
-            state.best = copied(trained.parameters)
+        targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, of_steps)
+        trained = TrainedParameters(self.swapped, names)
+        if not state.tensors["best"]:
+            state.tensors["best"] = copies(trained.parameters)
             if until is not None:
                 state.budget = until - self._measuring - time.monotonic()
             saved()
 
         def gradients(step: int) -> float:
-            return targets.gradients(drawn(self._options["seed"], step, number=len(targets)))
+            return targets.gradients(drawn(self.options["seed"], step, number=len(targets)))
 
-        schedule = (state, trained, self._width, self._options["steps"])
-        training.train(*schedule, gradients, self._drift, saved, self._progress, checked)
+        shapes = (getattr(self.swapped.get_submodule(path), "normalized_shape", (1,)) for path in self.sites)
+        schedule = (state, trained, max(map(math.prod, shapes)), self.options["steps"])
+        training.train(*schedule, gradients, self._drift, saved, self.progress, checked)
 
     def _trained_names(self) -> list[str]:
         """Names of the parameters that are trained."""
-        train = self._options["train"]
+        train = self.options["train"]
         if train == ALL:
-            embeddings = {id(module.weight) for module in self._swapped.modules() if isinstance(module, _EMBEDDINGS)}
+            embeddings = {id(module.weight) for module in self.swapped.modules() if isinstance(module, _EMBEDDINGS)}
             return [
                 name
                 for name, parameter in self._parameters.items()
                 if parameter.is_floating_point() and id(parameter) not in embeddings
             ]
-        paths = list(self._sites)
+        paths = list(self.sites)
         if train == NEIGHBOURS:
             first = self.pool.learned[0]
-            norms = find_norms(self._original, first.first_sample()).sites
-            near = neighbours_of(self._original, norms, self._sites, first)
+            norms = find_norms(self.original, first.first_sample()).sites
+            near = neighbours_of(self.original, norms, self.sites, first)
             paths += [called.path for called in near.called_modules if not called.is_norm]
         return [name for name in self._parameters if name.startswith(tuple(f"{path}." for path in paths))]
 
     def _settings(self) -> dict[str, Any]:
         """Settings that identify a checkpoint."""
         return {
-            "model": type(self._original).__name__,
-            "sites": {name: repr(self._swapped.get_submodule(name)) for name in self._sites},
-            **self._options,
-            "weights": _digest(self._original.state_dict()),
-            "start values": _digest(self._swapped.state_dict()),
+            "model": type(self.original).__name__,
+            "sites": {name: repr(self.swapped.get_submodule(name)) for name in self.sites},
+            **self.options,
+            "weights": _digest(self.original.state_dict()),
+            "start values": _digest(self.swapped.state_dict()),
             "inputs": self.pool.digest,
         }
 
     def _drift(self) -> tuple[float, float]:
         """Return median and 90th percentile on the inputs that decide."""
-        errors = _quantiles(self._judged.of(self._swapped))
+        errors = _quantiles(self._judged.of(self.swapped))
         return errors["median"], errors["p90"]
 
     def _held_out_errors(self) -> Tensor:
-        batches = (part for batch in as_batches(self._reported) for part in by_length(batch, len(batch.samples)))
-        return output_errors(self._original, self._swapped, batches, self._outputs)
+        batches = (part for batch in as_batches(self.reported) for part in by_length(batch, len(batch.samples)))
+        return output_errors(self.original, self.swapped, batches, self.outputs)
 
 
 def _quantiles(errors: Tensor) -> dict[str, float]:
-    # Between two samples there may be ∞ on one side, of which a line has no middle.
+    # Linear interpolation between a finite value and ∞ gives NaN.
     at = "linear" if bool(errors.isfinite().all()) else "higher"
     return {name: float(errors.quantile(share, interpolation=at)) for name, share in _SHARES.items()}
 
 
 @contextlib.contextmanager
 def _trainable(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Let some parameters alone have gradients; ``requires_grad`` is put back afterwards."""
+    """Compute gradients of some parameters alone in the block; restore ``requires_grad`` afterwards."""
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from normscope.cli.commands import swap_bench
 from normscope.errors import UsageError
 from normscope.inputs.held_out import learned_and_held_out
 from normscope.models.inputs.trajectories import Trajectories
-from normscope.swaps.calibrate.swap import swap
+from normscope.swaps.calibrate.calibrate import swap
 
 FACTORY = """
 import torch

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from networks import numbered_batches as batches
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,16 +19,7 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.distances import output_errors
-from normscope.swaps.heal.targets import TrainingTargets
-from normscope.swaps.heal.training import TrainingState
-
-
-def batches(number, x_of, size=8):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Batch((x_of(generator, size),), samples=tuple(Sample(f"{i}", i, i) for i in range(n * size, (n + 1) * size)))
-        for n in range(number)
-    ]
+from normscope.swaps.heal.training import TrainingState, TrainingTargets
 
 
 def drift(original, swapped, inputs, outputs=None):
@@ -50,24 +42,6 @@ def swapped_vit(vit, **options):
     module = copy.deepcopy(network.module)
     normscope.swap(module, "dyt", seen, **options)
     return module
-
-
-def test_a_norm_of_tokens_of_one_size_is_taken_over_exactly():
-    """With every token of one mean and σ, a LayerNorm is a straight line, and so a straight line takes its place."""
-
-    def of_one_size(generator, size):
-        signs = torch.tensor([1.0, 1, 1, 1, -1, -1, -1, -1])
-        orders = torch.stack([torch.randperm(8, generator=generator) for _ in range(size * 4)])
-        return (2 * signs[orders] + 3).reshape(size, 4, 8)
-
-    torch.manual_seed(0)
-    original = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).requires_grad_(False)
-    learn = batches(8, of_one_size)
-    swapped = copy.deepcopy(original)
-    swapped[0] = normscope.PointwiseFunction("linear", 8, alpha=0.1)
-    report = calibrate(original, swapped, learn)
-    assert report.before > 0.5 and report.after < 1e-3  # float32, and a ridge that shrinks
-    assert not report.restored
 
 
 @pytest.mark.slow

@@ -6,26 +6,18 @@ import threading
 import pytest
 import torch
 from networks import PostNorm
+from networks import numbered_batches as batches
 from torch import nn
 
 import normscope
 from normscope.errors import ModelError
-from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.pool import Pool
-from normscope.swaps.calibrate import closed_form, neighbours, refitting
+from normscope.swaps.calibrate import neighbours, refitting
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.calibrate.closed_form import PENALTIES
 
 # Of float32 sums, and of a ridge that shrinks towards the layer's own weights.
 GIVEN_BACK = 2e-3
-
-
-def batches(number, x_of, size=8):
-    generator = torch.Generator().manual_seed(0)
-    return [
-        Batch((x_of(generator, size),), samples=tuple(Sample(f"{i}", i, i) for i in range(n * size, (n + 1) * size)))
-        for n in range(number)
-    ]
 
 
 def of_one_spread(generator, size, tokens=6):
@@ -174,24 +166,6 @@ def test_a_convolution_in_groups_is_least_squares_in_each(monkeypatch, groups, r
         )
 
 
-@pytest.mark.slow
-def test_depthwise_convolutions_before_norms_are_refitted():
-    """A block of ConvNeXt: its weights were left as they were."""
-    timm = pytest.importorskip("timm")
-    torch.manual_seed(0)
-    original = timm.models.convnext.ConvNeXt(
-        in_chans=3, num_classes=4, depths=(1, 1, 1, 1), dims=(8, 8, 8, 8), patch_size=2
-    ).requires_grad_(False)
-    original.eval()
-    learn = batches(6, lambda generator, size: torch.randn(size, 3, 32, 32, generator=generator).cumsum(-1))
-    swapped = copy.deepcopy(original)
-    normscope.swap(swapped, "tanh", normscope.capture(original, learn))
-    report = calibrate(original, swapped, learn)
-    depthwise = [path for path, module in original.named_modules() if getattr(module, "groups", 1) > 1]
-    assert len(depthwise) == 4 and set(depthwise) <= {one.path for one in report.modules}
-    assert not any("groups" in reason for reason in report.left.values())
-
-
 def test_a_parametrized_convolution_in_groups_is_left_and_said():
     """As wav2vec 2.0's positional one, whose weight is computed from two others."""
     torch.manual_seed(0)
@@ -224,35 +198,6 @@ def test_a_network_of_rms_norms():
         *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
     ]
     assert refitted == {f"layers.{depth}.{name}" for depth in range(2) for name in projections}
-
-
-def test_layers_of_one_input_share_their_products_and_come_to_the_same(monkeypatch):
-    """What is changed in place between two layers is another input, as a copy is."""
-
-    class Three(nn.Module):
-        def __init__(self, copied):
-            super().__init__()
-            torch.manual_seed(0)
-            self.norm, self.a, self.b, self.c = nn.LayerNorm(8), nn.Linear(8, 4), nn.Linear(8, 4), nn.Linear(8, 4)
-            self.copied = copied
-
-        def forward(self, x):
-            y = self.norm(x)
-            of_b = y.clone() if self.copied else y
-            a, b = self.a(y), self.b(of_b)
-            return a * b + self.c((y.clone() if self.copied else y).mul_(2))
-
-    learn = batches(6, lambda generator, size: torch.randn(size, 5, 8, generator=generator) * 2)
-    states, grams, gram = [], [], closed_form._gram
-    monkeypatch.setattr(closed_form, "_gram", lambda h: grams.append(1) or gram(h))
-    for copied in (False, True):
-        original = Three(copied).requires_grad_(False)
-        swapped = copy.deepcopy(original)
-        swapped.norm = normscope.PointwiseFunction("tanh", 8, alpha=0.2)
-        calibrate(original, swapped, learn)
-        states.append(swapped.state_dict())
-    assert len(grams) == 2 * (2 + 3)  # over the inputs to learn from, and over those that decide
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 def test_a_layer_before_a_norm_that_activates_aims_at_what_it_gave():

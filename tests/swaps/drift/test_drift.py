@@ -19,7 +19,6 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE
 from normscope.swaps.calibrate.calibrate import calibrate
-from normscope.swaps.drift import paired_passes
 from normscope.swaps.drift.drift import calibrations, drift, passes
 from normscope.swaps.drift.paired_passes import KeptEnds
 from normscope.swaps.pointwise import DyISRU, DyT
@@ -324,15 +323,6 @@ def test_ends_are_compared_while_each_network_is_in_place():
     assert taken == ["LayerNorm", "PointwiseFunction"] * 2 + ["PointwiseFunction"] * 4
 
 
-def test_many_ends_are_walked_again_each_time(monkeypatch):
-    walks = []
-    kept = KeptEnds(lambda: walks.append(1) or iter([((), torch.zeros(3)), ((), torch.ones(3))]))
-    monkeypatch.setattr(paired_passes, "_MOST_KEPT", 20)
-    for _ in range(2):
-        assert [latents.tolist() for _, latents in kept.original()] == [[0.0] * 3, [1.0] * 3]
-    assert len(walks) == 2
-
-
 @pytest.mark.parametrize(("n_batches", "size", "chosen"), [(8, 4, range(0, 32, 2)), (4, 16, range(0, 64, 4))])
 def test_some_sites_are_swapped_on_few_samples_evenly_spaced(n_batches, size, chosen):
     model, modules, data = PreNorm(), dyts(PreNorm()), inputs(n_batches, size)
@@ -370,10 +360,15 @@ def test_progress_counts_what_passes_says():
 def test_batches_that_come_once_are_enough_for_one_pass():
     report = drift(PreNorm(), (x for x in inputs(3)), dyts(PreNorm()), cumulative=False)
     assert report.all.inputs == 15
-    with pytest.raises(UsageError, match="one_at_a_time"):
-        drift(PreNorm(), inputs(), dyts(PreNorm()), cumulative=False, one_at_a_time=False).least_harmful(1)
-    with pytest.raises(UsageError, match="7 sites were asked for; there are 3"):
-        drift(PreNorm(), inputs(), dyts(PreNorm())).least_harmful(7)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "number", "message"), [(False, 1, "one_at_a_time"), (True, 7, "7 sites were asked for; there are 3")]
+)
+def test_least_harmful_sites_need_each_site_alone(rounds, number, message):
+    report = drift(PreNorm(), inputs(), dyts(PreNorm()), cumulative=rounds, one_at_a_time=rounds)
+    with pytest.raises(UsageError, match=message):
+        report.least_harmful(number)
 
 
 def one_number(result, batch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import SafetensorError
+from networks import numbered_batches
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,9 +22,8 @@ from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal import heal as stages
-from normscope.swaps.heal import targets, training
-from normscope.swaps.heal.targets import TrainingTargets, drawn, pooled_loss, steps_of
-from normscope.swaps.heal.training import TrainedParameters
+from normscope.swaps.heal import training
+from normscope.swaps.heal.training import TrainedParameters, TrainingTargets, drawn, pooled_loss, steps_of
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import RMSNorm
 
@@ -47,15 +46,8 @@ class Small(nn.Module):
         return self.head(x)
 
 
-def batches(number, seed, size=8, data="noise"):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Batch(
-            (torch.randn(size, 4, 8, generator=generator),),
-            samples=tuple(Sample(f"{data} {i}", i, i, data) for i in range(n * size, (n + 1) * size)),
-        )
-        for n in range(number)
-    ]
+def batches(number, seed, data="noise"):
+    return numbered_batches(number, lambda generator, size: torch.randn(size, 4, 8, generator=generator), 8, seed, data)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +266,7 @@ def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks)
 @pytest.mark.parametrize("room", [0, 1000, 2**30])
 def test_what_the_original_gives_is_computed_once_as_far_as_there_is_room(networks, monkeypatch, room):
     original, swapped = networks
-    monkeypatch.setattr(targets, "MOST_TARGET_BYTES", room)
+    monkeypatch.setattr(training, "MOST_TARGET_BYTES", room)
     runs = []
     original.register_forward_hook(lambda *_: runs.append(1))
     lesson = TrainingTargets(original, swapped, Outputs(), SITES, [[batch] for batch in LEARN[:3]])
@@ -518,40 +510,6 @@ def test_embedded_models_heal():
     assert report.closed > 0.3
 
 
-def test_what_stands_in_padding_changes_nothing():
-    class Masked(Small):
-        def forward(self, x, attention_mask):
-            return {"lengths": attention_mask.sum(1), "logits": super().forward(x)}
-
-    torch.manual_seed(0)
-    original = Masked().eval()
-    mask = (torch.arange(4).expand(8, 4) < torch.arange(8).remainder(4)[:, None] + 1).long()
-    clean = [{"x": batch.args[0] * mask[..., None], "attention_mask": mask} for batch in LEARN]
-    junk = [{"x": own["x"] + 50 * (1 - mask[..., None]), "attention_mask": mask} for own in clean]
-    start = copy.deepcopy(original)
-    normscope.swap(start, "isru", normscope.capture(original, clean))
-    healed = []
-    for inputs in (clean, junk):
-        swapped = copy.deepcopy(start)
-        # One data set, as the name of one that has none is made of its tensors.
-        report = normscope.heal(original, swapped, inputs[:24], inputs[24:], steps=12)
-        assert report.closed > 0
-        healed.append(swapped)
-    for one, other in zip(*(model.parameters() for model in healed), strict=True):
-        # Sums over rows that hold zeros are summed in another order by some kernels.
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-def test_a_checkpoint_that_a_full_disk_does_not_take_is_told(networks, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=tmp_path / "at.safetensors")
-    assert list(tmp_path.iterdir()) == []
-
-
 CHANNELS = 3
 NAMES = ["weight", "alpha", "shift", "bias"]
 numbers = st.floats(-3, 3)
@@ -602,7 +560,7 @@ def test_gradients_are_those_of_the_function_written_out(function, by):
     target = torch.cos(3 * x)
     (by_hand - target).square().sum().backward()
     (function(x) - target).square().sum().backward()
-    trained.take_gradients()
+    trained.convert_gradients()
     for name, tensor in trained.tensors.items():
         scale = max(1.0, float(own[name].grad.abs().max()))
         # Of log α large terms cancel: as large as weight · gradient of the weight, which hold 1/α and α.
@@ -628,7 +586,7 @@ def test_an_alpha_of_nought_can_be_trained():
     function = PointwiseFunction("tanh", CHANNELS, alpha=0.0)
     trained = TrainedParameters(function, ["weight", "alpha", "bias"])
     function(torch.ones(1, CHANNELS)).sum().backward()
-    trained.take_gradients()
+    trained.convert_gradients()
     trained.put()
     assert all(
         bool(tensor.isfinite().all()) and bool(tensor.grad.isfinite().all()) for tensor in trained.tensors.values()

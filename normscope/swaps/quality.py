@@ -23,27 +23,28 @@ from normscope.runtime.progress import Progress
 from normscope.swaps.distances import in_float64
 from normscope.swaps.reports import Quality, Score
 
-MASKED_TOKENS = 256  # of a masked language model that are hidden, one at a time: each takes a pass over its text
+MASKED_TOKENS = 256  # of a masked language model, each of which takes a pass over its text
 _AT_ONCE = 1 << 24  # logits in float64 at a time
-_STILL = 1e-3  # relative L2 by which a causal model's logits may move: kernels sum in an order of their own
+_ROUNDING = 1e-3  # relative L2 by which a causal model's logits may move: kernels sum in different orders
+_POOLED = {"mean": "mean of the tokens", "first": "the first token", "last": "the last token"}
+
+QualityFunction = Callable[[nn.Module], float]
+Finding = tuple[Quality, Score]  # a quality without scores, and the score of one network
 
 
 class UntoldError(DataError):
     """Raised when the inputs carry nothing to score against."""
 
 
-Finding = tuple[Quality, Score]  # a quality, as yet without scores, and one network's score
-
-
 @dataclass
 class Passes:
-    """Forward passes of one network, each from the buffers that it was found with; in halves where memory ends."""
+    """Forward passes of one network, each from its original buffers; in halves where memory ends."""
 
     model: nn.Module
     batches: Iterable[Any]
     outputs: Outputs
     buffers: KeptBuffers
-    told: Callable[[int, int | None], object]
+    progress: Callable[[int, int | None], object]
 
     def output(self, batch: Batch) -> Tensor:
         """Return the network's output for a batch."""
@@ -51,10 +52,7 @@ class Passes:
         return self.outputs.read(run(self.model, batch), batch)
 
     def answers(self, batches: Iterable[Any] | None = None, of: int | None = None) -> Iterator[tuple[Batch, Tensor]]:
-        """Yield batches, or the pieces that there is memory for, and the outputs for each.
-
-        ``batches`` take the place of the inputs, and ``of`` is their number of samples.
-        """
+        """Yield batches, or pieces that fit into memory, and their outputs; ``of`` is the number of samples."""
         batches = self.batches if batches is None else batches
         of, done, halving = of or getattr(batches, "n_samples", None), 0, Halving("judged")
         for batch in as_batches(batches):
@@ -68,32 +66,34 @@ class Passes:
                 else:
                     yield piece, output
                     done += len(piece.samples)
-                    self.told(done, of)
+                    self.progress(done, of)
 
 
 def _top1(passes: Passes, task: Task) -> Finding:
-    """Share of samples whose largest logit is that of their class; one that is not finite is wrong."""
-    right: list[bool] = []
-    samples: list[Sample] = []
-    for batch, logits in passes.answers():
+    """Share of samples whose largest logit is that of their class; non-finite logits are wrong."""
+
+    def right(batch: Batch, logits: Tensor) -> list[bool]:
         labels = torch.tensor(_labels(batch, int))
         finite = logits.isfinite().all(-1).cpu()
-        right += ((logits.argmax(-1).cpu() == labels) & finite).tolist()
-        samples += batch.samples
-    return _accuracy("top-1 accuracy", "labelled sample", right, samples)
+        return ((logits.argmax(-1).cpu() == labels) & finite).tolist()
+
+    return _accuracy("top-1 accuracy", "labelled sample", passes, right)
 
 
 def _words(passes: Passes, task: Task) -> Finding:
     """Share of words that the likeliest letters of the frames spell, without repeats and blanks."""
-    right: list[bool] = []
-    samples: list[Sample] = []
-    for batch, logits in passes.answers():
+
+    def right(batch: Batch, logits: Tensor) -> list[bool]:
         finite = logits.isfinite().flatten(1).all(1).tolist()
-        for frames, word, whole in zip(logits.argmax(-1), _labels(batch, str), finite, strict=True):
-            letters = "".join(task.letters[place] for place in frames.unique_consecutive().tolist() if place)
-            right.append(whole and letters == word)
-        samples += batch.samples
-    return _accuracy("word accuracy", "word", right, samples)
+        spelled = [
+            "".join(task.letters[letter] for letter in frames.unique_consecutive().tolist() if letter)
+            for frames in logits.argmax(-1)
+        ]
+        return [
+            whole and word == label for whole, word, label in zip(finite, spelled, _labels(batch, str), strict=True)
+        ]
+
+    return _accuracy("word accuracy", "word", passes, right)
 
 
 def _labels(batch: Batch, kind: type) -> list[Any]:
@@ -103,12 +103,17 @@ def _labels(batch: Batch, kind: type) -> list[Any]:
     return labels
 
 
-def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sample]) -> Finding:
+def _accuracy(name: str, noun: str, passes: Passes, right_of: Callable[[Batch, Tensor], list[bool]]) -> Finding:
+    right: list[bool] = []
+    samples: list[Sample] = []
+    for batch, logits in passes.answers():
+        right += right_of(batch, logits)
+        samples += batch.samples
     if not right:
         raise UntoldError("there is no sample to judge by")
     interval = None
     if len({(sample.data, sample.source) for sample in samples}) == len(samples):  # else they are not independent
-        from scipy import stats  # which takes a second to import
+        from scipy import stats  # takes a second to import
 
         wilson = stats.binomtest(sum(right), len(right)).proportion_ci(0.95, method="wilson")
         interval = (float(wilson.low), float(wilson.high))
@@ -116,30 +121,26 @@ def _accuracy(name: str, noun: str, right: Sequence[bool], samples: Sequence[Sam
 
 
 def _perplexity(passes: Passes, task: Task) -> Finding:
-    """exp of the mean of −log p over all tokens that have tokens before them in their text."""
+    """exp of the mean of −log p over all tokens but the first of each text."""
     surprises: list[float] = []
-    n = texts = 0
-    causal = False
+    n, causal = 0, False
     for batch, logits in passes.answers():
         ids, valid = _tokens(batch)
         _check_positions(logits, ids.shape)
         for row in range(len(ids)):
-            own, kept = ids[row, valid[row]], valid[row].to(logits.device)
-            if len(own) < 2:
+            tokens, kept = ids[row, valid[row]], valid[row].to(logits.device)
+            if len(tokens) < 2:
                 continue
-            surprises.append(_surprise(logits[row][kept][:-1], own[1:]))
+            surprises.append(_surprise(logits[row][kept][:-1], tokens[1:]))
             causal = causal or _is_causal(passes, batch, row)
-            n, texts = n + len(own) - 1, texts + 1
-    return _exp_of_mean("perplexity", surprises, n, f"{count(n, 'token')} of {count(texts, 'text')}")
+            n += len(tokens) - 1
+    return _exp_of_mean("perplexity", surprises, n, f"{count(n, 'token')} of {count(len(surprises), 'text')}")
 
 
 def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
-    """True if logits stay when the last token of a text changes; False where they are not finite.
+    """True if logits stay when the last token of a text changes; False if they are not finite; else UntoldError.
 
-    Class names do not reveal models that look ahead: BertLMHeadModel does, unless its configuration says otherwise.
-
-    Raises:
-        UntoldError: if they change.
+    Class names do not reveal models that look ahead, such as BertLMHeadModel, depending on its configuration.
     """
     text = batch.take([row])
     ids, valid = _tokens(text)
@@ -152,43 +153,37 @@ def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
     if not bool(before.isfinite().all() & after.isfinite().all()):
         return False
     before, after = in_float64(before[valid[0, :last]]), in_float64(after[valid[0, :last]])
-    if float((after - before).norm()) > _STILL * float(before.norm()):
+    if float((after - before).norm()) > _ROUNDING * float(before.norm()):
         raise UntoldError("the network looks at the tokens that it would have to predict, as no causal model does")
     return True
 
 
 def _pseudo_perplexity(passes: Passes, task: Task) -> Finding:
-    """exp of the mean of −log p of tokens, each hidden alone behind the mask token (Salazar et al., 1910.14659)."""
+    """exp of the mean of −log p of tokens, each masked alone (Salazar et al., arXiv 1910.14659)."""
     total = sum(int(_words_of(batch, task).sum()) for batch in as_batches(passes.batches))
     taken = min(total, MASKED_TOKENS)
     chosen = {number * total // taken for number in range(taken)} if taken else set()
-    surprises = [
-        surprise
-        for batch, logits in passes.answers(_masked(passes.batches, task, chosen), taken)
-        for surprise in _hidden_surprises(batch, logits)
-    ]
+    surprises = []
+    for batch, logits in passes.answers(_masked(passes.batches, task, chosen), taken):
+        _check_positions(logits, _tokens(batch)[0].shape)
+        for row, sample in enumerate(batch.samples):
+            surprises.append(_surprise(logits[row, sample.index][None], torch.tensor([sample.label])))
     of = f"{count(taken, 'token')}, each masked alone" + (f", evenly among {total:,}" if taken < total else "")
     return _exp_of_mean("pseudo-perplexity", surprises, taken, of)
 
 
-def _hidden_surprises(batch: Batch, logits: Tensor) -> Iterator[float]:
-    _check_positions(logits, _tokens(batch)[0].shape)
-    for row, sample in enumerate(batch.samples):
-        yield _surprise(logits[row, sample.index][None], torch.tensor([sample.label]))
-
-
 def _masked(batches: Iterable[Any], task: Task, chosen: set[int]) -> Iterator[Batch]:
-    """Yield copies of texts with one token hidden in each; a sample's index is its place, and its label the token."""
+    """Yield copies of texts with one masked token each, whose position is the sample's index, and itself the label."""
     number = 0
     for batch in as_batches(batches):
         ids, _ = _tokens(batch)
         at_once = max(len(batch.samples), getattr(batches, "batch_size", 1))
         for row, words in enumerate(_words_of(batch, task)):
             places = words.nonzero().flatten().tolist()
-            own = [place for order, place in enumerate(places, start=number) if order in chosen]
+            masked = [place for order, place in enumerate(places, start=number) if order in chosen]
             number += len(places)
-            for first in range(0, len(own), at_once):
-                piece = own[first : first + at_once]
+            for first in range(0, len(masked), at_once):
+                piece = masked[first : first + at_once]
                 copies, rows = batch.take([row] * len(piece)), torch.arange(len(piece))
                 hidden = copies.kwargs["input_ids"].clone()
                 hidden[rows, piece] = task.mask_id
@@ -197,7 +192,7 @@ def _masked(batches: Iterable[Any], task: Task, chosen: set[int]) -> Iterator[Ba
 
 
 def _words_of(batch: Batch, task: Task) -> Tensor:
-    """Return a mask of the tokens that may be hidden: neither padding nor the tokenizer's special tokens."""
+    """Return a mask of the tokens that are neither padding nor the tokenizer's special tokens."""
     ids, valid = _tokens(batch)
     return valid & ~torch.isin(ids, torch.tensor(sorted(task.unmasked), device=ids.device))
 
@@ -220,8 +215,8 @@ def _surprise(logits: Tensor, ids: Tensor) -> float:
     """Return the sum of −log p of tokens ``(positions,)`` under logits ``(positions, vocabulary)``, in float64."""
     step, parts = max(1, _AT_ONCE // logits.shape[-1]), []
     for first in range(0, len(ids), step):
-        own = in_float64(logits[first : first + step])
-        parts.append(float(F.cross_entropy(own, ids[first : first + step].to(own.device), reduction="sum")))
+        some = in_float64(logits[first : first + step])
+        parts.append(float(F.cross_entropy(some, ids[first : first + step].to(some.device), reduction="sum")))
     return math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf
 
 
@@ -229,12 +224,14 @@ def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Fi
     if not n:
         raise UntoldError("no text has a token to predict")
     mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
-    return Quality(name, False, n, over, {}), Score(math.exp(mean) if mean < 700 else math.inf)  # beyond is no float64
+    return Quality(name, False, n, over, {}), Score(
+        math.exp(mean) if mean < 700 else math.inf
+    )  # exp(709) is the largest
 
 
 def _spearman(passes: Passes, task: Task) -> Finding:
-    """Spearman's rank correlation of the cosines of pairs of sentences and people's scores."""
-    waiting: dict[int, Tensor] = {}
+    """Spearman's rank correlation of the cosines of pairs of sentences and human scores."""
+    waiting: dict[int, Tensor] = {}  # embeddings of first sentences
     cosines, scores = [], []
     for batch, output in passes.answers():
         scored = _labels(batch, float)
@@ -251,13 +248,10 @@ def _spearman(passes: Passes, task: Task) -> Finding:
     from scipy import stats
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.ConstantInputWarning)  # which is NaN, and shown as none
+        warnings.simplefilter("ignore", stats.ConstantInputWarning)  # the correlation is NaN then
         correlation = float(stats.spearmanr(cosines, scores).statistic)
     over = f"{count(len(scores), 'pair')} of sentences, {_POOLED[task.pooling]}"
     return Quality("Spearman's rank correlation", True, len(scores), over, {}), Score(correlation)
-
-
-_POOLED = {"mean": "mean of the tokens", "first": "the first token", "last": "the last token"}
 
 
 def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
@@ -265,8 +259,8 @@ def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
     embeddings = []
     for row, tokens in enumerate(output):
         kept = tokens if batch.valid is None else tokens[batch.valid[row].to(tokens.device)]
-        own = in_float64(kept).cpu()
-        embeddings.append({"mean": own.mean(0), "first": own[0], "last": own[-1]}[task.pooling])
+        kept = in_float64(kept).cpu()
+        embeddings.append({"mean": kept.mean(0), "first": kept[0], "last": kept[-1]}[task.pooling])
     return embeddings
 
 
@@ -295,11 +289,19 @@ MEASURES: dict[str, Callable[[Passes, Task], Finding]] = {
 }
 
 
-QualityFunction = Callable[[nn.Module], float]
-
-
 class Judge:
-    """Quality of one network after another, on the same inputs.
+    """Quality of several networks on the same inputs.
+
+    Args:
+        model: the original network.
+        by: a user's function of a module, which ignores the batches; or a task, by default that of a loaded model.
+        batches: held-out inputs.
+        outputs: how to read the networks' outputs.
+        progress: called with the stage, the samples run and their number, if known.
+
+    Attributes:
+        quality: the scores so far, or None.
+        untold: reason why there are none, or empty.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", device="cpu")
@@ -317,7 +319,6 @@ class Judge:
         outputs: Outputs,
         progress: Progress,
     ) -> None:
-        """Measure by a function of the user's, which ignores the held-out ``batches``, or by the model's task."""
         task = model.task if isinstance(model, LoadedModel) else Task()
         self._by, self._batches, self._outputs, self._progress = by or task, batches, outputs, progress
         self.quality: Quality | None = None
@@ -326,10 +327,10 @@ class Judge:
             self.untold = "the batches can be iterated only once"
 
     def add(self, name: str, model: nn.Module) -> None:
-        """Measure a network, and leave it as found; ``untold`` is the reason if the inputs do not allow that.
+        """Measure a network, and leave it as found.
 
         Raises:
-            UsageError: if a function of the user's returns no number.
+            UsageError: if the user's function returns no number.
             ModelError: if the network raises.
             MemoryEndedError: if a single sample takes more memory than there is.
         """
@@ -341,8 +342,8 @@ class Judge:
                 quality, score = Quality(name_of_function, None, None, "", {}), Score(_number(self._by(model)))
             else:
                 assert self._by.measure is not None  # noqa: S101  # there would be a reason
-                told = partial(self._progress, f"quality of the {name}")
-                passes = Passes(model, self._batches, self._outputs, buffers, told)
+                progress = partial(self._progress, f"quality of the {name}")
+                passes = Passes(model, self._batches, self._outputs, buffers, progress)
                 try:
                     quality, score = MEASURES[self._by.measure](passes, self._by)
                 except UntoldError as error:
@@ -351,17 +352,17 @@ class Judge:
         scores = {} if self.quality is None else self.quality.scores
         self.quality = replace(quality, scores={**scores, name: score})
 
-    def settle(self, ranks: Ranks) -> None:
+    def share_with(self, ranks: Ranks) -> None:
         """Send the measurements of the first rank to all of them."""
         if ranks.size == 1:
             return
         quality, self.untold = ranks.told([self.quality and asdict(self.quality), self.untold])[0]
         if quality is not None:
             scores = {
-                name: Score(own["value"], own["interval"] and tuple(own["interval"]))
-                for name, own in quality.pop("scores").items()
+                name: Score(score["value"], score["interval"] and tuple(score["interval"]))
+                for name, score in quality["scores"].items()
             }
-            self.quality = Quality(**quality, scores=scores)
+            self.quality = Quality(**{**quality, "scores": scores})
 
 
 def _number(value: Any) -> float:

@@ -20,11 +20,11 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Provenance, Task
 from normscope.pairs.ranks import Ranks
 from normscope.runtime.progress import silent
+from normscope.swaps import quality as measures
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.heal.heal import heal
 from normscope.swaps.pointwise import DyT
-from normscope.swaps.quality import measures
-from normscope.swaps.quality.measures import Judge
+from normscope.swaps.quality import Judge
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MASK, AROUND = 39, (37, 38)
@@ -322,7 +322,7 @@ def test_the_first_rank_measures_and_all_know():
             document = report.as_dict()
             return [[document["quality"], ""], message]
 
-    judge.settle(Second(rank=1, size=2))
+    judge.share_with(Second(rank=1, size=2))
     assert judge.quality == report.quality and report.quality.scores["original"].interval is not None
 
 
