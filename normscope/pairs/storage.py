@@ -20,7 +20,7 @@ from normscope.errors import DataError, UsageError
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.pairs import kept_inputs
 from normscope.pairs.captures import Capture, shared_input, sums_of
-from normscope.pairs.norms.formulas import FORMS, form_name
+from normscope.pairs.norms.formulas import FORMS
 from normscope.pairs.norms.sites import PLACEMENTS, NormSite, SkippedNorm
 from normscope.pairs.recorder import Recorder, Seen
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS
@@ -279,7 +279,7 @@ def _numbers(grid: FloatGrid) -> list[int]:
 def _site(entry: Mapping[str, Any]) -> NormSite:
     site = converted(NormSite, entry, "norm site")
     sizes = (site.index, site.channels - 1, site.eps, site.calls, site.tokens_per_sample)
-    words = site.form in (None, *map(form_name, FORMS.values())) and site.placement in (None, *PLACEMENTS)
+    words = site.form in (None, *FORMS) and site.placement in (None, *PLACEMENTS)
     if min(sizes) < 0 or not is_shape(site.normalized_shape) or not words:
         raise ValueError(f"the norm site {site.name} is {entry!r:.200}")
     if not site.grouped and site.d != site.channels:

@@ -126,12 +126,11 @@ def test_a_trial_leaves_no_trace_in_the_module():
     assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-@pytest.mark.parametrize(("dtype", "reach"), [(torch.float32, 1e30), (torch.bfloat16, 1e25)])
-def test_an_input_that_is_too_large_for_the_module_shows_no_form_and_is_said_so(dtype, reach):
+def test_an_input_that_is_too_large_for_the_module_shows_no_form():
     x = zero_mean(2, 5, 16)
-    x[0, 0] *= reach / x[0, 0].abs().max()
-    (skipped,) = report_of(OwnNorm("rms"), x, dtype=dtype).skipped
-    assert "the largest |x| is" in skipped.reason and "square passes what float32 holds" in skipped.reason
+    x[0, 0] *= 1e30 / x[0, 0].abs().max()
+    (skipped,) = report_of(OwnNorm("rms"), x).skipped
+    assert "largest |x| is 1e+30: it may overflow" in skipped.reason
 
 
 def test_what_cannot_be_tried_says_why():
@@ -165,7 +164,7 @@ def test_what_cannot_be_tried_says_why():
     reasons = {norm.name: norm.reason for norm in find_norms(Model(), next(as_batches([expected]))).skipped}
     assert "could not be tried on other inputs (ValueError)" in reasons["one"]
     assert "second tensor" in reasons["gated"]
-    assert "80 elements" in reasons["head"]
+    assert "no form that is known" in reasons["head"]
 
 
 def test_what_a_norm_subtracts_inside_is_no_branch():

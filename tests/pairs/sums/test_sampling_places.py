@@ -6,7 +6,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
+from normscope.pairs.norms.formulas import Lines, layer_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums import stats as loops
 from normscope.pairs.sums.binning import cpu
@@ -77,7 +77,7 @@ def test_tokens_of_no_sample_say_so():
     stats = PairStats.empty(WIDTH)
     for index in range(2):
         samples = [Sample("a", 0, 2 * index), Sample("b", 1, 2 * index + 1)]
-        stats.update(sequence(index, 7), Lines(FORMS[layer_norm], 1e-6), samples)
+        stats.update(sequence(index, 7), Lines(layer_norm, 1e-6), samples)
     drawn = stats.to("cpu").tokens
     assert set(drawn.sample.tolist()) == {-1}
     assert sorted(drawn.position.tolist()) == sorted(2 * list(range(7)))  # in its batch

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binned import CompactBins
-from normscope.pairs.sums.binning.compiled_loops import threads
 from normscope.pairs.sums.binning.cpu_loop import CONSTANTS, Rows, SampleArrays, Sums, add_weighted, draw, fill, join
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
+from normscope.runtime.compiled_loops import threads
 
 if TYPE_CHECKING:
     from normscope.pairs.sums.stats import PairStats

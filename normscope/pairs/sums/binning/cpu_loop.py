@@ -15,8 +15,8 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TILE, TOKEN_GRID, FloatGrid
-from normscope.pairs.sums.binning.compiled_loops import compiled
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN
+from normscope.runtime.compiled_loops import compiled
 
 Array = NDArray[Any]
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm, rms_norm
+from normscope.pairs.norms.formulas import Lines, layer_norm, rms_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID, cuda
 from normscope.pairs.sums.stats import PairStats
@@ -24,7 +24,7 @@ ON_GPU = not INTERPRETED and torch.cuda.is_available() and torch.version.hip is 
 HERE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LINES = {"layer norm": Lines(FORMS[layer_norm], 1e-6), "RMS norm": Lines(FORMS[rms_norm], 1e-5)}
+LINES = {"layer norm": Lines(layer_norm, 1e-6), "RMS norm": Lines(rms_norm, 1e-5)}
 
 of_networks = pytest.mark.parametrize("name", ["a ViT-B", "a DiT-XL", "many short rows", "queries and keys", "groups"])
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gigabytes")]

@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from normscope.inputs.batch import Batch, Sample  # noqa: E402
-from normscope.pairs.norms import formulas  # noqa: E402
 from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
@@ -28,7 +27,7 @@ from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Run, Tokens  # noqa: E402
 from normscope.runtime import launches as launches_module  # noqa: E402
 
-LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
+LAYER_NORM = Lines(layer_norm, 1e-6)
 
 
 class NothingWaits(TorchDispatchMode):
@@ -345,7 +344,7 @@ def test_a_cached_launch_passes_to_the_driver_what_triton_does(driver, monkeypat
     (n, d), dtype, form, groups, padded = CASES[case]
     stats = PairStats.empty(d if groups is None else 4 * groups, grouped=groups is not None)
     given = torch.ones(n, dtype=torch.float64)
-    lines = Lines(FORMS[getattr(formulas, form)], 1e-6) if form else Lines(shift=given, rstd=given.clone())
+    lines = Lines(FORMS[form], 1e-6) if form else Lines(shift=given, rstd=given.clone())
     valid = torch.ones(n, dtype=torch.bool) if padded else None
     runs = [Run(0, n // 2, 0, 5, 0, 0), Run(n // 2, n, 1, 6, 0, 1)]
     tokens = Tokens(torch.ones(n, d, dtype=dtype), lines, runs, stats.channels, groups, valid)
