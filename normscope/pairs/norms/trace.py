@@ -320,16 +320,18 @@ def _calls_of(
     before: dict[str, list[tuple[Tensor | None, int | None, tuple[int, int]]]] = {name: [] for name in suspects}
 
     def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = input_of(args, kwargs)
             with watch.paused():
                 copy, version = (None, None) if x is None else (x.detach().clone(), _version(x))
-            before[name].append((copy, version, watch.mark()))
+                before[name].append((copy, version, watch.mark()))
+                twice = x is not None and _lone_value(module, x)
+                return with_input(args, kwargs, torch.cat([x, x])) if x is not None and twice else None
 
         return hook
 
     def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             x, (copy, version, mark) = input_of(args, kwargs), before[name].pop()
             if x is None or copy is None or not isinstance(output, Tensor):
                 watch.tensorless.add(name)
@@ -349,6 +351,7 @@ def _calls_of(
                     calls[name] = _FirstCall(name, module, x, output, kind, mark[1], overwrites, of_weights)
             if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
                 watch.forget_since(mark)
+            return output[:1] if copy is not None and _lone_value(module, copy) else None
 
         return hook
 
@@ -357,6 +360,12 @@ def _calls_of(
             hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name)), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave(name)), with_kwargs=True).remove)
         yield calls
+
+
+def _lone_value(module: nn.Module, x: Tensor) -> bool:
+    """True for one value per channel of a BatchNorm without running statistics, which torch accepts only twice."""
+    over_batch = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None
+    return over_batch and x.numel() == x.shape[1]
 
 
 @contextlib.contextmanager

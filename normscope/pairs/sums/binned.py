@@ -1,4 +1,4 @@
-"""Sums and drawn pairs per bin, without memory for bins that contain no pair."""
+"""Sums and samples of a site: per bin, without memory for bins that contain no pair, and per channel and token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TILE
-from normscope.pairs.sums.sampling import FOLDS, NO_KEY, PAIRS_PER_BIN
+from normscope.pairs.sums.sampling import FOLDS, NO_KEY, PAIRS_PER_BIN, PairSample, TokenSample
 
 OPTIONAL_MOMENTS = ("gamma_moments", "diagonal_moments")
 PAIR_FIELDS = {"key": torch.int64, "x": torch.float32, "y": torch.float32, "channel": torch.int32}
@@ -206,3 +206,65 @@ def _tiled(density: Tensor) -> Tensor:
 
 def _split(counts: Tensor) -> dict[str, Tensor]:
     return {"low": counts.short(), "high": counts >> 16}
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SiteSums:
+    """Sums and samples of one site, as the loops fill them.
+
+    Binned sums and drawn pairs are properties. In the CPU's memory ``bins`` stores them without empty bins, and each
+    access makes a new tensor.
+
+    Attributes:
+        bins: storage of the binned sums and the drawn pairs.
+        channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
+        channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
+        token_offsets: number of tokens per bin of mean/σ: int64 ``(token bins,)``.
+        token_scales: number of tokens per bin of σ = 1/rstd: int64 ``(token bins,)``.
+        nonfinite_tokens: number of tokens that contain a NaN or an infinity; they are in no sum.
+        tokens: a uniform sample of whole tokens.
+        largest: the tokens that contain the largest |x|.
+        grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
+            of whole tokens contain :data:`GROUPED_WIDTH` of its elements.
+        channel_moments: where requested, the moments per channel, on a coarser grid and without folds: float64
+            ``(6, d, channel bins)``.
+    """
+
+    bins: Bins
+    channel_sums: Tensor
+    channel_extremes: Tensor
+    token_offsets: Tensor
+    token_scales: Tensor
+    nonfinite_tokens: Tensor
+    tokens: TokenSample
+    largest: TokenSample
+    grouped: bool = False
+    channel_moments: Tensor | None = None
+
+    @property
+    def moments(self) -> Tensor:
+        """n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``."""
+        return self.bins["moments"]
+
+    @property
+    def gamma_moments(self) -> Tensor | None:
+        """Where requested, the moments weighted by γ², as is the error that reaches the next layer."""
+        return self.bins.get("gamma_moments")
+
+    @property
+    def diagonal_moments(self) -> Tensor | None:
+        """Where requested, the moments of the pairs (x_i, g_i): n, Σx, Σg, Σx², Σxg, Σg².
+
+        g_i = ∂y_i/∂x_i is the diagonal of the token's Jacobian, for sites with :attr:`NormSite.has_diagonal`.
+        """
+        return self.bins.get("diagonal_moments")
+
+    @property
+    def density(self) -> Tensor:
+        """Number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``."""
+        return self.bins["density"]
+
+    @property
+    def pairs(self) -> PairSample:
+        """Single pairs, drawn evenly over the bins."""
+        return PairSample(*(self.bins[name] for name in PAIR_FIELDS))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from normscope.pairs.sums.binned import SiteSums
 from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import (
     FOLDS,
@@ -24,9 +24,6 @@ from normscope.pairs.sums.sampling import (
     evenly,
 )
 from normscope.pairs.sums.tokens import Tokens
-
-if TYPE_CHECKING:
-    from normscope.pairs.sums.stats import PairStats
 
 _PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one step to about 100 MB
 
@@ -46,7 +43,7 @@ class _Pairs:
     counted: Tensor  # (tokens, 1)
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
+def add(stats: SiteSums, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to everything that ``stats`` keeps."""
     keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
@@ -60,7 +57,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         _draw(stats, pairs, keys[rows], (places[0][rows], places[1][rows]))
 
 
-def add_optional(stats: PairStats, tokens: Tokens, *, by_gamma: bool = True) -> None:
+def add_optional(stats: SiteSums, tokens: Tokens, *, by_gamma: bool = True) -> None:
     """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others.
 
     ``by_gamma``: to those that γ² weights, too; a loop that fills them itself leaves them out.
@@ -71,7 +68,7 @@ def add_optional(stats: PairStats, tokens: Tokens, *, by_gamma: bool = True) -> 
             _add_optional(stats, tokens, pairs, by_gamma)
 
 
-def _in_steps(stats: PairStats, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
+def _in_steps(stats: SiteSums, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
     folds = tokens.folds()[:, None]
     step = max(1, _PAIRS_AT_ONCE // tokens.rows.shape[1])
     for start in range(0, len(tokens.rows), step):
@@ -124,7 +121,7 @@ def _moments(pairs: _Pairs, weight: Tensor | None = None) -> Tensor:
     return sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
 
 
-def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
+def _add_optional(stats: SiteSums, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
     if by_gamma and "gamma_moments" in stats.bins:
         gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
         weight = gamma.to(pairs.x.device).double().square()
@@ -139,7 +136,7 @@ def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: boo
         stats.bins.add("diagonal_moments", _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps))))
 
 
-def _add_channels(stats: PairStats, pairs: _Pairs) -> None:
+def _add_channels(stats: SiteSums, pairs: _Pairs) -> None:
     places, narrow = pairs.channel.flatten(), pairs.x.float()
     for sums, values in zip(stats.channel_sums, (pairs.x, pairs.x.square()), strict=True):
         sums.index_add_(0, places, values.flatten())
@@ -153,7 +150,7 @@ def _count(counts: Tensor, values: Tensor, counted: Tensor) -> None:
     counts.index_add_(0, bins.flatten(), counted.flatten().long())
 
 
-def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Tensor]) -> None:
+def _draw(stats: SiteSums, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Tensor]) -> None:
     """Let single pairs and whole tokens compete for their places in the drawing samples."""
     counted = pairs.counted[:, 0]
     x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)

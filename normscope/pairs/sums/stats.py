@@ -1,4 +1,4 @@
-"""PairStats: what is kept of the pairs of one site, of the same size after one batch and after ten thousand."""
+"""PairStats: sums and samples of the pairs of one site, of the same size after one batch and after ten thousand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.sums import reference
-from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, Bins, CompactBins, DenseBins, empty_bins
+from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, CompactBins, DenseBins, SiteSums, empty_bins
 from normscope.pairs.sums.binning import CHANNEL_GRID, MOMENTS, TOKEN_GRID
 from normscope.pairs.sums.sampling import (
     GROUPED_WIDTH,
@@ -127,41 +127,16 @@ _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class PairStats:
+class PairStats(SiteSums):
     """Sums over all pairs (x, y) of one norm site: exact, mergeable, of bounded size.
 
-    Binned sums and drawn pairs are properties. In the CPU's memory ``bins`` stores them without empty bins, and each
-    access makes a new tensor.
-
     Attributes:
-        bins: storage of the binned sums and the drawn pairs.
-        channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
-        channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
-        token_offsets: number of tokens per bin of mean/σ: int64 ``(token bins,)``.
-        token_scales: number of tokens per bin of σ = 1/rstd: int64 ``(token bins,)``.
-        nonfinite_tokens: number of tokens that contain a NaN or an infinity; they are in no sum.
-        tokens: a uniform sample of whole tokens.
-        largest: the tokens that contain the largest |x|.
         sources: whether the folds are sources or the samples of a single one.
         seed: of the drawing samples.
-        grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
-            of whole tokens contain :data:`GROUPED_WIDTH` of its elements.
-        channel_moments: where requested, the moments per channel, on a coarser grid and without folds: float64
-            ``(6, d, channel bins)``.
     """
 
-    bins: Bins
-    channel_sums: Tensor
-    channel_extremes: Tensor
-    token_offsets: Tensor
-    token_scales: Tensor
-    nonfinite_tokens: Tensor
-    tokens: TokenSample
-    largest: TokenSample
     sources: SourcesSeen
     seed: int
-    grouped: bool = False
-    channel_moments: Tensor | None = None
 
     @classmethod
     def empty(
@@ -175,11 +150,10 @@ class PairStats:
         per_channel: bool = False,
         diagonal: bool = False,
     ) -> PairStats:
-        """Return the sums over no pairs at all, for a norm of so many channels."""
+        """Return the sums over no pairs, for a norm with ``channels`` channels."""
         on = device or torch.device("cpu")
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
-
         kept = zip(OPTIONAL_MOMENTS, (by_gamma, diagonal), strict=True)
         by_channel = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
@@ -199,38 +173,6 @@ class PairStats:
 
     def __repr__(self) -> str:
         return f"PairStats: {self.n_pairs:,} pairs of {self.n_tokens:,} tokens, {self.channels:,} channels"
-
-    @property
-    def moments(self) -> Tensor:
-        """n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``."""
-        return self.bins["moments"]
-
-    @property
-    def gamma_moments(self) -> Tensor | None:
-        """Where requested, the moments with every pair weighted by γ², the square of its channel's weight.
-
-        The error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
-        """
-        return self.bins.get("gamma_moments")
-
-    @property
-    def diagonal_moments(self) -> Tensor | None:
-        """Where requested, the moments of the pairs (x_i, g_i) in the place of (x_i, y_i).
-
-        g_i = ∂y_i/∂x_i is the diagonal of the token's Jacobian: n, Σx, Σg, Σx², Σxg, Σg². Shape and dtype of
-        ``moments``. Only of sites where it has a closed form (:attr:`NormSite.has_diagonal`).
-        """
-        return self.bins.get("diagonal_moments")
-
-    @property
-    def density(self) -> Tensor:
-        """Number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``."""
-        return self.bins["density"]
-
-    @property
-    def pairs(self) -> PairSample:
-        """Single pairs, drawn evenly over the bins."""
-        return PairSample(*(self.bins[name] for name in PAIR_FIELDS))
 
     @property
     def channels(self) -> int:
@@ -406,7 +348,7 @@ class PairStats:
         return None
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
+def add(stats: SiteSums, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to everything that ``stats``, on the same device, keeps.
 
     The fastest loop that the device has does it. All put each pair into the same bin.
@@ -418,7 +360,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         _loop_of(tokens.rows.device.type)(stats, tokens)
 
 
-def _loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+def _loop_of(device: str) -> Callable[[SiteSums, Tokens], None]:
     loop = _compiled_loop_of(device)
     if device != "cuda" or loop is reference.add or not (reason := why_no_launcher()):
         return loop
@@ -428,11 +370,11 @@ def _loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
 
 
 @functools.cache
-def _compiled_loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+def _compiled_loop_of(device: str) -> Callable[[SiteSums, Tokens], None]:
     if device not in _COMPILED_BY:
         return reference.add
     try:
-        loop: Callable[[PairStats, Tokens], None] = import_module(f"normscope.pairs.sums.binning.{device}").add
+        loop: Callable[[SiteSums, Tokens], None] = import_module(f"normscope.pairs.sums.binning.{device}").add
     except ImportError as error:
         warnings.warn(
             f"{_COMPILED_BY[device]} does not work here ({error}): the same sums are taken in plain torch, and slowly.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,21 +16,18 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.pairs.sums import reference
-from normscope.pairs.sums.binned import CompactBins
+from normscope.pairs.sums.binned import CompactBins, SiteSums
 from normscope.pairs.sums.binning.cpu_loop import CONSTANTS, Rows, SampleArrays, Sums, add_weighted, draw, fill, join
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.runtime.compiled_loops import threads
-
-if TYPE_CHECKING:
-    from normscope.pairs.sums.stats import PairStats
 
 Array = NDArray[Any]
 
 _PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than it saves
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
+def add(stats: SiteSums, tokens: Tokens) -> None:
     """Add the pairs of ``tokens``, in the CPU's memory, to everything that ``stats`` keeps."""
     rows = _rows(tokens)
     number = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
@@ -50,7 +47,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
     draw(rows, stats.grouped, *views.samples)
 
 
-def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows, sums: Sums) -> None:
+def _add_weighted(stats: SiteSums, tokens: Tokens, rows: Rows, sums: Sums) -> None:
     """Fill the sums weighted by γ², if they are kept: by one thread, so as not to depend on how many there are."""
     if "gamma_moments" not in stats.bins:
         return
@@ -100,17 +97,17 @@ def _shared_out(runs: tuple[Run, ...], threads: int) -> list[Array]:
 
 @dataclass(frozen=True)
 class _Views:
-    """Arrays of a PairStats, and their tensors, because it may later refer to others."""
+    """Arrays of a SiteSums, and their tensors, because it may later refer to others."""
 
     of: tuple[object, ...]
     sums: Sums
     samples: tuple[SampleArrays, SampleArrays]
 
 
-_views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
+_views: WeakKeyDictionary[SiteSums, _Views] = WeakKeyDictionary()
 
 
-def _views_of(stats: PairStats) -> _Views:
+def _views_of(stats: SiteSums) -> _Views:
     """The views of the last call, as making them anew costs a hundredth of the loop."""
     kept = (stats.bins, stats.tokens, stats.largest)
     views = _views.get(stats)
@@ -120,7 +117,7 @@ def _views_of(stats: PairStats) -> _Views:
     return views
 
 
-def _sums_of(stats: PairStats) -> Sums:
+def _sums_of(stats: SiteSums) -> Sums:
     bins = _compact(stats)
     cells, tiles, pairs = (table.rows.numpy().view(np.uint16) for table in (bins.cells, bins.tiles, bins.pairs))
     return Sums(
@@ -139,7 +136,7 @@ def _sums_of(stats: PairStats) -> Sums:
     )
 
 
-def _compact(stats: PairStats) -> CompactBins:
+def _compact(stats: SiteSums) -> CompactBins:
     assert isinstance(stats.bins, CompactBins)  # noqa: S101 - they are so in the CPU's memory
     return stats.bins
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
 from normscope.pairs.sums import reference
+from normscope.pairs.sums.binned import SiteSums
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
 from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
-
-if TYPE_CHECKING:
-    from normscope.pairs.sums.stats import PairStats
 
 _DESCRIBED = 2048  # elements that a program looks at together
 _COLUMNS_DESCRIBED = 128  # of each token, where there are tokens for so many programs:
@@ -38,7 +35,7 @@ _BINNED |= {"key": "pair_keys", "x": "pair_x", "y": "pair_y", "channel": "pair_c
 _COUNTED = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
+def add(stats: SiteSums, tokens: Tokens) -> None:
     """Add the pairs of ``tokens``, in a GPU's memory, to everything that ``stats`` keeps."""
     rows = tokens.rows.detach()
     rows = (rows.float() if rows.dtype == torch.float64 else rows).contiguous()
@@ -66,7 +63,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         reference.add_optional(stats, tokens)
 
 
-def _kept(stats: PairStats) -> dict[str, Tensor]:
+def _kept(stats: SiteSums) -> dict[str, Tensor]:
     """Name what ``stats`` keeps as the kernels' arguments are named."""
     kept = {argument: stats.bins[name] for name, argument in _BINNED.items()}
     kept |= {argument: tensor if argument == "moments" else tensor.contiguous() for argument, tensor in kept.items()}
@@ -100,7 +97,7 @@ def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if there else 9
 
 
-def _launches(stats: PairStats, tokens: Tokens, scratch: Scratch) -> Iterator[KernelCall]:
+def _launches(stats: SiteSums, tokens: Tokens, scratch: Scratch) -> Iterator[KernelCall]:
     """Yield the kernel calls for some tokens; :func:`launch` adds the tensors by name."""
     n, d = tokens.rows.shape
     scratch(_said(n, tokens.lines.form is None))
