@@ -36,7 +36,7 @@ _PER_BIN = tl.constexpr(PAIRS_PER_BIN)
 
 
 @triton.jit
-def bin_of(x: tl.tensor, grid: tl.constexpr) -> tl.tensor:
+def bin_of(x, grid: tl.constexpr):
     """Return :meth:`FloatGrid.index` of float32 numbers, as int32."""
     bits = x.to(tl.int32, bitcast=True)
     steps = ((bits & 0x7FFFFFFF) >> grid[0]) - grid[1]
@@ -45,7 +45,7 @@ def bin_of(x: tl.tensor, grid: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _mixed(z: tl.tensor) -> tl.tensor:
+def _mixed(z):
     """splitmix64's finalizer of uint64 numbers, without the sign bit, as int64."""
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
@@ -53,7 +53,7 @@ def _mixed(z: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def pair_of(key: tl.tensor, element: tl.tensor, x: tl.tensor) -> tl.tensor:
+def pair_of(key, element, x):
     """Return the key of the pair at an element of a token, and the place in the sample that it competes for."""
     of_element = _mixed((element + 1).to(tl.uint64) * _GOLDEN)
     pair_key = ((key ^ of_element).to(tl.uint64) * _MIX_1).to(tl.int64) & KEYLESS
@@ -61,7 +61,7 @@ def pair_of(key: tl.tensor, element: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _run_of(token: tl.tensor, runs: tl.tensor, n_runs: tl.tensor, half: tl.tensor) -> tl.tensor:
+def _run_of(token, runs, n_runs, half):
     """Return the last run that begins at or before each token."""
     low = tl.zeros_like(token)
     step = half
@@ -74,10 +74,7 @@ def _run_of(token: tl.tensor, runs: tl.tensor, n_runs: tl.tensor, half: tl.tenso
 
 
 @triton.jit
-def _measure(
-    rows: tl.tensor, token: tl.tensor, is_data: tl.tensor, d: tl.tensor,
-    about_mean: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _measure(rows, token, is_data, d, about_mean: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr):
     """Return of some tokens the mean, the sum of squares, and the bits of max |x|."""
     first = token.to(tl.int64)[:, None] * d
     total = tl.zeros((at_once, tile), tl.float64)
@@ -107,9 +104,7 @@ def _measure(
 
 
 @triton.jit
-def _slope(
-    squares: tl.tensor, d: tl.tensor, eps: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr
-) -> tl.tensor:
+def _slope(squares, d, eps: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr):
     """Return rstd as :meth:`Form.line` does."""
     epsilon = tl.full(squares.shape, eps, tl.float64)  # as a plain number it would be rounded to float32
     if clamped:
@@ -119,13 +114,13 @@ def _slope(
 
 
 @triton.jit
-def offered_of(scratch: tl.tensor, cells: tl.constexpr) -> tl.tensor:
+def offered_of(scratch, cells: tl.constexpr):
     """Return where the numbers of candidates are, int32 ``(2,)``: behind so many cells of float32 zeros."""
     return (scratch + cells * GATHERED).to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
-def _offer(candidates: tl.tensor, number: tl.tensor, token: tl.tensor, offered: tl.tensor) -> None:
+def _offer(candidates, number, token, offered):
     """Write tokens down among the candidates, of which there are ``number`` so far, in any order."""
     place = tl.atomic_add(number + tl.zeros_like(token), 1, mask=offered, sem="relaxed")
     tl.store(candidates + place, token, mask=offered)
@@ -133,16 +128,12 @@ def _offer(candidates: tl.tensor, number: tl.tensor, token: tl.tensor, offered: 
 
 @triton.jit(do_not_specialize=["n", "n_runs", "half", "cut"])
 def describe(
-    rows: tl.tensor, valid: tl.tensor, runs: tl.tensor,
-    keys: tl.tensor, folds: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor,
-    candidates: tl.tensor, scratch: tl.tensor, token_key: tl.tensor, largest_rank: tl.tensor,
-    token_offsets: tl.tensor, token_scales: tl.tensor, nonfinite_tokens: tl.tensor,
-    n: tl.tensor, d: tl.tensor, n_runs: tl.tensor, half: tl.tensor, cut: tl.tensor,
-    eps: tl.constexpr, centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
+    rows, valid, runs, keys, folds, shift, rstd, reach, competing, numbers, samples, candidates, scratch, token_key,
+    largest_rank, token_offsets, token_scales, nonfinite_tokens, n, d, n_runs, half, cut, eps: tl.constexpr,
+    centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
     given: tl.constexpr, all_valid: tl.constexpr, cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr,
     at_once: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Say of each token what its line, its key and its reach are; each program of ``at_once`` of them.
 
     ``rows`` are ``(n, d)``; ``runs``, int64 ``(5, n_runs)``, the start, fold, key, position and sample of each, and
@@ -196,7 +187,7 @@ def describe(
 
 
 @triton.jit
-def _last(ranks: tl.tensor, keys: tl.tensor, slots: tl.tensor) -> tl.tensor:
+def _last(ranks, keys, slots):
     """Return rank and key of what is thrown out first, of greatest rank and then key, and where it is."""
     rank = tl.max(ranks, 0)
     key = tl.max(tl.where(ranks == rank, keys, -1), 0)
@@ -204,26 +195,17 @@ def _last(ranks: tl.tensor, keys: tl.tensor, slots: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _before(rank: tl.tensor, key: tl.tensor, other_rank: tl.tensor, other_key: tl.tensor) -> tl.tensor:
+def _before(rank, key, other_rank, other_key):
     return (rank < other_rank) | ((rank == other_rank) & (key < other_key))
 
 
 @triton.jit
-def _y(x: tl.tensor, shift: tl.tensor, slope: tl.tensor) -> tl.tensor:
+def _y(x, shift, slope):
     return ((x.to(tl.float64) - shift) * slope).to(tl.float32)
 
 
 @triton.jit
-def _write_token(
-    row: tl.tensor,
-    d: tl.tensor,
-    shift: tl.tensor,
-    slope: tl.tensor,
-    own_x: tl.tensor,
-    own_y: tl.tensor,
-    slot: tl.tensor,
-    tile: tl.constexpr,
-) -> None:
+def _write_token(row, d, shift, slope, own_x, own_y, slot, tile: tl.constexpr):
     start = 0
     while start < d:
         column = start + tl.arange(0, tile)
@@ -234,17 +216,7 @@ def _write_token(
 
 
 @triton.jit
-def _write_grouped_token(
-    row: tl.tensor,
-    d: tl.tensor,
-    shift: tl.tensor,
-    slope: tl.tensor,
-    own_x: tl.tensor,
-    own_y: tl.tensor,
-    slot: tl.tensor,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
+def _write_grouped_token(row, d, shift, slope, own_x, own_y, slot, width: tl.constexpr, tile: tl.constexpr):
     """Write down what :func:`normscope.pairs.sums.sampling.evenly` takes of a token."""
     low = tl.full((tile,), float("inf"), tl.float32)
     high = tl.full((tile,), float("-inf"), tl.float32)
@@ -264,13 +236,10 @@ def _write_grouped_token(
 
 @triton.jit
 def _draw_tokens(
-    rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor,
-    own_rank: tl.tensor, own_key: tl.tensor, own_x: tl.tensor, own_y: tl.tensor, own_rstd: tl.tensor,
-    own_position: tl.tensor, own_sample: tl.tensor,
-    candidates: tl.tensor, number: tl.tensor, n: tl.tensor, d: tl.tensor, cut: tl.tensor,
-    places: tl.constexpr, by_reach: tl.constexpr, grouped_width: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
+    rows, keys, shift, rstd, reach, numbers, samples, own_rank, own_key, own_x, own_y, own_rstd, own_position,
+    own_sample, candidates, number, n, d, cut, places: tl.constexpr, by_reach: tl.constexpr,
+    grouped_width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """Let the candidates compete for the places of one sample: the best there is takes that of the last, while it may.
 
     They are ``number``, of those only whose keys are below the ``cut``; where these are fewer than there are places,
@@ -319,10 +288,8 @@ def _draw_tokens(
 
 @triton.jit
 def _draw_pairs(
-    row: tl.tensor, key: tl.tensor, shift: tl.tensor, slope: tl.tensor,
-    first_channel: tl.tensor, positions: tl.tensor, d: tl.tensor,
-    pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor, tile: tl.constexpr,
-) -> None:  # fmt: skip
+    row, key, shift, slope, first_channel, positions, d, pair_keys, pair_x, pair_y, pair_channel, tile: tl.constexpr,
+):  # fmt: skip
     """Write down those pairs of a token that have got their places."""
     element = ((key >> 8) & ONE_IN - 1) + tl.arange(0, tile) * ONE_IN
     while tl.min(element, 0) < d:
@@ -337,17 +304,12 @@ def _draw_pairs(
 
 @triton.jit(do_not_specialize=["n", "cut", "groups", "per_token"])
 def draw(
-    rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor, candidates: tl.tensor, scratch: tl.tensor,
-    token_rank: tl.tensor, token_key: tl.tensor, token_x: tl.tensor, token_y: tl.tensor, token_rstd: tl.tensor,
-    token_position: tl.tensor, token_sample: tl.tensor,
-    largest_rank: tl.tensor, largest_key: tl.tensor, largest_x: tl.tensor, largest_y: tl.tensor,
-    largest_rstd: tl.tensor, largest_position: tl.tensor, largest_sample: tl.tensor,
-    pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor,
-    n: tl.tensor, d: tl.tensor, cut: tl.tensor, groups: tl.tensor, per_token: tl.tensor, positions: tl.tensor,
+    rows, keys, shift, rstd, reach, competing, numbers, samples, candidates, scratch, token_rank, token_key, token_x,
+    token_y, token_rstd, token_position, token_sample, largest_rank, largest_key, largest_x, largest_y, largest_rstd,
+    largest_position, largest_sample, pair_keys, pair_x, pair_y, pair_channel, n, d, cut, groups, per_token, positions,
     cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr,
     at_once: tl.constexpr, tile: tl.constexpr, pairs_tile: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Fill the samples: the first program the uniform one, the second the largest, all others the single pairs.
 
     ``rows`` are ``(n, d)``, and what is said of tokens comes from the kernels before. The samples are as
@@ -397,10 +359,7 @@ _LEADING_BITS = tl.constexpr(-(1 << 16))  # sign, exponent and eight bits of the
 
 
 @triton.jit
-def _load(
-    rows: tl.tensor, keys: tl.tensor, row: tl.tensor, column: tl.tensor, n_rows: tl.tensor,
-    width: tl.tensor, per_token: tl.tensor,
-) -> tl.tensor:  # fmt: skip
+def _load(rows, keys, row, column, n_rows, width, per_token):
     """Return the keys of some rows' tokens, and x, NaN where it does not count."""
     key = tl.load(keys + row // per_token, mask=row < n_rows, other=KEYLESS)
     inside = (key != KEYLESS)[:, None] & (column < width)
@@ -409,7 +368,7 @@ def _load(
 
 
 @triton.jit
-def _places(x: tl.tensor) -> tl.tensor:
+def _places(x):
     """Return how many bins x lies above or below the one that holds zero, on the grid, and on that of the density.
 
     Where it lies beyond the grid these are any numbers; the first is then no less than the grid's :data:`_CENTRE`.
@@ -421,7 +380,7 @@ def _places(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _gather(scratch: tl.tensor, cell: tl.tensor, off: tl.tensor, y: tl.tensor) -> None:
+def _gather(scratch, cell, off, y):
     """Add the eight words of each pair to its cell of the scratch.
 
     With δ = x − the centre of its bin, exact in float32, they are 1, δ, y, δ², δy, y², of which y and y² are two each:
@@ -440,10 +399,7 @@ def _gather(scratch: tl.tensor, cell: tl.tensor, off: tl.tensor, y: tl.tensor) -
 
 
 @triton.jit
-def _add_directly(
-    moments: tl.tensor, density: tl.tensor, centre: tl.tensor, x: tl.tensor, shift: tl.tensor, slope: tl.tensor,
-    mask: tl.tensor,
-) -> None:  # fmt: skip
+def _add_directly(moments, density, centre, x, shift, slope, mask):
     """Add pairs to the sums themselves: those of the bin that holds zero row by row, as they may be all there are.
 
     ``centre`` is the cell of that bin in each row's fold.
@@ -478,15 +434,7 @@ def _add_directly(
 
 
 @triton.jit
-def _compete(
-    rows: tl.tensor,
-    key: tl.tensor,
-    before: tl.tensor,
-    left: tl.tensor,
-    width: tl.tensor,
-    pair_keys: tl.tensor,
-    tile: tl.constexpr,
-) -> tl.tensor:
+def _compete(rows, key, before, left, width, pair_keys, tile: tl.constexpr):
     """Let one in :data:`ONE_ELEMENT_IN` pairs of a tile compete, and say of each row whether one took a place.
 
     ``rows`` point to the rows, ``(rows, 1)``, which begin at the element ``before`` of their tokens.
@@ -501,17 +449,7 @@ def _compete(
 
 
 @triton.jit
-def _add_to_channels(
-    sums: tl.tensor,
-    extremes: tl.tensor,
-    channel: tl.tensor,
-    channels: tl.tensor,
-    total: tl.tensor,
-    squares: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    mask: tl.tensor,
-) -> None:
+def _add_to_channels(sums, extremes, channel, channels, total, squares, low, high, mask):
     tl.atomic_add(sums + channel, total, mask=mask, sem="relaxed")
     tl.atomic_add(sums + channels + channel, squares, mask=mask, sem="relaxed")
     tl.atomic_min(extremes + channel, low, mask=mask, sem="relaxed")
@@ -520,12 +458,10 @@ def _add_to_channels(
 
 @triton.jit(do_not_specialize=["n_rows", "first_row", "first_column", "steps", "groups"])
 def add_pairs(
-    rows: tl.tensor, keys: tl.tensor, folds: tl.tensor, shift: tl.tensor, rstd: tl.tensor, competing: tl.tensor,
-    scratch: tl.tensor, moments: tl.tensor, density: tl.tensor, channel_sums: tl.tensor, channel_extremes: tl.tensor,
-    pair_keys: tl.tensor, n_rows: tl.tensor, width: tl.tensor, first_row: tl.tensor, first_column: tl.tensor,
-    steps: tl.tensor, per_token: tl.tensor, groups: tl.tensor, channels: tl.tensor,
-    cells: tl.constexpr, grouped: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
+    rows, keys, folds, shift, rstd, competing, scratch, moments, density, channel_sums, channel_extremes, pair_keys,
+    n_rows, width, first_row, first_column, steps, per_token, groups, channels, cells: tl.constexpr,
+    grouped: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """Add the pairs of all tokens that count, and let those compete that may be drawn.
 
     Elements are taken as ``(n_rows, width)``. Rows are tokens and columns the channels; or, where tokens are groups,
@@ -598,7 +534,7 @@ def add_pairs(
 
 
 @triton.jit
-def flush(scratch: tl.tensor, moments: tl.tensor, cells: tl.tensor, tile: tl.constexpr) -> None:
+def flush(scratch, moments, cells, tile: tl.constexpr):
     """Add what was gathered in ``cells`` cells to the sums, and leave zeros; each program of ``tile`` of them."""
     cell = tl.program_id(0) * tile + tl.arange(0, tile)
     own, sums = scratch + cell * GATHERED, moments + cell * _WORDS
