@@ -1,7 +1,7 @@
 """Sums over the pairs of a norm in plain torch: the reference for the faster loops, and the fallback.
 
-No step waits for a GPU: tokens that must not count go to a bin of their own that is thrown away, so that no size
-depends on the data.
+No step waits for a GPU: tokens that must not count go to an extra bin that is discarded, so that no size depends on the
+data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Pairs:
 
 
 def add(stats: SiteSums, tokens: Tokens) -> None:
-    """Add the pairs of ``tokens`` to everything that ``stats`` keeps."""
+    """Add the pairs of ``tokens`` to all of ``stats``."""
     keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
         stats.bins.add("moments", _moments(pairs))
@@ -58,10 +58,7 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
 
 
 def add_optional(stats: SiteSums, tokens: Tokens, *, by_gamma: bool = True) -> None:
-    """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others.
-
-    ``by_gamma``: to those that γ² weights, too; a loop that fills them itself leaves them out.
-    """
+    """Add the pairs of ``tokens`` to the optional sums only; without ``by_gamma``, not to those weighted by γ²."""
     by_gamma = by_gamma and "gamma_moments" in stats.bins
     if by_gamma or stats.channel_moments is not None or "diagonal_moments" in stats.bins:
         for _, pairs in _in_steps(stats, tokens):
@@ -93,21 +90,21 @@ def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tenso
         y: outputs before the affine step, of the same shape.
         index: bin of each pair, int64; ``bins`` for a pair that is in no sum.
         bins: number of bins.
-        weight: of each pair; None for one.
+        weight: of each pair; 1 by default.
 
     Returns:
-        Shape ``(6, bins)``, float64, in the order of :data:`MOMENTS`. Squares are taken in float64: float32 sums put
-        the variance within a bin off by a tenth.
+        float64 ``(6, bins)``, in the order of :data:`MOMENTS`. With float32 sums, the variance within a bin would be
+        off by a tenth.
     """
-    one = torch.ones_like(x) if weight is None else weight
+    w = torch.ones_like(x) if weight is None else weight
     moments = torch.zeros(len(MOMENTS), bins + 1, dtype=torch.float64, device=x.device)
-    for row, values in enumerate((one, one * x, one * y, one * x * x, one * x * y, one * y * y)):
+    for row, values in enumerate((w, w * x, w * y, w * x * x, w * x * y, w * y * y)):
         moments[row].index_add_(0, index.flatten(), values.flatten())
     return moments[:, :-1]
 
 
 def _density(pairs: _Pairs) -> Tensor:
-    """Count the pairs per cell; y is taken in float32 here, and may lie beside the edge of its bin by its rounding."""
+    """Count the pairs per cell; rounding of y to float32 may move a pair across the edge of its bin."""
     x, size = pairs.x.float(), DENSITY_X_GRID.size * DENSITY_Y_GRID.size
     y = (x - pairs.shift.float()) * pairs.rstd.float()
     cells = DENSITY_X_GRID.index(x) * DENSITY_Y_GRID.size + DENSITY_Y_GRID.index(y)
@@ -157,7 +154,7 @@ def _draw(stats: SiteSums, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Te
     drawn = stats.pairs
     drawn.add(keys, pairs.bins, x, y, pairs.channel)
     stats.bins = stats.bins.replaced(vars(drawn))
-    # Least of all rank those of the largest reach; a token that does not count ranks behind all that do.
+    # The token of the largest reach has the least rank; tokens that do not count come last.
     rank = -pairs.x.abs().amax(1).where(counted, -1)
     by_key = keys.argsort()
     by_reach = by_key[rank[by_key].argsort(stable=True)]

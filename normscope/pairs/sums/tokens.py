@@ -1,4 +1,4 @@
-"""The tokens of one call of one norm: rows that each share one mean and one scale."""
+"""Tokens of one call of one norm: rows that each share one mean and one scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from normscope.pairs.sums.sampling import NO_KEY, token_keys
 
 
 def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
-    """Number the channel of every element of :func:`group_rows`: int64 ``(tokens, d)``.
+    """Number the channel of every element of the tokens of a grouped norm: int64 ``(tokens, d)``.
 
     >>> group_channels(2, 4, channels=4, groups=2)
     tensor([[0, 0, 1, 1],
@@ -26,10 +26,10 @@ def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
 
 
 def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
-    """Find the axis that grew with the number of samples: not the first one where sequences come first.
+    """Find the axis that grew with the number of samples, which need not be the first.
 
-    It may also count all positions of all samples, and these may be more or fewer than those of the sample known.
-    None where there is no such axis, and tokens cannot be told apart by sample: learned queries, for example.
+    It may also count the positions of all samples, which may have other lengths than the first sample. None if there is
+    no such axis, so that tokens belong to no known sample: learned queries, for example.
     """
     if n_samples == 1:
         return 0
@@ -43,10 +43,10 @@ def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, pos
 def serves_all(
     of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
 ) -> bool:
-    """True if an input is shared by all samples, given that no axis grew with their number.
+    """True if all samples share an input, given that no axis grew with their number.
 
-    Its axes are then as long as they are for one sample, except for positions. Where the samples have fewer positions
-    than the sample known had, it cannot be told: two short samples may have the tokens of one long one.
+    Its axes are then as long as for one sample, except for positions. With fewer positions than that sample had, the
+    answer is False, as two short samples may have as many tokens as a long one.
 
     >>> one = torch.Size([1, 9, 8])
     >>> serves_all(one, torch.Size([1, 12, 8]), 9, 12), serves_all(one, torch.Size([3, 9, 8]), 9, 9)

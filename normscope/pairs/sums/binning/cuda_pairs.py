@@ -1,10 +1,10 @@
 """Triton kernels that sum pairs: one gathers in float32, and one adds the result to float64.
 
-Programs add to the same sums by atomic additions, whose order is the GPU's own. A pair's sums are gathered about the
-centre of its bin, eight words of float32 in one sector of memory. Counts are exact there, as no more than
-:data:`COUNTED` pairs are gathered before they go to the sums. What float32 cannot hold, or what very many pairs may
-share, goes to the sums directly: pairs beyond the grid of bins and in the bin that holds zero, and those of tokens
-whose fold :func:`describe` inverts.
+Programs add to the same sums by atomic additions, in no fixed order. A pair's sums are gathered about the centre of its
+bin, as eight words of float32 in one sector of memory. Counts are exact, as at most :data:`COUNTED` pairs are gathered
+before they are added to the sums. Some pairs are added to the sums directly, because float32 cannot represent them or
+very many pairs may share a bin: pairs beyond the grid of bins or in the bin of zero, and pairs of tokens whose fold
+:func:`describe` inverts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, P
 
 
 def of(grid: FloatGrid) -> tl.constexpr:
-    """Shift, lowest bits and centre, as :func:`bin_of` takes them."""
+    """Return shift, lowest bits and centre of a grid, for :func:`bin_of`."""
     return tl.constexpr((23 - grid.mantissa_bits, ((grid.low + 127) << grid.mantissa_bits) - 1, grid.centre))
 
 
@@ -115,13 +115,13 @@ def _slope(squares, d, eps: tl.constexpr, correction: tl.constexpr, clamped: tl.
 
 @triton.jit
 def offered_of(scratch, cells: tl.constexpr):
-    """Return where the numbers of candidates are, int32 ``(2,)``: behind so many cells of float32 zeros."""
+    """Return the address of the two numbers of candidates, int32, behind the cells of float32 zeros."""
     return (scratch + cells * GATHERED).to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def _offer(candidates, number, token, offered):
-    """Write tokens down among the candidates, of which there are ``number`` so far, in any order."""
+    """Append tokens to the candidates, of which there are ``number`` so far, in any order."""
     place = tl.atomic_add(number + tl.zeros_like(token), 1, mask=offered, sem="relaxed")
     tl.store(candidates + place, token, mask=offered)
 
@@ -134,17 +134,17 @@ def describe(
     given: tl.constexpr, all_valid: tl.constexpr, cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr,
     at_once: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Say of each token what its line, its key and its reach are; each program of ``at_once`` of them.
+    """Compute line, key and reach of each token; each program those of ``at_once`` tokens.
 
-    ``rows`` are ``(n, d)``; ``runs``, int64 ``(5, n_runs)``, the start, fold, key, position and sample of each, and
-    ``half`` is the largest power of two below their number. Given to the next kernels, ``(n,)`` each: ``keys``, int64,
-    the largest where a token does not count; ``folds``, int32, as ``~fold`` where the squares of y might leave the
-    range of float32; ``shift`` and ``rstd``, float64, unless they are
-    ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``, within its sample, and
-    ``samples``, int64. ``candidates``, int32 ``(2, n)``, are the tokens that may take a place of one of the ``uniform``
-    or of the ``largest`` of a sample, and two numbers behind the ``cells`` of the ``scratch`` say how many there are
-    (:func:`offered_of`): all that come before the last one kept, of the first only those whose keys are below the
-    ``cut``. The form's five numbers follow :class:`Form`.
+    ``rows`` are ``(n, d)``. ``runs``, int64 ``(5, n_runs)``, contain start, fold, key, position and sample of each;
+    ``half`` is the largest power of two below their number. The constants of the form are those of :class:`Form`.
+
+    Results for the next kernels, ``(n,)`` each: ``keys``, int64, the largest number where a token does not count;
+    ``folds``, int32, ``~fold`` where the squares of y might leave the range of float32; ``shift`` and ``rstd``,
+    float64, unless they are ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``
+    within the sample, and ``samples``, int64. ``candidates``, int32 ``(2, n)``, are the tokens that may take one of the
+    ``uniform`` or ``largest`` places: those that rank before the last token there, the first only with keys below the
+    ``cut``. :func:`offered_of` returns their numbers.
     """
     token = tl.program_id(0) * at_once + tl.arange(0, at_once)
     exists = token < n
@@ -188,7 +188,7 @@ def describe(
 
 @triton.jit
 def _last(ranks, keys, slots):
-    """Return rank and key of what is thrown out first, of greatest rank and then key, and where it is."""
+    """Return rank, key and slot of the token that is replaced first: of greatest rank, and then key."""
     rank = tl.max(ranks, 0)
     key = tl.max(tl.where(ranks == rank, keys, -1), 0)
     return rank, key, tl.max(tl.where((ranks == rank) & (keys == key), slots, 0), 0)
@@ -217,7 +217,7 @@ def _write_token(row, d, shift, slope, own_x, own_y, slot, tile: tl.constexpr):
 
 @triton.jit
 def _write_grouped_token(row, d, shift, slope, own_x, own_y, slot, width: tl.constexpr, tile: tl.constexpr):
-    """Write down what :func:`normscope.pairs.sums.sampling.evenly` takes of a token."""
+    """Store the elements that :func:`normscope.pairs.sums.sampling.evenly` takes of a token."""
     low = tl.full((tile,), float("inf"), tl.float32)
     high = tl.full((tile,), float("-inf"), tl.float32)
     start = 0
@@ -240,10 +240,9 @@ def _draw_tokens(
     own_sample, candidates, number, n, d, cut, places: tl.constexpr, by_reach: tl.constexpr,
     grouped_width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Let the candidates compete for the places of one sample: the best there is takes that of the last, while it may.
+    """Let the ``number`` candidates compete for the places of one sample: the best replaces the last while it may.
 
-    They are ``number``, of those only whose keys are below the ``cut``; where these are fewer than there are places,
-    all ``n`` tokens compete.
+    Candidates have keys below the ``cut``. If they are fewer than the places, all ``n`` tokens compete.
     """
     slots = tl.arange(0, places)
     ranks, kept_keys = tl.load(own_rank + slots), tl.load(own_key + slots)
@@ -290,7 +289,7 @@ def _draw_tokens(
 def _draw_pairs(
     row, key, shift, slope, first_channel, positions, d, pair_keys, pair_x, pair_y, pair_channel, tile: tl.constexpr,
 ):  # fmt: skip
-    """Write down those pairs of a token that have got their places."""
+    """Store those pairs of a token that have won their places."""
     element = ((key >> 8) & ONE_IN - 1) + tl.arange(0, tile) * ONE_IN
     while tl.min(element, 0) < d:
         x = tl.load(row + element, mask=element < d, other=0).to(tl.float32)
@@ -312,10 +311,10 @@ def draw(
 ):  # fmt: skip
     """Fill the samples: the first program the uniform one, the second the largest, all others the single pairs.
 
-    ``rows`` are ``(n, d)``, and what is said of tokens comes from the kernels before. The samples are as
-    :class:`TokenSample` and :class:`PairSample` keep them, with ``uniform`` and ``largest`` places; of a token that is
-    a group they keep ``grouped_width`` elements, which is zero otherwise. Its channels are ``per_token``, each of
-    ``positions`` neighbouring elements. Each of the other programs looks after ``at_once`` tokens.
+    ``rows`` are ``(n, d)``; the other inputs come from the previous kernels. The samples are those of
+    :class:`TokenSample`, with ``uniform`` and ``largest`` places, and :class:`PairSample`. Of a token that is a group
+    they store ``grouped_width`` elements, which is zero otherwise. A token has ``per_token`` channels, each of
+    ``positions`` neighbouring elements. Each of the other programs handles ``at_once`` tokens.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -369,9 +368,9 @@ def _load(rows, keys, row, column, n_rows, width, per_token):
 
 @triton.jit
 def _places(x):
-    """Return how many bins x lies above or below the one that holds zero, on the grid, and on that of the density.
+    """Return the distance of x from the bin of zero: unsigned, signed, and signed on the density's grid.
 
-    Where it lies beyond the grid these are any numbers; the first is then no less than the grid's :data:`_CENTRE`.
+    Beyond the grid these are arbitrary numbers, the first of them at least the grid's :data:`_CENTRE`.
     """
     bits = x.to(tl.int32, bitcast=True)
     away = ((bits & 0x7FFFFFFF) >> PAIR[0]) - PAIR[1]
@@ -383,9 +382,9 @@ def _places(x):
 def _gather(scratch, cell, off, y):
     """Add the eight words of each pair to its cell of the scratch.
 
-    With δ = x − the centre of its bin, exact in float32, they are 1, δ, y, δ², δy, y², of which y and y² are two each:
-    their leading eight bits, of which 65,536 alike add up without rounding, and the rest. Two neighbouring lanes do so
-    for a pair, by four words each, so that what goes to memory is one sector of it.
+    With δ = x − the centre of its bin, exact in float32, they are 1, δ, y, δ², δy, y². Both y and y² are two words:
+    the leading eight bits, of which 65,536 equal ones add up without rounding, and the rest. Two neighbouring lanes add
+    four words each, so that a pair writes to one sector of memory.
     """
     word = tl.arange(0, GATHERED)[None, :]
     second, of_half = word >= _HALF, word % _HALF
@@ -400,7 +399,7 @@ def _gather(scratch, cell, off, y):
 
 @triton.jit
 def _add_directly(moments, density, centre, x, shift, slope, mask):
-    """Add pairs to the sums themselves: those of the bin that holds zero row by row, as they may be all there are.
+    """Add pairs to the sums directly; those in the bin of zero row by row, as they may be all pairs.
 
     ``centre`` is the cell of that bin in each row's fold.
     """
@@ -435,7 +434,7 @@ def _add_directly(moments, density, centre, x, shift, slope, mask):
 
 @triton.jit
 def _compete(rows, key, before, left, width, pair_keys, tile: tl.constexpr):
-    """Let one in :data:`ONE_ELEMENT_IN` pairs of a tile compete, and say of each row whether one took a place.
+    """Let one in :data:`ONE_ELEMENT_IN` pairs of a tile compete, and return which rows won a place.
 
     ``rows`` point to the rows, ``(rows, 1)``, which begin at the element ``before`` of their tokens.
     """
@@ -464,13 +463,12 @@ def add_pairs(
 ):  # fmt: skip
     """Add the pairs of all tokens that count, and let those compete that may be drawn.
 
-    Elements are taken as ``(n_rows, width)``. Rows are tokens and columns the channels; or, where tokens are groups,
-    rows are the channels of every token, ``per_token`` of them, and columns their positions. Each program adds
-    ``at_once`` rows, ``steps`` times, of ``tile`` columns, a multiple of eight, and the first of them begins at
-    ``first_row`` and ``first_column``. What is said of tokens comes from :func:`describe`. ``scratch``, float32
-    ``(cells + at_once · tile, GATHERED)``, goes to :func:`flush`; behind the ``cells``, one for each fold and bin, is
-    where that goes which is not gathered. ``competing`` becomes 1 where a pair took a place, whose key alone is
-    written down here.
+    Elements are ``(n_rows, width)``: rows are tokens and columns channels or, where tokens are groups, rows are the
+    ``per_token`` channels of every token and columns their positions. Each program adds ``at_once`` rows, ``steps``
+    times, of ``tile`` columns, a multiple of eight; the first begins at ``first_row`` and ``first_column``.
+    :func:`describe` provides the inputs per token. ``scratch``, float32 ``(cells + at_once · tile, GATHERED)``, has one
+    cell for each fold and bin, for :func:`flush`, and behind them cells for pairs that are not gathered. ``competing``
+    becomes 1 where a pair won a place; only its key is stored here.
     """
     left = first_column + tl.program_id(0) * tile
     column = left + tl.arange(0, tile)[None, :]
@@ -535,24 +533,24 @@ def add_pairs(
 
 @triton.jit
 def flush(scratch, moments, cells, tile: tl.constexpr):
-    """Add what was gathered in ``cells`` cells to the sums, and leave zeros; each program of ``tile`` of them."""
+    """Add the gathered ``cells`` to the sums, and leave zeros; each program ``tile`` of them."""
     cell = tl.program_id(0) * tile + tl.arange(0, tile)
     own, sums = scratch + cell * GATHERED, moments + cell * _WORDS
     n = tl.load(own, mask=cell < cells, other=0).to(tl.float64)
-    held = n > 0
-    off = tl.load(own + 1, mask=held, other=0).to(tl.float64)
-    y = tl.load(own + 2, mask=held, other=0).to(tl.float64) + tl.load(own + 3, mask=held, other=0).to(tl.float64)
-    off_off = tl.load(own + 4, mask=held, other=0).to(tl.float64)
-    off_y = tl.load(own + 5, mask=held, other=0).to(tl.float64)
-    yy = tl.load(own + 6, mask=held, other=0).to(tl.float64) + tl.load(own + 7, mask=held, other=0).to(tl.float64)
+    filled = n > 0
+    off = tl.load(own + 1, mask=filled, other=0).to(tl.float64)
+    y = tl.load(own + 2, mask=filled, other=0).to(tl.float64) + tl.load(own + 3, mask=filled, other=0).to(tl.float64)
+    off_off = tl.load(own + 4, mask=filled, other=0).to(tl.float64)
+    off_y = tl.load(own + 5, mask=filled, other=0).to(tl.float64)
+    yy = tl.load(own + 6, mask=filled, other=0).to(tl.float64) + tl.load(own + 7, mask=filled, other=0).to(tl.float64)
     steps = cell % PAIR_BINS - _CENTRE
     size = ((2 * tl.abs(steps) - 1) * _HALF_A_BIN + _LEAST_BITS).to(tl.float32, bitcast=True).to(tl.float64)
     x = tl.where(steps < 0, -size, size)
-    tl.store(sums, tl.load(sums, mask=held) + n, mask=held)
-    tl.store(sums + 1, tl.load(sums + 1, mask=held) + (x * n + off), mask=held)
-    tl.store(sums + 2, tl.load(sums + 2, mask=held) + y, mask=held)
-    tl.store(sums + 3, tl.load(sums + 3, mask=held) + (x * x * n + 2 * x * off + off_off), mask=held)
-    tl.store(sums + 4, tl.load(sums + 4, mask=held) + (x * y + off_y), mask=held)
-    tl.store(sums + 5, tl.load(sums + 5, mask=held) + yy, mask=held)
+    tl.store(sums, tl.load(sums, mask=filled) + n, mask=filled)
+    tl.store(sums + 1, tl.load(sums + 1, mask=filled) + (x * n + off), mask=filled)
+    tl.store(sums + 2, tl.load(sums + 2, mask=filled) + y, mask=filled)
+    tl.store(sums + 3, tl.load(sums + 3, mask=filled) + (x * x * n + 2 * x * off + off_off), mask=filled)
+    tl.store(sums + 4, tl.load(sums + 4, mask=filled) + (x * y + off_y), mask=filled)
+    tl.store(sums + 5, tl.load(sums + 5, mask=filled) + yy, mask=filled)
     for word in tl.static_range(GATHERED):
-        tl.store(own + word, tl.zeros((tile,), tl.float32), mask=held)
+        tl.store(own + word, tl.zeros((tile,), tl.float32), mask=filled)
