@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import capture, captured
-from normscope.pairs.norms import recognition
 from normscope.pairs.norms.recognition import excess, kind_of, layer_norm, register_norm, rms_norm
 from normscope.pairs.recorder import Summing
 
@@ -115,22 +113,6 @@ def test_rms_norm_without_eps_takes_torchs_own():
         assert excess(kind_of(module), module, x, module(x)) <= 1
 
 
-WRONG = {
-    "scaled by 1.03": lambda norm, y: 1.03 * recognition.scale_and_shift(norm, y),
-    "weight for 1 + weight": lambda norm, y: y * (norm.weight.float() - 1) + norm.bias.float(),
-    "no bias": lambda norm, y: y * norm.weight.float(),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_verification_sees_wrong_affine_steps_in_every_dtype(name, dtype):
-    module = trained(nn.LayerNorm(64)).to(dtype)
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    right = kind_of(module)
-    assert excess(right, module, x, module(x)) <= 1 < excess(replace(right, affine=WRONG[name]), module, x, module(x))
-
-
 @pytest.mark.parametrize(("mean", "sigma"), [(0.0, 1e-4), (0.0, 1e4), (30.0, 1.0), (1e3, 0.1), (1e5, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_verification_raises_no_false_alarm(mean, sigma, dtype):
@@ -154,11 +136,6 @@ def test_a_weight_near_zero_leaves_float16_no_digits():
         <= 1
         < excess(replace(right, affine=lambda norm, y: y), module, x, module(x))
     )
-
-
-def test_timm_models_verify():
-    model = timm.create_model("test_vit").eval()
-    capture(model, [torch.randn(2, 3, 160, 160)], verify=True)
 
 
 @pytest.mark.parametrize(
