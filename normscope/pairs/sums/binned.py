@@ -19,7 +19,7 @@ _TILES = (-(-DENSITY_X_GRID.size // TILE), -(-DENSITY_Y_GRID.size // TILE))
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros; in the CPU's memory, a page takes memory once it is written."""
+    """Return zeros; in the CPU's memory, pages are allocated once they are written."""
     if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
@@ -84,7 +84,7 @@ class BinTable:
 
 @dataclass(frozen=True)
 class DenseBins:
-    """All bins, as plain tensors: in a GPU's memory, where kernels address them directly."""
+    """All bins as plain tensors, for a GPU, whose kernels address them directly."""
 
     tensors: dict[str, Tensor]
 
@@ -113,14 +113,14 @@ class DenseBins:
 
 @dataclass(frozen=True)
 class CompactBins:
-    """The bins that contain pairs: in the CPU's memory.
+    """The bins that contain pairs, for the CPU.
 
     Indexing by name returns a new dense tensor; :meth:`add` and :meth:`replaced` change what is stored.
 
     Attributes:
         cells: the moments of each fold and bin, by name.
         tiles: the density in tiles of 8 × 8 cells: counts ``low + 65,536 · high``, where ``low`` has 16 bits.
-        pairs: the drawn pairs of each bin. Of ``key``, the bits that differ from those of a free place.
+        pairs: the drawn pairs of each bin; ``key`` is stored as the bits that differ from :data:`NO_KEY`.
     """
 
     cells: BinTable
@@ -129,7 +129,7 @@ class CompactBins:
 
     @classmethod
     def empty(cls, optional: Iterable[str] = ()) -> CompactBins:
-        """Return no pairs at all."""
+        """Return the bins of no pairs."""
         moments = dict.fromkeys(("moments", *optional), torch.float64)
         return cls(
             BinTable.empty(FOLDS * PAIR_GRID.size, len(MOMENTS), moments),
@@ -139,7 +139,7 @@ class CompactBins:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is taken once every bin is in use."""
+        """Number of bytes once every bin is in use."""
         tables = (self.cells, self.tiles, self.pairs)
         return sum(tensor.nbytes for table in tables for tensor in (table.rows, *table.values.values()))
 
@@ -186,7 +186,7 @@ Bins = DenseBins | CompactBins
 
 
 def empty_bins(device: torch.device, optional: Iterable[str]) -> Bins:
-    """Return no pairs at all, stored as suits the device."""
+    """Return the bins of no pairs, as the device stores them."""
     if device.type == "cpu":
         return CompactBins.empty(optional)
     tensors = {
