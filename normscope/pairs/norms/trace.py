@@ -161,19 +161,16 @@ def _refuse_what_hooks_cannot_enter(model: nn.Module | torch.export.ExportedProg
         raise ModelError(
             "The model is TorchScript where it normalizes, which hooks cannot enter; load that part as a module."
         )
-    if isinstance(model, torch.export.ExportedProgram) or any(map(_is_exported, modules)):
+    # Graphs of torch.export call operators; those of torch.fx.symbolic_trace call modules.
+    graphs = [part for part in modules if isinstance(part, torch.fx.GraphModule)]
+    graphs = [part for part in graphs if not any(map(is_norm, part.modules()))]
+    targets = [node.target for part in graphs for node in part.graph.nodes]
+    operators = any(isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" for target in targets)
+    if isinstance(model, torch.export.ExportedProgram) or operators:
         raise ModelError(
             "The model is of torch.export, in whole or in part: its norms are calls of functions (torch.ops.aten), "
             "which hooks on modules do not see. Pass the module as it was before torch.export.export."
         )
-
-
-def _is_exported(module: nn.Module) -> bool:
-    """True if a module is a graph of torch's operators; a graph of torch.fx.symbolic_trace calls modules."""
-    if not isinstance(module, torch.fx.GraphModule) or any(is_norm(part) for part in module.modules()):
-        return False
-    targets = [node.target for node in module.graph.nodes]
-    return any(isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" for target in targets)
 
 
 @dataclass
