@@ -1,4 +1,4 @@
-"""How the kernels are launched: four a call, of which the host waits for none; and how they compile for a GPU."""
+"""Launches of the kernels: four per call, for none of which the host waits; and their compilation for a GPU."""
 
 import contextlib
 import importlib
