@@ -36,7 +36,7 @@ def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, pos
     if len(of_one_sample) != len(shape):
         return None
     counts = {n_samples * positions} if positions else set()
-    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] in {one * n_samples, *counts}]
+    grown = [axis for axis, size in enumerate(of_one_sample) if shape[axis] in {size * n_samples, *counts}]
     return min(grown, key=lambda axis: of_one_sample[axis], default=None)
 
 
@@ -48,16 +48,15 @@ def serves_all(
     Its axes are then as long as for one sample, except for positions. With fewer positions than that sample had, the
     answer is False, as two short samples may have as many tokens as a long one.
 
-    >>> one = torch.Size([1, 9, 8])
-    >>> serves_all(one, torch.Size([1, 12, 8]), 9, 12), serves_all(one, torch.Size([3, 9, 8]), 9, 9)
+    >>> single = torch.Size([1, 9, 8])
+    >>> serves_all(single, torch.Size([1, 12, 8]), 9, 12), serves_all(single, torch.Size([3, 9, 8]), 9, 9)
     (True, False)
     """
     if positions_of_one is None or positions is None or positions < positions_of_one:
         return False
     sizes = list(zip(of_one_sample, shape, strict=False))
-    return len(of_one_sample) == len(shape) and all(
-        one == now or (one, now) == (positions_of_one, positions) for one, now in sizes
-    )
+    unchanged = all(first == now or (first, now) == (positions_of_one, positions) for first, now in sizes)
+    return len(of_one_sample) == len(shape) and unchanged
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class Run:
     Attributes:
         start: row of the first.
         stop: row behind the last.
-        fold: that they belong to.
-        key: of the sample, from which the tokens' own keys follow.
+        fold: of the sample.
+        key: of the sample, from which the keys of its tokens follow.
         position: number of the first within its sample.
-        sample: number of the sample within its data set; −1 where it is not known.
+        sample: number of the sample within its data set; −1 if it is not known.
     """
 
     start: int
@@ -87,12 +86,12 @@ class Tokens:
 
     Attributes:
         rows: their elements, ``(tokens, d)``, of any floating dtype.
-        lines: how they are normalized.
-        runs: which rows belong to which sample, in the order of the rows and without gaps.
+        lines: of the tokens.
+        runs: the rows of each sample, in order and without gaps.
         channels: number of channels of the norm.
         groups: number of groups of a grouped norm, whose tokens come group by group; None for other norms.
-        valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
-        gamma: weight of each channel, ``(channels,)``; where the sums weighted by its square are kept too.
+        valid: False for padding, bool ``(tokens,)``; None for no padding.
+        gamma: weight of each channel, ``(channels,)``, for the sums that are weighted by its square.
     """
 
     rows: Tensor
@@ -121,17 +120,17 @@ class Tokens:
         return self._of_runs([run.fold for run in self.runs]).to(self.rows.device)
 
     def keys(self) -> Tensor:
-        """Return the key of every token: int64 ``(tokens,)``; the largest int64 for padding, which draws nothing."""
+        """Return the key of every token: int64 ``(tokens,)``; :data:`NO_KEY` for padding, which is never drawn."""
         keys = token_keys(self._of_runs([run.key for run in self.runs]), self._positions()).to(self.rows.device)
         return keys if self.valid is None else keys.where(self.valid, NO_KEY)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Each token's number within its sample, and that sample's number: two int64 ``(tokens,)``."""
+        """Return each token's number within its sample, and the sample's number: two int64 ``(tokens,)``."""
         samples = self._of_runs([run.sample for run in self.runs])
         return self._positions().to(self.rows.device), samples.to(self.rows.device)
 
     def sampled(self, count: int) -> Tokens:
-        """Return the same tokens, of which only ``count`` of each run are data: those of least key, of the valid."""
+        """Return the same tokens with ``count`` valid ones in each run: those of least key."""
         keys = self.keys()
         least = [
             run.start

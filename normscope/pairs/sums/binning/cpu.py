@@ -27,7 +27,7 @@ _PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than 
 
 
 def add(stats: SiteSums, tokens: Tokens) -> None:
-    """Add the pairs of ``tokens``, in the CPU's memory, to everything that ``stats`` keeps."""
+    """Add the pairs of ``tokens``, in the CPU's memory, to all of ``stats``."""
     rows = _rows(tokens)
     number = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
     first, *shares = _shared_out(tuple(tokens.runs), number)

@@ -24,8 +24,8 @@ from normscope.runtime.compiled_loops import compiled
 Array = NDArray[Any]
 
 _i4 = np.int32
-# So many tokens, and elements of each, go through one step after the other, so that what a step reads and writes
-# again and again stays in the first-level cache.
+# Numbers of tokens, and of elements of each, that one step after the other processes: what the steps read and write
+# again stays in the first-level cache.
 _TOKENS = 32
 _ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
@@ -178,7 +178,7 @@ def _squares(row: Any, centre: float) -> float:
 
 @_exact
 def _largest_magnitude(bits: Any) -> Any:
-    """Bits of max |x|: those of floats without their sign ascend as the floats do, and a NaN lies beyond infinity."""
+    """Return the bits of max |x|; without their sign, bits ascend as the floats do, with NaN beyond infinity."""
     largest = _i4(0)
     for j in range(bits.size):
         largest = max(largest, _i4(bits[j] & _i4(0x7FFFFFFF)))
@@ -245,7 +245,7 @@ def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> No
 
 @_exact
 def _count(tiles: Any, low: Any, high: Any, cell: Any, number: Any) -> None:
-    """Add to the count of a cell; what its lower bits cannot hold goes to the others."""
+    """Add to the count of a cell: to its lower bits, and to the higher ones when they overflow."""
     bits = _u8(2) * _u8(_TILE_BITS)
     tile = _u8(cell) >> bits
     place = (_row_of(tiles, tile) << bits) + (_u8(cell) & _u8(TILE * TILE - 1))

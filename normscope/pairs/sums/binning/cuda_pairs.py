@@ -535,14 +535,18 @@ def add_pairs(
 def flush(scratch, moments, cells, tile: tl.constexpr):
     """Add the gathered ``cells`` to the sums, and leave zeros; each program ``tile`` of them."""
     cell = tl.program_id(0) * tile + tl.arange(0, tile)
-    own, sums = scratch + cell * GATHERED, moments + cell * _WORDS
-    n = tl.load(own, mask=cell < cells, other=0).to(tl.float64)
+    gathered, sums = scratch + cell * GATHERED, moments + cell * _WORDS
+    n = tl.load(gathered, mask=cell < cells, other=0).to(tl.float64)
     filled = n > 0
-    off = tl.load(own + 1, mask=filled, other=0).to(tl.float64)
-    y = tl.load(own + 2, mask=filled, other=0).to(tl.float64) + tl.load(own + 3, mask=filled, other=0).to(tl.float64)
-    off_off = tl.load(own + 4, mask=filled, other=0).to(tl.float64)
-    off_y = tl.load(own + 5, mask=filled, other=0).to(tl.float64)
-    yy = tl.load(own + 6, mask=filled, other=0).to(tl.float64) + tl.load(own + 7, mask=filled, other=0).to(tl.float64)
+    off = tl.load(gathered + 1, mask=filled, other=0).to(tl.float64)
+    y = tl.load(gathered + 2, mask=filled, other=0).to(tl.float64) + tl.load(gathered + 3, mask=filled, other=0).to(
+        tl.float64
+    )
+    off_off = tl.load(gathered + 4, mask=filled, other=0).to(tl.float64)
+    off_y = tl.load(gathered + 5, mask=filled, other=0).to(tl.float64)
+    yy = tl.load(gathered + 6, mask=filled, other=0).to(tl.float64) + tl.load(gathered + 7, mask=filled, other=0).to(
+        tl.float64
+    )
     steps = cell % PAIR_BINS - _CENTRE
     size = ((2 * tl.abs(steps) - 1) * _HALF_A_BIN + _LEAST_BITS).to(tl.float32, bitcast=True).to(tl.float64)
     x = tl.where(steps < 0, -size, size)
@@ -553,4 +557,4 @@ def flush(scratch, moments, cells, tile: tl.constexpr):
     tl.store(sums + 4, tl.load(sums + 4, mask=filled) + (x * y + off_y), mask=filled)
     tl.store(sums + 5, tl.load(sums + 5, mask=filled) + yy, mask=filled)
     for word in tl.static_range(GATHERED):
-        tl.store(own + word, tl.zeros((tile,), tl.float32), mask=filled)
+        tl.store(gathered + word, tl.zeros((tile,), tl.float32), mask=filled)
