@@ -15,7 +15,7 @@ from common import Measurement, finish, names, options
 from disassembly import Code, Instruction, code_of_launch
 from torch import Tensor
 
-from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
+from normscope.pairs.norms.formulas import Lines, layer_norm
 from normscope.pairs.sums.binning import cuda
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Run, Tokens
@@ -189,7 +189,7 @@ def codes(dtype: torch.dtype, target: int) -> Iterator[tuple[KernelCall, Code]]:
     rows = torch.empty(TOKENS, CHANNELS, dtype=dtype, device="meta")
     each = TOKENS // SAMPLES
     runs = [Run(number * each, (number + 1) * each, number % 8, number, 0, number) for number in range(SAMPLES)]
-    tokens = Tokens(rows, Lines(FORMS[layer_norm], 1e-6), runs, CHANNELS)
+    tokens = Tokens(rows, Lines(layer_norm, 1e-6), runs, CHANNELS)
     memory = {"rows": rows, "valid": rows, "scratch": torch.empty(8, device="meta"), **cuda._kept(stats)}
     memory |= {"runs": torch.empty(5, len(runs), dtype=torch.int64, device="meta")}
     scratch = Scratch(rows.device)

@@ -21,7 +21,6 @@ import normscope
 from normscope.fits.curves.known import CURVES
 from normscope.fits.views.gradient import constants_by_part, jacobians
 from normscope.pairs.norms import formulas
-from normscope.pairs.norms.formulas import FORMS
 from normscope.swaps.pointwise import DyISRU, DyT
 from normscope.swaps.standalone import RMSNorm
 
@@ -64,7 +63,7 @@ def close(found, truth, **tolerance):
 
 def on_token(kind, x, eps):
     """normscope's Jacobian of one token."""
-    return jacobians(FORMS[NORMS[kind][1]], x[None], eps)
+    return jacobians(NORMS[kind][1], x[None], eps)
 
 
 def function_of(curve, amplitude, alpha, x):
@@ -120,7 +119,7 @@ def test_the_norms(token):
         truth = norm(x, eps)
         y, rstd = normalize(x[None], eps)
         close(y[0], truth)
-        shift, slope = FORMS[normalize].line(x[None], eps)
+        shift, slope = normalize.line(x[None], eps)
         close(((x - shift) * slope)[0], truth)
         close([1 / rstd.item(), 1 / slope.item(), on_token(kind, x, eps).scale.item()], [scale] * 3)
     swapped_in = RMSNorm(len(x), eps=eps, elementwise_affine=False, bias=False)
@@ -249,7 +248,7 @@ def test_theorys_curves_are_solutions_of_what_the_diagonal_leaves(kind, d, size)
     y = function_of(ISRU, isru.amplitude, isru.alpha, x)
     close(y, solution(lambda x, y: y / x * (1 - y**2 / bound), x, (x[0], y[0])), **SINGLE)
     close(isru.C, (bound / (1 - taken / d) ** 2) * scale**2 if taken else d * scale**2, **SINGLE)
-    slope_at_zero = jacobians(FORMS[normalize], torch.zeros(1, d, dtype=torch.float64), scale**2).diagonal[0, 0].item()
+    slope_at_zero = jacobians(normalize, torch.zeros(1, d, dtype=torch.float64), scale**2).diagonal[0, 0].item()
     close([isru.slope, tanh.slope], [slope_at_zero] * 2, **SINGLE)
 
 

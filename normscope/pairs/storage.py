@@ -19,7 +19,7 @@ from torch import Tensor
 from normscope.errors import DataError, UsageError
 from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.kept_inputs import pack_inputs, unpack_inputs
-from normscope.pairs.norms.formulas import FORMS, form_name
+from normscope.pairs.norms.formulas import FORMS
 from normscope.pairs.norms.sites import PLACEMENTS, NormSite, SkippedNorm
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS
 from normscope.pairs.sums.binning import (
@@ -307,7 +307,7 @@ def _capture(
 def _site(entry: Mapping[str, Any]) -> NormSite:
     site = converted(NormSite, entry, "norm site")
     sizes = (site.index, site.channels - 1, site.eps, site.calls, site.tokens_per_sample)
-    words = site.form in (None, *map(form_name, FORMS.values())) and site.placement in (None, *PLACEMENTS)
+    words = site.form in (None, *FORMS) and site.placement in (None, *PLACEMENTS)
     if min(sizes) < 0 or not is_shape(site.normalized_shape) or not words:
         raise ValueError(f"the norm site {site.name} is {entry!r:.200}")
     if not site.grouped and site.d != site.channels:

@@ -15,11 +15,7 @@ from torch._subclasses import FakeTensorMode
 triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from normscope.errors import UsageError  # noqa: E402
-from normscope.pairs.norms.formulas import (  # noqa: E402
-    FORMS,
-    Lines,
-    layer_norm,
-)
+from normscope.pairs.norms.formulas import Lines, layer_norm  # noqa: E402
 from normscope.pairs.sums import reference  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
 from normscope.pairs.sums.binning import cuda  # noqa: E402
@@ -94,7 +90,7 @@ def test_without_a_compiler_a_capture_on_cuda_is_the_references(no_compiler, sai
     loops._compiled_loop_of.cache_clear()
     with FakeTensorMode():
         stats = PairStats.empty(8, device=CUDA)
-        tokens = Tokens(torch.randn(6, 8, device=CUDA), Lines(FORMS[layer_norm], 1e-6), [Run(0, 6, 0, 1, 0, 0)], 8)
+        tokens = Tokens(torch.randn(6, 8, device=CUDA), Lines(layer_norm, 1e-6), [Run(0, 6, 0, 1, 0, 0)], 8)
         loops.add(stats, tokens)
         loops.add(stats, tokens)
     assert calls == [CUDA, CUDA]

@@ -17,7 +17,7 @@ from normscope.fits.solving.ceiling import ceilings, conditional_mean
 from normscope.fits.solving.jackknife import Interval, interval_of_r2
 from normscope.fits.solving.nodes import FitBatch, Nodes, batches, joined, levels_of, site_level, sums_of
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.formulas import FORMS, Form, form_name
+from normscope.pairs.norms.formulas import FORMS, Form
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.stats import PairStats
@@ -65,8 +65,8 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     Returns:
         Their diagonals and norms.
 
-    >>> from normscope.pairs.norms.formulas import FORMS, rms_norm
-    >>> taken = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
+    >>> from normscope.pairs.norms.formulas import rms_norm
+    >>> taken = jacobians(rms_norm, torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
     >>> [round(float(slope), 3) for slope in taken.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
     [0.256, 0.144, 0.4, 0.4]
     """
@@ -169,7 +169,6 @@ def _spread(values: Tensor) -> Spread:
 
 Array = NDArray[np.float64]
 TAIL_FROM = 0.99  # of the drawn tokens' |x| lie below the tail
-_FORMS = {form_name(form): form for form in FORMS.values()}
 _GROUPS_AN_OCTAVE = 8  # of the mean that is drawn
 
 
@@ -286,7 +285,7 @@ def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
     uniform, largest = stats.tokens.kept(), stats.largest.kept()
     if not len(uniform.key):
         return "no finite token went through it"
-    form = _FORMS.get(site.form or "")
+    form = FORMS.get(site.form or "")
     if form is None:
         return "it is of no form whose Jacobian is known"
     x = uniform.x.double()

@@ -1,7 +1,7 @@
-"""The norms of the libraries, by the full names of their classes: nothing is imported for a class that is not there.
+"""The norms of the libraries, by the full names of their classes, so that no library is imported for them.
 
-A row is how the class normalizes, or why it is no norm site, or a function of the module where that depends on it.
-Classes that are in no row, as most of transformers' are, are tried: :mod:`normscope.pairs.norms.recognition`.
+A row is the kind of norm, the reason why the class is no norm site, or a function from the module to either.
+Classes without a row, as most of transformers', are tried: :mod:`normscope.pairs.norms.recognition`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from normscope.pairs.norms.formulas import rms_norm, root_mean_square, std_norm, unit_length, unit_offset
-from normscope.pairs.norms.kinds import NormKind, OfModule, group_norm, running_norm, token_norm, trailing_axes
+from normscope.pairs.norms.kinds import NormKind, group_norm, running_norm, token_norm, trailing_axes
 
 Row = NormKind | str | Callable[[nn.Module], NormKind | str]
 
@@ -42,21 +42,17 @@ def _activated_as_named(module: Any, out: Tensor) -> Tensor:
     return activated
 
 
-def _batch_norm(
-    name: str, activation: OfModule | None = None, own_precision: bool = False
-) -> Callable[[nn.Module], NormKind | str]:
+def _batch_norm(name: str, **options: Any) -> Callable[[nn.Module], NormKind | str]:
     def row(module: nn.Module) -> NormKind | str:
-        if getattr(module, "running_mean", None) is None:
-            return _OVER_THE_BATCH
-        return running_norm(name, activation=activation, own_precision=own_precision)
+        return _OVER_THE_BATCH if getattr(module, "running_mean", None) is None else running_norm(name, **options)
 
     return row
 
 
 def _instance_norm(dimensions: int) -> Callable[[nn.Module], NormKind | str]:
     def row(module: nn.Module) -> NormKind:
-        of = group_norm if getattr(module, "running_mean", None) is None else running_norm
-        return replace(of("InstanceNorm"), unbatched_axes=dimensions + 1, own_precision=True)
+        describe = group_norm if getattr(module, "running_mean", None) is None else running_norm
+        return describe("InstanceNorm", unbatched_axes=dimensions + 1, own_precision=True)
 
     return row
 
@@ -64,13 +60,8 @@ def _instance_norm(dimensions: int) -> Callable[[nn.Module], NormKind | str]:
 def _lp_norm(module: Any) -> NormKind | str:
     if module.p != 2:
         return f"it divides by the L{module.p} norm; only the L2 norm makes a root mean square of one"
-    return token_norm(
-        "LpNorm",
-        axes=(module.dim,),
-        normalize=root_mean_square,
-        affine=unit_length,
-        own_precision=True,
-    )
+    axes = (module.dim,)
+    return token_norm("LpNorm", axes=axes, normalize=root_mean_square, affine=unit_length, own_precision=True)
 
 
 def _channel_first(name: str) -> Callable[[Any], NormKind]:
@@ -82,11 +73,11 @@ def _channel_first(name: str) -> Callable[[Any], NormKind]:
 
 
 def _along(name: str, axis_name: str) -> Callable[[Any], NormKind]:
-    """Describe an RMSNorm along the axis that the module keeps under that name."""
+    """Describe an RMSNorm along the axis that the module stores under ``axis_name``."""
     return lambda module: token_norm(name, axes=(getattr(module, axis_name),), normalize=rms_norm, own_precision=True)
 
 
-def _in_a_norms_place(module: Any) -> NormKind:
+def _swapped_rms_norm(module: Any) -> NormKind:
     axes = (module.channel_axis,) if len(module.normalized_shape) == 1 else trailing_axes
     return token_norm("RMSNorm", axes=axes, normalize=rms_norm)
 
@@ -100,7 +91,7 @@ def _in(package: str, rows: dict[str, Row]) -> dict[str, Row]:
 
 
 def _transformers(families: Iterable[str], class_name: str, kind: Callable[[str], NormKind]) -> dict[str, Row]:
-    """Give each family's class of that name one kind: ``llama`` and ``{}RMSNorm`` name ``LlamaRMSNorm``."""
+    """Name the same class of several families: ``llama`` and ``{}RMSNorm`` make ``LlamaRMSNorm``."""
     rows: dict[str, Row] = {}
     for family in families:
         module, _, prefix = family.partition(":")
@@ -141,16 +132,18 @@ _TIMM: dict[str, Row] = {
     "norm.RmsNormFp32": _rms("RmsNorm"),
     "norm.RmsNorm2d": token_norm("RmsNorm2d", axes=(1,), normalize=rms_norm, own_precision=True),
     "norm.RmsNorm2dFp32": token_norm("RmsNorm2d", axes=(1,), normalize=rms_norm),
-    "norm.SimpleNorm": token_norm("SimpleNorm", normalize=std_norm, bounded=False, own_precision=True),
-    "norm.SimpleNormFp32": token_norm("SimpleNorm", normalize=std_norm, bounded=False),
-    "norm.SimpleNorm2d": token_norm("SimpleNorm2d", axes=(1,), normalize=std_norm, bounded=False, own_precision=True),
-    "norm.SimpleNorm2dFp32": token_norm("SimpleNorm2d", axes=(1,), normalize=std_norm, bounded=False),
+    "norm.SimpleNorm": token_norm("SimpleNorm", normalize=std_norm, own_precision=True),
+    "norm.SimpleNormFp32": token_norm("SimpleNorm", normalize=std_norm),
+    "norm.SimpleNorm2d": token_norm("SimpleNorm2d", axes=(1,), normalize=std_norm, own_precision=True),
+    "norm.SimpleNorm2dFp32": token_norm("SimpleNorm2d", axes=(1,), normalize=std_norm),
     "norm.GroupNorm": group_norm("GroupNorm"),
     "norm.GroupNorm1": group_norm("GroupNorm1"),
-    "norm_act.BatchNormAct2d": _batch_norm("BatchNormAct2d", _dropped_and_activated),
-    "norm_act.SyncBatchNormAct": _batch_norm("BatchNormAct2d", _dropped_and_activated),
-    "norm_act.FrozenBatchNormAct2d": _batch_norm("FrozenBatchNormAct2d", _dropped_and_activated, own_precision=True),
-    "split_batchnorm.SplitBatchNorm2d": _batch_norm("SplitBatchNorm2d", _dropped_and_activated),
+    "norm_act.BatchNormAct2d": _batch_norm("BatchNormAct2d", activation=_dropped_and_activated),
+    "norm_act.SyncBatchNormAct": _batch_norm("BatchNormAct2d", activation=_dropped_and_activated),
+    "norm_act.FrozenBatchNormAct2d": _batch_norm(
+        "FrozenBatchNormAct2d", activation=_dropped_and_activated, own_precision=True
+    ),
+    "split_batchnorm.SplitBatchNorm2d": _batch_norm("SplitBatchNorm2d", activation=_dropped_and_activated),
     "norm_act.GroupNormAct": _activated(group_norm("GroupNormAct")),
     "norm_act.GroupNorm1Act": _activated(group_norm("GroupNorm1Act")),
     "norm_act.LayerNormAct": _activated(token_norm("LayerNormAct")),
@@ -209,6 +202,6 @@ NORMS: dict[str, Row] = {
     "torchvision.ops.misc.FrozenBatchNorm2d": _batch_norm("FrozenBatchNorm2d", own_precision=True),
     "torchvision.transforms.transforms.Normalize": _NO_STATISTIC,
     "torchvision.transforms.v2._misc.Normalize": _NO_STATISTIC,
-    "normscope.swaps.standalone.RMSNorm": _in_a_norms_place,
+    "normscope.swaps.standalone.RMSNorm": _swapped_rms_norm,
     "normscope.swaps.pointwise.PointwiseFunction": _pointwise,
 }

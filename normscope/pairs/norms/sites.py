@@ -1,4 +1,4 @@
-"""Norm sites: what is known of each, and how a user selects some."""
+"""Norm sites: a record of each, and their selection by index, name, depth or placement."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ class NormSite:
         normalized_shape: sizes of the axes that share one statistic, at the first call.
         channel_axis: the axis or axes of the norm's input that number the channels.
         channels: number of channels.
-        eps: what is added under the root.
+        eps: added under the root.
         affine: whether it has a weight or a bias of its own.
         placement: ``pre-norm``, ``post-norm``, ``qk``, ``final``, or None for a norm beside the residual stream.
-        calls: how often one forward pass calls it.
-        tokens_per_sample: how many vectors it normalizes for one sample, over all calls.
-        centred: whether it takes the token's mean away.
+        calls: number of calls in one forward pass.
+        tokens_per_sample: number of vectors that it normalizes for one sample, over all calls.
+        centred: whether it subtracts the token's mean.
         bounded: whether the statistics are the token's own, so that √d bounds |y|.
         grouped: whether a token is a group of channels over all positions; its size may differ from input to input.
-        form: name of the form by which a token's line follows from its elements, see
-            :data:`normscope.pairs.norms.formulas.FORMS`; None where it follows from something else: running statistics,
-            or a formula that the user registered.
+        form: key of the token's form in :data:`normscope.pairs.norms.formulas.FORMS`; None for running statistics and
+            for a formula that the user registered.
     """
 
     index: int
@@ -69,13 +68,13 @@ class NormSite:
 
     @property
     def bound(self) -> float:
-        """Largest possible |y|: √(d−1) with centring, √d without; infinite where nothing that is known bounds it."""
+        """Largest possible |y|: √(d−1) with centring, √d without, infinite if statistics are not the token's own."""
         return math.sqrt(self.d - self.centred) if self.bounded else math.inf
 
 
 @dataclass(frozen=True)
 class SkippedNorm(Record):
-    """A normalization that normscope saw and could not observe, and why."""
+    """A normalization that cannot be observed, and the reason."""
 
     name: str
     kind: str
@@ -88,7 +87,7 @@ Layers = str | int | Sequence[int | str]
 
 
 def kind_of_site(name: str) -> str:
-    """The kind of a site: its module path with ``*`` for the parts that are numbers.
+    """Return the kind of a site: its module path with ``*`` in place of numbers.
 
     >>> kind_of_site("blocks.11.norm1")
     'blocks.*.norm1'
@@ -97,7 +96,7 @@ def kind_of_site(name: str) -> str:
 
 
 def is_number(layers: str) -> bool:
-    """True if layers are requested by a lone number, so that :func:`select` chooses them.
+    """True if layers are a lone number of sites, which :func:`select` spreads over the depth.
 
     >>> is_number("4"), is_number("4,")
     (True, False)
@@ -109,10 +108,10 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     """Pick norm sites.
 
     Args:
-        sites: what :func:`normscope.pairs.norms.trace.find_norms` found.
-        layers: ``"all"``; a lone number for that many sites along the depth, one of each of as many equal stretches,
-            by turns of every kind (:func:`kind_of_site`) that a stretch holds; or indices, ranges (``4-11``, both ends
-            included), module paths and globs, as a list or separated by commas (``"8,"`` is the site 8 alone).
+        sites: of :func:`normscope.pairs.norms.trace.find_norms`.
+        layers: ``"all"``; a number of sites, spread evenly over the depth and alternating between the kinds of norm
+            (:func:`kind_of_site`); or indices, ranges (``4-11``, both ends included), module paths and globs, as a list
+            or separated by commas (``"8,"`` is the site 8 alone).
 
     Returns:
         The sites in the order of their first calls, each once.
@@ -133,43 +132,36 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
         layers = int(layers)
     if isinstance(layers, int):
         return _along_depth(sites, layers)
-    parts = layers.split(",") if isinstance(layers, str) else layers
-    chosen: set[int] = set()
-    for part in parts:
-        text = str(part).strip()
-        if text:
-            chosen.update(_matching(sites, text))
+    chosen = {index for part in _parts(layers) if part for index in _matching(sites, part)}
     if not chosen:
         raise UsageError(f"The layers {layers!r} name no norm site; for example: all, 4, '0,8,24', '4-11', '*.norm1'.")
     return [site for site in sites if site.index in chosen]
 
 
-def select_by_placement(sites: Sequence[NormSite], wanted: Layers) -> list[NormSite]:
+def select_by_placement(sites: Sequence[NormSite], layers: Layers) -> list[NormSite]:
     """Pick norm sites by placement, or as :func:`select` does.
 
     Raises:
         UsageError: if a part names no site.
     """
-    if isinstance(wanted, int):
-        return select(sites, wanted)
-    parts = [part.strip() for part in (wanted.split(",") if isinstance(wanted, str) else map(str, wanted))]
-    placements = {part for part in parts if part in PLACEMENTS}
-    there = {site.placement for site in sites if site.placement}
-    if missing := sorted(placements - there):
-        raise UsageError(
-            f"No norm here is {missing[0]}; there are {', '.join(sorted(there)) or 'none with a placement'}."
-        )
-    others = [part for part in parts if part not in PLACEMENTS]
-    names = {site.name for site in sites if site.placement in placements}
-    if not placements or any(others):
-        names |= {site.name for site in select(sites, wanted if not placements else others)}
-    return [site for site in sites if site.name in names]
+    parts = [] if isinstance(layers, int) else _parts(layers)
+    if not set(parts) & set(PLACEMENTS):
+        return select(sites, layers)
+    placed = {part: [site.name for site in sites if site.placement == part] for part in PLACEMENTS}
+    if missing := sorted(part for part in parts if placed.get(part) == []):
+        there = sorted(placement for placement, names in placed.items() if names)
+        raise UsageError(f"No norm here is {missing[0]}; there are {', '.join(there) or 'none with a placement'}.")
+    return select(sites, [name for part in parts for name in placed.get(part, [part])])
+
+
+def _parts(layers: str | Sequence[int | str]) -> list[str]:
+    return [part.strip() for part in (layers.split(",") if isinstance(layers, str) else map(str, layers))]
 
 
 def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:
     """Take one site of each of ``count`` equal stretches: of the kind taken least so far, nearest the middle.
 
-    Sites alternate in most networks (norm1, norm2, norm1 …): any even step would see one kind alone.
+    Sites alternate in most networks (norm1, norm2, norm1 …), so that equal steps might meet a single kind.
     """
     if count < 1:
         hint = "" if count else " To name the norm site with the number 0, add a comma: '0,'."
@@ -195,21 +187,16 @@ def _matching(sites: Sequence[NormSite], text: str) -> list[int]:
     if text in names:
         return [names[text]]
     if numbers:
-        wanted = range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1)
-        if not wanted or not {wanted[0], wanted[-1]} <= set(names.values()):
-            raise UsageError(f"There are no layers {text}: the norm sites are numbered {_numbered(names)}.")
-        return [index for index in names.values() if index in wanted]
+        first, last, indices = int(numbers[1]), int(numbers[2] or numbers[1]), list(names.values())
+        if first > last or not {first, last} <= set(indices):
+            dense = indices == list(range(indices[0], indices[-1] + 1))
+            numbered = f"{indices[0]} to {indices[-1]}" if dense else ", ".join(map(str, indices))
+            raise UsageError(f"There are no layers {text}: the norm sites are numbered {numbered}.")
+        return [index for index in indices if first <= index <= last]
     matches = [index for name, index in names.items() if fnmatch.fnmatchcase(name, text)]
     if not matches:
-        said = unknown("norm site", text, names)
-        many = len(names) > _NAMED_IN_AN_ERROR and "Did you mean" not in said
-        raise UsageError(
-            f"There is no norm site {text!r} among {len(names)}; `normscope layers` lists them." if many else said
-        )
+        error = unknown("norm site", text, names)
+        if len(names) > _NAMED_IN_AN_ERROR and "Did you mean" not in error:
+            error = f"There is no norm site {text!r} among {len(names)}; `normscope layers` lists them."
+        raise UsageError(error)
     return matches
-
-
-def _numbered(names: dict[str, int]) -> str:
-    indices = list(names.values())
-    dense = indices == list(range(indices[0], indices[-1] + 1))
-    return f"{indices[0]} to {indices[-1]}" if dense else ", ".join(map(str, indices))

@@ -1,7 +1,7 @@
 """Streams of tokens: the part of a network that each padding mask is for, followed through one forward pass.
 
-A mask belongs to the tokens of the module that takes it under the name of a mask. Every torch function passes on the
-arguments that the tokens of its operands come from; attention passes on those of its queries alone.
+A mask belongs to the tokens of the module that has a parameter with the name of a mask. The result of a torch function
+originates from the same arguments as the tokens of its operands; the result of attention, as its queries.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_atten
 
 _Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
 _Forward = Callable[[nn.Module, Any], Any] | None
-_Origins = frozenset[_Path]  # arguments that the tokens of a tensor come from; none for tokens made of weights
-_LATENTS: _Origins = frozenset([()])  # of what attention makes of such tokens: no argument, and no mask added to it
+_Origins = frozenset[_Path]  # arguments from which the tokens of a tensor originate; none for tokens made of weights
+_LATENTS: _Origins = frozenset([()])  # of the result of attention for such tokens
 
 
 class _Masks(NamedTuple):
-    """Paths of masks among the arguments: of the output's tokens, of parts with others, zero for data, of none."""
+    """Paths of masks among the arguments."""
 
-    output: _Path | None = None
-    within: Mapping[str, _Path | None] = {}
-    inverted: frozenset[_Path] = frozenset()
-    unbound: frozenset[_Path] = frozenset()
+    output: _Path | None = None  # of the output's tokens
+    within: Mapping[str, _Path | None] = {}  # of parts of the network with other tokens
+    inverted: frozenset[_Path] = frozenset()  # zero for data
+    unbound: frozenset[_Path] = frozenset()  # of no single stream
 
 
 class _StreamWatch(TorchFunctionMode):
-    """Follows the arguments of a network to the inputs of its modules."""
+    """Traces the arguments of a network to the inputs of its modules."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[_Path, Tensor], masks: frozenset[_Path]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _StreamWatch(TorchFunctionMode):
         self._origins.update({tensor: frozenset([path]) for path, tensor in tensors.items()})
         self._running: list[_Origins] = [frozenset()]
         self._at: dict[str, set[_Origins]] = {}  # of each module's inputs
-        self._taken: dict[_Path, list[set[_Origins]]] = {}  # of the possible tokens of a mask, call by call
+        self._masked: dict[_Path, list[set[_Origins]]] = {}  # of the possible tokens of a mask, call by call
         self._inverted: set[_Path] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,58 +66,60 @@ class _StreamWatch(TorchFunctionMode):
         operands = tensors_of([args, kwargs or {}])[: 1 if name in _ATTENTION else None]
         tokens = [(operand.shape, self._of(operand) - self._masks) for operand in operands]
         # Smaller operands scale or shift whole samples.
-        largest = max((shape for shape, own in tokens if own), key=torch.Size.numel, default=None)
-        passed = [own for shape, own in tokens if shape == largest] if largest else map(self._of, operands)
+        largest = max((shape for shape, origins in tokens if origins), key=torch.Size.numel, default=None)
+        passed = [origins for shape, origins in tokens if shape == largest] if largest else map(self._of, operands)
         origins = frozenset[_Path]().union(*passed) or (_LATENTS if name in _ATTENTION else frozenset())
         for value in [args[0]] if name == "__setitem__" else tensors_of([result]):
             self._origins[value] = origins
         return result
 
     def _of(self, value: Tensor) -> _Origins:
-        """Return the origins; of what no torch function made, those of the input of the module that runs."""
+        """Return the origins; of a tensor that no torch function made, those of the running module's input."""
         return self._origins.get(value, frozenset() if isinstance(value, nn.Parameter) else self._running[-1])
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what a module takes; a forward pre-hook, but for the name."""
-        given = tensors_of([args, kwargs])
-        self._running.append(self._of(given[0]) if given else self._running[-1])
-        if given and given[0].is_floating_point() and (module._parameters or is_norm(module)):
+        """Record the origins of a module's inputs; a forward pre-hook, but for the name."""
+        inputs = tensors_of([args, kwargs])
+        self._running.append(self._of(inputs[0]) if inputs else self._running[-1])
+        if inputs and inputs[0].is_floating_point() and (module._parameters or is_norm(module)):
             self._at.setdefault(name, set()).add(self._running[-1])
-        if any(self._of(value) & self._masks for value in given):
-            with contextlib.suppress(TypeError, ValueError):  # a forward that is not written in Python
+        if any(self._of(value) & self._masks for value in inputs):
+            with contextlib.suppress(TypeError, ValueError):  # forward is not written in Python
                 arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
                 self.note(arguments | arguments.get("kwargs", {}))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Follow what a module returns; a forward hook."""
+        """Record the origins of a module's output; a forward hook."""
         self._origins.update({value: self._of(value) for value in tensors_of([output])})
         self._running.pop()
 
     def note(self, arguments: Mapping[str, Any]) -> None:
-        """Note the masks among the arguments of a call, and the arguments that may be the tokens they mask."""
+        """Record the masks among the arguments of a call, and the arguments that may be the masked tokens."""
         named = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         for match in filter(None, map(_MASK.fullmatch, named)):
             mask, prefix = named[match[0]], match[1] or match[2]
-            own = [named[name] for name in named if prefix and name.startswith(prefix) and name != match[0]][:1]
-            if not own and not _OTHER_STREAM.fullmatch(prefix or ""):
-                own = [named[name] for name in named if not _NO_TOKENS.fullmatch(name)]
-                own = [value for value in own if value.shape[:2] == mask.shape] or own[:1]
+            tokens = [named[name] for name in named if prefix and name.startswith(prefix) and name != match[0]][:1]
+            if not tokens and not _OTHER_STREAM.fullmatch(prefix or ""):
+                tokens = [named[name] for name in named if not _NO_TOKENS.fullmatch(name)]
+                tokens = [value for value in tokens if value.shape[:2] == mask.shape] or tokens[:1]
             for path in self._of(mask) & self._masks:
-                data, given = mask == 0 if "padding" in match[0] else mask != 0, self._tensors[path] != 0
-                if torch.equal(data, given) or torch.equal(data, ~given):
-                    self._inverted |= {path} if torch.equal(data, ~given) else set()
-                    self._taken.setdefault(path, []).append({self._of(value) - _LATENTS for value in own})
+                data, argument = mask == 0 if "padding" in match[0] else mask != 0, self._tensors[path] != 0
+                if torch.equal(data, argument) or torch.equal(data, ~argument):
+                    self._inverted |= {path} if torch.equal(data, ~argument) else set()
+                    self._masked.setdefault(path, []).append({self._of(value) - _LATENTS for value in tokens})
 
     def masks(self, output: Any) -> _Masks:
-        """Return the mask of each part of the network, now that it has run."""
+        """Return the mask of each part of the network, after the pass."""
         norms = [name for name in self._at if is_norm(self._modules[name])]
         normed = [origins for name in norms for origins in self._at[name]]
         streams: dict[_Path, _Origins] = {}
-        for path, calls in self._taken.items():
-            tokens = [[own for own in each if any(own & origins for origins in normed)] or [*each] for each in calls]
-            known = [(len(each), frozenset[_Path]().union(*each)) for each in tokens]
+        for path, calls in self._masked.items():
+            tokens = [[each for each in call if any(each & origins for origins in normed)] or [*call] for call in calls]
+            joined = [(len(call), frozenset[_Path]().union(*call)) for call in tokens]
             # Tokens that are added to one another are of one stream.
-            sure = [own for number, own in known if own and (number == 1 or any(map(own.issubset, normed)))]
+            sure = [
+                origins for number, origins in joined if origins and (number == 1 or any(map(origins.issubset, normed)))
+            ]
             if sure and frozenset.intersection(*sure):
                 streams[path] = frozenset.intersection(*sure) | {path}
 
@@ -127,22 +129,22 @@ class _StreamWatch(TorchFunctionMode):
         at = {name: {mask_of(origins) for origins in each} for name, each in self._at.items()}
         of_output = next((mask_of(self._of(value)) for value in tensors_of(output) if value.is_floating_point()), None)
         within: dict[str, _Path | None] = {}
-        for part in filter(None, self._modules):  # those around it come first
+        for part in filter(None, self._modules):  # outer modules come first
             inside = {mask for name in at if f"{name}.".startswith(f"{part}.") for mask in at[name]}
             if len(inside - {of_output}) == len(inside) == 1 and not any(part.startswith(f"{top}.") for top in within):
                 within[part] = inside.pop()
-        named = {path for path in self._masks if path in self._taken or _MASK.fullmatch(str(path[-1]))}
+        named = {path for path in self._masks if path in self._masked or _MASK.fullmatch(str(path[-1]))}
         torn = {path for name in norms if len(at[name]) > 1 for path in at[name] if path}
         return _Masks(of_output, within, frozenset(self._inverted), frozenset(torn | named - streams.keys()))
 
 
 def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -> _Masks:
-    """Find the masks among the arguments of a batch: its first sample shows which tokens they mask."""
+    """Identify the masks among the arguments of a batch, and the tokens that they mask, by its first sample."""
     tables = {path: each for path, each in tensors.items() if each.ndim == 2 and len(each) == len(batch.samples)}
     flags = {path for path, table in tables.items() if bool((table == table.bool()).all())}
     flags -= {path for path in tables if re.search("ids$|label", str(path[-1]))}
     masks = frozenset(flags | {path for path in tables if _MASK.fullmatch(str(path[-1]))})
-    if not masks or not isinstance(model, nn.Module):  # a torch.export.ExportedProgram is refused elsewhere
+    if not masks or not isinstance(model, nn.Module):  # find_norms refuses a torch.export.ExportedProgram
         return _Masks()
     first = batch.first_sample()
     watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), masks)
@@ -158,7 +160,7 @@ def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -
 
 
 class BoundInputs:
-    """Inputs read for a network; masks among the arguments become ``valid`` and ``valid_within`` of the batches."""
+    """Inputs for a network, with the masks among their arguments as ``valid`` and ``valid_within`` of the batches."""
 
     def __init__(self, inputs: Any, model: nn.Module, forward: _Forward) -> None:
         vars(self).update(
@@ -192,9 +194,9 @@ class BoundInputs:
         for path in {*masks.within.values(), masks.output, *masks.unbound} - {None}:
             mask = tensors[path]
             valid[path] = mask == 0 if path in masks.inverted else mask != 0
-            known = path in masks.inverted or bool((mask == mask.bool()).all())
-            if not known or (path in masks.unbound and bool((mask != mask[0, 0]).any())):
-                why = "no module takes it with one stream alone" if known else "it holds other values than 0 and 1"
+            binary = path in masks.inverted or bool((mask == mask.bool()).all())
+            if not binary or (path in masks.unbound and bool((mask != mask[0, 0]).any())):
+                why = "no module takes it with one stream alone" if binary else "it holds other values than 0 and 1"
                 raise DataError(
                     f"The mask {path[-1]!r} {tuple(mask.shape)} cannot be bound to the tokens that it masks: {why}. "
                     "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), and "
@@ -213,9 +215,9 @@ def unpacked(
 ) -> tuple[nn.Module, BoundInputs, dict[str, str], Outputs]:
     """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
 
-    A loaded model has all of them; ``batches``, ``about`` and ``outputs`` replace its own. ``forward`` runs the module
-    on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`. Of a module, the output is the first
-    tensor, see :func:`normscope.inputs.loaded_model.output_kind`.
+    ``batches``, ``about`` and ``outputs`` replace those of a loaded model. ``forward`` runs the module on an entry of
+    the batches, see :func:`normscope.inputs.entries.as_batches`. The output of a plain module is its first tensor, see
+    :func:`normscope.inputs.loaded_model.output_kind`.
 
     Raises:
         UsageError: if there are no batches, or ``model`` is no network.

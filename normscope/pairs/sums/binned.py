@@ -1,4 +1,4 @@
-"""Sums and drawn pairs per bin, without memory for bins that contain no pair."""
+"""Sums and samples of a site: per bin, without memory for bins that contain no pair, and per channel and token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TILE
-from normscope.pairs.sums.sampling import FOLDS, NO_KEY, PAIRS_PER_BIN
+from normscope.pairs.sums.sampling import FOLDS, NO_KEY, PAIRS_PER_BIN, PairSample, TokenSample
 
 OPTIONAL_MOMENTS = ("gamma_moments", "diagonal_moments")
 PAIR_FIELDS = {"key": torch.int64, "x": torch.float32, "y": torch.float32, "channel": torch.int32}
@@ -19,7 +19,7 @@ _TILES = (-(-DENSITY_X_GRID.size // TILE), -(-DENSITY_Y_GRID.size // TILE))
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Return zeros; in the CPU's memory, a page takes memory once it is written."""
+    """Return zeros; in the CPU's memory, pages are allocated once they are written."""
     if device is not None and device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, access=mmap.ACCESS_COPY)
@@ -84,7 +84,7 @@ class BinTable:
 
 @dataclass(frozen=True)
 class DenseBins:
-    """All bins, as plain tensors: in a GPU's memory, where kernels address them directly."""
+    """All bins as plain tensors, for a GPU, whose kernels address them directly."""
 
     tensors: dict[str, Tensor]
 
@@ -113,14 +113,14 @@ class DenseBins:
 
 @dataclass(frozen=True)
 class CompactBins:
-    """The bins that contain pairs: in the CPU's memory.
+    """The bins that contain pairs, for the CPU.
 
     Indexing by name returns a new dense tensor; :meth:`add` and :meth:`replaced` change what is stored.
 
     Attributes:
         cells: the moments of each fold and bin, by name.
         tiles: the density in tiles of 8 × 8 cells: counts ``low + 65,536 · high``, where ``low`` has 16 bits.
-        pairs: the drawn pairs of each bin. Of ``key``, the bits that differ from those of a free place.
+        pairs: the drawn pairs of each bin; ``key`` is stored as the bits that differ from :data:`NO_KEY`.
     """
 
     cells: BinTable
@@ -129,7 +129,7 @@ class CompactBins:
 
     @classmethod
     def empty(cls, optional: Iterable[str] = ()) -> CompactBins:
-        """Return no pairs at all."""
+        """Return the bins of no pairs."""
         moments = dict.fromkeys(("moments", *optional), torch.float64)
         return cls(
             BinTable.empty(FOLDS * PAIR_GRID.size, len(MOMENTS), moments),
@@ -139,7 +139,7 @@ class CompactBins:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is taken once every bin is in use."""
+        """Number of bytes once every bin is in use."""
         tables = (self.cells, self.tiles, self.pairs)
         return sum(tensor.nbytes for table in tables for tensor in (table.rows, *table.values.values()))
 
@@ -186,7 +186,7 @@ Bins = DenseBins | CompactBins
 
 
 def empty_bins(device: torch.device, optional: Iterable[str]) -> Bins:
-    """Return no pairs at all, stored as suits the device."""
+    """Return the bins of no pairs, as the device stores them."""
     if device.type == "cpu":
         return CompactBins.empty(optional)
     tensors = {
@@ -206,3 +206,65 @@ def _tiled(density: Tensor) -> Tensor:
 
 def _split(counts: Tensor) -> dict[str, Tensor]:
     return {"low": counts.short(), "high": counts >> 16}
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class SiteSums:
+    """Sums and samples of one site, as the loops fill them.
+
+    Binned sums and drawn pairs are properties. In the CPU's memory ``bins`` stores them without empty bins, and each
+    access makes a new tensor.
+
+    Attributes:
+        bins: storage of the binned sums and the drawn pairs.
+        channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
+        channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
+        token_offsets: number of tokens per bin of mean/σ: int64 ``(token bins,)``.
+        token_scales: number of tokens per bin of σ = 1/rstd: int64 ``(token bins,)``.
+        nonfinite_tokens: number of tokens that contain a NaN or an infinity; they are in no sum.
+        tokens: a uniform sample of whole tokens.
+        largest: the tokens that contain the largest |x|.
+        grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
+            of whole tokens contain :data:`GROUPED_WIDTH` of its elements.
+        channel_moments: where requested, the moments per channel, on a coarser grid and without folds: float64
+            ``(6, d, channel bins)``.
+    """
+
+    bins: Bins
+    channel_sums: Tensor
+    channel_extremes: Tensor
+    token_offsets: Tensor
+    token_scales: Tensor
+    nonfinite_tokens: Tensor
+    tokens: TokenSample
+    largest: TokenSample
+    grouped: bool = False
+    channel_moments: Tensor | None = None
+
+    @property
+    def moments(self) -> Tensor:
+        """n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``."""
+        return self.bins["moments"]
+
+    @property
+    def gamma_moments(self) -> Tensor | None:
+        """Where requested, the moments weighted by γ², as is the error that reaches the next layer."""
+        return self.bins.get("gamma_moments")
+
+    @property
+    def diagonal_moments(self) -> Tensor | None:
+        """Where requested, the moments of the pairs (x_i, g_i): n, Σx, Σg, Σx², Σxg, Σg².
+
+        g_i = ∂y_i/∂x_i is the diagonal of the token's Jacobian, for sites with :attr:`NormSite.has_diagonal`.
+        """
+        return self.bins.get("diagonal_moments")
+
+    @property
+    def density(self) -> Tensor:
+        """Number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``."""
+        return self.bins["density"]
+
+    @property
+    def pairs(self) -> PairSample:
+        """Single pairs, drawn evenly over the bins."""
+        return PairSample(*(self.bins[name] for name in PAIR_FIELDS))

@@ -1,18 +1,18 @@
 """Sums over the pairs of a norm in plain torch: the reference for the faster loops, and the fallback.
 
-No step waits for a GPU: tokens that must not count go to a bin of their own that is thrown away, so that no size
-depends on the data.
+No step waits for a GPU: tokens that must not count go to an extra bin that is discarded, so that no size depends on the
+data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from normscope.pairs.sums.binned import SiteSums
 from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import (
     FOLDS,
@@ -24,9 +24,6 @@ from normscope.pairs.sums.sampling import (
     evenly,
 )
 from normscope.pairs.sums.tokens import Tokens
-
-if TYPE_CHECKING:
-    from normscope.pairs.sums.stats import PairStats
 
 _PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one step to about 100 MB
 
@@ -46,8 +43,8 @@ class _Pairs:
     counted: Tensor  # (tokens, 1)
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
-    """Add the pairs of ``tokens`` to everything that ``stats`` keeps."""
+def add(stats: SiteSums, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens`` to all of ``stats``."""
     keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
         stats.bins.add("moments", _moments(pairs))
@@ -60,18 +57,15 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         _draw(stats, pairs, keys[rows], (places[0][rows], places[1][rows]))
 
 
-def add_optional(stats: PairStats, tokens: Tokens, *, by_gamma: bool = True) -> None:
-    """Add the pairs of ``tokens`` to the sums that are kept where asked for, and to no others.
-
-    ``by_gamma``: to those that γ² weights, too; a loop that fills them itself leaves them out.
-    """
+def add_optional(stats: SiteSums, tokens: Tokens, *, by_gamma: bool = True) -> None:
+    """Add the pairs of ``tokens`` to the optional sums only; without ``by_gamma``, not to those weighted by γ²."""
     by_gamma = by_gamma and "gamma_moments" in stats.bins
     if by_gamma or stats.channel_moments is not None or "diagonal_moments" in stats.bins:
         for _, pairs in _in_steps(stats, tokens):
             _add_optional(stats, tokens, pairs, by_gamma)
 
 
-def _in_steps(stats: PairStats, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
+def _in_steps(stats: SiteSums, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:
     folds = tokens.folds()[:, None]
     step = max(1, _PAIRS_AT_ONCE // tokens.rows.shape[1])
     for start in range(0, len(tokens.rows), step):
@@ -96,21 +90,21 @@ def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tenso
         y: outputs before the affine step, of the same shape.
         index: bin of each pair, int64; ``bins`` for a pair that is in no sum.
         bins: number of bins.
-        weight: of each pair; None for one.
+        weight: of each pair; 1 by default.
 
     Returns:
-        Shape ``(6, bins)``, float64, in the order of :data:`MOMENTS`. Squares are taken in float64: float32 sums put
-        the variance within a bin off by a tenth.
+        float64 ``(6, bins)``, in the order of :data:`MOMENTS`. With float32 sums, the variance within a bin would be
+        off by a tenth.
     """
-    one = torch.ones_like(x) if weight is None else weight
+    w = torch.ones_like(x) if weight is None else weight
     moments = torch.zeros(len(MOMENTS), bins + 1, dtype=torch.float64, device=x.device)
-    for row, values in enumerate((one, one * x, one * y, one * x * x, one * x * y, one * y * y)):
+    for row, values in enumerate((w, w * x, w * y, w * x * x, w * x * y, w * y * y)):
         moments[row].index_add_(0, index.flatten(), values.flatten())
     return moments[:, :-1]
 
 
 def _density(pairs: _Pairs) -> Tensor:
-    """Count the pairs per cell; y is taken in float32 here, and may lie beside the edge of its bin by its rounding."""
+    """Count the pairs per cell; rounding of y to float32 may move a pair across the edge of its bin."""
     x, size = pairs.x.float(), DENSITY_X_GRID.size * DENSITY_Y_GRID.size
     y = (x - pairs.shift.float()) * pairs.rstd.float()
     cells = DENSITY_X_GRID.index(x) * DENSITY_Y_GRID.size + DENSITY_Y_GRID.index(y)
@@ -124,7 +118,7 @@ def _moments(pairs: _Pairs, weight: Tensor | None = None) -> Tensor:
     return sums.view(len(MOMENTS), FOLDS, -1).transpose(0, 1)
 
 
-def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
+def _add_optional(stats: SiteSums, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
     if by_gamma and "gamma_moments" in stats.bins:
         gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
         weight = gamma.to(pairs.x.device).double().square()
@@ -139,7 +133,7 @@ def _add_optional(stats: PairStats, tokens: Tokens, pairs: _Pairs, by_gamma: boo
         stats.bins.add("diagonal_moments", _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps))))
 
 
-def _add_channels(stats: PairStats, pairs: _Pairs) -> None:
+def _add_channels(stats: SiteSums, pairs: _Pairs) -> None:
     places, narrow = pairs.channel.flatten(), pairs.x.float()
     for sums, values in zip(stats.channel_sums, (pairs.x, pairs.x.square()), strict=True):
         sums.index_add_(0, places, values.flatten())
@@ -153,14 +147,14 @@ def _count(counts: Tensor, values: Tensor, counted: Tensor) -> None:
     counts.index_add_(0, bins.flatten(), counted.flatten().long())
 
 
-def _draw(stats: PairStats, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Tensor]) -> None:
+def _draw(stats: SiteSums, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Tensor]) -> None:
     """Let single pairs and whole tokens compete for their places in the drawing samples."""
     counted = pairs.counted[:, 0]
     x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)
     drawn = stats.pairs
     drawn.add(keys, pairs.bins, x, y, pairs.channel)
     stats.bins = stats.bins.replaced(vars(drawn))
-    # Least of all rank those of the largest reach; a token that does not count ranks behind all that do.
+    # The token of the largest reach has the least rank; tokens that do not count come last.
     rank = -pairs.x.abs().amax(1).where(counted, -1)
     by_key = keys.argsort()
     by_reach = by_key[rank[by_key].argsort(stable=True)]

@@ -21,11 +21,11 @@ Assignment = Literal["permuted", "modulo", "mixed"]
 
 @dataclass(frozen=True)
 class SourcesSeen:
-    """None, one or several sources; of a single one its data set, name and number.
+    """Number of sources, and of a single one its data set, name and number.
 
-    ``mapped`` is False for a site whose tokens cannot be told apart by sample; it has no folds. ``assignment`` is the
-    rule by which sources are assigned to folds: ``permuted`` anew in each block of eight, or their numbers ``modulo``
-    eight, as in older captures; ``mixed`` where captures of both rules were merged, which leaves no folds.
+    ``mapped`` is False for a site whose tokens belong to no known sample; it has no folds. ``assignment`` is the rule
+    by which sources are assigned to folds: ``permuted`` in each block of eight, or by their numbers ``modulo`` eight,
+    as in older captures; ``mixed`` after merging captures of both rules, which leaves no folds.
     """
 
     number: Literal["none", "one", "several"] = "none"
@@ -36,17 +36,15 @@ class SourcesSeen:
     assignment: Assignment = "permuted"
 
     def with_samples(self, samples: Sequence[Sample]) -> SourcesSeen:
-        """Return what has been seen once ``samples`` have."""
+        """Return the sources including those of ``samples``."""
         if self.number == "several":
             return self
-        seen = self
-        for sample in samples:
-            one = SourcesSeen("one", sample.data, sample.source, sample.source_index, self.mapped, self.assignment)
-            seen = seen.merged(one)
-        return seen
+        rest = self.mapped, self.assignment
+        seen = (SourcesSeen("one", each.data, each.source, each.source_index, *rest) for each in samples)
+        return functools.reduce(SourcesSeen.merged, seen, self)
 
     def merged(self, other: SourcesSeen) -> SourcesSeen:
-        """Return what both have seen."""
+        """Return the sources of both."""
         mapped = self.mapped and other.mapped
         if self.number == "none":
             return replace(other, mapped=mapped)
@@ -58,7 +56,7 @@ class SourcesSeen:
 
     @property
     def fold(self) -> int:
-        """The fold of the single source, once others come beside it."""
+        """The fold of the single source among several."""
         return self._fold_of(self.data, self.source_index)
 
     def folds_of(self, samples: Sequence[Sample]) -> list[int]:
@@ -72,15 +70,17 @@ class SourcesSeen:
     def _fold_of(self, data: str | None, index: int) -> int:
         """Return the fold of a source of a data set, or of a sample of a single source.
 
-        Each block of eight fills all folds, in an order of its own: kinds of sources that alternate share every fold.
+        Each block of eight fills all folds, in its own order, so that every fold has alternating kinds of sources.
         """
         if self.assignment == "permuted":
             block, within = divmod(index, FOLDS)
             return permutation(FOLDS, f"folds\0{data or ''}\0{block}")[within]
-        first = (
-            0 if data is None else hashlib.blake2b(data.encode("utf-8", "surrogateescape"), digest_size=1).digest()[0]
-        )
+        first = 0 if data is None else _digest(data, 1)[0]
         return (first + index) % FOLDS
+
+
+def _digest(text: str, size: int) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size).digest()
 
 
 UNIFORM_TOKENS = 64
@@ -89,34 +89,28 @@ PAIRS_PER_BIN = 4  # a power of two
 GROUPED_WIDTH = 256  # elements that are drawn of a token that is a group of channels over all positions
 
 NO_KEY = torch.iinfo(torch.int64).max
-ONE_ELEMENT_IN = 8  # of a token competes for the places of single pairs; which, its key says
+ONE_ELEMENT_IN = 8  # of a token competes for the places of single pairs; its key chooses it
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64: splitmix64's increment (Steele et al. 2014)
 MIX = (-4658895280553007687, -7723592293110705685)
 
 
 @functools.lru_cache(maxsize=4096)
 def sample_key(sample: Sample, seed: int) -> int:
-    """Give a sample a number of 64 bits that depends on nothing but its identity and the seed."""
+    """Return a number of 64 bits that depends only on the identity of a sample and the seed."""
     identity = f"{seed}\0{sample.data}\0{sample.source}\0{sample.index}"
-    digest = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return int.from_bytes(_digest(identity, 8), "little", signed=True)
 
 
 def token_keys(sample_keys: Tensor, positions: Tensor) -> Tensor:
-    """Give tokens their keys: non-negative int64, uniformly distributed.
+    """Return the keys of tokens: non-negative int64, uniformly distributed.
 
-    Args:
-        sample_keys: what :func:`sample_key` gave for each token's sample, int64.
-        positions: number of each token within its sample, of the same shape.
-
-    Returns:
-        The shape of ``positions``.
+    ``sample_keys`` are of :func:`sample_key`, and ``positions`` number the tokens of a sample: int64 of one shape.
     """
     return _mix(positions * GOLDEN + sample_keys)
 
 
 def element_keys(d: int) -> Tensor:
-    """Give every place in a token a number, int64 ``(d,)``, by which the keys of its pairs differ."""
+    """Return a number for every place in a token, int64 ``(d,)``, by which the keys of its pairs differ."""
     return _mix((torch.arange(d) + 1) * GOLDEN)
 
 
@@ -132,7 +126,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def _first_element(keys: Tensor) -> Tensor:
-    """Say which of a token's first elements competes; bits of the key that choose no place among a bin's."""
+    """Choose the first element of a token that competes, by bits of its key that choose no place in a bin."""
     return _shift_right(keys, 8) % ONE_ELEMENT_IN
 
 
@@ -149,20 +143,19 @@ def evenly(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class TokenSample:
-    """Whole tokens, at most ``capacity`` of them, those of least ``rank`` (ties: of least ``key``).
+    """The tokens of least ``rank`` (ties: of least ``key``).
 
-    While a capture runs, a sample may hold free places, whose key is the largest int64.
+    While a capture runs, a sample may have free places, whose key is the largest int64.
 
     Attributes:
         rank: float64 ``(tokens,)``; what the sample is ordered by.
         key: int64 ``(tokens,)``.
-        x: float32 ``(tokens, d)``; every channel, so that each token draws its straight line. Of tokens that are
-            groups, :data:`GROUPED_WIDTH` elements.
+        x: float32 ``(tokens, d)``; of tokens that are groups, :data:`GROUPED_WIDTH` elements.
         y: float32 ``(tokens, d)``.
         rstd: float32 ``(tokens,)``; the slope of that line.
-        position: int64 ``(tokens,)``; number of the token among those that the norm takes of its sample, padding
-            counted; of its batch, where the sample is not known.
-        sample: int64 ``(tokens,)``; number of that sample within its data set; −1 where it is not known.
+        position: int64 ``(tokens,)``; number of the token within its sample, including padding; within its batch, if
+            the sample is not known.
+        sample: int64 ``(tokens,)``; number of the sample within its data set; −1 if it is not known.
     """
 
     rank: Tensor
@@ -175,7 +168,7 @@ class TokenSample:
 
     @classmethod
     def empty(cls, d: int, device: torch.device, places: int = 0) -> TokenSample:
-        """Return a sample with so many places, all free: of largest rank and key."""
+        """Return a sample with ``places`` free places, of largest rank and key."""
         rank = torch.full((places,), torch.inf, dtype=torch.float64, device=device)
         key = torch.full((places,), NO_KEY, dtype=torch.int64, device=device)
         x, y = torch.zeros(2, places, d, device=device)
@@ -183,14 +176,14 @@ class TokenSample:
         return cls(rank, key, x, y, torch.zeros(places, device=device), position, sample)
 
     def with_more(self, other: TokenSample, capacity: int) -> TokenSample:
-        """The ``capacity`` tokens of least rank among both samples; free places come last."""
+        """Return the ``capacity`` tokens of least rank of both samples; free places come last."""
         both = {f.name: torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)}
         by_key = both["key"].argsort()
         order = by_key[both["rank"][by_key].argsort(stable=True)][:capacity]
         return TokenSample(**{name: values[order] for name, values in both.items()})
 
     def with_room(self, places: int) -> TokenSample:
-        """Return the sample with so many places, of which some may be free."""
+        """Return the sample with ``places`` places, some of them free."""
         if len(self.key) == places:
             return self
         return self.with_more(TokenSample.empty(self.x.shape[1], self.x.device, places), places)
@@ -227,11 +220,11 @@ class PairSample:
         """Let one in :data:`ONE_ELEMENT_IN` pairs of some tokens compete for the places of their bins.
 
         Args:
-            keys: key of each token, int64 ``(tokens,)``; pairs of those without one do not compete.
-            bins: bin of each pair, int64 ``(tokens, d)``.
+            keys: of the tokens, int64 ``(tokens,)``; tokens with :data:`NO_KEY` do not compete.
+            bins: of the pairs, int64 ``(tokens, d)``.
             x: inputs, float32 ``(tokens, d)``.
             y: outputs, float32 ``(tokens, d)``.
-            channel: of each pair, int64 ``(tokens, d)``.
+            channel: of the pairs, int64 ``(tokens, d)``.
         """
         place = torch.arange(x.shape[1], device=x.device)
         competes = (place % ONE_ELEMENT_IN == _first_element(keys)[:, None]) & (keys != NO_KEY)[:, None]
@@ -241,7 +234,7 @@ class PairSample:
         key.scatter_reduce_(0, places.flatten(), pair_keys.where(competes, NO_KEY).flatten(), "amin")
         self.key = key.view(PAIRS_PER_BIN, -1)
         won = competes & (key[places] == pair_keys)
-        # Pairs that lost write to a place that is thrown away: picking the winners would have to wait for a GPU.
+        # Pairs that lost write to a place that is discarded: selecting the winners would have to wait for a GPU.
         target = places.where(won, len(key)).flatten()
         for name, values in (("x", x), ("y", y), ("channel", channel.int())):
             drawn = getattr(self, name).flatten()

@@ -1,9 +1,10 @@
-"""PairStats: what is kept of the pairs of one site, of the same size after one batch and after ten thousand."""
+"""PairStats: sums and samples of the pairs of one site, of the same size after one batch and after ten thousand."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.sums import reference
-from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, Bins, CompactBins, DenseBins, empty_bins
+from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, CompactBins, DenseBins, SiteSums, empty_bins
 from normscope.pairs.sums.binning import CHANNEL_GRID, MOMENTS, TOKEN_GRID
 from normscope.pairs.sums.sampling import (
     GROUPED_WIDTH,
@@ -39,12 +40,12 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Non-negative numbers in bins, those of a bin spread evenly between its ``low`` and ``high``.
+    """Non-negative numbers in bins, spread evenly over each bin.
 
     Attributes:
-        n: how many each bin holds, ``(bins,)``, positive, in ascending order of the bins.
-        low: where those of a bin begin, likewise.
-        high: where they end, likewise; ``low`` where all are the same.
+        n: count of each bin, ``(bins,)``, positive, in ascending order of the bins.
+        low: lower end of the numbers of a bin, likewise.
+        high: upper end, likewise; ``low`` where all numbers are the same.
     """
 
     n: Array
@@ -57,7 +58,7 @@ class Magnitudes:
         return float(self.n.sum())
 
     def quantile(self, share: float) -> float:
-        """Return the number that ``share`` of all do not pass; the whole bin's width is what it may be off by.
+        """Return the quantile at ``share``, accurate to the width of its bin.
 
         >>> Magnitudes(np.array([1.0, 3.0]), np.array([0.0, 1.0]), np.array([1.0, 2.0])).quantile(0.5)
         1.3333333333333333
@@ -68,20 +69,20 @@ class Magnitudes:
         return float(self.low[bin_] + within * (self.high[bin_] - self.low[bin_]))
 
     def below(self, value: float) -> float:
-        """Return how many do not pass ``value``."""
+        """Return the count of numbers up to ``value``."""
         width = self.high - self.low
         within = np.divide(value - self.low, width, out=np.where(value >= self.low, 1.0, 0.0), where=width > 0)
         return float(self.n @ np.clip(within, 0, 1))
 
     def mean(self, function: Callable[[Array], Array]) -> float:
-        """Return the mean of a function of them, which must be nearly straight within a bin."""
+        """Return the mean of a function of the numbers that is nearly linear within a bin."""
         return float(self.n @ function((self.low + self.high) / 2) / self.n.sum())
 
 
 def of_pairs(moments: Tensor) -> Magnitudes:
-    """Distribution of |x| over all pairs; within a bin, by its own mean and spread.
+    """Return the distribution of |x| over all pairs; within a bin, by its mean and variance.
 
-    A bin that holds one pair, as those of the tails do, holds it at its own x.
+    A bin with a single pair, as in the tails, places it at its x.
 
     Args:
         moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(6, bins)``, on a grid that is symmetric about zero.
@@ -96,9 +97,7 @@ def of_pairs(moments: Tensor) -> Magnitudes:
 
 
 def of_tokens(counts: Tensor) -> Magnitudes:
-    """Distribution over tokens of the magnitude that they are counted by, μ/σ or σ.
-
-    Bins are an eighth of an octave wide, at most 12 %.
+    """Return the distribution over tokens of the counted magnitude, μ/σ or σ, in bins of at most 12 %.
 
     Args:
         counts: number of tokens per bin of the grid of tokens, int64 ``(bins,)``.
@@ -127,41 +126,16 @@ _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class PairStats:
+class PairStats(SiteSums):
     """Sums over all pairs (x, y) of one norm site: exact, mergeable, of bounded size.
 
-    Binned sums and drawn pairs are properties. In the CPU's memory ``bins`` stores them without empty bins, and each
-    access makes a new tensor.
-
     Attributes:
-        bins: storage of the binned sums and the drawn pairs.
-        channel_sums: Σx and Σx² per channel: float64 ``(2, d)``.
-        channel_extremes: smallest and largest x per channel: float32 ``(2, d)``.
-        token_offsets: number of tokens per bin of mean/σ: int64 ``(token bins,)``.
-        token_scales: number of tokens per bin of σ = 1/rstd: int64 ``(token bins,)``.
-        nonfinite_tokens: number of tokens that contain a NaN or an infinity; they are in no sum.
-        tokens: a uniform sample of whole tokens.
-        largest: the tokens that contain the largest |x|.
         sources: whether the folds are sources or the samples of a single one.
         seed: of the drawing samples.
-        grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
-            of whole tokens contain :data:`GROUPED_WIDTH` of its elements.
-        channel_moments: where requested, the moments per channel, on a coarser grid and without folds: float64
-            ``(6, d, channel bins)``.
     """
 
-    bins: Bins
-    channel_sums: Tensor
-    channel_extremes: Tensor
-    token_offsets: Tensor
-    token_scales: Tensor
-    nonfinite_tokens: Tensor
-    tokens: TokenSample
-    largest: TokenSample
     sources: SourcesSeen
     seed: int
-    grouped: bool = False
-    channel_moments: Tensor | None = None
 
     @classmethod
     def empty(
@@ -175,11 +149,10 @@ class PairStats:
         per_channel: bool = False,
         diagonal: bool = False,
     ) -> PairStats:
-        """Return the sums over no pairs at all, for a norm of so many channels."""
+        """Return the sums over no pairs, for a norm with ``channels`` channels."""
         on = device or torch.device("cpu")
         infinity = torch.full((channels,), torch.inf, device=on)
         width = GROUPED_WIDTH if grouped else channels
-
         kept = zip(OPTIONAL_MOMENTS, (by_gamma, diagonal), strict=True)
         by_channel = (len(MOMENTS), channels, CHANNEL_GRID.size) if per_channel else None
         return cls(
@@ -199,38 +172,6 @@ class PairStats:
 
     def __repr__(self) -> str:
         return f"PairStats: {self.n_pairs:,} pairs of {self.n_tokens:,} tokens, {self.channels:,} channels"
-
-    @property
-    def moments(self) -> Tensor:
-        """n, Σx, Σy, Σx², Σxy, Σy² per fold and bin of x: float64 ``(folds, 6, bins)``."""
-        return self.bins["moments"]
-
-    @property
-    def gamma_moments(self) -> Tensor | None:
-        """Where requested, the moments with every pair weighted by γ², the square of its channel's weight.
-
-        The error that reaches the next layer is weighted so. Shape and dtype of ``moments``.
-        """
-        return self.bins.get("gamma_moments")
-
-    @property
-    def diagonal_moments(self) -> Tensor | None:
-        """Where requested, the moments of the pairs (x_i, g_i) in the place of (x_i, y_i).
-
-        g_i = ∂y_i/∂x_i is the diagonal of the token's Jacobian: n, Σx, Σg, Σx², Σxg, Σg². Shape and dtype of
-        ``moments``. Only of sites where it has a closed form (:attr:`NormSite.has_diagonal`).
-        """
-        return self.bins.get("diagonal_moments")
-
-    @property
-    def density(self) -> Tensor:
-        """Number of pairs per cell of the two density grids: int64 ``(x bins, y bins)``."""
-        return self.bins["density"]
-
-    @property
-    def pairs(self) -> PairSample:
-        """Single pairs, drawn evenly over the bins."""
-        return PairSample(*(self.bins[name] for name in PAIR_FIELDS))
 
     @property
     def channels(self) -> int:
@@ -281,39 +222,37 @@ class PairStats:
         sample: int | None = None,
         divided: bool = True,
     ) -> Tensor | None:
-        """Add the pairs of some tokens, and return which of them were data: bool ``(tokens,)``, or None for all.
+        """Add the pairs of some tokens, and return the mask of those that were data; None for all.
 
         Args:
-            rows: input token rows, ``(tokens, d)``, any floating dtype; tokens of one sample lie together, samples in
-                the order of ``samples``.
-            lines: how each token is normalized.
-            samples: samples of the batch. Without any, or where the tokens do not divide evenly among them, the
+            rows: input token rows, ``(tokens, d)``, any floating dtype, one sample after the other.
+            lines: of the tokens.
+            samples: samples of the batch, in order. Without any, or if the tokens do not divide evenly among them, the
                 tokens belong to no sample, and the site has no folds.
             first_token: number, within its sample, of each sample's first token here: for norms that are called
                 several times in a forward pass.
-            gamma: the norm's weight, ``(channels,)``; needed where the sums are weighted by its square.
+            gamma: the norm's weight, ``(channels,)``, for the sums that are weighted by its square.
             groups: number of groups of a grouped norm, whose tokens come group by group.
-            valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
-            sample: how many tokens of each sample to take, drawn uniformly; None for all.
-            divided: whether the tokens divide among the samples at all; of those that do not, the first sample and
-                their number in the batch tell one from another.
+            valid: False for padding, bool ``(tokens,)``; None for no padding.
+            sample: number of tokens to draw uniformly from each sample; None for all.
+            divided: whether the tokens divide among the samples; otherwise their keys depend on the first sample and
+                their number in the batch.
         """
         self.tokens, self.largest = self.tokens.with_room(UNIFORM_TOKENS), self.largest.with_room(LARGEST_TOKENS)
         per_sample, rest = divmod(len(rows), len(samples) or 1)
         keyed = samples
         if rest or not samples or not divided:
             self._regroup(replace(self.sources, mapped=False))
-            # Tokens of no sample get distinct keys in the drawing sample, whichever rank or run saw them.
-            keyed = [replace(one, source=f"the batch of {one.source}") for one in samples[:1]] or _NOBODY
+            # Keys of tokens of no sample are distinct too, in every rank and run.
+            keyed = [replace(first, source=f"the batch of {first.source}") for first in samples[:1]] or _NOBODY
             if not samples:
                 first_token = self.n_tokens + int(self.nonfinite_tokens)
             samples, per_sample = _NOBODY, len(rows)
         self._regroup(self.sources.with_samples(samples))
+        starts, folds = itertools.count(0, per_sample), self.sources.folds_of(samples)
         runs = [
-            Run(
-                number * per_sample, (number + 1) * per_sample, fold, sample_key(key, self.seed), first_token, one.index
-            )
-            for number, (one, key, fold) in enumerate(zip(samples, keyed, self.sources.folds_of(samples), strict=True))
+            Run(start, start + per_sample, fold, sample_key(key, self.seed), first_token, each.index)
+            for start, each, key, fold in zip(starts, samples, keyed, folds, strict=False)
         ]
         tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
         if sample is not None:
@@ -325,8 +264,7 @@ class PairStats:
         """Return the sums over the pairs of both; in any order and grouping the same, up to float64's rounding.
 
         Raises:
-            DataError: if the two were taken of tokens of different size, with different seeds, or if one of them
-                lacks sums that the other has.
+            DataError: if numbers of channels or seeds differ, or one of them lacks sums that the other has.
         """
         if (self.channels, self.grouped, self.seed) != (other.channels, other.grouped, other.seed):
             raise DataError(
@@ -355,12 +293,12 @@ class PairStats:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Everything that simply adds up when two sets of pairs are merged, by name."""
+        """All tensors that merging adds up, by name."""
         every = {name: getattr(self, name) for name in (*_SUMS, *_OPTIONAL)}
         return {name: total for name, total in every.items() if total is not None}
 
     def regrouped(self, sources: SourcesSeen) -> PairStats:
-        """Return the same sums with their folds grouped as they are where ``sources`` have been seen."""
+        """Return the same sums with the folds that they have among ``sources``."""
         regrouped = copy.copy(self)
         regrouped._regroup(sources)
         return regrouped
@@ -398,7 +336,7 @@ class PairStats:
         self.sources = sources
 
     def _joined_fold(self, sources: SourcesSeen) -> int | None:
-        """The fold that all pairs join, as a single source's samples do beside other sources; None if folds stay."""
+        """Return the fold that all pairs join, as a single source among others; None if folds stay."""
         if self.sources.mapped and not sources.mapped:
             return 0
         if sources.mapped and (self.sources.number, sources.number) == ("one", "several"):
@@ -406,10 +344,10 @@ class PairStats:
         return None
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
-    """Add the pairs of ``tokens`` to everything that ``stats``, on the same device, keeps.
+def add(stats: SiteSums, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens`` to all of ``stats``, on the same device, by the device's fastest loop.
 
-    The fastest loop that the device has does it. All put each pair into the same bin.
+    All loops assign each pair to the same bin.
 
     Raises:
         UsageError: on CUDA, if ``NORMSCOPE_KERNELS=triton`` asks for kernels and Triton cannot launch any.
@@ -418,7 +356,7 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         _loop_of(tokens.rows.device.type)(stats, tokens)
 
 
-def _loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+def _loop_of(device: str) -> Callable[[SiteSums, Tokens], None]:
     loop = _compiled_loop_of(device)
     if device != "cuda" or loop is reference.add or not (reason := why_no_launcher()):
         return loop
@@ -428,11 +366,11 @@ def _loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
 
 
 @functools.cache
-def _compiled_loop_of(device: str) -> Callable[[PairStats, Tokens], None]:
+def _compiled_loop_of(device: str) -> Callable[[SiteSums, Tokens], None]:
     if device not in _COMPILED_BY:
         return reference.add
     try:
-        loop: Callable[[PairStats, Tokens], None] = import_module(f"normscope.pairs.sums.binning.{device}").add
+        loop: Callable[[SiteSums, Tokens], None] = import_module(f"normscope.pairs.sums.binning.{device}").add
     except ImportError as error:
         warnings.warn(
             f"{_COMPILED_BY[device]} does not work here ({error}): the same sums are taken in plain torch, and slowly.",

@@ -1,4 +1,4 @@
-"""The tokens of one call of one norm: rows that each share one mean and one scale."""
+"""Tokens of one call of one norm: rows that each share one mean and one scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from normscope.pairs.sums.sampling import NO_KEY, token_keys
 
 
 def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
-    """Number the channel of every element of :func:`group_rows`: int64 ``(tokens, d)``.
+    """Number the channel of every element of the tokens of a grouped norm: int64 ``(tokens, d)``.
 
     >>> group_channels(2, 4, channels=4, groups=2)
     tensor([[0, 0, 1, 1],
@@ -26,38 +26,37 @@ def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
 
 
 def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
-    """Find the axis that grew with the number of samples: not the first one where sequences come first.
+    """Find the axis that grew with the number of samples, which need not be the first.
 
-    It may also count all positions of all samples, and these may be more or fewer than those of the sample known.
-    None where there is no such axis, and tokens cannot be told apart by sample: learned queries, for example.
+    It may also count the positions of all samples, which may have other lengths than the first sample. None if there is
+    no such axis, so that tokens belong to no known sample: learned queries, for example.
     """
     if n_samples == 1:
         return 0
     if len(of_one_sample) != len(shape):
         return None
     counts = {n_samples * positions} if positions else set()
-    grown = [axis for axis, one in enumerate(of_one_sample) if shape[axis] in {one * n_samples, *counts}]
+    grown = [axis for axis, size in enumerate(of_one_sample) if shape[axis] in {size * n_samples, *counts}]
     return min(grown, key=lambda axis: of_one_sample[axis], default=None)
 
 
 def serves_all(
     of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
 ) -> bool:
-    """True if an input is shared by all samples, given that no axis grew with their number.
+    """True if all samples share an input, given that no axis grew with their number.
 
-    Its axes are then as long as they are for one sample, except for positions. Where the samples have fewer positions
-    than the sample known had, it cannot be told: two short samples may have the tokens of one long one.
+    Its axes are then as long as for one sample, except for positions. With fewer positions than that sample had, the
+    answer is False, as two short samples may have as many tokens as a long one.
 
-    >>> one = torch.Size([1, 9, 8])
-    >>> serves_all(one, torch.Size([1, 12, 8]), 9, 12), serves_all(one, torch.Size([3, 9, 8]), 9, 9)
+    >>> single = torch.Size([1, 9, 8])
+    >>> serves_all(single, torch.Size([1, 12, 8]), 9, 12), serves_all(single, torch.Size([3, 9, 8]), 9, 9)
     (True, False)
     """
     if positions_of_one is None or positions is None or positions < positions_of_one:
         return False
     sizes = list(zip(of_one_sample, shape, strict=False))
-    return len(of_one_sample) == len(shape) and all(
-        one == now or (one, now) == (positions_of_one, positions) for one, now in sizes
-    )
+    unchanged = all(first == now or (first, now) == (positions_of_one, positions) for first, now in sizes)
+    return len(of_one_sample) == len(shape) and unchanged
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ class Run:
     Attributes:
         start: row of the first.
         stop: row behind the last.
-        fold: that they belong to.
-        key: of the sample, from which the tokens' own keys follow.
+        fold: of the sample.
+        key: of the sample, from which the keys of its tokens follow.
         position: number of the first within its sample.
-        sample: number of the sample within its data set; −1 where it is not known.
+        sample: number of the sample within its data set; −1 if it is not known.
     """
 
     start: int
@@ -87,12 +86,12 @@ class Tokens:
 
     Attributes:
         rows: their elements, ``(tokens, d)``, of any floating dtype.
-        lines: how they are normalized.
-        runs: which rows belong to which sample, in the order of the rows and without gaps.
+        lines: of the tokens.
+        runs: the rows of each sample, in order and without gaps.
         channels: number of channels of the norm.
         groups: number of groups of a grouped norm, whose tokens come group by group; None for other norms.
-        valid: which tokens are data and not padding, bool ``(tokens,)``; None for all.
-        gamma: weight of each channel, ``(channels,)``; where the sums weighted by its square are kept too.
+        valid: False for padding, bool ``(tokens,)``; None for no padding.
+        gamma: weight of each channel, ``(channels,)``, for the sums that are weighted by its square.
     """
 
     rows: Tensor
@@ -121,17 +120,17 @@ class Tokens:
         return self._of_runs([run.fold for run in self.runs]).to(self.rows.device)
 
     def keys(self) -> Tensor:
-        """Return the key of every token: int64 ``(tokens,)``; the largest int64 for padding, which draws nothing."""
+        """Return the key of every token: int64 ``(tokens,)``; :data:`NO_KEY` for padding, which is never drawn."""
         keys = token_keys(self._of_runs([run.key for run in self.runs]), self._positions()).to(self.rows.device)
         return keys if self.valid is None else keys.where(self.valid, NO_KEY)
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Each token's number within its sample, and that sample's number: two int64 ``(tokens,)``."""
+        """Return each token's number within its sample, and the sample's number: two int64 ``(tokens,)``."""
         samples = self._of_runs([run.sample for run in self.runs])
         return self._positions().to(self.rows.device), samples.to(self.rows.device)
 
     def sampled(self, count: int) -> Tokens:
-        """Return the same tokens, of which only ``count`` of each run are data: those of least key, of the valid."""
+        """Return the same tokens with ``count`` valid ones in each run: those of least key."""
         keys = self.keys()
         least = [
             run.start

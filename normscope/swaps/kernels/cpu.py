@@ -20,7 +20,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.pairs.sums.binning.compiled_loops import compiled, threads
+from normscope.runtime.compiled_loops import compiled, threads
 from normscope.swaps.kernels.choice import unseen
 from normscope.swaps.kernels.eager import Parameters
 

@@ -9,7 +9,6 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, ModelError
-from normscope.pairs.norms.kinds import group_rows
 from normscope.pairs.norms.recognition import kind_of
 from normscope.pairs.sums.sampling import GROUPED_WIDTH
 from normscope.pairs.sums.stats import PairStats
@@ -66,7 +65,7 @@ def test_rows_channels_and_gamma_reproduce_the_modules_output(name):
     gamma = kind.gamma(module, CHANNELS)
     torch.testing.assert_close(gamma, module.weight.detach())
     ours = y * gamma[channel] + module.bias.detach()[channel]
-    torch.testing.assert_close(ours, group_rows(module(x), len(rows) // 2).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, module(x).detach().reshape(rows.shape), rtol=1e-5, atol=1e-5)
     of_position = torch.arange(CHANNELS)[None, :, None].expand(x.shape)
     assert torch.equal(channel, kind.rows(module, of_position))
     torch.testing.assert_close(rows * rstd - y, (rows * rstd - y)[:, :1].expand_as(y), rtol=1e-4, atol=1e-4)
@@ -228,10 +227,10 @@ def test_a_mask_on_a_gpu_that_is_all_valid_is_no_padding_and_is_asked_once_a_bat
 
 
 def test_channels_of_groups_are_numbered_sample_by_sample():
-    x = torch.arange(2 * 4 * 3).view(2, 4, 3)
     of_channel = torch.arange(4)[None, :, None].expand(2, 4, 3)
-    assert torch.equal(group_channels(4, 6, channels=4, groups=2), group_rows(of_channel, 2))
-    assert group_rows(x, 2)[1].tolist() == x[0, 2:].flatten().tolist()
+    rows = kind_of(nn.GroupNorm(2, 4)).rows(nn.GroupNorm(2, 4), of_channel)
+    assert torch.equal(group_channels(4, 6, channels=4, groups=2), rows)
+    assert rows[1].tolist() == [2, 2, 2, 3, 3, 3]
 
 
 def test_a_model_of_nothing_but_a_norm_over_the_batch_is_refused():

@@ -164,7 +164,7 @@ def test_a_missing_activation_and_a_wrong_axis_are_seen():
 def test_refusals_say_why():
     for name in REASONS:
         norm_type = class_named(name)
-        assert recognition._nearest(norm_type.__new__(norm_type)) == NORMS[name]
+        assert recognition.refusal(norm_type.__new__(norm_type)) == NORMS[name]
         assert len(NORMS[name]) > 30
     without = nn.BatchNorm2d(4, track_running_stats=False)
     assert "whole batch" in recognition.refusal(without)

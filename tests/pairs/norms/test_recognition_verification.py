@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +12,7 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import capture, captured
-from normscope.pairs.norms import recognition
-from normscope.pairs.norms.recognition import check, excess, kind_of, layer_norm, register_norm, rms_norm
+from normscope.pairs.norms.recognition import excess, kind_of, layer_norm, register_norm, rms_norm
 from normscope.pairs.recorder import Summing
 
 
@@ -115,22 +113,6 @@ def test_rms_norm_without_eps_takes_torchs_own():
         assert excess(kind_of(module), module, x, module(x)) <= 1
 
 
-WRONG = {
-    "scaled by 1.03": lambda norm, y: 1.03 * recognition.scale_and_shift(norm, y),
-    "weight for 1 + weight": lambda norm, y: y * (norm.weight.float() - 1) + norm.bias.float(),
-    "no bias": lambda norm, y: y * norm.weight.float(),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_verification_sees_wrong_affine_steps_in_every_dtype(name, dtype):
-    module = trained(nn.LayerNorm(64)).to(dtype)
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    right = kind_of(module)
-    assert excess(right, module, x, module(x)) <= 1 < excess(replace(right, affine=WRONG[name]), module, x, module(x))
-
-
 @pytest.mark.parametrize(("mean", "sigma"), [(0.0, 1e-4), (0.0, 1e4), (30.0, 1.0), (1e3, 0.1), (1e5, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_verification_raises_no_false_alarm(mean, sigma, dtype):
@@ -156,56 +138,23 @@ def test_a_weight_near_zero_leaves_float16_no_digits():
     )
 
 
-def test_timm_models_verify():
-    model = timm.create_model("test_vit").eval()
-    capture(model, [torch.randn(2, 3, 160, 160)], verify=True)
-
-
-TOO_LARGE = r"input \(2, 3, 16\) torch.float32\): the largest \|x\| is {}, and {} what float32 holds \(3.4e\+38\)"
-
-
 @pytest.mark.parametrize(
-    ("module", "reach", "match"),
+    ("module", "x", "dtype", "wider"),
     [
-        (nn.LayerNorm(16), 1e30, TOO_LARGE.format(r"1e\+30", "its square passes")),
-        (nn.RMSNorm(16), 2e25, TOO_LARGE.format(r"2e\+25", "its square passes")),
-        (nn.RMSNorm(16), 9e18, TOO_LARGE.format(r"9e\+18", "with d = 16 the sum of squares passes")),
+        (nn.LayerNorm(16), 1e30, torch.float32, torch.float64),
+        (nn.RMSNorm(16), 9e18, torch.float32, torch.float64),
+        (trained(RmsNorm2d(16)), 300.0, torch.float16, torch.bfloat16),  # which computes in half precision
     ],
 )
-def test_an_input_that_overflows_in_the_module_is_called_so(module, reach, match):
-    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
-    x[1, 2] = reach * (1 - 2 * (torch.arange(16) % 2))
-    model = nn.Sequential(module)
-    with pytest.raises(ModelError, match=match) as raised:
-        capture(model, [x], verify=True)
-    assert "Verification failed at 0" in str(raised.value) and "in float64" in str(raised.value)
-    assert "axes" not in str(raised.value)
-    capture(model.double(), [x.double()], verify=True)  # as it says
-
-
-def test_half_precision_overflows_where_a_module_computes_in_it():
-    module = trained(RmsNorm2d(16))
-    x = torch.randn(2, 16, 5, 3, generator=torch.Generator().manual_seed(0))
-    x[1, :, 2, 1] *= 300 / x[1, :, 2, 1].abs().max()
-    capture(nn.Sequential(module), [x], verify=True)
-    capture(nn.Sequential(module).bfloat16(), [x.bfloat16()], verify=True)
+def test_an_input_that_overflows_in_the_module_is_named(module, x, dtype, wider):
+    reach, x = x, torch.randn(2, 16, 16, 3, generator=torch.Generator().manual_seed(0))
+    x[1] = reach * (1 - 2 * (torch.arange(16) % 2))[:, None]
+    x = x if isinstance(module, RmsNorm2d) else x.mT.contiguous()
     with pytest.raises(
-        ModelError, match=r"the largest \|x\| is 300, and its square passes what float16 holds .*bfloat16"
+        ModelError, match=rf"failed at 0 .*\|x\| up to {reach:.3g}\..* or x overflows".replace("+", r"\+")
     ):
-        capture(nn.Sequential(module).half(), [x.half()], verify=True)
-
-
-def test_an_overflow_does_not_hide_a_wrong_table():
-    module = nn.LayerNorm(16)
-    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
-    x[1, 2] *= 1e30
-    right = kind_of(module)
-    for kind, match in (
-        (right, "its square passes"),
-        (replace(right, affine=lambda norm, y: 1.01 * y), "Its axes, eps or affine"),
-    ):
-        with pytest.raises(ModelError, match=match):
-            check(kind, "0", module, x, module(x))
+        capture(nn.Sequential(module).to(dtype), [x.to(dtype)], verify=True)
+    capture(nn.Sequential(module).to(wider), [x.to(wider)], verify=True)
 
 
 def test_padding_that_overflows_is_not_verified_as_it_is_not_summed():

@@ -1,12 +1,15 @@
-"""One forward pass finds the sites in the order of their calls, and what is none of them, with why."""
+"""One forward pass finds the sites in the order of their calls, their placements, and the norms that it must skip."""
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import Qwen3Config, Qwen3Model
 
+import normscope
 from normscope.inputs.entries import as_batches
-from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.norms.trace import _QUERY_OR_KEY, find_norms
 
 
 def report_of(model, *inputs):
@@ -67,7 +70,150 @@ def test_a_module_that_only_holds_a_norm_is_none():
     assert not report_of(weight_normed, torch.randn(1, 6)).skipped
 
 
-def test_torchaudios_transposing_norm_is_seen_channels_first():
-    components = pytest.importorskip("torchaudio.models.wav2vec2.components", exc_type=Exception)
-    sites = report_of(nn.Sequential(components.LayerNorm(8)), torch.randn(1, 8, 20)).sites
-    assert (sites[0].channel_axis, sites[0].normalized_shape) == (1, (8,))
+NAMES = [
+    *("blocks.0.attn.q_norm", "blocks.0.attn.k_norm"),  # timm
+    *("transformer_blocks.0.attn.norm_q", "transformer_blocks.0.attn.norm_added_k"),  # diffusers
+    *("blocks.0.attn1.q_rms_norm_t", "attn.q_img_norm", "attn.norm_ip_k", "attn.k_norm_und_for_gen"),
+    *("layers.0.self_attn.q_layernorm", "layers.0.self_attn.query_layernorm"),  # transformers
+    *("layers.0.self_attn.k_layer_norm", "layers.0.self_attn.qk_norm", "layers.0.self_attn.q_layernorm.norms.3"),
+    *("h.0.attention.ln_k", "q_norm", "blocks.0.txt_attn_k_norm", "blocks.0.attn.key_norm"),
+]
+OTHERS = [
+    *("blocks.0.norm1", "layers.0.input_layernorm", "norm", "visual.merger.ln_q"),
+    *("layers.0.self_attn.q_a_layernorm", "layers.0.self_attn.kv_a_layernorm", "attn.pre_norm_q"),
+    *("layers.0.block_norm", "layers.0.self_attn.q_input_norm", "norm_head", "layers.0.mask_norm"),
+]
+
+
+def test_the_names_of_norms_on_queries_and_keys():
+    assert [name for name in NAMES if not _QUERY_OR_KEY.search(name)] == []
+    assert [name for name in OTHERS if _QUERY_OR_KEY.search(name)] == []
+
+
+def test_tokens_of_a_qk_norm_are_heads_times_positions():
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    model = Qwen3Model(config).eval()
+    ids = torch.randint(40, (3, 7))
+    mask = torch.ones(3, 7, dtype=torch.int64)
+    mask[1, 5:] = 0
+    seen = normscope.capture(model, [{"input_ids": ids, "attention_mask": mask}], verify=True)
+    placements = {site.name: site.placement for site in seen.sites}
+    assert {placement for name, placement in placements.items() if name.endswith(("q_norm", "k_norm"))} == {"qk"}
+    assert [name for name, placement in placements.items() if placement == "final"] == ["norm"]
+    for name, heads in (("layers.0.self_attn.q_norm", 4), ("layers.1.self_attn.k_norm", 2)):
+        assert seen.stats[name].n_tokens == heads * (7 + 5 + 7)
+        assert next(site for site in seen.sites if site.name == name).d == 8
+    assert not seen.skipped
+
+
+def test_additions_in_place_change_nothing():
+    class ChannelsFirst(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x.mT).mT
+
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.branch, self.last = nn.LayerNorm(6), ChannelsFirst(5), nn.LayerNorm(6)
+
+        def forward(self, x):
+            x = x * 2
+            x += self.branch(x)
+            return self.last(x)
+
+    report = report_of(InPlace(), torch.randn(1, 5, 6))
+    assert [(s.name, s.placement) for s in report.sites] == [("branch", "pre-norm"), ("last", "final")]
+
+
+def test_sums_under_vmap_are_of_no_residual_stream():
+    class Masking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(6), nn.LayerNorm(6)
+
+        def forward(self, x):
+            shifts = torch.vmap(lambda position: position + 1)(torch.arange(6.0))  # as masks are made
+            return self.last(x + self.norm(x) * shifts)
+
+    report = report_of(Masking(), torch.randn(1, 5, 6))
+    assert [(s.name, s.placement) for s in report.sites] == [("norm", "pre-norm"), ("last", "final")]
+
+
+def placements(model, *inputs):
+    return [(site.name, site.placement) for site in report_of(model, *inputs).sites]
+
+
+def test_a_vision_transformer_is_pre_norm():
+    found = placements(timm.create_model("test_vit"), torch.randn(1, 3, 160, 160))
+    assert found[0] == ("blocks.0.norm1", "pre-norm")
+    assert found[-1] == ("norm", "final")
+    assert {placement for _, placement in found[:-1]} == {"pre-norm"}
+
+
+def test_norms_of_queries_and_keys_are_told_by_name():
+    model = timm.models.VisionTransformer(
+        img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=2, qk_norm=True, num_classes=2
+    )
+    found = dict(placements(model, torch.randn(1, 3, 8, 8)))
+    assert found["blocks.0.attn.q_norm"] == found["blocks.0.attn.k_norm"] == "qk"
+    assert found["blocks.0.norm1"] == "pre-norm"
+
+
+class Block(nn.Module):
+    """A residual block of each kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.mlp = kind, nn.Linear(6, 6)
+        self.norm1, self.norm2 = nn.LayerNorm(6), nn.LayerNorm(6)
+
+    def forward(self, x):
+        match self.kind:
+            case "res-post":
+                return self.norm2(self.mlp(self.norm1(self.mlp(x)))) + x
+            case "sandwich":
+                return x + self.norm2(self.mlp(self.norm1(x)))
+            case "parallel":
+                return x + self.mlp(self.norm1(x)) + self.mlp(self.norm2(x))
+            case "difference":
+                return x - self.mlp(self.norm2(self.mlp(self.norm1(x))))
+
+
+def test_other_kinds_of_blocks():
+    expected = {
+        "res-post": (None, "post-norm"),
+        "sandwich": ("pre-norm", "post-norm"),
+        "parallel": ("pre-norm", "pre-norm"),
+        "difference": ("pre-norm", None),
+    }
+    for kind, (first, second) in expected.items():
+        model = nn.Sequential(Block(kind), Block(kind), nn.LayerNorm(6))
+        found = dict(placements(model, torch.randn(1, 4, 6)))
+        assert (found["0.norm1"], found["1.norm2"], found["2"]) == (first, second, "final"), kind
+
+
+def test_convnext_norms_stand_beside_the_residual_stream():
+    found = placements(timm.create_model("test_convnext"), torch.randn(1, 3, 160, 160))
+    inside = [placement for name, placement in found if ".blocks." in name]
+    assert inside and set(inside) == {None}
+    assert found[-1] == ("head.norm", "final")
+
+
+def test_wav2vec_placement_is_that_of_its_encoder_layers():
+    models = pytest.importorskip("torchaudio.models", exc_type=Exception)
+    for first, expected in ((True, "pre-norm"), (False, "post-norm")):
+        # Convolutions, their bias, then width, dropout, position kernel and groups, layers, heads, and the rest.
+        encoder = (16, 0.0, 3, 2, 3, 2, 0.0, 32, 0.0, 0.0, first, 0.0, None)
+        model = models.wav2vec2_model("layer_norm", [(8, 10, 5), (8, 3, 2)], True, *encoder)
+        found = dict(placements(model, torch.randn(1, 800)))
+        inside = {placement for name, placement in found.items() if "transformer.layers" in name}
+        assert inside == {expected}

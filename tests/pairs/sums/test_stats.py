@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
-from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm
+from normscope.pairs.norms.formulas import Lines, layer_norm
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS, Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 
 D = 6
-LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
+LAYER_NORM = Lines(layer_norm, 1e-6)
 TOKENS = 5
 PLACE = ("position", "sample")
 

@@ -28,8 +28,8 @@ _MAGNITUDE_MASK = 0x7FFFFFFF
 class FloatGrid:
     """Bins of float32 numbers, ``2**mantissa_bits`` an octave from ``2**low`` up to ``2**high``, for both signs.
 
-    Bins are numbered in ascending order of x. The first and the last are counted bins for everything beyond
-    ``2**high``; the middle one holds what is below ``2**low`` of either sign, zero among it.
+    Bins are numbered in ascending order of x. The first and the last count everything beyond ``2**high``, the middle
+    one everything below ``2**low`` of either sign, including zero.
 
     >>> grid = FloatGrid(mantissa_bits=6, low=-27, high=18)
     >>> grid.size
@@ -44,12 +44,12 @@ class FloatGrid:
 
     @property
     def centre(self) -> int:
-        """Number of the bin that holds zero."""
+        """Number of the bin that contains zero."""
         return ((self.high - self.low) << self.mantissa_bits) + 1
 
     @property
     def size(self) -> int:
-        """Number of bins, the counted bins below and beyond among them."""
+        """Number of bins, including the outermost and the middle one."""
         return 2 * self.centre + 1
 
     def index(self, x: Tensor) -> Tensor:
@@ -76,4 +76,4 @@ TOKEN_GRID = FloatGrid(mantissa_bits=3, low=-27, high=18)
 CHANNEL_GRID = FloatGrid(mantissa_bits=2, low=-27, high=18)
 
 MOMENTS = ("n", "x", "y", "xx", "xy", "yy")
-TILE = 8  # the density is stored in tiles of so many bins of x and of y: most are empty
+TILE = 8  # bins of x and of y in a tile of the stored density, of which most are empty

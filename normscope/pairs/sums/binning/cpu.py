@@ -1,14 +1,13 @@
-"""The fused loop on the CPU: one pass over the tokens fills all that :mod:`reference` does, compiled by numba.
+"""The fused loop on the CPU, compiled by numba: one pass over the tokens fills the same as :mod:`reference`.
 
-Tokens are shared out among as many threads as torch has been given. Each thread adds up its folds by itself; what two
-of them share is joined in the order of the threads, so that the result depends on nothing but their number.
+Tokens are divided among torch's number of threads. Each thread sums its own folds; sums that two threads share are
+joined in the order of the threads, so that the result depends only on their number.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,48 +15,42 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.pairs.sums import reference
-from normscope.pairs.sums.binned import CompactBins
-from normscope.pairs.sums.binning.compiled_loops import threads
-from normscope.pairs.sums.binning.cpu_loop import CONSTANTS, Rows, SampleArrays, Sums, add_weighted, draw, fill, join
+from normscope.pairs.sums.binned import CompactBins, SiteSums
+from normscope.pairs.sums.binning.cpu_loop import Rows, SampleArrays, Sums, add_weighted, draw, fill, join
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
-
-if TYPE_CHECKING:
-    from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.compiled_loops import threads
 
 Array = NDArray[Any]
 
 _PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than it saves
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
-    """Add the pairs of ``tokens``, in the CPU's memory, to everything that ``stats`` keeps."""
+def add(stats: SiteSums, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens``, in the CPU's memory, to all of ``stats``."""
     rows = _rows(tokens)
     number = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
     first, *shares = _shared_out(tuple(tokens.runs), number)
-    views = _views_of(stats)
-    sums = views.sums
+    sums, samples = _views_of(stats)
     others = [_sums_apart(sums) for _ in shares]
-    waiting = [
-        threads().submit(fill, CONSTANTS, rows, share, other) for share, other in zip(shares, others, strict=True)
-    ]
-    fill(CONSTANTS, rows, first, sums)
+    waiting = [threads().submit(fill, rows, share, other) for share, other in zip(shares, others, strict=True)]
+    fill(rows, first, sums)
     for other, done in zip(others, waiting, strict=True):
         done.result()
         _join(sums, other)
     _add_weighted(stats, tokens, rows, sums)
     reference.add_optional(stats, tokens, by_gamma=False)
-    draw(rows, stats.grouped, *views.samples)
+    draw(rows, stats.grouped, *samples)
 
 
-def _add_weighted(stats: PairStats, tokens: Tokens, rows: Rows, sums: Sums) -> None:
-    """Fill the sums weighted by γ², if they are kept: by one thread, so as not to depend on how many there are."""
+def _add_weighted(stats: SiteSums, tokens: Tokens, rows: Rows, sums: Sums) -> None:
+    """Fill the sums weighted by γ², if requested: in one thread, so that they do not depend on their number."""
     if "gamma_moments" not in stats.bins:
         return
     gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
     weighted = _compact(stats).cells.values["gamma_moments"]
     runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)
-    add_weighted(CONSTANTS, rows, runs, gamma.double().square().numpy(), sums.cells, weighted.numpy())
+    add_weighted(rows, runs, gamma.double().square().numpy(), sums.cells, weighted.numpy())
 
 
 def _rows(tokens: Tokens) -> Rows:
@@ -84,7 +77,7 @@ def _rows(tokens: Tokens) -> Rows:
 
 @functools.lru_cache(maxsize=16)  # the norms of a forward mostly share their runs
 def _shared_out(runs: tuple[Run, ...], threads: int) -> list[Array]:
-    """Share tokens out evenly, fold after fold, so that each thread has few folds; runs as :func:`fill` takes them."""
+    """Divide tokens evenly, fold after fold, so that each thread has few folds; return the runs for :func:`fill`."""
     total = sum(run.stop - run.start for run in runs)
     shares: list[list[tuple[int, ...]]] = [[] for _ in range(threads)]
     done = 0
@@ -98,29 +91,21 @@ def _shared_out(runs: tuple[Run, ...], threads: int) -> list[Array]:
     return [np.array(share, np.int64) for share in shares]
 
 
-@dataclass(frozen=True)
-class _Views:
-    """Arrays of a PairStats, and their tensors, because it may later refer to others."""
-
-    of: tuple[object, ...]
-    sums: Sums
-    samples: tuple[SampleArrays, SampleArrays]
+# Arrays of a PairStats, and the tensors that they view, because it may later refer to others.
+_views: WeakKeyDictionary[SiteSums, tuple[tuple[object, ...], Sums, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
-_views: WeakKeyDictionary[PairStats, _Views] = WeakKeyDictionary()
-
-
-def _views_of(stats: PairStats) -> _Views:
-    """The views of the last call, as making them anew costs a hundredth of the loop."""
-    kept = (stats.bins, stats.tokens, stats.largest)
+def _views_of(stats: SiteSums) -> tuple[Sums, tuple[Any, Any]]:
+    """Return the arrays of the sums and of both samples; making them takes as long as adding a few tokens."""
+    viewed = (stats.bins, stats.tokens, stats.largest)
     views = _views.get(stats)
-    if views is None or any(one is not other for one, other in zip(kept, views.of, strict=True)):
+    if views is None or any(now is not before for now, before in zip(viewed, views[0], strict=True)):
         samples = (_sample_of(stats.tokens), _sample_of(stats.largest))
-        views = _views[stats] = _Views(kept, _sums_of(stats), samples)
-    return views
+        views = _views[stats] = viewed, _sums_of(stats), samples
+    return views[1:]
 
 
-def _sums_of(stats: PairStats) -> Sums:
+def _sums_of(stats: SiteSums) -> Sums:
     bins = _compact(stats)
     cells, tiles, pairs = (table.rows.numpy().view(np.uint16) for table in (bins.cells, bins.tiles, bins.pairs))
     return Sums(
@@ -139,21 +124,21 @@ def _sums_of(stats: PairStats) -> Sums:
     )
 
 
-def _compact(stats: PairStats) -> CompactBins:
-    assert isinstance(stats.bins, CompactBins)  # noqa: S101 - they are so in the CPU's memory
+def _compact(stats: SiteSums) -> CompactBins:
+    assert isinstance(stats.bins, CompactBins)  # noqa: S101 - as always in the CPU's memory
     return stats.bins
 
 
-def _sample_of(tokens: TokenSample) -> SampleArrays:
-    return SampleArrays(*(getattr(tokens, name).numpy() for name in SampleArrays._fields))
+def _sample_of(tokens: TokenSample) -> Any:
+    return SampleArrays(*(values.numpy() for values in vars(tokens).values()))
 
 
-# Sums of further threads, kept from call to call: new memory of this size would cost as much as the loop.
+# Sums of further threads, kept from call to call: allocating this much memory takes as long as the loop.
 _spare: list[Sums] = []
 
 
 def _sums_apart(sums: Sums) -> Sums:
-    """Empty sums for another thread."""
+    """Return empty sums for another thread."""
     apart = _spare.pop() if _spare else Sums(*map(np.zeros_like, sums))
     infinity = np.full(sums.channel_sums.shape[1], np.inf, np.float32)
     return apart._replace(
@@ -181,6 +166,6 @@ def _all_valid(n: int) -> Array:
 
 @functools.lru_cache(maxsize=16)
 def _element_keys(d: int) -> Array:
-    """Number the places in a token; those that compete together lie together: uint64 ``(step, places)``."""
+    """Number the places in a token, those that compete together side by side: uint64 ``(step, places)``."""
     places = -(-d // ONE_ELEMENT_IN) * ONE_ELEMENT_IN
     return np.ascontiguousarray(element_keys(places).numpy().view(np.uint64).reshape(-1, ONE_ELEMENT_IN).T)

@@ -1,11 +1,14 @@
 """The loop itself, as numba compiles it. Every step is one plain loop over neighbouring numbers, so that it vectorizes.
 
-Integers are cast to 32 bits at every step, since numba would go on in 64, at half the speed. Everything compiled stands
-in this file: numba keeps what it compiled until the file of the function that is called changes, and sees no other.
+Integers are cast to 32 bits at every step, since numba would continue in 64, at half the speed. All compiled code is in
+this file: numba's cache is valid until the file of the called function changes, and ignores other files. A change of
+the grids or of the samples' constants therefore takes a change here.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +18,14 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TILE, TOKEN_GRID, FloatGrid
-from normscope.pairs.sums.binning.compiled_loops import compiled
-from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN
+from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN, TokenSample
+from normscope.runtime.compiled_loops import compiled
 
 Array = NDArray[Any]
 
 _i4 = np.int32
-# So many tokens, and elements of each, go through one step after the other, so that what a step reads and writes
-# again and again stays in the first-level cache.
+# Numbers of tokens, and of elements of each, that one step after the other processes: what the steps read and write
+# again stays in the first-level cache.
 _TOKENS = 32
 _ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
@@ -42,83 +45,40 @@ _any_order = compiled(fastmath={"reassoc", "contract"}, within=True)
 _finite = compiled(fastmath={"nnan", "nsz", "reassoc"}, within=True)
 
 
-class LoopConstants(NamedTuple):
-    """The grids and the drawing samples; passed, since numba keeps what it compiled when other files change.
-
-    Of each grid: the shift to its bins, what is taken from them, and the number of the central one, as int32.
-    """
-
-    pair: tuple[Any, Any, Any]
-    density_x: tuple[Any, Any, Any]
-    density_y: tuple[Any, Any, Any]
-    token: tuple[Any, Any, Any]
-    one_element_in: int
-    pairs_per_bin: int
-
-
 class Rows(NamedTuple):
-    """Tokens as :func:`fill` takes them, and room for what it says of each.
+    """Tokens for :func:`fill`, and what it writes down of each."""
 
-    Attributes:
-        rows: float32 ``(tokens, d)``.
-        valid: which of them are data, bool ``(tokens,)``.
-        form: centred, about_mean, correction and clamped of :class:`Form`.
-        eps: of that form.
-        given: whether shift and rstd are there already, in place of a form.
-        groups: number of groups of channels; 1 where a token holds all channels.
-        positions: number of neighbouring elements of a token that are of one channel.
-        element_keys: number of each place in a token, uint64 ``(step, ≥ d / step)``: those of the places that compete
-            for single pairs together, one in ``step``, are a row.
-        keys: takes the key of each token that counts, int64 ``(tokens,)``.
-        shift: takes its shift, float64 ``(tokens,)``.
-        rstd: takes its slope, float64 ``(tokens,)``.
-        reach: takes its max |x|, float32 ``(tokens,)``; −1 for a token that does not count.
-        position: takes its number within its sample, int64 ``(tokens,)``.
-        sample: takes that sample's number, int64 ``(tokens,)``.
-    """
-
-    rows: Any
-    valid: Any
-    form: tuple[bool, bool, int, bool]
-    eps: float
-    given: bool
-    groups: int
-    positions: int
+    rows: Any  # float32 (tokens, d)
+    valid: Any  # False for padding, bool (tokens,)
+    form: tuple[bool, bool, int, bool]  # centred, about_mean, correction and clamped of a Form
+    eps: float  # of that form
+    given: bool  # whether shift and rstd are given, in place of a form
+    groups: int  # of channels; 1 where a token contains all channels
+    positions: int  # number of neighbouring elements of a token that are of one channel
+    # Number of each place in a token, uint64 (step, ≥ d / step): each row contains the places, one in ``step``, that
+    # compete for single pairs together.
     element_keys: Any
-    keys: Any
-    shift: Any
-    rstd: Any
-    reach: Any
-    position: Any
-    sample: Any
+    keys: Any  # filled with the key of each token that counts, int64 (tokens,)
+    shift: Any  # filled with its shift, float64 (tokens,)
+    rstd: Any  # filled with its slope, float64 (tokens,)
+    reach: Any  # filled with its max |x|, float32 (tokens,); −1 for a token that does not count
+    position: Any  # filled with its number within its sample, int64 (tokens,)
+    sample: Any  # filled with that sample's number, int64 (tokens,)
 
 
 class Sums(NamedTuple):
-    """The arrays that a thread fills: those of a :class:`CompactBins`, and the counts.
+    """The arrays that a thread fills: the tables of :class:`CompactBins`, and fields of :class:`SiteSums`."""
 
-    Attributes:
-        cells: row of each fold and bin, uint16.
-        moments: float64 ``(rows, 6)``.
-        tiles: row of each tile of the density, uint16.
-        density: lower 16 bits of the counts, uint16 ``(rows · 64,)``.
-        density_high: the counts over 65,536, int64 of the same shape.
-        pairs: row of each bin in the drawn pairs, uint16.
-        pair_key: int64 ``(rows, places)``.
-        pair_x: float32, likewise.
-        pair_y: float32, likewise.
-        pair_channel: int32, likewise.
-    """
-
-    cells: Any
-    moments: Any
-    tiles: Any
-    density: Any
-    density_high: Any
-    pairs: Any
-    pair_key: Any
-    pair_x: Any
-    pair_y: Any
-    pair_channel: Any
+    cells: Any  # row of each fold and bin, uint16
+    moments: Any  # float64 (rows, 6)
+    tiles: Any  # row of each tile of the density, uint16
+    density: Any  # lower 16 bits of the counts, uint16 (rows · 64,)
+    density_high: Any  # the counts over 65,536, int64 of the same shape
+    pairs: Any  # row of each bin in the drawn pairs, uint16
+    pair_key: Any  # int64 (rows, places)
+    pair_x: Any  # float32, likewise
+    pair_y: Any  # float32, likewise
+    pair_channel: Any  # int32, likewise
     channel_sums: Any
     channel_extremes: Any
     token_offsets: Any
@@ -126,43 +86,19 @@ class Sums(NamedTuple):
     nonfinite_tokens: Any
 
 
-class SampleArrays(NamedTuple):
-    """A :class:`TokenSample` with all its places: those that are free have the largest rank and key."""
-
-    rank: Any
-    key: Any
-    x: Any
-    y: Any
-    rstd: Any
-    position: Any
-    sample: Any
-
-
-class Tile(NamedTuple):
-    """Sums over a part of some tokens.
-
-    Attributes:
-        y: of one of them, float32 ``(elements,)``.
-        bins: of x, int32 ``(tokens, elements)``.
-        cells: of (x, y), tile by tile, int32 ``(tokens, elements)``.
-    """
-
-    y: Any
-    bins: Any
-    cells: Any
+# The arrays of a TokenSample with all its places: free ones have the largest rank and key.
+SampleArrays: Any = namedtuple("SampleArrays", [field.name for field in fields(TokenSample)])  # type: ignore[misc]
 
 
 def _of(grid: FloatGrid) -> tuple[Any, Any, Any]:
-    return (
-        np.int32(23 - grid.mantissa_bits),
-        np.int32(((grid.low + 127) << grid.mantissa_bits) - 1),
-        np.int32(grid.centre),
-    )
+    """Return the shift from bits to bins, the number of the lowest bin, and that of the central one, as int32."""
+    lowest = ((grid.low + 127) << grid.mantissa_bits) - 1
+    return np.int32(23 - grid.mantissa_bits), np.int32(lowest), np.int32(grid.centre)
 
 
-CONSTANTS = LoopConstants(
-    _of(PAIR_GRID), _of(DENSITY_X_GRID), _of(DENSITY_Y_GRID), _of(TOKEN_GRID), ONE_ELEMENT_IN, PAIRS_PER_BIN
-)
+_PAIR, _DENSITY_X, _DENSITY_Y, _TOKEN = map(_of, (PAIR_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, TOKEN_GRID))
+_PAIR_BINS = PAIR_GRID.size
+_JOINED = _i4(PAIR_GRID.mantissa_bits - DENSITY_X_GRID.mantissa_bits)  # 2**_JOINED bins of pairs are one of the density
 
 
 @intrinsic
@@ -193,8 +129,7 @@ def _add_pair(typing_context: Any, row: Any, x: Any, y: Any) -> Any:
 @_exact
 def _steps(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
     """Return the distance in bins from the central one of a float32 number with these bits."""
-    # That the shift is below 32 lets the compiler stay within 32 bits.
-    steps = _i4(_i4(_i4(bits & _i4(0x7FFFFFFF)) >> _i4(shift & _i4(31))) - lowest)
+    steps = _i4(_i4(_i4(bits & _i4(0x7FFFFFFF)) >> shift) - lowest)
     return _i4(min(_i4(max(steps, _i4(0))), centre))
 
 
@@ -243,7 +178,7 @@ def _squares(row: Any, centre: float) -> float:
 
 @_exact
 def _largest_magnitude(bits: Any) -> Any:
-    """Bits of max |x|: those of floats without their sign ascend as the floats do, and a NaN lies beyond infinity."""
+    """Return the bits of max |x|; without their sign, bits ascend as the floats do, with NaN beyond infinity."""
     largest = _i4(0)
     for j in range(bits.size):
         largest = max(largest, _i4(bits[j] & _i4(0x7FFFFFFF)))
@@ -270,20 +205,19 @@ def _mixed(z: Any) -> Any:
 
 
 @_exact
-def _index(row: Any, shift: float, rstd: float, constants: Any, y: Any, bins: Any, cells: Any) -> None:
+def _index(row: Any, shift: float, rstd: float, y: Any, bins: Any, cells: Any) -> None:
     """Find the bins of x and the cells of (x, y) of a part of a token."""
     bits, y_bits = row.view(np.int32), y.view(np.int32)
     narrow_shift, narrow_rstd = np.float32(shift), np.float32(rstd)
     for j in range(row.size):
         y[j] = (row[j] - narrow_shift) * narrow_rstd
-    joined = _i4(constants.density_x[0] - constants.pair[0])  # two to this power of the pairs' bins are one here
-    round_up = _i4((1 << joined) - 1)
+    round_up = _i4((1 << _JOINED) - 1)
     within = _i4(TILE - 1)
     for j in range(row.size):
-        steps = _steps(bits[j], *constants.pair)
-        bins[j] = _to_either_side(steps, bits[j], constants.pair[2])
-        steps = _i4(_i4(steps + round_up) >> _i4(joined & _i4(31)))
-        x_bin, y_bin = _to_either_side(steps, bits[j], constants.density_x[2]), _bin(y_bits[j], *constants.density_y)
+        steps = _steps(bits[j], *_PAIR)
+        bins[j] = _to_either_side(steps, bits[j], _PAIR[2])
+        steps = _i4(_i4(steps + round_up) >> _JOINED)
+        x_bin, y_bin = _to_either_side(steps, bits[j], _DENSITY_X[2]), _bin(y_bits[j], *_DENSITY_Y)
         tile = _i4(_i4(_i4(x_bin >> _TILE_BITS) * _Y_TILES) + _i4(y_bin >> _TILE_BITS))
         cell = _i4(_i4(tile << _TILE_BITS) + _i4(x_bin & within))
         cells[j] = _i4(_i4(cell << _TILE_BITS) + _i4(y_bin & within))
@@ -311,7 +245,7 @@ def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> No
 
 @_exact
 def _count(tiles: Any, low: Any, high: Any, cell: Any, number: Any) -> None:
-    """Add to the count of a cell; what its lower bits cannot hold goes to the others."""
+    """Add to the count of a cell: to its lower bits, and to the higher ones when they overflow."""
     bits = _u8(2) * _u8(_TILE_BITS)
     tile = _u8(cell) >> bits
     place = (_row_of(tiles, tile) << bits) + (_u8(cell) & _u8(TILE * TILE - 1))
@@ -321,9 +255,9 @@ def _count(tiles: Any, low: Any, high: Any, cell: Any, number: Any) -> None:
 
 
 @_exact
-def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, constants: Any, sums: Any) -> None:
-    """Let some pairs of a part of a token compete for the places of their bins, as :meth:`PairSample.add` says."""
-    key, step, last_place = _u8(tokens.keys[t]), constants.one_element_in, _u8(constants.pairs_per_bin - 1)
+def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, sums: Any) -> None:
+    """Let some pairs of a part of a token compete for the places of their bins, as in :meth:`PairSample.add`."""
+    key, step, last_place = _u8(tokens.keys[t]), ONE_ELEMENT_IN, _u8(PAIRS_PER_BIN - 1)
     start = np.int64((key >> _u8(8)) % _u8(step))
     element_keys, key_rows, keys = tokens.element_keys[start, first // step :], sums.pairs, sums.pair_key
     for i in range((stop - first - start + step - 1) // step):
@@ -344,7 +278,7 @@ def _put(sums: Any, row: Any, place: Any, key: Any, x: Any, y: Any, channel: Any
 
 
 @_exact
-def _add_block(tokens: Any, block: Any, constants: Any, first_cell: Any, sums: Any, tile: Any) -> None:
+def _add_block(tokens: Any, block: Any, first_cell: Any, sums: Any, y: Any, bins: Any, cells: Any) -> None:
     """Add the pairs of some finite tokens, one step after the other for a part of each."""
     rows, d = tokens.rows, tokens.rows.shape[1]
     plain = tokens.positions == 1 and tokens.groups == 1
@@ -352,12 +286,12 @@ def _add_block(tokens: Any, block: Any, constants: Any, first_cell: Any, sums: A
         stop = min(first + _ELEMENTS, d)
         for i in range(block.size):
             t = block[i]
-            _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], constants, tile.y, tile.bins[i], tile.cells[i])
+            _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], y, bins[i], cells[i])
         for i in range(block.size):
-            t, bins, cells = block[i], tile.bins[i], tile.cells[i]
-            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins, cells, first_cell, sums)
+            t = block[i]
+            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins[i], cells[i], first_cell, sums)
         for i in range(block.size):
-            _draw_pairs(tokens, block[i], first, stop, tile.bins[i], constants, sums)
+            _draw_pairs(tokens, block[i], first, stop, bins[i], sums)
         if plain:
             _add_to_channels(rows, block, first, stop, sums)
     if not plain:
@@ -367,7 +301,7 @@ def _add_block(tokens: Any, block: Any, constants: Any, first_cell: Any, sums: A
 
 @_exact
 def _add_to_channels(rows: Any, block: Any, first: int, stop: int, sums: Any) -> None:
-    """Add a part of finite tokens that hold every channel once to what is kept of each, four for one load and store."""
+    """Add a part of finite tokens with one element per channel to the channels' sums, four for one load and store."""
     total, squares = sums.channel_sums[0, first:stop], sums.channel_sums[1, first:stop]
     low, high = sums.channel_extremes[0, first:stop], sums.channel_extremes[1, first:stop]
     fours = block.size - block.size % 4
@@ -410,13 +344,13 @@ def _extremes(row: Any) -> Any:
 
 @_exact
 def _add_token_to_channels(tokens: Any, t: int, sums: Any) -> None:
-    """Add one finite token to what is kept of the channels that it holds."""
+    """Add one finite token to the sums of its channels."""
     positions = tokens.positions
-    held = tokens.rows.shape[1] // positions
-    for number in range(held):
+    channels = tokens.rows.shape[1] // positions
+    for number in range(channels):
         elements = tokens.rows[t, number * positions : (number + 1) * positions]
         low, high = _extremes(elements)
-        channel = t % tokens.groups * held + number
+        channel = t % tokens.groups * channels + number
         sums.channel_sums[0, channel] += _total(elements)
         sums.channel_sums[1, channel] += _squares(elements, 0.0)
         sums.channel_extremes[0, channel] = min(sums.channel_extremes[0, channel], low)
@@ -424,20 +358,19 @@ def _add_token_to_channels(tokens: Any, t: int, sums: Any) -> None:
 
 
 @_exact
-def _add_scalars(tokens: Any, t: int, constants: Any, sums: Any) -> None:
+def _add_scalars(tokens: Any, t: int, sums: Any) -> None:
     """Count a finite token's mean/σ and σ."""
     mean = tokens.shift[t] if tokens.form[0] else _total(tokens.rows[t]) / tokens.rows.shape[1]
     offset, scale = np.float32(mean * tokens.rstd[t]), np.float32(1 / tokens.rstd[t])
-    sums.token_offsets[_bin(offset.view(np.int32), *constants.token)] += 1
-    sums.token_scales[_bin(scale.view(np.int32), *constants.token)] += 1
+    sums.token_offsets[_bin(offset.view(np.int32), *_TOKEN)] += 1
+    sums.token_scales[_bin(scale.view(np.int32), *_TOKEN)] += 1
 
 
 @_called
-def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
-    """Add the tokens of some runs to one thread's sums, and write down the line, key and reach of each.
+def fill(tokens: Any, runs: Any, sums: Any) -> None:
+    """Add the tokens of some runs to one thread's sums, and note the line, key and reach of each.
 
     Args:
-        constants: :data:`CONSTANTS`.
         tokens: a :class:`Rows`.
         runs: start, stop, fold, key, position and sample of each, int64 ``(runs, 6)``.
         sums: a :class:`Sums`.
@@ -445,11 +378,11 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
     magnitude_bits = np.empty(1, np.int32)
     magnitude = magnitude_bits.view(np.float32)
     shape = (_TOKENS, min(_ELEMENTS, tokens.rows.shape[1]))
-    tile = Tile(np.empty(_ELEMENTS, np.float32), np.empty(shape, np.int32), np.empty(shape, np.int32))
+    y, bins, cells = np.empty(_ELEMENTS, np.float32), np.empty(shape, np.int32), np.empty(shape, np.int32)
     block, filled = np.empty(_TOKENS, np.int64), 0
     for run in range(runs.shape[0]):
         start, stop, fold, sample_key, position, sample = runs[run]
-        first_cell = fold * (2 * constants.pair[2] + 1)
+        first_cell = fold * _PAIR_BINS
         for t in range(start, stop):
             tokens.reach[t] = _UNCOUNTED
             if not tokens.valid[t]:
@@ -463,23 +396,22 @@ def fill(constants: Any, tokens: Any, runs: Any, sums: Any) -> None:
             key = _mixed(_u8(sample_key) + _u8(position + t - start) * _GOLDEN)
             tokens.keys[t], tokens.reach[t] = np.int64(key), magnitude[0]
             tokens.position[t], tokens.sample[t] = position + t - start, sample
-            _add_scalars(tokens, t, constants, sums)
+            _add_scalars(tokens, t, sums)
             block[filled] = t
             filled += 1
             if filled == _TOKENS:
-                _add_block(tokens, block, constants, first_cell, sums, tile)
+                _add_block(tokens, block, first_cell, sums, y, bins, cells)
                 filled = 0
         if filled:
-            _add_block(tokens, block[:filled], constants, first_cell, sums, tile)
+            _add_block(tokens, block[:filled], first_cell, sums, y, bins, cells)
             filled = 0
 
 
 @_called
-def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, cells: Any, moments: Any) -> None:
+def add_weighted(tokens: Any, runs: Any, weight: Any, cells: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
     Args:
-        constants: :data:`CONSTANTS`.
         tokens: a :class:`Rows` that has been filled.
         runs: start, stop and fold of each, int64 ``(runs, 3)``.
         weight: float64 ``(channels,)``.
@@ -500,7 +432,7 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, cells: Any
                 y = (x - shift) * rstd
                 of_one = weight[first_channel + j // positions]
                 of_x, of_y = of_one * x, of_one * y
-                bin_ = fold * (2 * constants.pair[2] + 1) + _bin(bits[j], *constants.pair)
+                bin_ = fold * _PAIR_BINS + _bin(bits[j], *_PAIR)
                 sums = moments[_row_of(cells, bin_)]
                 sums[0] += of_one
                 sums[1] += of_x
@@ -512,13 +444,13 @@ def add_weighted(constants: Any, tokens: Any, runs: Any, weight: Any, cells: Any
 
 @_called
 def draw(tokens: Any, grouped: bool, uniform: Any, largest: Any) -> None:
-    """Let the tokens of a call compete for the places of two :class:`Sample`, those of least rank and key win.
+    """Let the tokens of a call compete for the places of two samples: those of least rank and key win.
 
     Args:
         tokens: a :class:`Rows` that has been filled.
-        grouped: whether tokens are groups, of which :func:`evenly` says what is drawn.
-        uniform: the sample in which all have the same rank.
-        largest: the one in which a token's rank is -max |x|.
+        grouped: whether tokens are groups, whose drawn elements are those of :func:`evenly`.
+        uniform: :data:`SampleArrays` in which all tokens have the same rank.
+        largest: the same, in which a token's rank is -max |x|.
     """
     _draw_tokens(tokens, False, grouped, uniform)
     _draw_tokens(tokens, True, grouped, largest)
@@ -578,12 +510,8 @@ def join(sums: Any, other: Any) -> None:
         for place in range(other.pair_key.shape[1] if source != 0 else 0):
             key = other.pair_key[source, place]
             if key > sums.pair_key[sums.pairs[bin_], place]:
-                x, y, channel = (
-                    other.pair_x[source, place],
-                    other.pair_y[source, place],
-                    other.pair_channel[source, place],
-                )
-                _put(sums, _row_of(sums.pairs, bin_), place, key, x, y, channel)
+                x, y = other.pair_x[source, place], other.pair_y[source, place]
+                _put(sums, _row_of(sums.pairs, bin_), place, key, x, y, other.pair_channel[source, place])
             other.pair_key[source, place] = 0
     other.cells[:] = 0
     other.tiles[:] = 0

@@ -1,45 +1,43 @@
-"""The sums and the drawing samples on a GPU: four Triton kernels a call, and nothing that the host waits for."""
+"""Sums and drawing samples on a GPU: four Triton kernels per call, for which the host never waits."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 from torch import Tensor
 
+from normscope.pairs.norms.formulas import Form
 from normscope.pairs.sums import reference
+from normscope.pairs.sums.binned import SiteSums
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
 from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
 
-if TYPE_CHECKING:
-    from normscope.pairs.sums.stats import PairStats
-
-_DESCRIBED = 2048  # elements that a program looks at together
+_DESCRIBED = 2048  # elements that a program loads together
 _COLUMNS_DESCRIBED = 128  # of each token, where there are tokens for so many programs:
 _DESCRIBING = 256
-_REGISTERS = 168  # of a thread that describes: said in so many words, ptxas does not spill some to get by with fewer
-_ADDED = 256  # elements that a program, of a single warp, adds together: so its lanes exchange words without waiting
+_REGISTERS = 168  # of a thread that describes: without this number, ptxas spills some to use fewer
+_ADDED = 256  # elements that a program, of a single warp, adds together, so that its lanes exchange words directly
 _CELLS = FOLDS * PAIR_GRID.size
-_FLUSHED = 128  # cells that a program looks after
+_FLUSHED = 128  # cells of a program
 _STEPS = 4  # at least: they share the additions to a channel's sums
 _PROGRAMS = 3072  # more than any GPU runs at once; beyond them, each takes more steps
-_OFFERED = 1024  # tokens that compete together for the drawing samples
-_TIMES_THE_PLACES = 4  # so many tokens, about, compete for the uniform one
-_LOOKED_AFTER = 16  # tokens whose single pairs a program writes down
+_OFFERED = 1024  # tokens that compete together for the samples of tokens
+_TIMES_THE_PLACES = 4  # number of tokens, about, that compete for a place of the uniform sample
+_PER_PROGRAM = 16  # tokens whose single pairs a program stores
 _WARPS_TO_DRAW = 8
 _BINNED = {"moments": "moments", "density": "density"}  # the kernels' arguments by what the bins store
 _BINNED |= {"key": "pair_keys", "x": "pair_x", "y": "pair_y", "channel": "pair_channel"}
 _COUNTED = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 
 
-def add(stats: PairStats, tokens: Tokens) -> None:
-    """Add the pairs of ``tokens``, in a GPU's memory, to everything that ``stats`` keeps."""
+def add(stats: SiteSums, tokens: Tokens) -> None:
+    """Add the pairs of ``tokens``, in a GPU's memory, to all of ``stats``."""
     rows = tokens.rows.detach()
     rows = (rows.float() if rows.dtype == torch.float64 else rows).contiguous()
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
@@ -66,8 +64,8 @@ def add(stats: PairStats, tokens: Tokens) -> None:
         reference.add_optional(stats, tokens)
 
 
-def _kept(stats: PairStats) -> dict[str, Tensor]:
-    """Name what ``stats`` keeps as the kernels' arguments are named."""
+def _kept(stats: SiteSums) -> dict[str, Tensor]:
+    """Return the tensors of ``stats`` by the names of the kernels' arguments."""
     kept = {argument: stats.bins[name] for name, argument in _BINNED.items()}
     kept |= {argument: tensor if argument == "moments" else tensor.contiguous() for argument, tensor in kept.items()}
     kept |= {name: getattr(stats, name) for name in _COUNTED}
@@ -76,8 +74,8 @@ def _kept(stats: PairStats) -> dict[str, Tensor]:
     return kept
 
 
-def _said(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
-    """Say what :func:`describe` says of ``n`` tokens: dtype and number of each, by the kernels' arguments."""
+def _described(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
+    """Return dtype and size of the results of :func:`describe` for ``n`` tokens, by the kernels' arguments."""
     lines = {} if given else {"shift": (torch.float64, n), "rstd": (torch.float64, n)}
     return lines | {
         "keys": (torch.int64, n),
@@ -91,7 +89,7 @@ def _said(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
 
 
 def options_to_add(major: int) -> dict[str, int]:
-    """Options that :func:`add_pairs` is compiled with, by major compute capability: below 9, one warp spills."""
+    """Return the compiler options of :func:`add_pairs` by major compute capability: below 9, one warp spills."""
     return {"num_warps": 1, "maxnreg": 255} if major >= 9 else {"num_warps": 2}
 
 
@@ -100,35 +98,21 @@ def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if there else 9
 
 
-def _launches(stats: PairStats, tokens: Tokens, scratch: Scratch) -> Iterator[KernelCall]:
+def _launches(stats: SiteSums, tokens: Tokens, scratch: Scratch) -> Iterator[KernelCall]:
     """Yield the kernel calls for some tokens; :func:`launch` adds the tensors by name."""
     n, d = tokens.rows.shape
-    scratch(_said(n, tokens.lines.form is None))
+    scratch(_described(n, tokens.lines.form is None))
     uniform, largest = len(stats.tokens.key), len(stats.largest.key)
-    # Below it, enough of so many uniformly distributed keys lie to fill the uniform sample, almost surely.
+    # Of n uniformly distributed keys, almost surely enough are below the cut to fill the uniform sample.
     cut = min(NO_KEY, NO_KEY // n * _TIMES_THE_PLACES * uniform)
-    form, n_runs, groups = tokens.lines.form, len(tokens.runs), tokens.groups or 1
+    sizes = {"n": n, "d": d, "cut": cut, "cells": _CELLS + _ADDED, "uniform": uniform, "largest": largest}
+    given, n_runs, groups = tokens.lines.form is None, len(tokens.runs), tokens.groups or 1
+    form = vars(tokens.lines.form or Form("given", centred=False, about_mean=False))
+    runs = {"n_runs": n_runs, "half": triton.next_power_of_2(n_runs) // 2}
+    constants = {"eps": tokens.lines.eps, "given": given, "all_valid": tokens.valid is None}
     at_once, tile = _described_together(n, d)
-    yield KernelCall(
-        describe,
-        (triton.cdiv(n, at_once),),
-        {"n": n, "d": d, "n_runs": n_runs, "half": triton.next_power_of_2(n_runs) // 2, "cut": cut}
-        | {
-            "eps": tokens.lines.eps,
-            "centred": form is not None and form.centred,
-            "about_mean": form is not None and form.about_mean,
-            "correction": 0 if form is None else form.correction,
-            "clamped": form is not None and form.clamped,
-            "given": form is None,
-            "all_valid": tokens.valid is None,
-            "cells": _CELLS + _ADDED,
-            "uniform": uniform,
-            "largest": largest,
-            "at_once": at_once,
-            "tile": tile,
-        },
-        {"maxnreg": _REGISTERS},
-    )
+    constants |= {name: value for name, value in form.items() if name != "name"} | {"at_once": at_once, "tile": tile}
+    yield KernelCall(describe, (triton.cdiv(n, at_once),), sizes | runs | constants, {"maxnreg": _REGISTERS})
     grouped = tokens.groups is not None
     width = tokens.positions if grouped else d
     n_rows, tile = n * d // width, _columns(width)
@@ -140,29 +124,18 @@ def _launches(stats: PairStats, tokens: Tokens, scratch: Scratch) -> Iterator[Ke
         numbers = {"n_rows": last_row, "width": width, "first_row": first_row, "first_column": first_column}
         numbers |= {"steps": steps, "per_token": d // width, "groups": groups, "channels": tokens.channels}
         constants = {"cells": _CELLS, "grouped": grouped, "at_once": at_once, "tile": tile}
-        grid = (columns, triton.cdiv(in_rows, steps))  # of which the second may be 65,535 at most
+        grid = (columns, triton.cdiv(in_rows, steps))  # the second at most 65,535
         yield KernelCall(add_pairs, grid, numbers | constants, options_to_add(_major(stats.channel_sums.device)))
         yield KernelCall(flush, (triton.cdiv(_CELLS, _FLUSHED),), {"cells": _CELLS, "tile": _FLUSHED})
-    yield KernelCall(
-        draw,
-        (2 + triton.cdiv(n, _LOOKED_AFTER),),
-        {"n": n, "d": d, "cut": cut, "groups": groups, "per_token": d // tokens.positions}
-        | {"positions": tokens.positions}
-        | {
-            "cells": _CELLS + _ADDED,
-            "uniform": uniform,
-            "largest": largest,
-            "grouped_width": GROUPED_WIDTH if stats.grouped else 0,
-            "at_once": _LOOKED_AFTER,
-            "tile": _OFFERED,
-            "pairs_tile": 32 * _WARPS_TO_DRAW,
-        },
-        {"num_warps": _WARPS_TO_DRAW},
-    )
+    channels = {"groups": groups, "per_token": d // tokens.positions, "positions": tokens.positions}
+    constants = {"grouped_width": GROUPED_WIDTH if stats.grouped else 0, "at_once": _PER_PROGRAM}
+    constants |= {"tile": _OFFERED, "pairs_tile": 32 * _WARPS_TO_DRAW}
+    programs = 2 + triton.cdiv(n, _PER_PROGRAM)
+    yield KernelCall(draw, (programs,), sizes | channels | constants, {"num_warps": _WARPS_TO_DRAW})
 
 
 def _described_together(n: int, d: int) -> tuple[int, int]:
-    """Return how many of ``n`` tokens a program describes, and how many of their ``d`` elements it takes at a time."""
+    """Return the number of tokens that a program describes, and of their elements that it loads at a time."""
     elements = _DESCRIBED if d % 16 == 0 else _DESCRIBED // 2  # loaded one by one, each takes two registers more
     many = max(1, min(elements // _COLUMNS_DESCRIBED, triton.next_power_of_2(n // _DESCRIBING)))
     tile = min(triton.next_power_of_2(d), elements // many)
@@ -170,14 +143,14 @@ def _described_together(n: int, d: int) -> tuple[int, int]:
 
 
 def _columns(width: int) -> int:
-    """Return how many columns a program adds at once: of rows so wide those that waste least, and the most of these."""
+    """Return the number of columns that a program adds at once: the largest of those that waste least."""
     if width < _ADDED:
         return max(ONE_ELEMENT_IN, 1 << (width - 1).bit_length())
     return min((_ADDED, _ADDED // 2), key=lambda tile: -(-width // tile) * tile)
 
 
 def _parts(n_rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut rows of so many elements into parts that are counted exactly: first and last row, first and last column."""
+    """Yield parts whose pairs float32 counts exactly: first and last row, first and last column."""
     wide = min(width, COUNTED)
     high = COUNTED // wide
     for first_row in range(0, n_rows, high):
@@ -191,6 +164,6 @@ def _stream(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _runs(runs: tuple[Run, ...], device: torch.device, stream: int) -> Tensor:
-    """Send what :func:`describe` takes of runs: once for all norms of a forward, but again for another stream."""
+    """Send the runs to the device: once for all norms of a forward pass, but again for another stream."""
     table = torch.tensor([(run.start, run.fold, run.key, run.position, run.sample) for run in runs]).T.contiguous()
     return (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)

@@ -1,10 +1,10 @@
 """Triton kernels that sum pairs: one gathers in float32, and one adds the result to float64.
 
-Programs add to the same sums by atomic additions, whose order is the GPU's own. A pair's sums are gathered about the
-centre of its bin, eight words of float32 in one sector of memory. Counts are exact there, as no more than
-:data:`COUNTED` pairs are gathered before they go to the sums. What float32 cannot hold, or what very many pairs may
-share, goes to the sums directly: pairs beyond the grid of bins and in the bin that holds zero, and those of tokens
-whose fold :func:`describe` inverts.
+Programs add to the same sums by atomic additions, in no fixed order. A pair's sums are gathered about the centre of its
+bin, as eight words of float32 in one sector of memory. Counts are exact, as at most :data:`COUNTED` pairs are gathered
+before they are added to the sums. Some pairs are added to the sums directly, because float32 cannot represent them or
+very many pairs may share a bin: pairs beyond the grid of bins or in the bin of zero, and pairs of tokens whose fold
+:func:`describe` inverts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, P
 
 
 def of(grid: FloatGrid) -> tl.constexpr:
-    """Shift, lowest bits and centre, as :func:`bin_of` takes them."""
+    """Return shift, lowest bits and centre of a grid, for :func:`bin_of`."""
     return tl.constexpr((23 - grid.mantissa_bits, ((grid.low + 127) << grid.mantissa_bits) - 1, grid.centre))
 
 
@@ -36,7 +36,7 @@ _PER_BIN = tl.constexpr(PAIRS_PER_BIN)
 
 
 @triton.jit
-def bin_of(x: tl.tensor, grid: tl.constexpr) -> tl.tensor:
+def bin_of(x, grid: tl.constexpr):
     """Return :meth:`FloatGrid.index` of float32 numbers, as int32."""
     bits = x.to(tl.int32, bitcast=True)
     steps = ((bits & 0x7FFFFFFF) >> grid[0]) - grid[1]
@@ -45,7 +45,7 @@ def bin_of(x: tl.tensor, grid: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _mixed(z: tl.tensor) -> tl.tensor:
+def _mixed(z):
     """splitmix64's finalizer of uint64 numbers, without the sign bit, as int64."""
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
@@ -53,7 +53,7 @@ def _mixed(z: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def pair_of(key: tl.tensor, element: tl.tensor, x: tl.tensor) -> tl.tensor:
+def pair_of(key, element, x):
     """Return the key of the pair at an element of a token, and the place in the sample that it competes for."""
     of_element = _mixed((element + 1).to(tl.uint64) * _GOLDEN)
     pair_key = ((key ^ of_element).to(tl.uint64) * _MIX_1).to(tl.int64) & KEYLESS
@@ -61,7 +61,7 @@ def pair_of(key: tl.tensor, element: tl.tensor, x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _run_of(token: tl.tensor, runs: tl.tensor, n_runs: tl.tensor, half: tl.tensor) -> tl.tensor:
+def _run_of(token, runs, n_runs, half):
     """Return the last run that begins at or before each token."""
     low = tl.zeros_like(token)
     step = half
@@ -74,10 +74,7 @@ def _run_of(token: tl.tensor, runs: tl.tensor, n_runs: tl.tensor, half: tl.tenso
 
 
 @triton.jit
-def _measure(
-    rows: tl.tensor, token: tl.tensor, is_data: tl.tensor, d: tl.tensor,
-    about_mean: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _measure(rows, token, is_data, d, about_mean: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr):
     """Return of some tokens the mean, the sum of squares, and the bits of max |x|."""
     first = token.to(tl.int64)[:, None] * d
     total = tl.zeros((at_once, tile), tl.float64)
@@ -107,9 +104,7 @@ def _measure(
 
 
 @triton.jit
-def _slope(
-    squares: tl.tensor, d: tl.tensor, eps: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr
-) -> tl.tensor:
+def _slope(squares, d, eps: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr):
     """Return rstd as :meth:`Form.line` does."""
     epsilon = tl.full(squares.shape, eps, tl.float64)  # as a plain number it would be rounded to float32
     if clamped:
@@ -119,41 +114,37 @@ def _slope(
 
 
 @triton.jit
-def offered_of(scratch: tl.tensor, cells: tl.constexpr) -> tl.tensor:
-    """Return where the numbers of candidates are, int32 ``(2,)``: behind so many cells of float32 zeros."""
+def offered_of(scratch, cells: tl.constexpr):
+    """Return the address of the two numbers of candidates, int32, behind the cells of float32 zeros."""
     return (scratch + cells * GATHERED).to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
-def _offer(candidates: tl.tensor, number: tl.tensor, token: tl.tensor, offered: tl.tensor) -> None:
-    """Write tokens down among the candidates, of which there are ``number`` so far, in any order."""
+def _offer(candidates, number, token, offered):
+    """Append tokens to the candidates, of which there are ``number`` so far, in any order."""
     place = tl.atomic_add(number + tl.zeros_like(token), 1, mask=offered, sem="relaxed")
     tl.store(candidates + place, token, mask=offered)
 
 
 @triton.jit(do_not_specialize=["n", "n_runs", "half", "cut"])
 def describe(
-    rows: tl.tensor, valid: tl.tensor, runs: tl.tensor,
-    keys: tl.tensor, folds: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor,
-    candidates: tl.tensor, scratch: tl.tensor, token_key: tl.tensor, largest_rank: tl.tensor,
-    token_offsets: tl.tensor, token_scales: tl.tensor, nonfinite_tokens: tl.tensor,
-    n: tl.tensor, d: tl.tensor, n_runs: tl.tensor, half: tl.tensor, cut: tl.tensor,
-    eps: tl.constexpr, centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
+    rows, valid, runs, keys, folds, shift, rstd, reach, competing, numbers, samples, candidates, scratch, token_key,
+    largest_rank, token_offsets, token_scales, nonfinite_tokens, n, d, n_runs, half, cut, eps: tl.constexpr,
+    centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
     given: tl.constexpr, all_valid: tl.constexpr, cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr,
     at_once: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
-    """Say of each token what its line, its key and its reach are; each program of ``at_once`` of them.
+):  # fmt: skip
+    """Compute line, key and reach of each token; each program those of ``at_once`` tokens.
 
-    ``rows`` are ``(n, d)``; ``runs``, int64 ``(5, n_runs)``, the start, fold, key, position and sample of each, and
-    ``half`` is the largest power of two below their number. Given to the next kernels, ``(n,)`` each: ``keys``, int64,
-    the largest where a token does not count; ``folds``, int32, as ``~fold`` where the squares of y might leave the
-    range of float32; ``shift`` and ``rstd``, float64, unless they are
-    ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``, within its sample, and
-    ``samples``, int64. ``candidates``, int32 ``(2, n)``, are the tokens that may take a place of one of the ``uniform``
-    or of the ``largest`` of a sample, and two numbers behind the ``cells`` of the ``scratch`` say how many there are
-    (:func:`offered_of`): all that come before the last one kept, of the first only those whose keys are below the
-    ``cut``. The form's five numbers follow :class:`Form`.
+    ``rows`` are ``(n, d)``. ``runs``, int64 ``(5, n_runs)``, contain start, fold, key, position and sample of each;
+    ``half`` is the largest power of two below their number. The constants of the form are those of :class:`Form`.
+
+    Results for the next kernels, ``(n,)`` each: ``keys``, int64, the largest number where a token does not count;
+    ``folds``, int32, ``~fold`` where the squares of y might leave the range of float32; ``shift`` and ``rstd``,
+    float64, unless they are ``given``; ``reach``, float32, max |x|, or −1; ``competing``, int32, zero; ``numbers``
+    within the sample, and ``samples``, int64. ``candidates``, int32 ``(2, n)``, are the tokens that may take one of the
+    ``uniform`` or ``largest`` places: those that rank before the last token there, the first only with keys below the
+    ``cut``. :func:`offered_of` returns their numbers.
     """
     token = tl.program_id(0) * at_once + tl.arange(0, at_once)
     exists = token < n
@@ -196,34 +187,25 @@ def describe(
 
 
 @triton.jit
-def _last(ranks: tl.tensor, keys: tl.tensor, slots: tl.tensor) -> tl.tensor:
-    """Return rank and key of what is thrown out first, of greatest rank and then key, and where it is."""
+def _last(ranks, keys, slots):
+    """Return rank, key and slot of the token that is replaced first: of greatest rank, and then key."""
     rank = tl.max(ranks, 0)
     key = tl.max(tl.where(ranks == rank, keys, -1), 0)
     return rank, key, tl.max(tl.where((ranks == rank) & (keys == key), slots, 0), 0)
 
 
 @triton.jit
-def _before(rank: tl.tensor, key: tl.tensor, other_rank: tl.tensor, other_key: tl.tensor) -> tl.tensor:
+def _before(rank, key, other_rank, other_key):
     return (rank < other_rank) | ((rank == other_rank) & (key < other_key))
 
 
 @triton.jit
-def _y(x: tl.tensor, shift: tl.tensor, slope: tl.tensor) -> tl.tensor:
+def _y(x, shift, slope):
     return ((x.to(tl.float64) - shift) * slope).to(tl.float32)
 
 
 @triton.jit
-def _write_token(
-    row: tl.tensor,
-    d: tl.tensor,
-    shift: tl.tensor,
-    slope: tl.tensor,
-    own_x: tl.tensor,
-    own_y: tl.tensor,
-    slot: tl.tensor,
-    tile: tl.constexpr,
-) -> None:
+def _write_token(row, d, shift, slope, own_x, own_y, slot, tile: tl.constexpr):
     start = 0
     while start < d:
         column = start + tl.arange(0, tile)
@@ -234,18 +216,8 @@ def _write_token(
 
 
 @triton.jit
-def _write_grouped_token(
-    row: tl.tensor,
-    d: tl.tensor,
-    shift: tl.tensor,
-    slope: tl.tensor,
-    own_x: tl.tensor,
-    own_y: tl.tensor,
-    slot: tl.tensor,
-    width: tl.constexpr,
-    tile: tl.constexpr,
-) -> None:
-    """Write down what :func:`normscope.pairs.sums.sampling.evenly` takes of a token."""
+def _write_grouped_token(row, d, shift, slope, own_x, own_y, slot, width: tl.constexpr, tile: tl.constexpr):
+    """Store the elements that :func:`normscope.pairs.sums.sampling.evenly` takes of a token."""
     low = tl.full((tile,), float("inf"), tl.float32)
     high = tl.full((tile,), float("-inf"), tl.float32)
     start = 0
@@ -264,17 +236,13 @@ def _write_grouped_token(
 
 @triton.jit
 def _draw_tokens(
-    rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor,
-    own_rank: tl.tensor, own_key: tl.tensor, own_x: tl.tensor, own_y: tl.tensor, own_rstd: tl.tensor,
-    own_position: tl.tensor, own_sample: tl.tensor,
-    candidates: tl.tensor, number: tl.tensor, n: tl.tensor, d: tl.tensor, cut: tl.tensor,
-    places: tl.constexpr, by_reach: tl.constexpr, grouped_width: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
-    """Let the candidates compete for the places of one sample: the best there is takes that of the last, while it may.
+    rows, keys, shift, rstd, reach, numbers, samples, own_rank, own_key, own_x, own_y, own_rstd, own_position,
+    own_sample, candidates, number, n, d, cut, places: tl.constexpr, by_reach: tl.constexpr,
+    grouped_width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Let the ``number`` candidates compete for the places of one sample: the best replaces the last while it may.
 
-    They are ``number``, of those only whose keys are below the ``cut``; where these are fewer than there are places,
-    all ``n`` tokens compete.
+    Candidates have keys below the ``cut``. If they are fewer than the places, all ``n`` tokens compete.
     """
     slots = tl.arange(0, places)
     ranks, kept_keys = tl.load(own_rank + slots), tl.load(own_key + slots)
@@ -319,11 +287,9 @@ def _draw_tokens(
 
 @triton.jit
 def _draw_pairs(
-    row: tl.tensor, key: tl.tensor, shift: tl.tensor, slope: tl.tensor,
-    first_channel: tl.tensor, positions: tl.tensor, d: tl.tensor,
-    pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor, tile: tl.constexpr,
-) -> None:  # fmt: skip
-    """Write down those pairs of a token that have got their places."""
+    row, key, shift, slope, first_channel, positions, d, pair_keys, pair_x, pair_y, pair_channel, tile: tl.constexpr,
+):  # fmt: skip
+    """Store those pairs of a token that have won their places."""
     element = ((key >> 8) & ONE_IN - 1) + tl.arange(0, tile) * ONE_IN
     while tl.min(element, 0) < d:
         x = tl.load(row + element, mask=element < d, other=0).to(tl.float32)
@@ -337,23 +303,18 @@ def _draw_pairs(
 
 @triton.jit(do_not_specialize=["n", "cut", "groups", "per_token"])
 def draw(
-    rows: tl.tensor, keys: tl.tensor, shift: tl.tensor, rstd: tl.tensor, reach: tl.tensor, competing: tl.tensor,
-    numbers: tl.tensor, samples: tl.tensor, candidates: tl.tensor, scratch: tl.tensor,
-    token_rank: tl.tensor, token_key: tl.tensor, token_x: tl.tensor, token_y: tl.tensor, token_rstd: tl.tensor,
-    token_position: tl.tensor, token_sample: tl.tensor,
-    largest_rank: tl.tensor, largest_key: tl.tensor, largest_x: tl.tensor, largest_y: tl.tensor,
-    largest_rstd: tl.tensor, largest_position: tl.tensor, largest_sample: tl.tensor,
-    pair_keys: tl.tensor, pair_x: tl.tensor, pair_y: tl.tensor, pair_channel: tl.tensor,
-    n: tl.tensor, d: tl.tensor, cut: tl.tensor, groups: tl.tensor, per_token: tl.tensor, positions: tl.tensor,
+    rows, keys, shift, rstd, reach, competing, numbers, samples, candidates, scratch, token_rank, token_key, token_x,
+    token_y, token_rstd, token_position, token_sample, largest_rank, largest_key, largest_x, largest_y, largest_rstd,
+    largest_position, largest_sample, pair_keys, pair_x, pair_y, pair_channel, n, d, cut, groups, per_token, positions,
     cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr, grouped_width: tl.constexpr,
     at_once: tl.constexpr, tile: tl.constexpr, pairs_tile: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Fill the samples: the first program the uniform one, the second the largest, all others the single pairs.
 
-    ``rows`` are ``(n, d)``, and what is said of tokens comes from the kernels before. The samples are as
-    :class:`TokenSample` and :class:`PairSample` keep them, with ``uniform`` and ``largest`` places; of a token that is
-    a group they keep ``grouped_width`` elements, which is zero otherwise. Its channels are ``per_token``, each of
-    ``positions`` neighbouring elements. Each of the other programs looks after ``at_once`` tokens.
+    ``rows`` are ``(n, d)``; the other inputs come from the previous kernels. The samples are those of
+    :class:`TokenSample`, with ``uniform`` and ``largest`` places, and :class:`PairSample`. Of a token that is a group
+    they store ``grouped_width`` elements, which is zero otherwise. A token has ``per_token`` channels, each of
+    ``positions`` neighbouring elements. Each of the other programs handles ``at_once`` tokens.
     """
     program = tl.program_id(0)
     if program == 0:
@@ -397,10 +358,7 @@ _LEADING_BITS = tl.constexpr(-(1 << 16))  # sign, exponent and eight bits of the
 
 
 @triton.jit
-def _load(
-    rows: tl.tensor, keys: tl.tensor, row: tl.tensor, column: tl.tensor, n_rows: tl.tensor,
-    width: tl.tensor, per_token: tl.tensor,
-) -> tl.tensor:  # fmt: skip
+def _load(rows, keys, row, column, n_rows, width, per_token):
     """Return the keys of some rows' tokens, and x, NaN where it does not count."""
     key = tl.load(keys + row // per_token, mask=row < n_rows, other=KEYLESS)
     inside = (key != KEYLESS)[:, None] & (column < width)
@@ -409,10 +367,10 @@ def _load(
 
 
 @triton.jit
-def _places(x: tl.tensor) -> tl.tensor:
-    """Return how many bins x lies above or below the one that holds zero, on the grid, and on that of the density.
+def _places(x):
+    """Return the distance of x from the bin of zero: unsigned, signed, and signed on the density's grid.
 
-    Where it lies beyond the grid these are any numbers; the first is then no less than the grid's :data:`_CENTRE`.
+    Beyond the grid these are arbitrary numbers, the first of them at least the grid's :data:`_CENTRE`.
     """
     bits = x.to(tl.int32, bitcast=True)
     away = ((bits & 0x7FFFFFFF) >> PAIR[0]) - PAIR[1]
@@ -421,12 +379,12 @@ def _places(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _gather(scratch: tl.tensor, cell: tl.tensor, off: tl.tensor, y: tl.tensor) -> None:
+def _gather(scratch, cell, off, y):
     """Add the eight words of each pair to its cell of the scratch.
 
-    With δ = x − the centre of its bin, exact in float32, they are 1, δ, y, δ², δy, y², of which y and y² are two each:
-    their leading eight bits, of which 65,536 alike add up without rounding, and the rest. Two neighbouring lanes do so
-    for a pair, by four words each, so that what goes to memory is one sector of it.
+    With δ = x − the centre of its bin, exact in float32, they are 1, δ, y, δ², δy, y². Both y and y² are two words:
+    the leading eight bits, of which 65,536 equal ones add up without rounding, and the rest. Two neighbouring lanes add
+    four words each, so that a pair writes to one sector of memory.
     """
     word = tl.arange(0, GATHERED)[None, :]
     second, of_half = word >= _HALF, word % _HALF
@@ -440,11 +398,8 @@ def _gather(scratch: tl.tensor, cell: tl.tensor, off: tl.tensor, y: tl.tensor) -
 
 
 @triton.jit
-def _add_directly(
-    moments: tl.tensor, density: tl.tensor, centre: tl.tensor, x: tl.tensor, shift: tl.tensor, slope: tl.tensor,
-    mask: tl.tensor,
-) -> None:  # fmt: skip
-    """Add pairs to the sums themselves: those of the bin that holds zero row by row, as they may be all there are.
+def _add_directly(moments, density, centre, x, shift, slope, mask):
+    """Add pairs to the sums directly; those in the bin of zero row by row, as they may be all pairs.
 
     ``centre`` is the cell of that bin in each row's fold.
     """
@@ -478,16 +433,8 @@ def _add_directly(
 
 
 @triton.jit
-def _compete(
-    rows: tl.tensor,
-    key: tl.tensor,
-    before: tl.tensor,
-    left: tl.tensor,
-    width: tl.tensor,
-    pair_keys: tl.tensor,
-    tile: tl.constexpr,
-) -> tl.tensor:
-    """Let one in :data:`ONE_ELEMENT_IN` pairs of a tile compete, and say of each row whether one took a place.
+def _compete(rows, key, before, left, width, pair_keys, tile: tl.constexpr):
+    """Let one in :data:`ONE_ELEMENT_IN` pairs of a tile compete, and return which rows won a place.
 
     ``rows`` point to the rows, ``(rows, 1)``, which begin at the element ``before`` of their tokens.
     """
@@ -501,17 +448,7 @@ def _compete(
 
 
 @triton.jit
-def _add_to_channels(
-    sums: tl.tensor,
-    extremes: tl.tensor,
-    channel: tl.tensor,
-    channels: tl.tensor,
-    total: tl.tensor,
-    squares: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    mask: tl.tensor,
-) -> None:
+def _add_to_channels(sums, extremes, channel, channels, total, squares, low, high, mask):
     tl.atomic_add(sums + channel, total, mask=mask, sem="relaxed")
     tl.atomic_add(sums + channels + channel, squares, mask=mask, sem="relaxed")
     tl.atomic_min(extremes + channel, low, mask=mask, sem="relaxed")
@@ -520,21 +457,18 @@ def _add_to_channels(
 
 @triton.jit(do_not_specialize=["n_rows", "first_row", "first_column", "steps", "groups"])
 def add_pairs(
-    rows: tl.tensor, keys: tl.tensor, folds: tl.tensor, shift: tl.tensor, rstd: tl.tensor, competing: tl.tensor,
-    scratch: tl.tensor, moments: tl.tensor, density: tl.tensor, channel_sums: tl.tensor, channel_extremes: tl.tensor,
-    pair_keys: tl.tensor, n_rows: tl.tensor, width: tl.tensor, first_row: tl.tensor, first_column: tl.tensor,
-    steps: tl.tensor, per_token: tl.tensor, groups: tl.tensor, channels: tl.tensor,
-    cells: tl.constexpr, grouped: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr,
-) -> None:  # fmt: skip
+    rows, keys, folds, shift, rstd, competing, scratch, moments, density, channel_sums, channel_extremes, pair_keys,
+    n_rows, width, first_row, first_column, steps, per_token, groups, channels, cells: tl.constexpr,
+    grouped: tl.constexpr, at_once: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
     """Add the pairs of all tokens that count, and let those compete that may be drawn.
 
-    Elements are taken as ``(n_rows, width)``. Rows are tokens and columns the channels; or, where tokens are groups,
-    rows are the channels of every token, ``per_token`` of them, and columns their positions. Each program adds
-    ``at_once`` rows, ``steps`` times, of ``tile`` columns, a multiple of eight, and the first of them begins at
-    ``first_row`` and ``first_column``. What is said of tokens comes from :func:`describe`. ``scratch``, float32
-    ``(cells + at_once · tile, GATHERED)``, goes to :func:`flush`; behind the ``cells``, one for each fold and bin, is
-    where that goes which is not gathered. ``competing`` becomes 1 where a pair took a place, whose key alone is
-    written down here.
+    Elements are ``(n_rows, width)``: rows are tokens and columns channels or, where tokens are groups, rows are the
+    ``per_token`` channels of every token and columns their positions. Each program adds ``at_once`` rows, ``steps``
+    times, of ``tile`` columns, a multiple of eight; the first begins at ``first_row`` and ``first_column``.
+    :func:`describe` provides the inputs per token. ``scratch``, float32 ``(cells + at_once · tile, GATHERED)``, has one
+    cell for each fold and bin, for :func:`flush`, and behind them cells for pairs that are not gathered. ``competing``
+    becomes 1 where a pair won a place; only its key is stored here.
     """
     left = first_column + tl.program_id(0) * tile
     column = left + tl.arange(0, tile)[None, :]
@@ -598,25 +532,29 @@ def add_pairs(
 
 
 @triton.jit
-def flush(scratch: tl.tensor, moments: tl.tensor, cells: tl.tensor, tile: tl.constexpr) -> None:
-    """Add what was gathered in ``cells`` cells to the sums, and leave zeros; each program of ``tile`` of them."""
+def flush(scratch, moments, cells, tile: tl.constexpr):
+    """Add the gathered ``cells`` to the sums, and leave zeros; each program ``tile`` of them."""
     cell = tl.program_id(0) * tile + tl.arange(0, tile)
-    own, sums = scratch + cell * GATHERED, moments + cell * _WORDS
-    n = tl.load(own, mask=cell < cells, other=0).to(tl.float64)
-    held = n > 0
-    off = tl.load(own + 1, mask=held, other=0).to(tl.float64)
-    y = tl.load(own + 2, mask=held, other=0).to(tl.float64) + tl.load(own + 3, mask=held, other=0).to(tl.float64)
-    off_off = tl.load(own + 4, mask=held, other=0).to(tl.float64)
-    off_y = tl.load(own + 5, mask=held, other=0).to(tl.float64)
-    yy = tl.load(own + 6, mask=held, other=0).to(tl.float64) + tl.load(own + 7, mask=held, other=0).to(tl.float64)
+    gathered, sums = scratch + cell * GATHERED, moments + cell * _WORDS
+    n = tl.load(gathered, mask=cell < cells, other=0).to(tl.float64)
+    filled = n > 0
+    off = tl.load(gathered + 1, mask=filled, other=0).to(tl.float64)
+    y = tl.load(gathered + 2, mask=filled, other=0).to(tl.float64) + tl.load(gathered + 3, mask=filled, other=0).to(
+        tl.float64
+    )
+    off_off = tl.load(gathered + 4, mask=filled, other=0).to(tl.float64)
+    off_y = tl.load(gathered + 5, mask=filled, other=0).to(tl.float64)
+    yy = tl.load(gathered + 6, mask=filled, other=0).to(tl.float64) + tl.load(gathered + 7, mask=filled, other=0).to(
+        tl.float64
+    )
     steps = cell % PAIR_BINS - _CENTRE
     size = ((2 * tl.abs(steps) - 1) * _HALF_A_BIN + _LEAST_BITS).to(tl.float32, bitcast=True).to(tl.float64)
     x = tl.where(steps < 0, -size, size)
-    tl.store(sums, tl.load(sums, mask=held) + n, mask=held)
-    tl.store(sums + 1, tl.load(sums + 1, mask=held) + (x * n + off), mask=held)
-    tl.store(sums + 2, tl.load(sums + 2, mask=held) + y, mask=held)
-    tl.store(sums + 3, tl.load(sums + 3, mask=held) + (x * x * n + 2 * x * off + off_off), mask=held)
-    tl.store(sums + 4, tl.load(sums + 4, mask=held) + (x * y + off_y), mask=held)
-    tl.store(sums + 5, tl.load(sums + 5, mask=held) + yy, mask=held)
+    tl.store(sums, tl.load(sums, mask=filled) + n, mask=filled)
+    tl.store(sums + 1, tl.load(sums + 1, mask=filled) + (x * n + off), mask=filled)
+    tl.store(sums + 2, tl.load(sums + 2, mask=filled) + y, mask=filled)
+    tl.store(sums + 3, tl.load(sums + 3, mask=filled) + (x * x * n + 2 * x * off + off_off), mask=filled)
+    tl.store(sums + 4, tl.load(sums + 4, mask=filled) + (x * y + off_y), mask=filled)
+    tl.store(sums + 5, tl.load(sums + 5, mask=filled) + yy, mask=filled)
     for word in tl.static_range(GATHERED):
-        tl.store(own + word, tl.zeros((tile,), tl.float32), mask=held)
+        tl.store(gathered + word, tl.zeros((tile,), tl.float32), mask=filled)

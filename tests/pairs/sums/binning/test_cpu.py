@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm, rms_norm, root_mean_square, std_norm
+from normscope.pairs.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import cpu
 from normscope.pairs.sums.stats import PairStats
@@ -93,7 +93,7 @@ def rows_of(seed: int, tokens: int, d: int, scale: float = 1.0) -> torch.Tensor:
 def test_the_compiled_loop_is_the_reference(seed, n, d, form, scale, dtype, threads, padded):
     rows = rows_of(seed, n, d, scale).to(dtype)
     valid = torch.rand(n, generator=torch.Generator().manual_seed(seed)) < 0.7 if padded else None
-    lines = Lines(FORMS[form], 1e-6)
+    lines = Lines(form, 1e-6)
     gamma = torch.linspace(-1, 2, d)
     calls = [
         tokens_of(part, lines, first=first, valid=valid, gamma=gamma)
@@ -108,7 +108,7 @@ def test_the_compiled_loop_is_the_reference(seed, n, d, form, scale, dtype, thre
 def test_the_compiled_loop_is_the_reference_of_grouped_norms(seed, groups, positions, threads):
     channels = 6
     rows = rows_of(seed, 5 * groups, channels // groups * positions)
-    lines, gamma = Lines(FORMS[layer_norm], 1e-5), torch.linspace(-1, 2, channels)
+    lines, gamma = Lines(layer_norm, 1e-5), torch.linspace(-1, 2, channels)
     tokens = tokens_of(rows, lines, 5, channels=channels, groups=groups, gamma=gamma)
     with shared_out(threads):
         assert_same(filled(cpu.add, tokens, by_gamma=True), filled(reference.add, tokens, by_gamma=True))
@@ -135,7 +135,7 @@ def test_given_lines_and_optional_sums(threads):
 def test_the_compiled_loop_weights_pairs_by_gamma_itself(monkeypatch):
     """Plain torch goes through all bins of all folds for it, which takes ten times as long as the pairs of a call."""
     monkeypatch.setattr(reference, "_in_steps", lambda stats, tokens: pytest.fail("plain torch was asked"))
-    tokens = tokens_of(rows_of(0, 40, 12), Lines(FORMS[layer_norm], 1e-6), gamma=torch.linspace(-1, 2, 12))
+    tokens = tokens_of(rows_of(0, 40, 12), Lines(layer_norm, 1e-6), gamma=torch.linspace(-1, 2, 12))
     assert filled(cpu.add, tokens, by_gamma=True).gamma_moments.any()
 
 
@@ -145,7 +145,7 @@ def test_tokens_that_are_not_finite_are_counted_apart(bad, eps):
     rows = rows_of(3, 30, 9)
     rows[4, 2], rows[17, 8] = bad, bad
     rows[20] = 2.5  # of no variance: without eps, its y is no number
-    tokens = tokens_of(rows, Lines(FORMS[layer_norm], eps))
+    tokens = tokens_of(rows, Lines(layer_norm, eps))
     ours = filled(cpu.add, tokens)
     assert_same(ours, filled(reference.add, tokens))
     assert int(ours.nonfinite_tokens) == (2 if eps else 3)
@@ -157,12 +157,12 @@ def test_numbers_at_the_ends_of_float32():
     rows = torch.tensor(
         [[0.0, -0.0, 1e-45, -1e-45], [3.4e38, -3.4e38, 1e38, 1.0], [2.0**18, -(2.0**18), 2.0**-27, 0.5]]
     )
-    tokens = tokens_of(rows, Lines(FORMS[rms_norm], 1e-6), 1)
+    tokens = tokens_of(rows, Lines(rms_norm, 1e-6), 1)
     assert_same(filled(cpu.add, tokens), filled(reference.add, tokens))
 
 
 def test_the_same_number_of_threads_gives_the_same_bits():
-    lines = Lines(FORMS[layer_norm], 1e-6)
+    lines = Lines(layer_norm, 1e-6)
     calls = [tokens_of(rows_of(seed, 200, 64), lines, first=1000 * seed) for seed in range(4)]
     for threads in (1, 3):
         with shared_out(threads):
@@ -172,7 +172,7 @@ def test_the_same_number_of_threads_gives_the_same_bits():
 
 
 def test_captures_in_several_threads_at_once_do_not_meet():
-    lines = Lines(FORMS[layer_norm], 1e-6)
+    lines = Lines(layer_norm, 1e-6)
     calls = [tokens_of(rows_of(seed, 300, 64), lines, first=1000 * seed) for seed in range(6)]
     alone = filled(cpu.add, *calls)
     found = []
@@ -193,7 +193,7 @@ def test_nothing_waits_for_a_gpu(fake_cuda):
         for groups, d in ((None, 8), (2, 40)):
             asked = {"by_gamma": True, "per_channel": True, "diagonal": groups is None}
             stats = PairStats.empty(8, device=torch.device("cuda"), grouped=groups is not None, **asked)
-            lines = Lines(FORMS[layer_norm], 1e-6)
+            lines = Lines(layer_norm, 1e-6)
             tokens = Tokens(
                 torch.randn(12, d, device="cuda"), lines, [Run(0, 6, 0, 1, 0, 0), Run(6, 12, 1, 2, 0, 1)], 8, groups
             )

@@ -103,19 +103,8 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_the_command_captures_and_its_file_is_fitted_and_drawn(case, tmp_path):
     file = "vit.safetensors"
-    ran(
-        "normscope",
-        "capture",
-        "demo_vit",
-        "--device",
-        DEVICE,
-        "--limit",
-        "16",
-        *OPTIONS[case],
-        "-o",
-        file,
-        cwd=tmp_path,
-    )
+    options = ["--device", DEVICE, "--limit", "16", *OPTIONS[case], "-o", file]
+    ran("normscope", "capture", "demo_vit", *options, cwd=tmp_path)
     seen = normscope.load_capture(tmp_path / file)
     assert seen.n_samples == 16
     assert len({stats.n_pairs for name, stats in seen.stats.items() if "blocks" in name}) == 1

@@ -1,4 +1,4 @@
-"""How the kernels are launched: four a call, of which the host waits for none; and how they compile for a GPU."""
+"""Launches of the kernels: four per call, for none of which the host waits; and their compilation for a GPU."""
 
 import contextlib
 import importlib
@@ -14,21 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from normscope.inputs.batch import Batch, Sample  # noqa: E402
-from normscope.pairs.norms import formulas  # noqa: E402
 from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import PAIR_GRID, cuda, cuda_pairs  # noqa: E402
+from normscope.pairs.sums.binning import cuda, cuda_pairs  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Run, Tokens  # noqa: E402
 from normscope.runtime import launches as launches_module  # noqa: E402
 
-LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
+LAYER_NORM = Lines(layer_norm, 1e-6)
 
 
 class NothingWaits(TorchDispatchMode):
@@ -170,130 +166,39 @@ def test_no_hook_of_a_capture_waits(fake_cuda, monkeypatch, waits, launches, net
     assert "_to_copy" in waits.names  # it has seen what is sent to the GPU
 
 
-POINTERS = {
-    "valid": "*i1", "runs": "*i64", "keys": "*i64", "folds": "*i32", "shift": "*fp64", "rstd": "*fp64",
-    "reach": "*fp32", "competing": "*i32", "token_offsets": "*i64", "token_scales": "*i64", "nonfinite_tokens": "*i64",
-    "scratch": "*fp32", "moments": "*fp64", "density": "*i64", "channel_sums": "*fp64", "channel_extremes": "*fp32",
-    "pair_keys": "*i64", "pair_x": "*fp32", "pair_y": "*fp32", "pair_channel": "*i32",
-    "numbers": "*i64", "samples": "*i64", "candidates": "*i32", "cut": "i64",
-}  # fmt: skip
-OF_TOKENS = {
-    "rank": "*fp64",
-    "key": "*i64",
-    "x": "*fp32",
-    "y": "*fp32",
-    "rstd": "*fp32",
-    "position": "*i64",
-    "sample": "*i64",
-}
-POINTERS |= {f"{sample}_{name}": kind for sample in ("token", "largest") for name, kind in OF_TOKENS.items()}
-FORM = {"eps": 1e-6, "centred": True, "about_mean": True, "correction": 0, "clamped": False, "given": False}
-FORM |= {"uniform": 64, "largest": 16}
-WARPS = cuda._WARPS_TO_DRAW
-PLACES = {"uniform": 64, "largest": 16, "at_once": 16, "tile": cuda._OFFERED, "pairs_tile": 32 * WARPS}
-PLACES["cells"] = 8 * PAIR_GRID.size + cuda._ADDED
-CELLS = 8 * PAIR_GRID.size + cuda._ADDED
-ADDED = {"cells": 8 * PAIR_GRID.size, "at_once": 1, "tile": cuda._ADDED}
-KERNELS = {
-    "describe": (cuda_pairs.describe, {**FORM, "cells": CELLS, "all_valid": False, "at_once": 8, "tile": 128}, 4),
-    "describe few": (
-        cuda_pairs.describe,
-        {**FORM, "cells": CELLS, "all_valid": False, "at_once": 1, "tile": cuda._DESCRIBED},
-        4,
-    ),
-    "add_pairs": (cuda_pairs.add_pairs, {**ADDED, "grouped": False}, 1),
-    "add_pairs of groups": (cuda_pairs.add_pairs, {**ADDED, "grouped": True}, 1),
-    "flush": (cuda_pairs.flush, {"tile": cuda._FLUSHED}, 4),
-    "draw": (cuda_pairs.draw, {**PLACES, "grouped_width": 0}, WARPS),
-    "draw of groups": (cuda_pairs.draw, {**PLACES, "grouped_width": 256}, WARPS),
+COMPILED = {
+    "a Transformer's": ((4096, 768), 768, None, LAYER_NORM),
+    "a few tokens": ((20, 1000), 1000, None, LAYER_NORM),
+    "groups": ((64, 4096), 64, 2, LAYER_NORM),
+    "given lines": ((4096, 768), 768, None, Lines(shift=torch.ones(4096).double(), rstd=torch.ones(4096).double())),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, name, capability):
+@pytest.mark.parametrize("case", COMPILED)
+def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, case, capability):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel, constants, warps = KERNELS[name]
-    options = {"num_warps": warps} | ({"maxnreg": cuda._REGISTERS} if kernel is cuda_pairs.describe else {})
-    options |= cuda.options_to_add(capability // 10) if kernel is cuda_pairs.add_pairs else {}
-    types = {name: POINTERS.get(name, "i32") for name in kernel.arg_names} | {"rows": "*bf16"}
-    source = ASTSource(
-        kernel,
-        {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names},
-        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if types[name][0] == "*"},
-    )
     monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
-    code = importlib.import_module("disassembly").code_of(source, capability, options)
-    assert code.local == 0
-    assert not code.counted(r"(LDL|STL)(\..*)?")
-    assert "acq_rel" not in code.asm["ptx"]  # a fence at every addition
-    if name.startswith("add_pairs") and capability >= 90:  # below, no addition takes four words
-        # Two neighbouring lanes a pair, of four words each.
-        assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]
-        assert code.counted(r"REDG\.E\.ADD\.F32x4.*")
-
-
-class Driver:
-    """Says of a GPU that is not there which it is, for kernels to be compiled for."""
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-
-class Compiled:
-    """In place of a kernel: compiles it for what it is called with, by what a launch itself would do."""
-
-    def __init__(self, kernel, made: list) -> None:
-        self.kernel, self.arg_names, self.made = kernel, kernel.arg_names, made
-
-    def __getitem__(self, grid):
-        def call(*args, **options):
-            for _ in range(2):  # the second time, Triton looks whether what the kernel takes of its module has changed
-                self.made.append(self.kernel.warmup(*args, grid=grid, **options))
-
-        return call
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize(
-    ("shape", "channels", "groups", "dtype"),
-    [
-        ((20, 768), 768, None, torch.bfloat16),
-        ((20, 1024), 1024, None, torch.float32),
-        ((1, 1), 1, None, torch.float32),
-        ((2, 4096), 64, 2, torch.float16),
-        ((4, 4), 4, 1, torch.float32),
-        ((6, 30), 3, 3, torch.bfloat16),
-    ],
-)
-@pytest.mark.parametrize("of_lines", [False, True])
-def test_the_kernels_compile_for_what_a_capture_launches_them_with(
-    tmp_path, monkeypatch, shape, channels, groups, dtype, of_lines
-):
-    """Numbers of one, and those that are divisible by sixteen, are compiled in: each is a kernel of its own."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    config = triton.runtime.driver
-    monkeypatch.setattr(config, "_active" if hasattr(config, "_active") else "active", Driver())  # 3.4 has no _active
-    made: list = []
-    for module, name in zip([cuda_pairs] * 4, KERNELS_OF_A_CALL, strict=True):
-        monkeypatch.setattr(cuda, name, Compiled(getattr(module, name), made))
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
-    monkeypatch.setattr(launches_module, "_watched", lambda: True)
-    rows = torch.ones(shape, dtype=dtype)
-    line = torch.ones(len(rows), dtype=torch.float64)
-    lines = Lines(shift=line, rstd=line) if of_lines else LAYER_NORM
+    monkeypatch.setattr(cuda, "_major", lambda device: capability // 10)
+    shape, channels, groups, lines = COMPILED[case]
+    rows, scratch = torch.empty(shape, dtype=torch.bfloat16), launches_module.Scratch(torch.device("cpu"))
+    tokens = Tokens(rows, lines, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups, torch.ones(len(rows)).bool())
     stats = PairStats.empty(channels, grouped=groups is not None)
-    cuda.add(stats, Tokens(rows, lines, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups))
-    assert len(made) == 8
-    assert all("cubin" in kernel.asm and ".local" not in kernel.asm["ptx"] for kernel in made)
+    memory = {"rows": rows, "valid": tokens.valid, "scratch": torch.empty(8), "runs": torch.empty(5, 1).long()}
+    memory |= cuda._kept(stats)
+    if lines.form is None:
+        memory |= {"shift": lines.shift, "rstd": lines.rstd}
+    for call in cuda._launches(stats, tokens, scratch):
+        call = launches_module.complete(call, memory, scratch)
+        code = importlib.import_module("disassembly").code_of_launch(call, capability)
+        assert code.local == 0
+        assert not code.counted(r"(LDL|STL)(\..*)?")
+        assert "acq_rel" not in code.asm["ptx"]  # a fence at every addition
+        if call.kernel is cuda_pairs.add_pairs and capability >= 90:  # below, no addition takes four words
+            # Two neighbouring lanes a pair, of four words each.
+            assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]
+            assert code.counted(r"REDG\.E\.ADD\.F32x4.*")
 
 
 CASES = {
@@ -345,7 +250,7 @@ def test_a_cached_launch_passes_to_the_driver_what_triton_does(driver, monkeypat
     (n, d), dtype, form, groups, padded = CASES[case]
     stats = PairStats.empty(d if groups is None else 4 * groups, grouped=groups is not None)
     given = torch.ones(n, dtype=torch.float64)
-    lines = Lines(FORMS[getattr(formulas, form)], 1e-6) if form else Lines(shift=given, rstd=given.clone())
+    lines = Lines(FORMS[form], 1e-6) if form else Lines(shift=given, rstd=given.clone())
     valid = torch.ones(n, dtype=torch.bool) if padded else None
     runs = [Run(0, n // 2, 0, 5, 0, 0), Run(n // 2, n, 1, 6, 0, 1)]
     tokens = Tokens(torch.ones(n, d, dtype=dtype), lines, runs, stats.channels, groups, valid)

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm, rms_norm, root_mean_square, std_norm
+from normscope.pairs.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID, cuda
 from normscope.pairs.sums.stats import PairStats
@@ -23,7 +23,7 @@ from normscope.pairs.sums.tokens import Run, Tokens
 
 pytestmark = pytest.mark.slow
 
-LAYER_NORM = Lines(FORMS[layer_norm], 1e-6)
+LAYER_NORM = Lines(layer_norm, 1e-6)
 COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 ON_GPU = torch.cuda.is_available() and torch.version.hip is None
 QUICKLY = {"_FLUSHED": 2**16}  # one program, which takes the interpreter as long as one of a few cells
@@ -81,9 +81,9 @@ def cases() -> dict[str, list[Tokens]]:
     beyond = Lines(shift=torch.logspace(-30, 60, 12).double(), rstd=torch.logspace(60, -60, 12).double())
     return {
         "layer norm, two batches": [tokens_of(odd), tokens_of(odd.flip(0) * 2, first=8)],
-        "rms norm, bfloat16": [tokens_of(rows_of(9, 48).bfloat16(), Lines(FORMS[rms_norm], 1e-6))],
-        "root mean square, float16": [tokens_of(rows_of(9, 33).half(), Lines(FORMS[root_mean_square], 1e-3))],
-        "standard deviation, float64": [tokens_of(rows_of(9, 20).double(), Lines(FORMS[std_norm], 0.0))],
+        "rms norm, bfloat16": [tokens_of(rows_of(9, 48).bfloat16(), Lines(rms_norm, 1e-6))],
+        "root mean square, float16": [tokens_of(rows_of(9, 33).half(), Lines(root_mean_square, 1e-3))],
+        "standard deviation, float64": [tokens_of(rows_of(9, 20).double(), Lines(std_norm, 0.0))],
         "more tokens than places": [tokens_of(many), tokens_of(many[:20] * 2, first=66)],
         "many more tokens": [tokens_of(hundreds), tokens_of(hundreds * 2, first=400)],
         "many more, most of them padding": [tokens_of(hundreds, valid=torch.arange(400) % 4 == 0)],
@@ -92,7 +92,7 @@ def cases() -> dict[str, list[Tokens]]:
             tokens_of(rows_of(9, 70).sign() * 1e-39, given(9)),
             tokens_of(rows_of(9, 70) * 1e-9, first=9),
         ],
-        "one huge token": [tokens_of(one_huge), tokens_of(one_huge, Lines(FORMS[rms_norm], 0.0), first=12)],
+        "one huge token": [tokens_of(one_huge), tokens_of(one_huge, Lines(rms_norm, 0.0), first=12)],
         "one element a token": [tokens_of(rows_of(12, 1), given(12)), tokens_of(rows_of(12, 1), first=12)],
         "lines beyond float32": [
             tokens_of(rows_of(12, 20), beyond),
@@ -101,7 +101,7 @@ def cases() -> dict[str, list[Tokens]]:
         "few bins": [tokens_of(1 + rows_of(120, 256, seed=4).clamp(-1, 1) / 64, nearby)],
         "padding": [tokens_of(rows_of(30, 12), valid=padding)],
         "every kind of number": [tokens_of(of_many_kinds(30, 9, -46))],
-        "every kind of number, no eps": [tokens_of(of_many_kinds(20, 9, -30), Lines(FORMS[std_norm], 0.0))],
+        "every kind of number, no eps": [tokens_of(of_many_kinds(20, 9, -30), Lines(std_norm, 0.0))],
         "given lines": [tokens_of(of_many_kinds(10, 12, -3), given(10))],
         "one token of one channel": [Tokens(torch.tensor([[3.0]]), given(1), [Run(0, 1, 3, 5, 0, 0)], 1)],
         "rows in strides": [tokens_of(rows_of(17, 10).T)],

@@ -1,7 +1,7 @@
 """Compilation of CPU loops by numba, their cache on disk, and the threads that run them.
 
-Threads are Python's own, in which compiled code runs without the interpreter's lock, and not a second pool of OpenMP
-beside torch's.
+Compiled code runs without the interpreter's lock in Python's own threads, instead of a second OpenMP pool beside
+torch's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numba.core import event
 
 from normscope.runtime.progress import report
 
-_ours: set[str] = set()  # modules that hold loops of this package
+_ours: set[str] = set()  # modules of this package with loops
 
 
 def compiled(fastmath: set[str] | bool = False, *, within: bool = False) -> Any:
-    """Return a decorator that has numba compile a function when it is first called, and keep what it compiled.
+    """Return a decorator: numba compiles the function at its first call, and caches the result on disk.
 
     Args:
-        fastmath: what the compiler may assume of float arithmetic, by LLVM's names; nothing by default.
-        within: whether compiled functions alone call it. It needs no way in from Python then, whose making would take
-            a fifth of the compiling, and is kept with those that call it.
+        fastmath: assumptions of the compiler about float arithmetic, by LLVM's names; none by default.
+        within: whether only compiled functions call it. It then needs no wrapper for Python, which would take a fifth
+            of the compilation, and is cached with its callers.
     """
     options: Any = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     if within:
@@ -37,16 +37,16 @@ def compiled(fastmath: set[str] | bool = False, *, within: bool = False) -> Any:
             return njit(**options)(function)
         try:
             return njit(cache=True, **options)(function)
-        except RuntimeError:  # there is no folder to keep it in: it is compiled anew by every process
+        except RuntimeError:  # there is no folder for the cache: every process compiles it
             return njit(**options)(function)
 
     return decorate
 
 
 class _Compiling(event.Listener):
-    """Reports that loops are being compiled, which numba does once and keeps; what others compile is theirs."""
+    """Reports the compilation of this package's loops."""
 
-    _depth = 0  # a loop is compiled with the functions that it calls
+    _depth = 0  # of nested compilations, as of the functions that a loop calls
 
     def on_start(self, happened: event.Event) -> None:
         if self._is_of_ours(happened):
