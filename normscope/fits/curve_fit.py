@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normscope.fits.curves.known import FREE, Curve
-from normscope.fits.solving.jackknife import Interval
+from normscope.fits.jackknife import Interval
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.records import Tabled, as_json
 
@@ -32,7 +32,7 @@ class CurveFit(Tabled):
         alpha: α, in units of 1/x.
         shift: s; zero where it was not fitted.
         r2: R² about the mean of y.
-        r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.solving.ceiling`); None
+        r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.ceiling`); None
             without folds, or where the grid of bins does not resolve x.
         folds: unit of the folds that intervals and cross-validation hold out, one at a time.
         rmse: root of the mean squared error, in units of y.

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from normscope.errors import UsageError
+from normscope.fits.ceiling import Ceiling, ceilings, free
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named, split_names
 from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
-from normscope.fits.solving.ceiling import Ceiling, ceilings, free
-from normscope.fits.solving.jackknife import Attributes, fitted, inside_noise
-from normscope.fits.solving.nodes import (
+from normscope.fits.jackknife import Attributes, fitted, inside_noise
+from normscope.fits.solver import FitForm
+from normscope.fits.targets import (
     FitBatch,
     FitTarget,
     batches,
     check_levels,
+    fit_targets,
     goodness,
-    levels_of,
     nodes_of,
     tails,
 )
-from normscope.fits.solving.solve import FitForm
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import load_capture
 from normscope.runtime.records import Records
@@ -82,7 +82,7 @@ def fit(
     capture = load_capture(capture) if isinstance(capture, (str, Path)) else capture
     form = FitForm(amplitude, theory, alpha, shift)
     requested = _requested(curves, form)
-    levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
+    levels = fit_targets(capture, per=per, pool=pool, weights_by=weights_by)
     for level in levels:
         if form.needs_bound and not math.isfinite(level.bound):
             level.nothing = level.nothing or "no bound on y"

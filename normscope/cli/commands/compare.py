@@ -12,7 +12,7 @@ from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded
 
 if TYPE_CHECKING:
-    from normscope.fits.views.comparison import Comparison
+    from normscope.fits.comparison import Comparison
 
 EXAMPLES = (
     "Examples: normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
@@ -38,7 +38,7 @@ def compare(
     Sites are matched by name, or, where the networks are built differently, by placement and relative depth.
     """
     names = named_or_embedded(models, say)
-    from normscope.fits.views.comparison import check_curves, check_number, compared
+    from normscope.fits.comparison import check_curves, check_number, compared
 
     curves = check_curves(func)
     runs = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]

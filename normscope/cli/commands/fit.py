@@ -83,7 +83,7 @@ def fit(
                 say.result(str(normscope.save_figure(figure, plot, capture)))
             summaries += summary
     if advise:
-        from normscope.fits.views.advice import NOTE
+        from normscope.fits.advice import NOTE
 
         document: dict[str, Any] = {"note": NOTE, "advice": rows}
     else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES, Curve
-from normscope.fits.solving.nodes import Batched, FitTarget, Nodes, dot
+from normscope.fits.targets import Batched, FitTarget, Nodes, dot
 
 _DEPARTS = 2e-4  # share by which a curve departs from its power law at the origin at the smallest α that is tried
 _LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.jackknife import Interval, interval_of_r2
-from normscope.fits.solving.nodes import FitBatch, Nodes, nodes_of
-from normscope.fits.solving.solve import FitForm, Solutions, roughly
+from normscope.fits.jackknife import Interval, interval_of_r2
+from normscope.fits.solver import FitForm, Solutions, roughly
+from normscope.fits.targets import FitBatch, Nodes, nodes_of
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]

@@ -13,9 +13,9 @@ from torch import nn
 
 import normscope
 from normscope.cli.output import as_yaml
+from normscope.fits.advice import BY_WIDTH, NOTE, StartingValue, advise, feeds_of, layerwise, published
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES
-from normscope.fits.views.advice import BY_WIDTH, NOTE, StartingValue, advise, feeds_of, layerwise, published
 from normscope.pairs.norms.sites import NormSite
 from normscope.tables.fit import advice_table
 

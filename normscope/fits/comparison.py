@@ -16,9 +16,9 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
-from normscope.fits.solving.jackknife import Interval, interval, student
-from normscope.fits.solving.nodes import FitBatch, FitTarget, batches, levels_of, nodes_of
-from normscope.fits.solving.solve import FitForm, Solutions, refined
+from normscope.fits.jackknife import Interval, interval, student
+from normscope.fits.solver import FitForm, Solutions, refined
+from normscope.fits.targets import FitBatch, FitTarget, batches, fit_targets, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -236,7 +236,7 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
     """Compare captures with the first of them: models, data, or the checkpoints of a training.
 
     Sites are matched by name where the networks are built alike and otherwise by placement and depth, see
-    :func:`normscope.fits.views.comparison.match`. Those without a counterpart in any other capture are left out.
+    :func:`normscope.fits.comparison.match`. Those without a counterpart in any other capture are left out.
 
     Args:
         captures: two or more.
@@ -315,7 +315,7 @@ class _SeenCapture:
     def __init__(self, capture: Capture, fits: Sequence[CurveFit]) -> None:
         self.stats = capture.stats
         self.fits = {(each.site, each.curve): each for each in fits}
-        self.levels = {level.site: level for level in levels_of(capture)}
+        self.levels = {level.site: level for level in fit_targets(capture)}
         self.widths = {site.name: site.d for site in capture.sites}
         self.refits: dict[tuple[str, str], Refits] = {}
         default = [each for each in fits if each.curve != FREE and each.form == FitForm().words(each.function)]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
-from normscope.fits.solving.nodes import CONSTANT_OUTPUT
+from normscope.fits.targets import CONSTANT_OUTPUT
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from normscope.fits.curves.known import Curve
-from normscope.fits.solving.nodes import FitBatch, goodness
-from normscope.fits.solving.solve import FitForm, Solutions, least_squares, refined
+from normscope.fits.solver import FitForm, Solutions, least_squares, refined
+from normscope.fits.targets import FitBatch, goodness
 
 Interval = tuple[float, float]
 Attributes = dict[str, Any]  # of a CurveFit, by their names

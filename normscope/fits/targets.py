@@ -61,7 +61,7 @@ class FitTarget:
     x_repeats: bool = False
 
 
-def levels_of(
+def fit_targets(
     capture: Capture, *, per: str = "site", pool: str | None = None, weights_by: str = "pairs"
 ) -> list[FitTarget]:
     """Levels of a capture, in the order of its sites.
@@ -86,7 +86,7 @@ def levels_of(
 
 
 def check_levels(per: str, pool: str | None, weights_by: str) -> None:
-    """Refuse arguments that :func:`levels_of` would refuse, before there is a capture; UsageError."""
+    """Refuse arguments that :func:`fit_targets` would refuse, before there is a capture; UsageError."""
     for what, value, choices in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
         if value is not None and value not in choices:
             raise UsageError(unknown(what, value, choices))

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from normscope.fits.ceiling import ceilings, conditional_mean
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.solving.ceiling import ceilings, conditional_mean
-from normscope.fits.solving.jackknife import Interval, interval_of_r2
-from normscope.fits.solving.nodes import FitBatch, Nodes, batches, joined, levels_of, site_level, sums_of
+from normscope.fits.jackknife import Interval, interval_of_r2
+from normscope.fits.targets import FitBatch, Nodes, batches, fit_targets, joined, site_level, sums_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.formulas import FORMS, Form, form_name
 from normscope.pairs.norms.sites import NormSite
@@ -376,7 +376,7 @@ def _of_x(diagonal: FitBatch, capture: Capture) -> tuple[float, Interval | None]
     [level] = diagonal.levels
     if level.fold_by is None or level.nothing is not None:
         return math.nan, None
-    for _, problems in batches(levels_of(capture.only([level.site]))):
+    for _, problems in batches(fit_targets(capture.only([level.site]))):
         [top] = ceilings(problems, diagonal)
         return (top.r2, top.interval) if top else (math.nan, None)
     return math.nan, None

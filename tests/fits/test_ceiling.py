@@ -11,11 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import normscope
+from normscope.fits.ceiling import best_held_out, ceilings, conditional_mean, free
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving.ceiling import best_held_out, ceilings, conditional_mean, free
-from normscope.fits.solving.jackknife import fitted
-from normscope.fits.solving.nodes import FitTarget, batches
-from normscope.fits.solving.solve import FitForm
+from normscope.fits.jackknife import fitted
+from normscope.fits.solver import FitForm
+from normscope.fits.targets import FitTarget, batches
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
