@@ -1,4 +1,4 @@
-"""The gradient view: a norm's Jacobian beside the curves' derivatives, and how constant what each curve holds is."""
+"""The gradient view: a norm's Jacobian, the curves' derivatives, and the spread of what each curve holds constant."""
 
 from __future__ import annotations
 
@@ -9,65 +9,51 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.fits.ceiling import ceilings, conditional_mean
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.jackknife import Interval, interval_of_r2
-from normscope.fits.targets import FitBatch, Nodes, batches, fit_targets, joined, site_level, sums_of
+from normscope.fits.targets import FitBatch, Nodes, batches, fit_targets, joined, site_target, sums_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.formulas import FORMS, Form, form_name
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import PAIR_GRID
-from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.records import Record, Records, Tabled
+from normscope.pairs.sums.stats import Array, PairStats
+from normscope.runtime.records import Record, Records
 
 
 @dataclass(frozen=True)
 class Jacobians:
     """Diagonals and norms of the Jacobians of some tokens, in float64.
 
-    Attributes:
-        diagonal: ∂y_i/∂x_i, ``(tokens, d)``.
-        rows: sum of the squares of each row's entries, Σ_j (∂y_i/∂x_j)², ``(tokens, d)``. The sum of these is the
-            squared Frobenius norm.
-        scale: 1/rstd: ρ of an RMSNorm, σ of a LayerNorm, eps in it, ``(tokens,)``.
-        others: the scale that the token would have with x_i at the mean of its other elements, or at zero where
-            squares are taken about zero, ``(tokens, d)``: what stays as it is while x_i moves. DyISRU's constant C is
-            d·others² for an RMSNorm and d²/(d − 1)·others² for a LayerNorm (docs/theory.md, 27 and 28).
+    ``others`` is the scale with x_i at the mean of the token's other elements, or at zero if squares are taken about
+    zero. DyISRU's constant C is d·others² for an RMSNorm and d²/(d − 1)·others² for a LayerNorm (docs/theory.md, 27 and
+    28).
     """
 
-    diagonal: Tensor
-    rows: Tensor
-    scale: Tensor
-    others: Tensor
+    diagonal: Tensor  # ∂y_i/∂x_i, (tokens, d)
+    rows: Tensor  # squared norm of each row, Σ_j (∂y_i/∂x_j)², (tokens, d)
+    scale: Tensor  # 1/rstd: ρ of an RMSNorm, σ of a LayerNorm, with eps, (tokens,)
+    others: Tensor  # (tokens, d)
 
     @property
     def share(self) -> Tensor:
-        """The part of the squared Frobenius norm that the diagonal holds, ``(tokens,)``."""
+        """Share of the diagonal in the squared Frobenius norm, ``(tokens,)``."""
         return self.diagonal.square().sum(1) / self.rows.sum(1)
 
     @property
     def row_share(self) -> Tensor:
-        """The part of each row's squares that the diagonal holds, ``(tokens, d)``; 1 of a row of zeros."""
+        """Share of the diagonal in each row's squared norm, ``(tokens, d)``; 1 for a row of zeros."""
         return torch.where(self.rows > 0, self.diagonal.square() / self.rows, 1.0)
 
 
 def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
-    """Jacobians of some tokens, from what :meth:`normscope.pairs.norms.formulas.Form.jacobian` makes it of.
-
-    Args:
-        form: of the norm.
-        rows: tokens, ``(tokens, d)``, of any floating dtype.
-        eps: of the norm.
-
-    Returns:
-        Their diagonals and norms.
+    """Jacobians of tokens, ``(tokens, d)`` of any floating dtype.
 
     >>> from normscope.pairs.norms.formulas import FORMS, rms_norm
-    >>> taken = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
-    >>> [round(float(slope), 3) for slope in taken.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
+    >>> of_token = jacobians(FORMS[rms_norm], torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
+    >>> [round(float(slope), 3) for slope in of_token.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
     [0.256, 0.144, 0.4, 0.4]
     """
     x = rows.double()
@@ -88,12 +74,12 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
 
 
 PARTS = ("all", "centre", "tail")
-_ALIKE = 0.05  # two spreads that differ by less are called alike: they are over a few dozen tokens
+_ALIKE = 0.05  # in the logarithm: spreads over a few dozen tokens that differ by less are alike
 
 
 @dataclass(frozen=True)
 class Spread(Record):
-    """Quantiles 0.16, 0.50 and 0.84 of some positive numbers: two thirds lie between them. NaN of no numbers."""
+    """Quantiles 0.16, 0.50 and 0.84 of positive numbers, with two thirds between them; NaN without any."""
 
     p16: float
     p50: float
@@ -103,7 +89,7 @@ class Spread(Record):
 
     @property
     def ratio(self) -> float:
-        """p84/p16: 1 of a constant."""
+        """p84/p16: 1 for a constant."""
         return self.p84 / self.p16 if self.p16 > 0 else math.nan
 
 
@@ -113,10 +99,10 @@ class Constants(Record):
 
     Attributes:
         n_pairs: number of pairs.
-        scale: 1/rstd, which DyT holds constant: ρ of an RMSNorm, σ of a LayerNorm. A token counts once a pair.
-        others: √C, which DyISRU holds constant, in the same unit: the scale that the token's other elements make.
-        C: x²(d/y² − 1), in units of x². For an RMSNorm it is d·others². A LayerNorm's takes x as it is, with the
-            token's mean in it, and means nothing where y passes through zero.
+        scale: 1/rstd, which DyT holds constant, once per pair: ρ of an RMSNorm, σ of a LayerNorm.
+        others: √C, which DyISRU holds constant, in the same unit: the scale of the token's other elements.
+        C: x²(d/y² − 1), in units of x². For an RMSNorm it is d·others². For a LayerNorm x includes the token's mean, so
+            that it means nothing near y = 0.
     """
 
     n_pairs: int
@@ -128,7 +114,7 @@ class Constants(Record):
 
     @property
     def steadier(self) -> Literal["scale", "others"] | None:
-        """The one of ``scale`` and ``others`` of smaller ratio; None where they differ by less than 5 %."""
+        """The one of ``scale`` and ``others`` of smaller ratio; None if they differ by less than 5 %."""
         scale, others = self.scale.ratio, self.others.ratio
         if not abs(math.log(scale / others)) > _ALIKE:
             return None
@@ -136,21 +122,14 @@ class Constants(Record):
 
 
 def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -> dict[str, Constants]:
-    """Constants of all pairs of some tokens, of those of |x| up to ``tail``, and of those beyond.
+    """Constants of each of :data:`PARTS`: of all pairs of tokens, of |x| up to ``tail``, and of those beyond.
 
-    Args:
-        x: of the tokens, float64 ``(tokens, d)``.
-        y: likewise.
-        jacobians: of the tokens.
-        tail: in units of x.
-
-    Returns:
-        The constants of each of :data:`PARTS`.
+    ``x`` and ``y`` are float64 ``(tokens, d)``.
     """
     d = x.shape[1]
     beyond = x.abs() > tail
     scale = jacobians.scale[:, None].expand_as(x)
-    # Where x and y both are zero the pair says nothing; what is left of x²·d/y² is then the token's own.
+    # At x = y = 0 the slope is unknown; with the token's own, x²·d/y² is that of the token.
     slope = torch.where((x == 0) & (y == 0), scale, x / y)
     values = (scale, jacobians.others, d * slope.square() - x.square())
     parts = dict(zip(PARTS, (torch.ones_like(beyond), ~beyond, beyond), strict=True))
@@ -163,52 +142,41 @@ def constants_by_part(x: Tensor, y: Tensor, jacobians: Jacobians, tail: float) -
 def _spread(values: Tensor) -> Spread:
     if not len(values):
         return Spread(math.nan, math.nan, math.nan)
-    # Quantiles that are values themselves: between two infinite ones there is nothing to interpolate.
+    # Without interpolation, which is undefined between infinite values.
     return Spread(*np.quantile(values.numpy(), (0.16, 0.5, 0.84), method="inverted_cdf").tolist())
 
 
-Array = NDArray[np.float64]
-TAIL_FROM = 0.99  # of the drawn tokens' |x| lie below the tail
+TAIL_FROM = 0.99  # share of the drawn tokens' |x| below the tail
 _FORMS = {form_name(form): form for form in FORMS.values()}
-_GROUPS_AN_OCTAVE = 8  # of the mean that is drawn
+_GROUPS_AN_OCTAVE = 8  # of the mean in figures
 
 
 @dataclass(frozen=True, repr=False)
-class GradientView(Tabled, Record):
+class GradientView(SiteRecord, Record):
     """The Jacobian ∂y_i/∂x_j of one norm site.
 
-    Its diagonal's R² are over all pairs. What needs whole tokens, shares and constants, is over the drawn ones.
+    R² of its diagonal are over all pairs; shares and constants, which need whole tokens, over the drawn tokens.
 
     Attributes:
-        model: the network.
-        weights: its resolved checkpoint and revision.
-        data: what went through it.
-        site: module path of the norm.
         kind: its name in the table of norms.
         d: number of elements of a token.
-        centred: whether the norm takes the token's mean away.
-        reason: why there is no closed form here; all numbers are then NaN. None where there is one.
-        n_tokens: number of uniformly drawn tokens, which every share and constant is over.
-        n_largest: number of tokens of largest |x|, which the smallest shares take too.
-        of_tokens: number of tokens that both were drawn from, and that every R² is over.
-        folds: what intervals and cross-validation hold out, one at a time; None where there are no folds.
-        share: mean over tokens of the part of the Jacobian's squared Frobenius norm that its diagonal holds.
-        least_share: the smallest such part; never less than 1 − 1/d for an RMSNorm, 1 − 2/d for a LayerNorm.
-        tail_share: mean over the pairs of the tail of the part of row i's squares that ∂y_i/∂x_i holds.
-        least_row_share: the smallest such part among all drawn pairs.
-        r2_of_x: R² of the best function of x that was found as a prediction of ∂y_i/∂x_i, over all pairs, each
-            predicted from other folds: what a function of x alone can say of the diagonal. NaN without folds.
-        r2: R² of each fitted curve's derivative as a prediction of ∂y_i/∂x_i, over all pairs and about their mean, by
-            the curve's name; NaN where there is nothing to fit.
-        intervals: 95 % of each R², by the curve's name and ``of_x``: a jackknife over the folds in which the curve
-            stays as it was fitted to all of them. None of what has no folds.
+        centred: True if the norm subtracts the token's mean.
+        reason: reason why there is no closed form, so that all numbers are NaN; None if there is one.
+        n_tokens: number of uniformly drawn tokens, for shares and constants.
+        n_largest: number of tokens of largest |x|, also included in the smallest shares.
+        of_tokens: number of all tokens.
+        folds: unit of the folds that intervals and cross-validation leave out, one at a time; None without folds.
+        share: share of the diagonal in the Jacobian's squared Frobenius norm, averaged over tokens.
+        least_share: the smallest such share; at least 1 − 1/d for an RMSNorm, 1 − 2/d for a LayerNorm.
+        tail_share: share of ∂y_i/∂x_i in the squared norm of row i, averaged over the pairs of the tail.
+        least_row_share: the smallest such share among all drawn pairs.
+        r2_of_x: held-out R² of the best function of x found as a prediction of ∂y_i/∂x_i; NaN without folds.
+        r2: R² of each fitted curve's derivative as a prediction of ∂y_i/∂x_i, about the mean, by the curve's name; NaN
+            if there is nothing to fit.
+        intervals: 95 % of each R², by the curve's name and ``of_x``: a jackknife over the folds with the curve fixed.
         constants: for ``all`` pairs, for the ``centre`` and for the ``tail``, the hundredth of largest |x|.
     """
 
-    model: str
-    weights: str
-    data: str
-    site: str
     kind: str
     d: int
     centred: bool
@@ -227,58 +195,49 @@ class GradientView(Tabled, Record):
     constants: dict[str, Constants] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The columns of ``normscope gradient --json``; a number that is none becomes None."""
+        """Return the columns of ``normscope gradient --json``; a number that is not finite is None."""
         row = super().as_dict()
         return row | {"intervals": {f"r2_{name}": bounds for name, bounds in row["intervals"].items()}}
 
 
 @dataclass(frozen=True)
 class DrawnJacobians:
-    """The Jacobians of the drawn tokens of one site.
+    """Jacobians of the drawn tokens of one site."""
 
-    Attributes:
-        x: of the uniformly drawn tokens, float64 ``(tokens, d)``.
-        y: likewise.
-        uniform: their Jacobians.
-        largest_x: of the tokens of largest |x|, float64 ``(tokens, d)``.
-        largest: their Jacobians.
-        tail: |x| from which on a pair lies in the tail.
-    """
-
-    x: Tensor
+    x: Tensor  # of the uniformly drawn tokens, float64 (tokens, d)
     y: Tensor
     uniform: Jacobians
-    largest_x: Tensor
+    largest_x: Tensor  # of the tokens of largest |x|, likewise
     largest: Jacobians
-    tail: float
+    tail: float  # |x| at which the tail begins
 
 
 def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[GradientView]:
     """Compare every site's Jacobian with the derivatives of its fitted curves.
 
     Args:
-        capture: what :func:`normscope.capture` returned with ``diagonal=True``, or was read from a file.
-        fits: what :func:`normscope.fit` made of it.
+        capture: result of :func:`normscope.capture` with ``diagonal=True``.
+        fits: result of :func:`normscope.fit` for it.
 
     Returns:
-        One :class:`GradientView` a site; its ``reason`` says where there is no closed form.
+        One :class:`GradientView` per site, with a ``reason`` if there is no closed form.
 
     Raises:
-        DataError: if the capture holds no sums of the Jacobian's diagonal.
+        DataError: if the capture lacks sums of the Jacobian's diagonal.
 
     >>> import normscope
     >>> from torch import nn
     >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     >>> seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x], diagonal=True)
     >>> [view] = gradient(seen, normscope.fit(seen))
-    >>> view.n_tokens, round(view.share, 2), list(view.r2)  # never less than 1 − 2/d
+    >>> view.n_tokens, round(view.share, 2), list(view.r2)  # at least 1 − 2/d
     (64, 0.78, ['tanh', 'isru'])
     """
     return Records(_view(capture, site, [each for each in fits if each.site == site.name]) for site in capture.sites)
 
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
-    """Jacobians of a site's drawn tokens, or why there are none, as a clause without a full stop."""
+    """Jacobians of a site's drawn tokens; or the reason why there are none, as a clause."""
     if site.grouped:
         return "a token is a group, of which a capture keeps a part, and may be normalized by running statistics"
     if site.d < 2:
@@ -290,28 +249,21 @@ def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
     if form is None:
         return "it is of no form whose Jacobian is known"
     x = uniform.x.double()
-    tail = float(np.quantile(x.abs().numpy(), TAIL_FROM, method="inverted_cdf"))
     return DrawnJacobians(
         x=x,
         y=uniform.y.double(),
         uniform=jacobians(form, uniform.x, site.eps),
         largest_x=largest.x.double(),
         largest=jacobians(form, largest.x, site.eps),
-        tail=tail,
+        tail=float(np.quantile(x.abs().numpy(), TAIL_FROM, method="inverted_cdf")),
     )
 
 
 def mean_diagonal(site: NormSite, stats: PairStats, least_count: int, width: float) -> tuple[Array, Array]:
-    """E[∂y_i/∂x_i | x] over all pairs of a site, in groups of neighbouring x; two arrays ``(groups,)``.
-
-    Args:
-        site: with a closed form.
-        stats: of that site.
-        least_count: number of pairs that a group holds at least, where there are as many.
-        width: bins that lie within one multiple of it are joined, however many pairs they hold; in units of x.
+    """E[∂y_i/∂x_i | x] over all pairs of a site, as of :func:`conditional_mean`; two arrays ``(groups,)``.
 
     Raises:
-        DataError: if the capture holds no sums of the diagonal.
+        DataError: if the capture lacks sums of the diagonal.
     """
     moments = joined(_diagonal_moments(site, stats).sum(0), 2**PAIR_GRID.mantissa_bits // _GROUPS_AN_OCTAVE)
     x, mean, _ = conditional_mean(moments, least_count, width)
@@ -321,34 +273,32 @@ def mean_diagonal(site: NormSite, stats: PairStats, least_count: int, width: flo
 def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> GradientView:
     stats = capture.stats[site.name]
     about: dict[str, Any] = {
-        **{key: capture.about[key] for key in ("model", "weights", "data")},
-        **{"site": site.name, "kind": site.kind, "d": site.d, "centred": site.centred, "of_tokens": stats.n_tokens},
+        **about_site(capture, site.name),
+        **{"kind": site.kind, "d": site.d, "centred": site.centred, "of_tokens": stats.n_tokens},
     }
-    # The pairs (x, ∂y_i/∂x_i), given as a fit is given those of x and y.
-    level = site_level(site, stats, _diagonal_moments(site, stats)) if site.has_diagonal else None
+    # The pairs (x, ∂y_i/∂x_i) take the place of (x, y).
+    target = site_target(site, stats, _diagonal_moments(site, stats)) if site.has_diagonal else None
     drawn = drawn_jacobians(site, stats)
-    if level is None or isinstance(drawn, str):
+    if target is None or isinstance(drawn, str):
         return GradientView(**about, reason=str(drawn), n_tokens=0, n_largest=0)
     in_tail = drawn.x.abs() > drawn.tail
     both = (drawn.uniform, drawn.largest)
-    # Bins as they were summed, none joined: a derivative may jump, and there is no search that would take long.
-    problems = FitBatch([level], 2**PAIR_GRID.mantissa_bits)
-    of_curves = {each.curve: _of_curve(each, problems) for each in fits}
-    r2_of_x, of_x = _of_x(problems, capture)
-    intervals = {**{curve: bounds for curve, (_, bounds) in of_curves.items()}, "of_x": of_x}
+    # Bins are not joined: a derivative may jump, and there is no search that would take long.
+    problems = FitBatch([target], 2**PAIR_GRID.mantissa_bits)
+    r2_by_name = {each.curve: _of_curve(each, problems) for each in fits} | {"of_x": _of_x(problems, capture)}
     return GradientView(
         **about,
         reason=None,
         n_tokens=len(drawn.x),
         n_largest=len(drawn.largest_x),
-        folds=level.fold_by,
+        folds=target.fold_by,
         share=float(drawn.uniform.share.mean()),
         least_share=float(torch.cat([each.share for each in both]).amin()),
         tail_share=float(drawn.uniform.row_share[in_tail].mean()),
         least_row_share=float(torch.cat([each.row_share for each in both]).amin()),
-        r2_of_x=r2_of_x,
-        r2={curve: r2 for curve, (r2, _) in of_curves.items()},
-        intervals={name: bounds for name, bounds in intervals.items() if bounds is not None},
+        r2_of_x=r2_by_name["of_x"][0],
+        r2={each.curve: r2_by_name[each.curve][0] for each in fits},
+        intervals={name: bounds for name, (_, bounds) in r2_by_name.items() if bounds is not None},
         constants=constants_by_part(drawn.x, drawn.y, drawn.uniform, drawn.tail),
     )
 
@@ -358,25 +308,25 @@ def _diagonal_moments(site: NormSite, stats: PairStats) -> Tensor:
 
 
 def _of_curve(fit: CurveFit, problems: FitBatch) -> tuple[float, Interval | None]:
-    """R² of a curve's derivative, and its 95 %: the curve stays, and one fold of pairs after another is left out."""
-    if fit.degenerate or problems.levels[0].nothing is not None:
+    """R² of a fixed curve's derivative, and its 95 %."""
+    if fit.degenerate or problems.targets[0].nothing is not None:
         return math.nan, None
 
     def left(nodes: Nodes) -> Tensor:
         slopes = fit.derivative(nodes.x).where(nodes.weight > 0, 0.0)  # infinite at 0, of some curves
         return nodes.residual(slopes) / nodes.total
 
-    whole, without = left(problems.nodes()), left(problems.without_folds()).view(1, problems.folds)
+    whole, without = left(problems.nodes()), left(problems.nodes("others")).view(1, problems.folds)
     low, high = map(float, interval_of_r2(whole, without, torch.where(problems.occupied, problems.n_pairs, 0.0)))
     return float(1 - whole), (low, high) if math.isfinite(low + high) else None
 
 
 def _of_x(diagonal: FitBatch, capture: Capture) -> tuple[float, Interval | None]:
-    """Held-out R² of the best function of x that was found for the diagonal, and its 95 %; NaN without folds."""
-    [level] = diagonal.levels
-    if level.fold_by is None or level.nothing is not None:
+    """Ceiling of the diagonal, and its 95 %; NaN without folds."""
+    [target] = diagonal.targets
+    if target.fold_by is None or target.nothing is not None:
         return math.nan, None
-    for _, problems in batches(fit_targets(capture.only([level.site]))):
+    for _, problems in batches(fit_targets(capture.only([target.site]))):
         [top] = ceilings(problems, diagonal)
         return (top.r2, top.interval) if top else (math.nan, None)
     return math.nan, None

@@ -1,10 +1,10 @@
-"""Binned sums as the few weighted points on which fits are evaluated; many problems as one batch."""
+"""Pairs that one fit explains: binned sums of a capture, and the weighted points that stand for them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal, Self
@@ -23,70 +23,53 @@ PER = ("site", "channel")
 POOLS = ("placement", "kind", "all")
 WEIGHTS = ("pairs", "gamma", "x")
 
-CONSTANT_OUTPUT = "constant output"
+CONSTANT_OUTPUT, NO_PAIR, NO_WEIGHT = "constant output", "no finite pair", "γ is zero"
 _REPEATED = 0.02  # of the drawn x: far fewer are equal by chance
-_NO_SPREAD = 1e-14  # of the mean square: below it, what is left of the difference of two squares is rounding
+_NO_SPREAD = 1e-14  # of the mean square: a smaller variance is rounding
 
 
 @dataclass(eq=False)
 class FitTarget:
-    """All pairs that one fit explains.
+    """All pairs that one fit explains: of a site, a channel or a pool of sites."""
 
-    Attributes:
-        site: module path of the norm; of pooled sites, what they have in common.
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, float64 ``(folds, 6, bins)``, weighted as requested.
-        counts: number of pairs per fold and bin, float64 ``(folds, bins)``.
-        reach: largest |x|.
-        nothing: reason why there is nothing to fit, in words; None where there is.
-        grid: of the bins.
-        fold_by: unit of the folds; None without folds.
-        sites: module paths of the pooled sites; empty for one site.
-        channel: number of the channel, or None for all.
-        bound: largest possible |y|; infinite without a bound.
-        slope: of the mean token's line at the origin, (1 − 1/d)/σ with centring and 1/ρ without.
-        x_repeats: True if many x of the drawn tokens are equal to the last bit, which bins cannot resolve.
-    """
-
-    site: str
-    moments: Tensor
-    counts: Tensor
-    reach: float
-    nothing: str | None
+    site: str  # module path; of pooled sites, what they have in common
+    moments: Tensor  # n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, float64 (folds, 6, bins), weighted as requested
+    counts: Tensor  # number of pairs per fold and bin, float64 (folds, bins)
+    reach: float  # largest |x|
+    nothing: str | None  # reason why there is nothing to fit
     grid: FloatGrid = PAIR_GRID
     fold_by: Literal["source", "sample"] | None = None
-    sites: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()  # of a pool
     channel: int | None = None
-    bound: float = math.inf
-    slope: float = math.nan
-    x_repeats: bool = False
+    bound: float = math.inf  # of |y|
+    slope: float = math.nan  # of the mean token's line at the origin, (1 − 1/d)/σ with centring and 1/ρ without
+    x_repeats: bool = False  # many x of the drawn tokens are equal to the last bit, which bins cannot resolve
 
 
 def fit_targets(
     capture: Capture, *, per: str = "site", pool: str | None = None, weights_by: str = "pairs"
 ) -> list[FitTarget]:
-    """Levels of a capture, in the order of its sites.
-
-    The arguments are those of :func:`normscope.fit`.
+    """Targets of a capture, in the order of its sites, for the arguments of :func:`normscope.fit`.
 
     Raises:
-        UsageError: if there is no such level, pool or weighting, or if they exclude one another.
+        UsageError: as of :func:`check_targets`.
         DataError: if the capture lacks the sums that they need.
     """
-    check_levels(per, pool, weights_by)
+    check_targets(per, pool, weights_by)
     if per == "channel":
-        levels = [level for site in capture.sites for level in _channels(site, capture.stats[site.name])]
+        targets = [target for site in capture.sites for target in _channels(site, capture.stats[site.name])]
     else:
-        levels = [_of_site(site, capture.stats[site.name], weights_by) for site in capture.sites]
+        targets = [_of_site(site, capture.stats[site.name], weights_by) for site in capture.sites]
     if pool is not None:
         groups: dict[str, list[FitTarget]] = {}
-        for site, level in zip(capture.sites, levels, strict=True):
-            groups.setdefault(_shared(site, pool), []).append(level)
-        levels = [_pooled(name, members) for name, members in groups.items()]
-    return [_even_over_x(level) for level in levels] if weights_by == "x" else levels
+        for site, target in zip(capture.sites, targets, strict=True):
+            groups.setdefault(_pool_of(site, pool), []).append(target)
+        targets = [_pooled(name, members) for name, members in groups.items()]
+    return [_even_over_x(target) for target in targets] if weights_by == "x" else targets
 
 
-def check_levels(per: str, pool: str | None, weights_by: str) -> None:
-    """Refuse arguments that :func:`fit_targets` would refuse, before there is a capture; UsageError."""
+def check_targets(per: str, pool: str | None, weights_by: str) -> None:
+    """Raise UsageError if there is no such level, pool or weighting, or if they exclude one another."""
     for what, value, choices in (("level", per, PER), ("pool", pool, POOLS), ("weighting", weights_by, WEIGHTS)):
         if value is not None and value not in choices:
             raise UsageError(unknown(what, value, choices))
@@ -96,7 +79,7 @@ def check_levels(per: str, pool: str | None, weights_by: str) -> None:
         )
 
 
-def _shared(site: NormSite, pool: str) -> str:
+def _pool_of(site: NormSite, pool: str) -> str:
     if pool == "placement":
         return site.placement or "beside the residual stream"
     return kind_of_site(site.name) if pool == "kind" else "all sites"
@@ -116,12 +99,12 @@ def _of_site(site: NormSite, stats: PairStats, weights_by: str) -> FitTarget:
     moments = stats.moments
     if weights_by == "gamma":
         moments = sums_of(stats.gamma_moments, "weighted by γ² of", site, "by_gamma")
-    level = site_level(site, stats, moments)
-    return replace(level, counts=stats.moments[:, 0], bound=site.bound, slope=_slope(site, stats))
+    target = site_target(site, stats, moments)
+    return replace(target, counts=stats.moments[:, 0], bound=site.bound, slope=_slope(site, stats))
 
 
-def site_level(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
-    """Sums of pairs of a site, ``(folds, 6, bins)``, as a level without a bound on y."""
+def site_target(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
+    """Target of a site from sums of pairs, ``(folds, 6, bins)``, without a bound on y."""
     low, high = stats.channel_extremes
     return FitTarget(
         site=site.name,
@@ -129,32 +112,30 @@ def site_level(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
         counts=moments[:, 0],
         reach=float(stats.reach.max()) if stats.n_pairs else math.nan,
         nothing=_degenerate(stats, stats.n_pairs, float(low.min()), float(high.max()))
-        or _nothing_in(moments, "γ is zero"),
+        or _nothing_in(moments, NO_WEIGHT),
         fold_by=stats.fold_by,
         x_repeats=_repeats(stats.tokens.x),
     )
 
 
 def _repeats(x: Tensor) -> bool:
-    """True if many x occur more than once, as those of blank patches; those that half precision holds do by chance."""
+    """True if many x occur more than once, other than those that half precision represents."""
     fine = x[(x != x.half()) & (x != x.bfloat16())]
     _, times = torch.unique(fine, return_counts=True)
     return bool(times[times > 1].sum() > _REPEATED * x.numel())
 
 
-def _even_over_x(level: FitTarget) -> FitTarget:
-    """Weight every bin with pairs by its width, shared alike among them."""
-    width = level.grid.edges().diff()
-    # Nothing is known of how far pairs lie apart beyond the grid.
-    share = width.where(width.isfinite(), 0.0) / level.counts.sum(0).clamp_min(1)
-    moments = level.moments * share
-    return replace(level, moments=moments, nothing=level.nothing or _nothing_in(moments, "x beyond the grid"))
+def _even_over_x(target: FitTarget) -> FitTarget:
+    """Weight every bin by its width, divided evenly among its pairs; bins beyond the grid have no width."""
+    width = target.grid.edges().diff()
+    share = width.where(width.isfinite(), 0.0) / target.counts.sum(0).clamp_min(1)
+    moments = target.moments * share
+    return replace(target, moments=moments, nothing=target.nothing or _nothing_in(moments, "x beyond the grid"))
 
 
 def _degenerate(stats: PairStats, pairs: float, low: float, high: float) -> str | None:
-    """Reason why there is nothing to fit, from the number of pairs and the range of x; None where there may be."""
     if not pairs:
-        return "no finite pair"
+        return NO_PAIR
     if low == high:
         return "constant input" if low else "all zero"
     return "one token" if stats.n_tokens == 1 else None
@@ -168,7 +149,7 @@ def _nothing_in(moments: Tensor, no_weight: str) -> str | None:
 
 
 def _slope(site: NormSite, stats: PairStats) -> float:
-    """Slope at the origin of the token of mean ρ or σ: of all pairs Σxy/n is that mean but for eps, which is added."""
+    """Slope at the origin of the token of mean ρ or σ: Σxy/n over all pairs is that mean, less what eps adds."""
     n, _, _, _, xy, _ = stats.moments.sum((0, 2)).tolist()
     if not n:
         return math.nan
@@ -202,69 +183,60 @@ def _channels(site: NormSite, stats: PairStats) -> list[FitTarget]:
 
 
 def _pooled(name: str, members: Sequence[FitTarget]) -> FitTarget:
-    """Add up the pairs of several sites; folds stay folds, as a source is in the same one at every site."""
-    filled = [level for level in members if level.nothing not in ("no finite pair", "γ is zero")]
-    used = filled or list(members)
-    folds = {level.fold_by for level in used}
-    n = [float(level.counts.sum()) for level in used]
-    slopes = [pairs * level.slope for pairs, level in zip(n, used, strict=True) if level.slope > 0]
-    bounds = {level.bound for level in used}
+    """Add up the pairs of several sites. Folds stay folds, as a source is in the same one at every site."""
+    used = [target for target in members if target.nothing not in (NO_PAIR, NO_WEIGHT)] or list(members)
+    folds, bounds = {target.fold_by for target in used}, {target.bound for target in used}
+    n = [float(target.counts.sum()) for target in used]
+    slopes = [pairs * target.slope for pairs, target in zip(n, used, strict=True) if target.slope > 0]
     return FitTarget(
         site=name,
-        moments=reduce(torch.add, [level.moments for level in used]),
-        counts=reduce(torch.add, [level.counts for level in used]),
-        reach=max(level.reach for level in used),
-        nothing=None if any(level.nothing is None for level in used) else used[0].nothing,
+        moments=reduce(torch.add, [target.moments for target in used]),
+        counts=reduce(torch.add, [target.counts for target in used]),
+        reach=max(target.reach for target in used),
+        nothing=None if any(target.nothing is None for target in used) else used[0].nothing,
         fold_by=folds.pop() if len(folds) == 1 else None,
-        sites=tuple(level.site for level in members),
+        sites=tuple(target.site for target in members),
         bound=bounds.pop() if len(bounds) == 1 else math.inf,
         slope=sum(slopes) / sum(n) if sum(n) else math.nan,
-        x_repeats=any(level.x_repeats for level in used),
+        x_repeats=any(target.x_repeats for target in used),
     )
 
 
 _MIRRORED = (1.0, -1.0, -1.0, 1.0, 1.0, 1.0)  # signs of n, Σx, Σy, Σx², Σxy, Σy² of (−x, −y)
-_ROUNDING = 1e-7  # of |x|: below it, what is left of the difference of two squares is no spread
+_ROUNDING = 1e-7  # of |x|: a smaller standard deviation within a bin is rounding
 
 
 class Batched:
     """A record of tensors with a row for each of several problems."""
 
     def of(self, problems: Tensor) -> Self:
-        """The rows of some of the problems, by their numbers, as often as they are named."""
+        """Select the rows of some problems by their numbers, with repetitions."""
         return type(self)(**{name: rows.index_select(0, problems) for name, rows in vars(self).items()})
 
 
 @dataclass(frozen=True)
 class Nodes(Batched):
-    """Weighted points (x, y) that stand for all pairs of several least-squares problems, a row each.
+    """Weighted points (x, y) that represent all pairs of several problems, float64 ``(problems, nodes)``.
 
     Rows are padded with points of weight zero.
-
-    Attributes:
-        x: float64 ``(problems, nodes)``.
-        y: likewise.
-        weight: of the pairs that each stands for; without weights their number, likewise.
-        scatter: Σ w (y − its node's y)² over those pairs: what no fit changes, likewise.
-        total: Σ w (y − ȳ)² over all pairs, float64 ``(problems,)``.
     """
 
     x: Tensor
     y: Tensor
-    weight: Tensor
-    scatter: Tensor
-    total: Tensor
+    weight: Tensor  # of the pairs that each represents, by default their number
+    scatter: Tensor  # Σ w (y − its node's y)² over those pairs, which no fit changes
+    total: Tensor  # Σ w (y − ȳ)² over all pairs, (problems,)
 
     def __len__(self) -> int:
         return len(self.x)
 
     def residual(self, predicted: Tensor) -> Tensor:
-        """Σ w (y − prediction)² over all pairs, ``(problems,)``, for predictions ``(problems, nodes)``."""
+        """Σ w (y − prediction)² over all pairs, ``(problems,)``."""
         off = self.y - predicted
         return dot(self.weight * off, off) + self.scatter.sum(-1)
 
     def filled(self) -> Nodes:
-        """The nodes without those at which no problem has pairs."""
+        """Drop the nodes at which no problem has pairs."""
         filled = (self.weight > 0).any(0)
         return Nodes(self.x[:, filled], self.y[:, filled], self.weight[:, filled], self.scatter[:, filled], self.total)
 
@@ -276,14 +248,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def joined(moments: Tensor, width: int) -> Tensor:
-    """Join neighbouring bins of a :class:`FloatGrid`; none but zero's then holds pairs of both signs.
-
-    Args:
-        moments: sums per bin, ``(…, bins)``.
-        width: how many become one; a power of two that divides the number of bins an octave.
-
-    Returns:
-        The sums per wider bin, in ascending order of x, ``(…, wider bins)``.
+    """Join ``width`` neighbouring bins of a :class:`FloatGrid`, the last axis, into one; zero's stays as it is.
 
     >>> joined(torch.tensor([9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9]), 2).tolist()
     [9, 3, 7, 5, 13, 17, 9]
@@ -291,7 +256,7 @@ def joined(moments: Tensor, width: int) -> Tensor:
     if width == 1:
         return moments
     centre = moments.shape[-1] // 2
-    # Slices added up: a sum over an axis of a few bins takes five times as long.
+    # A sum of slices takes a fifth of the time of a sum over an axis of a few bins.
     negative, positive = (
         sum((side[..., place::width] for place in range(1, width)), side[..., ::width])
         for side in (moments[..., 1:centre], moments[..., centre + 1 : -1])
@@ -300,11 +265,7 @@ def joined(moments: Tensor, width: int) -> Tensor:
 
 
 def mirrored(moments: Tensor) -> Tensor:
-    """Add the bins of negative x to those of positive x, as an odd curve errs by the same at (−x, −y) as at (x, y).
-
-    Args:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin of a grid that is symmetric about zero, ``(…, 6, bins)``.
-    """
+    """Add the bins of −x, ``(…, 6, bins)``, to those of x, as an odd curve has the same error at (−x, −y) and (x, y)."""
     centre = moments.shape[-1] // 2
     signs = torch.tensor(_MIRRORED, dtype=moments.dtype)[:, None]
     both = moments[..., centre:].clone()
@@ -315,14 +276,9 @@ def mirrored(moments: Tensor) -> Tensor:
 def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
     """Put each bin's pairs at two points, one standard deviation of its x to either side of its mean.
 
-    The two, with y on the bin's own regression line, have the bin's n, Σx, Σx², Σy and Σxy, so that Σf(x)² and
-    Σf(x)y are right to second order in the bin's width for any smooth f, without a derivative of it. With bins of
-    1/16 octave that leaves relative errors near 1e-7, and near 1e-4 with half octaves.
-
-    Args:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(problems, 6, bins)``, on a grid that is symmetric about
-            zero.
-        odd: the curve will be odd: let one point stand for pairs of either sign.
+    With y on the bin's own regression line, the two have the bin's n, Σx, Σx², Σy and Σxy. For any smooth f, Σf(x)² and
+    Σf(x)y are then right to second order in the bin's width: to about 1e-7 with bins of 1/16 octave. ``moments`` are
+    n, Σx, Σy, Σx², Σxy, Σy² per bin, ``(problems, 6, bins)``. For an ``odd`` curve a point represents both signs of x.
     """
     total = _total(moments)
     if odd:
@@ -349,7 +305,7 @@ def nodes_of(moments: Tensor, *, odd: bool = False) -> Nodes:
 
 
 def _filled(moments: Tensor) -> Tensor:
-    """The bins that hold pairs, side by side, each problem's its own, and zeros behind: ``(problems, 6, most)``."""
+    """Move each problem's occupied bins to the front, with zeros behind: ``(problems, 6, most)``."""
     filled = moments[:, 0] > 0
     place = filled.cumsum(-1)
     problem, bins = filled.nonzero().unbind(-1)
@@ -359,7 +315,7 @@ def _filled(moments: Tensor) -> Tensor:
 
 
 def _total(moments: Tensor) -> Tensor:
-    """Σ (y − ȳ)² of each problem, bin by bin, so that large means cancel nothing."""
+    """Σ (y − ȳ)² of each problem, bin by bin, so that large means do not cancel."""
     n, _, y, _, _, yy = moments.unbind(1)
     number = torch.where(n > 0, n, 1.0)
     pairs = n.sum(-1, keepdim=True)
@@ -368,21 +324,15 @@ def _total(moments: Tensor) -> Tensor:
     return torch.where(n > 0, within + n * (y / number - mean).square(), 0.0).sum(-1)
 
 
-TAIL = 0.99  # of the pairs lie nearer to the origin than those in the tails
-_SATURATED = 0.05  # of the largest slope: where the curve is flatter, it tells inputs apart no more
+TAIL = 0.99  # share of the pairs nearer to the origin than the tails
+_SATURATED = 0.05  # of the largest slope: a flatter curve does not tell inputs apart
 
 
 def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor) -> dict[str, Tensor]:
-    """Errors of predictions over all pairs, with the weights of the fit, by the names of CurveFit's attributes.
+    """Errors of predictions over all pairs, ``(problems,)`` each, by the names of CurveFit's attributes.
 
-    Args:
-        nodes: the problems, with both signs of x.
-        in_tail: nodes in the tails, by :func:`tails`.
-        predicted: A·f(αx + s) at the nodes, ``(problems, nodes)``.
-        steepness: |f′| there over its largest value, likewise; NaN for a curve that has none.
-
-    Returns:
-        Float64 ``(problems,)`` each.
+    ``nodes`` have both signs of x, and ``in_tail`` is that of :func:`tails`. ``steepness`` is |f′| at the nodes over its
+    largest value; NaN for a curve without one.
     """
     off = nodes.y - predicted
     squares = nodes.weight * off.square() + nodes.scatter
@@ -410,35 +360,29 @@ def tails(nodes: Nodes) -> Tensor:
     return torch.zeros_like(beyond).scatter(-1, order, beyond)
 
 
+Pairs = Literal["all", "coarse", "others", "rough others", "folds"]
 _BINS_AN_OCTAVE = 16
-_FEW_BINS = 512  # so many need not be joined: x that lies within a few octaves is resolved as finely as it was binned
-_COARSER = 8  # times fewer bins, for the first look
-_ROUGH_BINS_AN_OCTAVE = 4  # which leave α right to a hundredth, and the error at it to a millionth
+_FEW_BINS = 512  # occupied bins that need not be joined: x within a few octaves is resolved as it was binned
+_COARSER = 8  # factor between the bins of the fit and those of the first look
+_ROUGH_BINS_AN_OCTAVE = 4  # leave α right to a hundredth, and the error at it to a millionth
 _NEGLIGIBLE = 1e-3  # share of Σy² beyond the grid, or of Σx² below it
-_STRAIGHT_UP_TO = 0.1  # u below which curves depart little from their tangent
-_BINS_AT_ONCE = 2**20  # of all folds and levels: some tens of megabytes
+_STRAIGHT_UP_TO = 0.1  # u below which curves hardly depart from their tangent
+_BINS_AT_ONCE = 2**20  # of all folds and targets: some tens of megabytes
 
 
 class FitBatch:
-    """Levels on one grid of bins, and their nodes, each made once and when it is first needed.
+    """Targets on one grid of bins as a batch of problems, whose nodes are computed once; ``folds`` counts empty ones."""
 
-    Attributes:
-        levels: in the order of the problems.
-        folds: number of folds of each, whether they hold pairs or not.
-    """
-
-    def __init__(self, levels: Sequence[FitTarget], bins_an_octave: int) -> None:
-        """Stack the sums of all levels, on so many bins an octave."""
-        self.levels, self.folds = levels, len(levels[0].moments)
-        self._nodes: dict[tuple[str, bool], Nodes] = {}
-        grid = levels[0].grid
+    def __init__(self, targets: Sequence[FitTarget], bins_an_octave: int) -> None:
+        self.targets, self.folds = targets, len(targets[0].moments)
+        self._nodes: dict[tuple[Pairs, bool], Nodes] = {}
         self._bins_an_octave = bins_an_octave
-        width = 2**grid.mantissa_bits // bins_an_octave
-        self._moments = torch.stack([joined(level.moments, width) for level in levels])
-        self._counts = torch.stack([joined(level.counts, width) for level in levels])
+        width = 2 ** targets[0].grid.mantissa_bits // bins_an_octave
+        self._moments = torch.stack([joined(target.moments, width) for target in targets])
+        self._counts = torch.stack([joined(target.counts, width) for target in targets])
 
     def __len__(self) -> int:
-        return len(self.levels)
+        return len(self.targets)
 
     @functools.cached_property
     def n_pairs(self) -> Tensor:
@@ -447,84 +391,72 @@ class FitBatch:
 
     @functools.cached_property
     def _whole(self) -> Tensor:
-        """Moments of all pairs, float64 ``(problems, 6, bins)``."""
         return self._moments.sum(1) if self.folds > 1 else self._moments[:, 0]
 
     @functools.cached_property
     def occupied(self) -> Tensor:
-        """Folds that hold pairs, of levels that have folds: bool ``(problems, folds)``."""
-        has_folds = torch.tensor([level.fold_by is not None for level in self.levels])
+        """Folds that contain pairs, for targets that have folds: bool ``(problems, folds)``."""
+        has_folds = torch.tensor([target.fold_by is not None for target in self.targets])
         return (self.n_pairs > 0) & has_folds[:, None]
 
     @functools.cached_property
     def off_grid(self) -> Tensor:
-        """True where much of x or of y is in a bin without width, below the grid or beyond; bool ``(problems,)``."""
+        """True if much of x or of y is in a bin without width, below the grid or beyond; bool ``(problems,)``."""
         centre = self._whole.shape[-1] // 2
         xx, yy = self._whole[:, 3], self._whole[:, 5]
         beyond = yy[:, [0, -1]].sum(-1) > _NEGLIGIBLE * yy.sum(-1)
         return beyond | (xx[:, centre] > _NEGLIGIBLE * xx.sum(-1))
 
     def unresolved(self, alpha: Tensor) -> Tensor:
-        """True where the grid is too narrow for a curve: for x or y, or for the bend; bool ``(problems,)``."""
+        """True if the grid is too narrow for a curve: for x or y, or for the bend; bool ``(problems,)``."""
         below = self._whole[:, 3, self._whole.shape[-1] // 2] > 0
-        return self.off_grid | ((alpha * 2.0 ** self.levels[0].grid.low > _STRAIGHT_UP_TO) & below)
-
-    def nodes(self, *, odd: bool = False) -> Nodes:
-        """All pairs of each problem."""
-        return self._once("all", odd, lambda: self._whole)
+        return self.off_grid | ((alpha * 2.0 ** self.targets[0].grid.low > _STRAIGHT_UP_TO) & below)
 
     @functools.cached_property
     def tails(self) -> Tensor:
-        """Nodes in the tails, bool ``(problems, nodes)``."""
         return tails(self.nodes())
 
-    def coarse(self, *, odd: bool = False) -> Nodes:
-        """All pairs of each problem, on far fewer nodes."""
-        return self._once("coarse", odd, lambda: joined(self._whole, min(_COARSER, self._bins_an_octave)))
+    def nodes(self, pairs: Pairs = "all", *, odd: bool = False) -> Nodes:
+        """Return nodes of each problem, ``coarse`` ones for a first look; or of each problem and fold, side by side.
 
-    def without_folds(self, *, odd: bool = False) -> Nodes:
-        """All pairs but those of one fold: ``problems · folds`` problems, the folds of one problem side by side."""
-        return self._once("without", odd, lambda: self._others)
+        These are of the pairs of all ``others``, on ``rough others`` fewer nodes, or of the ``folds`` themselves.
+        """
+        if (pairs, odd) not in self._nodes:
+            self._nodes[pairs, odd] = nodes_of(self._moments_of(pairs), odd=odd)
+        return self._nodes[pairs, odd]
 
-    def rough_without_folds(self, *, odd: bool = False) -> Nodes:
-        """All pairs but those of one fold, likewise, on fewer nodes."""
-        return self._once("rough without", odd, lambda: joined(self._others, self._rougher))
+    def _moments_of(self, pairs: Pairs) -> Tensor:
+        match pairs:
+            case "all":
+                return self._whole
+            case "coarse":
+                return joined(self._whole, min(_COARSER, self._bins_an_octave))
+            case "others":
+                return self._others
+            case "rough others":
+                rough = self._bins_an_octave == _BINS_AN_OCTAVE  # a few bins are not joined here either
+                return joined(self._others, _BINS_AN_OCTAVE // _ROUGH_BINS_AN_OCTAVE if rough else 1)
+            case "folds":
+                return self._moments.flatten(0, 1)
 
     @functools.cached_property
     def _others(self) -> Tensor:
-        """Moments of all pairs but those of one fold, ``(problems · folds, 6, bins)``."""
         # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
-        held = self._counts.sum(1, keepdim=True) - self._counts > 0.5
-        return (self._whole[:, None] - self._moments).where(held[:, :, None], 0.0).flatten(0, 1)
-
-    @property
-    def _rougher(self) -> int:
-        """Number of bins that become one of the rough ones; those that need not be joined are not."""
-        return self._bins_an_octave // _ROUGH_BINS_AN_OCTAVE if self._bins_an_octave == _BINS_AN_OCTAVE else 1
-
-    def of_folds(self, *, odd: bool = False) -> Nodes:
-        """The pairs of one fold each: ``problems · folds`` problems, likewise."""
-        return self._once("folds", odd, lambda: self._moments.flatten(0, 1))
-
-    def _once(self, name: str, odd: bool, moments: Callable[[], Tensor]) -> Nodes:
-        """Nodes of some moments, which all odd curves share, and all others."""
-        if (name, odd) not in self._nodes:
-            self._nodes[name, odd] = nodes_of(moments(), odd=odd)
-        return self._nodes[name, odd]
+        left = self._counts.sum(1, keepdim=True) - self._counts > 0.5
+        return (self._whole[:, None] - self._moments).where(left[:, :, None], 0.0).flatten(0, 1)
 
 
-def batches(levels: Sequence[FitTarget]) -> Iterator[tuple[list[int], FitBatch]]:
-    """Batches of the levels that have something to fit, each with their numbers among ``levels``."""
+def batches(targets: Sequence[FitTarget]) -> Iterator[tuple[list[int], FitBatch]]:
+    """Batches of the targets that have something to fit, each with their numbers among ``targets``."""
     alike: dict[tuple[int, int], list[int]] = {}
-    for number, level in enumerate(levels):
-        if level.nothing is None:
-            octave = 2**level.grid.mantissa_bits
-            few = octave <= _BINS_AN_OCTAVE or int((level.counts > 0).any(0).sum()) <= _FEW_BINS
+    for number, target in enumerate(targets):
+        if target.nothing is None:
+            octave = 2**target.grid.mantissa_bits
+            few = octave <= _BINS_AN_OCTAVE or int((target.counts > 0).any(0).sum()) <= _FEW_BINS
             alike.setdefault((octave, octave if few else _BINS_AN_OCTAVE), []).append(number)
-    for (_, bins_an_octave), numbers in alike.items():
-        first = levels[numbers[0]]
-        bins = first.counts.numel() * bins_an_octave // 2**first.grid.mantissa_bits
+    for (octave, bins_an_octave), numbers in alike.items():
+        bins = targets[numbers[0]].counts.numel() * bins_an_octave // octave
         at_once = max(1, _BINS_AT_ONCE // bins)
         for start in range(0, len(numbers), at_once):
             part = numbers[start : start + at_once]
-            yield part, FitBatch([levels[number] for number in part], bins_an_octave)
+            yield part, FitBatch([targets[number] for number in part], bins_an_octave)
