@@ -94,8 +94,8 @@ def ceilings(problems: FitBatch, diagonal: FitBatch | None = None) -> list[Ceili
 def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
     """Select among E[y|x] and curves, as :func:`ceilings` does.
 
-    ``of_curves`` is Σ w (y − prediction)² of each held-out fold, ``(curves, problems, folds)``; ``unbounded`` is true for
-    each curve without bounds.
+    ``of_curves`` is Σ w (y − prediction)² of each held-out fold, ``(curves, problems, folds)``; ``unbounded`` marks the
+    curves without bounds.
     """
     handicaps = 1 + _HANDICAP * np.array([*(along_line for _, along_line in _WAYS), *unbounded])
     total, without = problems.nodes().total.tolist(), problems.nodes("others").total.view(len(problems), -1).numpy()

@@ -265,7 +265,7 @@ def joined(moments: Tensor, width: int) -> Tensor:
 
 
 def mirrored(moments: Tensor) -> Tensor:
-    """Add the bins of −x, ``(…, 6, bins)``, to those of x, as an odd curve has the same error at (−x, −y) and (x, y)."""
+    """Add the bins of −x, ``(…, 6, bins)``, to those of x: an odd curve has the same error at (−x, −y) and (x, y)."""
     centre = moments.shape[-1] // 2
     signs = torch.tensor(_MIRRORED, dtype=moments.dtype)[:, None]
     both = moments[..., centre:].clone()
@@ -331,7 +331,7 @@ _SATURATED = 0.05  # of the largest slope: a flatter curve does not tell inputs 
 def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor) -> dict[str, Tensor]:
     """Errors of predictions over all pairs, ``(problems,)`` each, by the names of CurveFit's attributes.
 
-    ``nodes`` have both signs of x, and ``in_tail`` is that of :func:`tails`. ``steepness`` is |f′| at the nodes over its
+    ``nodes`` have both signs of x, and ``in_tail`` is by :func:`tails`. ``steepness`` is |f′| at the nodes over its
     largest value; NaN for a curve without one.
     """
     off = nodes.y - predicted
@@ -371,7 +371,7 @@ _BINS_AT_ONCE = 2**20  # of all folds and targets: some tens of megabytes
 
 
 class FitBatch:
-    """Targets on one grid of bins as a batch of problems, whose nodes are computed once; ``folds`` counts empty ones."""
+    """Targets on one grid of bins as a batch of problems, each with ``folds`` folds; nodes are computed once."""
 
     def __init__(self, targets: Sequence[FitTarget], bins_an_octave: int) -> None:
         self.targets, self.folds = targets, len(targets[0].moments)
