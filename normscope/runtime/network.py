@@ -49,10 +49,9 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
 
 @contextlib.contextmanager
 def module_by_module(model: nn.Module) -> Iterator[None]:
-    """Disable torch.compile and torch's fused encoder layers in the block.
+    """Disable torch.compile, whose code does not call new hooks, and torch's fused encoder layers in the block.
 
-    Compiled code does not call new hooks, or dynamo would trace into them. A fused
-    :class:`torch.nn.TransformerEncoder` passes nested tensors to modules with hooks, which they do not accept.
+    A fused :class:`torch.nn.TransformerEncoder` passes nested tensors to modules with hooks, which do not accept them.
 
     >>> compiled = torch.compile(nn.LayerNorm(4), backend=lambda graph, inputs: print("compiling"))
     >>> with module_by_module(compiled):
@@ -113,7 +112,7 @@ def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threadin
 
 @contextlib.contextmanager
 def passes_by(lock: Any) -> Iterator[None]:
-    """Let hooks of :func:`heard_by` run in the block, for passes of this thread and of threads that it starts."""
+    """Run hooks of :func:`heard_by` in the block for passes of this thread and of threads that it starts."""
     thread = threading.current_thread()
     before, _passes[thread] = _passes.get(thread), lock
     try:
@@ -123,7 +122,7 @@ def passes_by(lock: Any) -> Iterator[None]:
 
 
 def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that ignores the passes of unrelated threads, and runs one at a time for the others."""
+    """Return a hook that ignores passes of unrelated threads; the others run it one at a time."""
 
     def heard(*call: Any) -> Any:
         if _passes.get(threading.current_thread()) is not lock:
@@ -136,7 +135,7 @@ def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def captured_once(model: nn.Module) -> Iterator[None]:
-    """Raise UsageError if another thread is capturing the network or a part of it; exclude others in the block."""
+    """Raise UsageError if another thread is capturing the network or a part of it."""
     here, modules = threading.get_ident(), set(map(id, getattr(model, "modules", tuple)()))
     with _capturing:
         if any(thread != here and modules & others for thread, others in _captured.items()):

@@ -169,9 +169,9 @@ def _values(function: Function, u: Tensor, name: str) -> Tensor:
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"The curve {name!r} cannot be evaluated on a float64 tensor: {error}") from error
     if not isinstance(f, Tensor) or f.shape != u.shape or f.is_complex():
-        what = f"{f.dtype} of shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
+        kind = f"{f.dtype} of shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
         raise UsageError(
-            f"The curve {name!r} makes a {what} of a float64 tensor of shape {tuple(u.shape)}; "
+            f"The curve {name!r} makes a {kind} of a float64 tensor of shape {tuple(u.shape)}; "
             "a curve gives one real number for each u."
         )
     f = f.detach().double()
