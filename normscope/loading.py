@@ -111,7 +111,7 @@ def load(
         raise fault from error
     network = network if record is None else _restored(network, Path(weights))
     if batch_size == "auto":
-        from normscope.runtime.batch_size import fit_batches
+        from normscope.runtime.network import fit_batches
 
         fit_batches(network)
     return network

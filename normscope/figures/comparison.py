@@ -26,9 +26,9 @@ from normscope.figures.style import (
     that_fits,
     without_digest,
 )
+from normscope.fits.comparison import check_number, match
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import FREE
-from normscope.fits.views.comparison import check_number, match
 from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3

@@ -35,10 +35,10 @@ from normscope.figures.style import (
     write_above,
     write_at,
 )
+from normscope.fits.card import NormCard
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import FREE, Curve
-from normscope.fits.views.card import NormCard
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import kind_of_site
 from normscope.pairs.sums.stats import PairStats

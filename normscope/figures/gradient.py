@@ -36,7 +36,7 @@ from normscope.figures.style import (
     write_above,
 )
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.views.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
+from normscope.fits.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.sampling import LARGEST_TOKENS

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from normscope.figures.axes import AUTO, Limits, Scales, XAxis, few_ticks, mean_line, number, scales_of
 from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken
+from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.ceiling import conditional_mean
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid

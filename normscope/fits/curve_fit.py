@@ -11,38 +11,55 @@ import torch
 from torch import Tensor
 
 from normscope.fits.curves.known import FREE, Curve
-from normscope.fits.solving.jackknife import Interval
+from normscope.fits.jackknife import Interval
+from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.records import Tabled, as_json
 
 
 @dataclass(frozen=True, repr=False)
-class CurveFit(Tabled):
-    """y ≈ A·f(αx + s) at one norm site, or one of its channels, by least squares over all of its pairs.
-
-    Numbers are NaN where there was nothing to fit.
+class SiteRecord(Tabled):
+    """Record about one norm site of a capture.
 
     Attributes:
         model: the network.
         weights: its resolved checkpoint and revision.
-        data: what went through it.
+        data: the inputs.
         site: module path of the norm; of pooled sites, what they have in common.
+    """
+
+    model: str
+    weights: str
+    data: str
+    site: str
+
+
+def about_site(capture: Capture, site: str) -> dict[str, Any]:
+    """Attributes of a :class:`SiteRecord`."""
+    return {**{name: capture.about[name] for name in ("model", "weights", "data")}, "site": site}
+
+
+@dataclass(frozen=True, repr=False)
+class CurveFit(SiteRecord):
+    """y ≈ A·f(αx + s) at one norm site, or one of its channels, by least squares over all of its pairs.
+
+    Numbers are NaN if there was nothing to fit.
+
+    Attributes:
         curve: name of f.
+        function: f itself.
+        n_pairs: number of pairs.
         amplitude: A.
         alpha: α, in units of 1/x.
-        shift: s; zero where it was not fitted.
+        shift: s; zero if it was not fitted.
         r2: R² about the mean of y.
-        r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.solving.ceiling`); None
-            without folds, or where the grid of bins does not resolve x.
-        folds: unit of the folds that intervals and cross-validation hold out, one at a time.
         rmse: root of the mean squared error, in units of y.
-        n_pairs: number of pairs.
+        r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.ceiling`); None without
+            folds, or if the grid of bins does not resolve x.
+        folds: unit of the folds that intervals and cross-validation leave out, one at a time.
         straight: True if the pairs do not bend inwards: only the slope A·α is identified, not A and α.
-        power_law: likewise for a curve that is no line at its origin: only its power law there is identified,
-            ``coefficient`` · sign(x)·|x|^p.
         converged: True if the search for α ended inside its range, and the pairs lie within the grid.
-        function: f itself.
-        form: fitted parameters, in words: ``A, α`` for the default.
+        form: fitted parameters, in words: ``A, α`` by default.
         weights_by: weighting of the pairs: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
         channel: number of the channel; None for all.
         sites: module paths of pooled sites.
@@ -54,21 +71,18 @@ class CurveFit(Tabled):
         saturated: share of the pairs at which |f′| is under 5 % of its largest value.
         reach: α·max|x|.
         intervals: 95 % of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling, by a jackknife over the
-            folds; a number that the pairs do not identify has none.
+            folds, for the numbers that the pairs identify.
+        power_law: True if only a power law is identified, ``coefficient`` · sign(x)·|x|^p: ``straight`` for a curve
+            that is no line at its origin.
         parameters: number of free parameters.
-        rank: among the curves with as many free parameters fitted at that site, by held-out error; by error without
-            folds.
-        in_noise: True if the first of them is better by less than the folds differ; None without folds.
+        rank: by held-out error among the curves with as many free parameters at that site; by error without folds.
+        in_noise: True if the first in rank is better by less than the folds differ; None without folds.
         best: True for the curve that ``best`` selected.
         x_repeats: True if many x are equal to the last bit, as in blank patches: the ceiling is then too low.
-        nothing: reason why there was nothing to fit, in words; None where there was.
+        nothing: reason why there was nothing to fit; None if there was.
         norm: the norm site, for the function that replaces it; None for pooled sites.
     """
 
-    model: str
-    weights: str
-    data: str
-    site: str
     curve: str
     function: Curve = field(repr=False, compare=False)
     n_pairs: int
@@ -104,8 +118,8 @@ class CurveFit(Tabled):
 
     @property
     def slope(self) -> float:
-        """Slope at the origin, A·α·f′(s); NaN where only a power law is identified."""
-        if self.degenerate or self.power_law or self.curve == FREE:  # whose slope at one point is noise
+        """Slope at the origin, A·α·f′(s); NaN if only a power law is identified."""
+        if self.degenerate or self.power_law or self.curve == FREE:  # the slope of E[y|x] at one point is noise
             return math.nan
         return float(self.derivative(torch.zeros(1)))
 
@@ -118,7 +132,7 @@ class CurveFit(Tabled):
 
     @property
     def doubt(self) -> Literal["not converged", "straight", "power law"] | None:
-        """Reason why A and α are not identified separately, in words; None if they are."""
+        """Reason why A and α are not identified separately; None if they are."""
         if self.degenerate or self.curve == FREE:
             return None
         if not self.converged:

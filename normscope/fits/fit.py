@@ -12,22 +12,13 @@ import torch
 from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.ceiling import Ceiling, ceilings, free
+from normscope.fits.curve_fit import CurveFit, about_site
 from normscope.fits.curves.expressions import curves_named, split_names
 from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
-from normscope.fits.solving.ceiling import Ceiling, ceilings, free
-from normscope.fits.solving.jackknife import Attributes, fitted, inside_noise
-from normscope.fits.solving.nodes import (
-    FitBatch,
-    FitTarget,
-    batches,
-    check_levels,
-    goodness,
-    levels_of,
-    nodes_of,
-    tails,
-)
-from normscope.fits.solving.solve import FitForm
+from normscope.fits.jackknife import Attributes, fitted, inside_noise
+from normscope.fits.solver import FitForm
+from normscope.fits.targets import FitBatch, FitTarget, batches, check_targets, fit_targets, goodness, nodes_of, tails
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import load_capture
 from normscope.runtime.records import Records
@@ -48,7 +39,7 @@ def fit(
     """Fit curves to every site of a capture, from its binned sums: the cost does not depend on the number of pairs.
 
     Args:
-        capture: what :func:`normscope.capture` returned, or the path of its file.
+        capture: result of :func:`normscope.capture`, or the path of its file.
         curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
             (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every built-in curve with the form,
             ``free`` for E[y|x] itself, and ``best`` for the curve of least held-out error among all with as many free
@@ -82,17 +73,17 @@ def fit(
     capture = load_capture(capture) if isinstance(capture, (str, Path)) else capture
     form = FitForm(amplitude, theory, alpha, shift)
     requested = _requested(curves, form)
-    levels = levels_of(capture, per=per, pool=pool, weights_by=weights_by)
-    for level in levels:
-        if form.needs_bound and not math.isfinite(level.bound):
-            level.nothing = level.nothing or "no bound on y"
-    abouts = [_about(level, capture, weights_by) for level in levels]
+    targets = fit_targets(capture, per=per, pool=pool, weights_by=weights_by)
+    if form.needs_bound:
+        for target in targets:
+            target.nothing = target.nothing or (None if math.isfinite(target.bound) else "no bound on y")
+    abouts = [_about(target, capture, weights_by) for target in targets]
     fits = {
-        number: [_nothing(level, each, form, abouts[number]) for each in requested]
-        for number, level in enumerate(levels)
-        if level.nothing is not None
+        number: [_nothing(target, each, form, abouts[number]) for each in requested]
+        for number, target in enumerate(targets)
+        if target.nothing is not None
     }
-    for numbers, problems in batches(levels):
+    for numbers, problems in batches(targets):
         fits |= zip(numbers, _fits(problems, requested, form, [abouts[number] for number in numbers]), strict=True)
     return Records(each for number in sorted(fits) for each in fits[number])
 
@@ -105,21 +96,21 @@ def check_fit(
     weights_by: str = "pairs",
     **form: Any,
 ) -> None:
-    """Refuse arguments that :func:`fit` would refuse for any capture; UsageError."""
+    """Raise the UsageError of :func:`fit` for arguments that it refuses for any capture."""
     _requested(curves, FitForm(**form))
-    check_levels(per, pool, weights_by)
+    check_targets(per, pool, weights_by)
 
 
 def _requested(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[str | Curve]:
-    """Curves in a form, and then ``free`` and ``best``; UsageError where a curve that was named has no such form."""
+    """Curves in a form, then ``free`` and ``best``; UsageError if a curve that was named has no such form."""
     parts = split_names(curves) if isinstance(curves, str) else curves if isinstance(curves, Iterable) else [curves]
-    words = {part.strip().lower() for part in parts if isinstance(part, str)}
-    named = [part for part in parts if not isinstance(part, str) or part.strip().lower() not in (FREE, BEST)]
+    words = {part: part.strip().lower() if isinstance(part, str) else None for part in parts}
+    named = [part for part, word in words.items() if word not in (FREE, BEST)]
     every = curves_named(named)
-    for curve in curves_named([part for part in named if isinstance(part, Curve) or part.strip().lower() != "all"]):
+    for curve in curves_named([part for part in named if words[part] != "all"]):
         if refusal := form.refusal(curve):
             raise UsageError(refusal)
-    return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words)]
+    return [*_in_form(every, form).values(), *(word for word in (FREE, BEST) if word in words.values())]
 
 
 def _in_form(curves: Iterable[Curve], form: FitForm) -> dict[str, Curve]:
@@ -127,20 +118,19 @@ def _in_form(curves: Iterable[Curve], form: FitForm) -> dict[str, Curve]:
     return {form.called(curve).name: form.called(curve) for curve in curves if not form.refusal(curve)}
 
 
-def _about(level: FitTarget, capture: Capture, weights_by: str) -> Attributes:
-    """Attributes that all fits of a level share."""
+def _about(target: FitTarget, capture: Capture, weights_by: str) -> Attributes:
+    """Attributes that all fits of a target share."""
     return {
-        **{name: capture.about[name] for name in ("model", "weights", "data")},
-        **{name: getattr(level, name) for name in ("site", "sites", "channel", "x_repeats")},
+        **about_site(capture, target.site),
+        **{name: getattr(target, name) for name in ("sites", "channel", "x_repeats")},
         "weights_by": weights_by,
-        "folds": level.fold_by,
-        "norm": next((site for site in capture.sites if site.name == level.site), None),
-        "n_pairs": int(level.counts.sum()),
+        "folds": target.fold_by,
+        "norm": next((site for site in capture.sites if site.name == target.site), None),
+        "n_pairs": int(target.counts.sum()),
     }
 
 
-def _nothing(level: FitTarget, requested: str | Curve, form: FitForm, about: Attributes) -> CurveFit:
-    """Record of a level with nothing to fit."""
+def _nothing(target: FitTarget, requested: str | Curve, form: FitForm, about: Attributes) -> CurveFit:
     curve = requested if isinstance(requested, Curve) else replace(CURVES["linear"], name=requested)
     return CurveFit(
         **about,
@@ -148,14 +138,14 @@ def _nothing(level: FitTarget, requested: str | Curve, form: FitForm, about: Att
         function=curve,
         form=form.words(curve),
         parameters=len(form.parameters(curve)) if isinstance(requested, Curve) else None,
-        nothing=level.nothing,
+        nothing=target.nothing,
     )
 
 
 def _fits(
     problems: FitBatch, requested: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
 ) -> list[list[CurveFit]]:
-    """Fit the requested curves to a batch; return the records of each level."""
+    """Fit the requested curves to a batch; return the records of each target."""
     curves = {curve.name: curve for curve in requested if isinstance(curve, Curve)}
     if BEST in requested:
         curves = _in_form(curves_named("all"), form) | curves
@@ -166,7 +156,7 @@ def _fits(
         # A shift for some curves only would decide the ranking.
         alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
         _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
-    of_levels = []
+    of_targets = []
     for number, (shared, top) in enumerate(zip(abouts, ceilings(problems), strict=True)):
         about = shared | {"r2_ceiling": top.r2 if top else None}
         of_top = {"r2_ceiling": top.interval} if top and top.interval else {}
@@ -179,36 +169,33 @@ def _fits(
             best = next(each for each in fits.values() if each.rank == 1 and each.parameters == parameters)
             fits[best.curve] = fits[BEST] = replace(best, best=True)
         if FREE in requested:
-            fits[FREE] = _free(problems.levels[number], top, about | {"intervals": of_top})
+            fits[FREE] = _free(problems.targets[number], top, about | {"intervals": of_top})
         chosen = [fits[each.name if isinstance(each, Curve) else each] for each in requested]
-        of_levels.append(list({each.curve: each for each in chosen}.values()))
-    return of_levels
+        of_targets.append(list({each.curve: each for each in chosen}.values()))
+    return of_targets
 
 
 def _rank(problems: FitBatch, rows: Sequence[Sequence[Attributes]], held_out: Tensor) -> None:
-    """Rank curves with equally many free parameters by held-out error, or by error without folds.
+    """Add ``rank`` and ``in_noise`` to the rows of curves with equally many free parameters.
 
-    Args:
-        problems: the batch.
-        rows: of each curve and problem, to which ``rank`` and ``in_noise`` are added.
-        held_out: squared error of each held-out fold, ``(curves, problems, folds)``.
+    The squared errors of held-out folds, ``(curves, problems, folds)``, decide; without folds R² does.
     """
     has_folds = problems.occupied.sum(-1) > 1
     r2 = torch.tensor([[row["r2"] for row in of_curve] for of_curve in rows], dtype=torch.float64)
     errors = torch.where(has_folds, held_out.sum(-1), 1 - r2).nan_to_num(torch.inf)
-    places = errors.argsort(dim=0, stable=True).argsort(dim=0) + 1
+    ranks = errors.argsort(dim=0, stable=True).argsort(dim=0) + 1
     best = held_out[errors.argmin(0), torch.arange(len(problems))]
     pairs = problems.n_pairs.where(problems.occupied, 0.0)
-    for of_curve, rank, errors_of_folds in zip(rows, places, held_out, strict=True):
-        in_noise = inside_noise(errors_of_folds, best, pairs)
-        for row, place, near, tells in zip(of_curve, rank.tolist(), in_noise.tolist(), has_folds.tolist(), strict=True):
-            row |= {"rank": place, "in_noise": near if tells else None}
+    for of_curve, of_ranks, errors_of_folds in zip(rows, ranks.tolist(), held_out, strict=True):
+        in_noise = inside_noise(errors_of_folds, best, pairs).tolist()
+        for row, rank, near, has in zip(of_curve, of_ranks, in_noise, has_folds.tolist(), strict=True):
+            row |= {"rank": rank, "in_noise": near if has else None}
 
 
-def _free(level: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit:
-    """Record of E[y|x] itself, scored on the bins that it is made of."""
-    moments = level.moments.sum(0)
-    curve = free(moments, level.counts.sum(0), top)
+def _free(target: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit:
+    """Record of E[y|x] itself, scored on the bins that it was estimated from."""
+    moments = target.moments.sum(0)
+    curve = free(moments, target.counts.sum(0), top)
     nodes = nodes_of(moments[None])
     steepness = curve.derivative(nodes.x).abs() / curve.peak
     errors = goodness(nodes, tails(nodes), curve.function(nodes.x), steepness)

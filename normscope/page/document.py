@@ -8,11 +8,11 @@ from typing import Any
 
 from normscope.errors import UsageError
 from normscope.figures.style import NONE, STYLES, Style, title_and_foot
+from normscope.fits.card import norm_cards
+from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.nodes import Nodes, batches, levels_of
-from normscope.fits.views.card import norm_cards
-from normscope.fits.views.comparison import match
+from normscope.fits.targets import Nodes, batches, fit_targets
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs
 from normscope.pairs.captures import Capture
 
@@ -82,7 +82,7 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
 
 def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
     """Return the weighted points that fits of each site are made on, by its name; no site without pairs to fit."""
-    levels, nodes_by_site = levels_of(capture, weights_by=weights_by), dict[str, Nodes]()
+    levels, nodes_by_site = fit_targets(capture, weights_by=weights_by), dict[str, Nodes]()
     for numbers, problems in batches(levels):
         nodes = problems.nodes()
         for row, number in enumerate(numbers):

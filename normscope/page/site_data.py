@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from normscope.errors import DataError, count
 from normscope.figures.axes import ASINH, AUTO, LINEAR, Scales, XAxis, mean_line, scales_of
 from normscope.figures.panels import drawn_pairs, image, residuals
+from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.solving.nodes import Nodes
-from normscope.fits.views.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
-from normscope.fits.views.gradient import drawn_jacobians, mean_diagonal
+from normscope.fits.gradient import drawn_jacobians, mean_diagonal
+from normscope.fits.targets import Nodes
 from normscope.inputs.previews import Preview
 from normscope.pairs.kept_inputs import KeptInput
 from normscope.pairs.norms.sites import NormSite

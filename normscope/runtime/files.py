@@ -19,14 +19,12 @@ if TYPE_CHECKING:
 
 
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-CHECKPOINT = ".checkpoint"  # how the name of a folder ends that an unfinished capture keeps beside its file
+CHECKPOINT = ".checkpoint"  # suffix of the folder that an unfinished capture keeps beside its file
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that takes the place of ``path`` once the block ends without an exception.
-
-    If ``path`` is a symbolic link, its target is replaced, and the link stays.
+    """Yield a temporary path that replaces ``path``, or the target of a link, if the block ends without an exception.
 
     Raises:
         UsageError: if the system cannot write the file there.
@@ -50,16 +48,16 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise the UsageError of :func:`whole_file` before the work that is to be written; leaves nothing behind."""
+    """Raise the UsageError of :func:`whole_file` before the work; leave nothing behind."""
     _check(path, lambda: _target(path))
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ()) -> Iterator[Path]:
-    """Yield a temporary folder that takes the place of ``path`` once the block ends without an exception.
+    """Yield a temporary folder that replaces ``path``, or the target of a link, if the block ends without an exception.
 
     A previous folder is removed only if it is empty, or contains all of ``files`` and nothing but them and ``also``,
-    names of files that the block may leave out. A symbolic link stays, and its target is replaced.
+    names of optional files.
 
     Raises:
         UsageError: if it cannot be written there, or if other files would be lost.
@@ -79,21 +77,21 @@ def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ())
                     target.rename(old)
                 partial.rename(target)
             finally:
-                if old.exists() and not target.exists():  # whatever came between, an interruption too
+                if old.exists() and not target.exists():  # also after an interruption
                     old.rename(target)
     except OSError as error:
         raise _cannot_write(path, error) from error
 
 
 def check_folder_writable(path: Path, files: Collection[str], also: Collection[str] = ()) -> None:
-    """Raise the UsageError of :func:`whole_folder` before the work that is to be written; leaves nothing behind."""
+    """Raise the UsageError of :func:`whole_folder` before the work; leave nothing behind."""
     _check(path, lambda: _target_folder(path, files, also))
 
 
 def _check(path: Path, target_of: Callable[[], Path]) -> None:
     try:
         target = target_of()
-        # A folder that is missing is not made: another process that just found it could lose it again.
+        # A missing folder is not created, as another process might rely on it and lose it again.
         above = next(folder for folder in target.parents if folder.exists())
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=above):
             pass
@@ -118,7 +116,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 
 def _settle(file: Path) -> None:
-    """Set the usual permissions, and wait until the file is on the disk: some file systems report errors only then."""
+    """Set the usual permissions, and wait for the disk, as some file systems report errors only then."""
     file.chmod(0o666 & ~umask())
     descriptor = os.open(file, os.O_RDWR)
     try:
@@ -128,11 +126,11 @@ def _settle(file: Path) -> None:
 
 
 def _target_folder(path: Path, files: Collection[str], also: Collection[str]) -> Path:
-    """Follow symbolic links to the folder that is to be replaced, and refuse one that holds anything else."""
+    """Follow symbolic links to the folder to be replaced; refuse a folder with other files."""
     target = Path(os.path.realpath(path))
     try:
         ours = {entry.name for entry in target.iterdir() if entry.name in {*files, *also} and not entry.is_dir()}
-        # Some of the files without the others are somebody else's: a model.safetensors that was downloaded.
+        # Some of the files without the rest are not ours, such as a downloaded model.safetensors.
         whole = ours.issuperset(files)
         others = sorted(entry.name for entry in target.iterdir() if entry.name not in ours or not whole)
     except FileNotFoundError:
@@ -151,8 +149,8 @@ def _target_folder(path: Path, files: Collection[str], also: Collection[str]) ->
 
 
 def _target(path: Path) -> Path:
-    """Follow symbolic links to the file that is to be replaced, and refuse whatever is none."""
-    target = Path(os.path.realpath(path))  # Path.resolve raises an error of no system's on a loop, in some versions
+    """Follow symbolic links to the file to be replaced; refuse anything else."""
+    target = Path(os.path.realpath(path))  # in some versions Path.resolve raises no OSError on a loop
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
@@ -160,7 +158,7 @@ def _target(path: Path) -> Path:
     if stat.S_ISDIR(mode):
         raise UsageError(f"Cannot write {path}: it is a folder. Name a file.")
     if not stat.S_ISREG(mode):
-        # Taking its place would remove a device, a pipe or a socket that somebody else uses.
+        # Replacing it would remove a device, a pipe or a socket in use.
         raise UsageError(f"Cannot write {path}: it exists, and is no regular file. Name a file.")
     return target
 

@@ -1,4 +1,4 @@
-"""Running a network and restoring all that was changed for it; accelerate may have spread it."""
+"""Running a network and restoring what was changed for it; its batch size; weights that accelerate has spread."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
 from normscope.inputs.batch import BY_HAND, Batch
+from normscope.inputs.chunks import Inputs
+from normscope.inputs.loaded_model import LoadedModel
+from normscope.runtime.processes import Place
 
 _ALLOCATORS = (
     *("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUDA error: out of memory"),
@@ -27,8 +31,8 @@ _COMPILE_NOTHING = ("torch.nn.", "torchaudio.", "normscope.")
 def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuffers]:
     """Run the block in eval mode without gradients, then restore training flags, grad mode, RNG states and buffers.
 
-    Each module runs by itself, see :func:`module_by_module`, unless ``timed`` leaves compilation and fusion to torch.
-    Yields the original buffers, which independent passes restore in between.
+    Torch compiles and fuses nothing, see :func:`module_by_module`, unless ``timed``. Yields the original buffers, which
+    independent passes restore in between.
     """
     with contextlib.ExitStack() as restored:
         for module in model.modules():
@@ -45,46 +49,42 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
 
 @contextlib.contextmanager
 def module_by_module(model: nn.Module) -> Iterator[None]:
-    """Disable torch.compile and torch's fused encoder layers in the block.
+    """Disable torch.compile, whose code does not call new hooks, and torch's fused encoder layers in the block.
 
-    Compiled code does not call new hooks, or dynamo would trace into them. A fused
-    :class:`torch.nn.TransformerEncoder` passes nested tensors to modules with hooks, which they do not accept.
+    A fused :class:`torch.nn.TransformerEncoder` passes nested tensors to modules with hooks, which do not accept them.
 
     >>> compiled = torch.compile(nn.LayerNorm(4), backend=lambda graph, inputs: print("compiling"))
     >>> with module_by_module(compiled):
     ...     compiled(torch.zeros(1, 4))
     tensor([[0., 0., 0., 0.]], grad_fn=<NativeLayerNormBackward0>)
     """
-    _one_by_one.begin(may_compile="torch._dynamo" in sys.modules or _of_others(model))
+    eager = "torch._dynamo" in sys.modules or not all(
+        type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules()
+    )
+    _switches.begin(eager=eager)
     try:
         yield
     finally:
-        _one_by_one.end()
+        _switches.end()
 
 
-def _of_others(model: nn.Module) -> bool:
-    """True if modules may call torch.compile when they run; disabling it takes an import of a second."""
-    return not all(type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules())
-
-
-class _OneByOne:
-    """Process-wide switches: threads that overlap set and restore them once."""
+class _Switches:
+    """Process-wide switches that overlapping threads set and restore once."""
 
     def __init__(self) -> None:
-        self._lock, self._users, self._turned = threading.Lock(), 0, contextlib.ExitStack()
-        self._eager = False
+        self._lock, self._users, self._restored, self._eager = threading.Lock(), 0, contextlib.ExitStack(), False
 
-    def begin(self, *, may_compile: bool) -> None:
+    def begin(self, *, eager: bool) -> None:
+        """Set the switches; ``eager`` disables torch.compile, which takes an import of a second."""
         with self._lock:
             if not self._users:
-                self._turned.callback(
-                    torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-                )
-                torch.backends.mha.set_fastpath_enabled(False)
-                self._turned.callback(setattr, threading.Thread, "start", threading.Thread.start)
+                mha = torch.backends.mha
+                self._restored.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+                mha.set_fastpath_enabled(False)
+                self._restored.callback(setattr, threading.Thread, "start", threading.Thread.start)
                 threading.Thread.start = _inheriting(threading.Thread.start)  # type: ignore[assignment, method-assign]
-            if may_compile and not self._eager:
-                self._turned.enter_context(torch.compiler.set_stance("force_eager"))
+            if eager and not self._eager:
+                self._restored.enter_context(torch.compiler.set_stance("force_eager"))
                 self._eager = True
             self._users += 1
 
@@ -92,11 +92,11 @@ class _OneByOne:
         with self._lock:
             self._users -= 1
             if not self._users:
-                self._turned.close()
+                self._restored.close()
                 self._eager = False
 
 
-_one_by_one = _OneByOne()
+_switches = _Switches()
 _passes: Any = weakref.WeakKeyDictionary()  # from threads to the locks of their passes
 _captured: dict[int, set[int]] = {}  # ids of modules by thread
 _capturing = threading.Lock()
@@ -112,7 +112,7 @@ def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threadin
 
 @contextlib.contextmanager
 def passes_by(lock: Any) -> Iterator[None]:
-    """Let hooks of :func:`heard_by` run in the block, for passes of this thread and of threads that it starts."""
+    """Run hooks of :func:`heard_by` in the block for passes of this thread and of threads that it starts."""
     thread = threading.current_thread()
     before, _passes[thread] = _passes.get(thread), lock
     try:
@@ -122,7 +122,7 @@ def passes_by(lock: Any) -> Iterator[None]:
 
 
 def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that ignores the passes of unrelated threads, and runs one at a time for the others."""
+    """Return a hook that ignores passes of unrelated threads; the others run it one at a time."""
 
     def heard(*call: Any) -> Any:
         if _passes.get(threading.current_thread()) is not lock:
@@ -135,7 +135,7 @@ def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def captured_once(model: nn.Module) -> Iterator[None]:
-    """Raise UsageError if another thread is capturing the network or a part of it; exclude others in the block."""
+    """Raise UsageError if another thread is capturing the network or a part of it."""
     here, modules = threading.get_ident(), set(map(id, getattr(model, "modules", tuple)()))
     with _capturing:
         if any(thread != here and modules & others for thread, others in _captured.items()):
@@ -152,10 +152,10 @@ def captured_once(model: nn.Module) -> Iterator[None]:
 
 
 class KeptBuffers:
-    """The buffers of a network as they are now, to be restored: a forward pass may count its steps in one of them.
+    """The current buffers of a network, to be restored after forward passes that change them.
 
-    A module whose buffers were replaced also gets its other attributes back, such as the length of a table of
-    positions. Meta, lazy, sparse and quantized tensors, and subclasses of Tensor, keep their values.
+    A module whose buffers were replaced also gets its other attributes back, such as the length of a position table.
+    Meta, lazy, sparse and quantized tensors, and subclasses of Tensor, keep their values.
 
     >>> norm = nn.BatchNorm1d(2)
     >>> kept = KeptBuffers(norm)
@@ -168,16 +168,16 @@ class KeptBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        scripted = torch.jit.ScriptModule  # whose tensors have a new wrapper whenever they are asked for
-        modules = [module for module in model.modules() if not isinstance(module, scripted)]
+        # The tensors of a script module have a new wrapper at each access.
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
         self._held = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
         self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if _has_values(buffer)]
 
     @property
     def changed(self) -> bool:
         """True if any buffer was replaced or changed."""
-        held = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._held)
-        return not (held and all(_same_values(buffer, value) for buffer, value in self._values))
+        same = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._held)
+        return not (same and all(_same_values(buffer, value) for buffer, value in self._values))
 
     def put_back(self) -> None:
         """Restore the modules' buffers and their values; unchanged ones are not written."""
@@ -188,13 +188,12 @@ class KeptBuffers:
                 vars(module).clear()
                 vars(module).update(attributes)
         for buffer, value in self._values:
-            if _same_values(buffer, value):
-                continue
-            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                if _alike(buffer, value):
-                    buffer.copy_(value)
-                else:
-                    buffer.data = value.clone()
+            if not _same_values(buffer, value):
+                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                    if _alike(buffer, value):
+                        buffer.copy_(value)
+                    else:
+                        buffer.data = value.clone()
 
 
 def _has_values(buffer: Tensor) -> bool:
@@ -212,11 +211,11 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _same_values(buffer: Tensor, value: Tensor) -> bool:
     """Compare bit by bit: NaN equals NaN, and version counters would miss changes through ``.data``."""
-    return _alike(buffer, value) and torch.equal(_bytes(buffer), _bytes(value))
 
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    return _alike(buffer, value) and torch.equal(bits(buffer), bits(value))
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
@@ -226,7 +225,7 @@ def cuda_devices(model: nn.Module) -> list[int]:
 
 
 def run(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on a copy of a batch, which it may change, and return its output.
+    """Run the model on a copy of a batch, as it may change it in place, and return its output.
 
     Raises:
         MemoryEndedError: if memory ends.
@@ -238,14 +237,8 @@ def run(model: nn.Module, batch: Batch) -> Any:
         raise
     except Exception as error:
         if not memory_ended(error):
-            line = str(error).strip().partition("\n")[0].rstrip(".")
-            tensors = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-            raise ModelError(
-                f"{type(model).__name__} raised {type(error).__name__} on inputs of the shapes {shapes or '(none)'}: "
-                f"{line or 'without saying why'}.{_about_arguments(error, batch)}"
-            ) from error
-    # Behind the handler: the error's traceback holds the tensors of every frame, and with them the memory.
+            raise ModelError(_failure(model, batch, error)) from error
+    # Outside of the handler: the error's traceback keeps the tensors of every frame in memory.
     smaller = "smaller batches, " if len(batch.samples) > 1 else ""
     raise MemoryEndedError(
         f"{type(model).__name__} takes more memory with {count(len(batch.samples), 'sample')} in a batch than there "
@@ -253,13 +246,18 @@ def run(model: nn.Module, batch: Batch) -> Any:
     )
 
 
-def _about_arguments(error: Exception, batch: Batch) -> str:
-    """Explain how a batch becomes arguments if that may be the cause of an error; otherwise empty."""
-    if not (isinstance(error, TypeError) or len(batch.args) > 1 or "list" in str(error)):
-        return ""
-    return (
+def _failure(model: nn.Module, batch: Batch, error: Exception) -> str:
+    line = str(error).strip().partition("\n")[0].rstrip(".") or "without saying why"
+    tensors = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "(none)"
+    about_arguments = (
         " A tuple or a list is taken for the arguments of forward, one by one, and a dict for its keyword arguments: "
         f"leave labels out. For a forward that takes a list or a record there is another way. {BY_HAND}"
+    )
+    misread = isinstance(error, TypeError) or len(batch.args) > 1 or "list" in str(error)
+    return (
+        f"{type(model).__name__} raised {type(error).__name__} on inputs of the shapes {shapes}: {line}."
+        f"{about_arguments if misread else ''}"
     )
 
 
@@ -362,6 +360,85 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return what torch.compile wraps: module paths are those of the network itself."""
+    """Return the network inside torch.compile's wrapper."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
     return inner
+
+
+_SUMS = 2**28  # bytes of a GPU reserved for the sums of the norms, some 5 MB each, and the steps of their loops
+_SHARE = 0.8  # of a GPU's memory; the loops of the sums, which copy one norm's input, need the rest
+_MOST = 1024  # larger batches are not faster, and checkpoints, which wait for a chunk's end, become rare
+_MOST_WITHOUT_CUDA = 32  # larger batches save no time, and a CPU's memory ends without an error
+_LONGEST = 5.0  # seconds of a pass after which no larger size is tried
+
+
+def fit_batches(network: LoadedModel) -> None:
+    """Set the batch size of a network's inputs and calibration inputs to the largest that fits, and note the reason.
+
+    Raises:
+        MemoryEndedError: if a single sample takes more memory than there is.
+
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", limit=6, device="cpu", batch_size="auto")
+    >>> print(network.fitting, [len(batch.samples) for batch in network.inputs])
+    batches of 6: all inputs in one [6]
+    """
+    size, reason = largest_batch(network.module, network.inputs)
+    for inputs in (network.inputs, network.calibration):
+        if inputs is not None:
+            inputs.batch_size = size
+    network.fitting = f"batches of {size}: {reason}"
+
+
+def largest_batch(module: nn.Module, inputs: Inputs) -> tuple[int, str]:
+    """Find the largest batch size that fits, and the reason why it is no larger.
+
+    It tries 1, 2, 4, … copies of the first readable sample, until an allocation fails, or on a GPU until twice the
+    memory of a pass would exceed four fifths of the free memory. Without a GPU the limit is 32 samples. Batches of
+    longer inputs, such as texts, are split if they do not fit. The batch size of ``inputs`` changes.
+    """
+    inputs.batch_size = _MOST
+    if inputs.batch_size == 1:
+        return 1, "these inputs are taken one at a time"
+    first, gpus = inputs.first_sample(), [torch.device("cuda", index) for index in cuda_devices(module)]
+    before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
+    ranks = Place.from_environment().ranks
+    share = -(-(inputs.n_inputs or _MOST) // ranks)  # or one rank would have all of them in one batch
+    most = min(share, _MOST if gpus else _MOST_WITHOUT_CUDA)
+    fitting, size = 0, 1
+    with left_as_found(module):
+        while True:
+            for gpu in gpus:
+                torch.cuda.reset_peak_memory_stats(gpu)
+            began = time.perf_counter()
+            if not _fits(module, first, size):
+                torch.cuda.empty_cache()
+                return fitting, f"memory ends at {size}"
+            fullness = max((_fullness(gpu, before[gpu]) for gpu in gpus), default=0.0)
+            seconds = time.perf_counter() - began
+            if size == most:
+                whole = "all inputs in one" + (f" for each of {ranks} ranks" if ranks > 1 else "")
+                return size, whole if size == share else "more are not tried"
+            larger = min(2 * size, most)
+            if larger / size * fullness > _SHARE:
+                return size, f"memory ends at {larger}"
+            if seconds > _LONGEST:
+                return size, f"one takes {seconds:.0f} s already"
+            fitting, size = size, larger
+
+
+def _fullness(gpu: torch.device, before: int) -> float:
+    """Peak of the last pass as a fraction of the memory available to passes."""
+    torch.cuda.synchronize(gpu)
+    room = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) - before - _SUMS
+    return (torch.cuda.max_memory_allocated(gpu) - before) / max(room, 1)
+
+
+def _fits(module: nn.Module, first: Batch, size: int) -> bool:
+    try:
+        run(module, first.take([0] * size))
+    except (MemoryEndedError, RuntimeError, MemoryError) as error:
+        if size == 1 or not (isinstance(error, MemoryEndedError) or memory_ended(error)):
+            raise
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""This process among several: what torchrun puts into the environment, read without importing torch."""
+"""Rank of this process, from torchrun's environment variables, without importing torch."""
 
 from __future__ import annotations
 

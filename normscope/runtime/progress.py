@@ -33,7 +33,7 @@ class StageProgress:
         self.add(0)
 
     def add(self, number: int) -> None:
-        """Report progress of this rank; each of several ranks counts for all."""
+        """Report progress of this rank, as if the others had made as much."""
         self._done += number * self._ranks
         self._progress(self._stage, self._done if self._of is None else min(self._done, self._of), self._of)
 
@@ -52,7 +52,7 @@ def reporting(progress: Progress) -> Iterator[None]:
 
 
 def report(stage: str, done: int, of: int | None) -> None:
-    """Report a stage far below the call that asked for progress, such as compiling.
+    """Report a stage far below the call with ``progress=``, such as compiling.
 
     >>> with reporting(print):
     ...     report("compiling …", 0, 1)

@@ -13,7 +13,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import fit as fit_curves
-from normscope.fits.solving.solve import FitForm
+from normscope.fits.solver import FitForm
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.inits import INITS

@@ -22,8 +22,8 @@ from normscope.tables.table import (
 )
 
 if TYPE_CHECKING:
-    from normscope.fits.views.card import NormCard, Tails, TailToken
-    from normscope.fits.views.gradient import Constants, GradientView
+    from normscope.fits.card import NormCard, Tails, TailToken
+    from normscope.fits.gradient import Constants, GradientView
 
 
 _NAMED = 3  # of a kind, on a whole card

@@ -25,10 +25,10 @@ from normscope.tables.table import (
 )
 
 if TYPE_CHECKING:
+    from normscope.fits.advice import Advice, Layerwise, StartingValue, TokenSlopes
+    from normscope.fits.comparison import Compared, Comparison, Ratio
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.solving.jackknife import Interval
-    from normscope.fits.views.advice import Advice, Layerwise, StartingValue, TokenSlopes
-    from normscope.fits.views.comparison import Compared, Comparison, Ratio
+    from normscope.fits.jackknife import Interval
 
 
 _PASSES = 1.0005  # which the table prints as more than 1
@@ -207,7 +207,7 @@ def _quantile(values: Sequence[float], share: float) -> str:
 
 def advice_table(advice: Sequence[Advice]) -> Table:
     """One line a kind of site and curve: where its point-wise functions start, and what was published for such."""
-    from normscope.fits.views.advice import NOTE_ON_PUBLISHED, NOTE_ON_START
+    from normscope.fits.advice import NOTE_ON_PUBLISHED, NOTE_ON_START
 
     shifted = any(row.shift and (row.shift.least or row.shift.most) for row in advice)
     columns: list[Column[Advice]] = [

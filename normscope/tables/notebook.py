@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.errors import UsageError
+from normscope.fits.advice import Advice, TokenSlopes
+from normscope.fits.card import NormCard
+from normscope.fits.comparison import Compared
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.views.advice import Advice, TokenSlopes
-from normscope.fits.views.card import NormCard
-from normscope.fits.views.comparison import Compared
-from normscope.fits.views.gradient import GradientView
+from normscope.fits.gradient import GradientView
 from normscope.pairs.captures import Capture
 from normscope.swaps.reports import BenchReport, DriftReport, HealReport, KeepReport
 from normscope.tables.card import card_tables, gradient_tables

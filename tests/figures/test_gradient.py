@@ -18,7 +18,7 @@ from normscope.errors import UsageError
 from normscope.figures.gradient import plot_gradient
 from normscope.figures.scurves import save_figure
 from normscope.figures.style import STYLES
-from normscope.fits.views.gradient import gradient
+from normscope.fits.gradient import gradient
 
 NAMES = ("layer", "group", "rms")
 

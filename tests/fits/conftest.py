@@ -12,9 +12,9 @@ from scipy.optimize import curve_fit
 
 import normscope
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving.jackknife import fitted
-from normscope.fits.solving.nodes import FitTarget, batches
-from normscope.fits.solving.solve import FitForm
+from normscope.fits.jackknife import fitted
+from normscope.fits.solver import FitForm
+from normscope.fits.targets import FitTarget, batches
 from normscope.pairs.sums.binning import PAIR_GRID
 
 

@@ -281,25 +281,26 @@ def test_captures_merged_in_any_order_fit_the_same():
             assert ours.intervals["alpha"] == pytest.approx(theirs.intervals["alpha"], rel=1e-6)
 
 
-def nothing_of(model, x, curve="tanh"):
-    [found] = normscope.fit(normscope.capture(model, [x]), curve)
+RANDOM = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("x", "nothing", "curve"),
+    [
+        (torch.full((4, 8), 3.0), "constant input", "tanh"),
+        (RANDOM[:1], "one token", "tanh"),
+        (torch.full((4, 8), torch.nan), "no finite pair", "tanh"),
+        (torch.arange(4.0)[:, None].expand(4, 8).contiguous(), "constant output", "tanh"),
+        *((torch.zeros(4, 8), "all zero", curve) for curve in ("tanh", "free", "best", "mine=tanh(x)")),
+    ],
+)
+def test_degenerate_sites_are_named_and_not_numbered(x, nothing, curve):
+    [found] = normscope.fit(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x]), curve)
     shown = found.as_dict()
     numbers = ("amplitude", "alpha", "C", "slope", "r2", "rmse", "tail_rmse", "saturated", "reach", "r2_cv")
     assert all(shown[name] is None for name in numbers)
-    assert found.degenerate and not found.converged
+    assert found.degenerate and not found.converged and found.nothing == nothing
     assert torch.isnan(found(torch.ones(1))).all()
-    return found.nothing
-
-
-def test_degenerate_sites_are_named_and_not_numbered():
-    norm, random = nn.Sequential(nn.LayerNorm(8)), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    assert nothing_of(norm, torch.zeros(4, 8)) == "all zero"
-    assert nothing_of(norm, torch.full((4, 8), 3.0)) == "constant input"
-    assert nothing_of(norm, random[:1]) == "one token"
-    assert nothing_of(norm, torch.full((4, 8), torch.nan)) == "no finite pair"
-    assert nothing_of(norm, torch.arange(4.0)[:, None].expand(4, 8).contiguous()) == "constant output"
-    for word in ("free", "best", "mine=tanh(x)"):
-        assert nothing_of(norm, torch.zeros(4, 8), word) == "all zero"
 
 
 def test_pairs_beyond_the_grid_have_no_weight_by_x():
@@ -319,31 +320,31 @@ def test_norms_whose_output_nothing_bounds_have_no_amplitude_of_theory():
     assert found.nothing == "no bound on y"
 
 
-def test_what_contradicts_itself_is_refused(observed):
-    seen = observed[0]
-    plain = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.randn(4, 8)])
-    for options, error, words in (
-        ({"curves": "tan"}, UsageError, "Did you mean"),
-        ({"per": "chanel"}, UsageError, "no level 'chanel'"),
-        ({"pool": "kinds"}, UsageError, "no pool 'kinds'"),
-        ({"weights_by": "y"}, UsageError, "no weighting 'y'"),
-        ({"amplitude": "two"}, UsageError, "no amplitude 'two'"),
-        ({"alpha": -1.0}, UsageError, "alpha is -1.0"),
-        ({"alpha": math.nan}, UsageError, "alpha is nan"),
-        ({"theory": True, "alpha": 1.0}, UsageError, "follows from theory"),
-        ({"theory": True, "curves": "cubsign"}, UsageError, "cubsign has no slope at the origin"),
-        ({"amplitude": "theory", "curves": "linear"}, UsageError, "linear is not bounded"),
-        ({"amplitude": "theory", "curves": "sigmoid"}, UsageError, "sigmoid is not centred at zero"),
-        ({"theory": True, "curves": "sigmoid"}, UsageError, "sigmoid is not centred at zero"),
-        ({"per": "channel", "pool": "all"}, UsageError, "site by site"),
-        ({"per": "channel", "weights_by": "gamma"}, UsageError, "site by site"),
-    ):
-        with pytest.raises(error, match=words):
-            normscope.fit(seen, **options)
-    with pytest.raises(DataError, match="by_gamma=True"):
-        normscope.fit(plain, weights_by="gamma")
-    with pytest.raises(DataError, match="per_channel=True"):
-        normscope.fit(plain, per="channel")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"curves": "tan"}, "Did you mean"),
+        ({"per": "chanel"}, "no level 'chanel'"),
+        ({"pool": "kinds"}, "no pool 'kinds'"),
+        ({"weights_by": "y"}, "no weighting 'y'"),
+        ({"amplitude": "two"}, "no amplitude 'two'"),
+        ({"alpha": -1.0}, "alpha is -1.0"),
+        ({"alpha": math.nan}, "alpha is nan"),
+        ({"theory": True, "alpha": 1.0}, "follows from theory"),
+        ({"theory": True, "curves": "cubsign"}, "cubsign has no slope at the origin"),
+        ({"amplitude": "theory", "curves": "linear"}, "linear is not bounded"),
+        ({"amplitude": "theory", "curves": "sigmoid"}, "sigmoid is not centred at zero"),
+        ({"theory": True, "curves": "sigmoid"}, "sigmoid is not centred at zero"),
+        ({"per": "channel", "pool": "all"}, "site by site"),
+        ({"per": "channel", "weights_by": "gamma"}, "site by site"),
+        ({"weights_by": "gamma"}, "by_gamma=True"),
+        ({"per": "channel"}, "per_channel=True"),
+    ],
+)
+def test_what_contradicts_itself_or_is_not_in_the_capture_is_refused(options, words):
+    plain = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [RANDOM])
+    with pytest.raises(DataError if "=True" in words else UsageError, match=words):
+        normscope.fit(plain, **options)
 
 
 def test_json_says_what_the_fit_is(observed):

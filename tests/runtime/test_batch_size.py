@@ -14,8 +14,8 @@ from normscope.errors import MemoryEndedError, UsageError
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.models.inputs.numbered_inputs import TensorInputs
-from normscope.runtime import batch_size
-from normscope.runtime.batch_size import largest
+from normscope.runtime import network as running
+from normscope.runtime.network import largest_batch
 
 CPU = torch.device("cpu")
 
@@ -57,18 +57,17 @@ class Tight(nn.Module):
 )
 def test_sizes_double_until_memory_ends(at_most, number, size, because, sizes):
     module, some = Tight(at_most), inputs(number)
-    found = largest(module, some)
-    assert (found.size, found.because, module.sizes) == (size, because, sizes)
+    assert (*largest_batch(module, some), module.sizes) == (size, because, sizes)
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error():
     with pytest.raises(MemoryEndedError, match="with 1 sample"):
-        largest(Tight(0), inputs(4))
+        largest_batch(Tight(0), inputs(4))
 
 
 def test_inputs_that_are_taken_one_at_a_time_stay_so():
     module = Tight()
-    assert str(largest(module, inputs(4, one_by_one=True))) == "batches of 1: these inputs are taken one at a time"
+    assert largest_batch(module, inputs(4, one_by_one=True)) == (1, "these inputs are taken one at a time")
     assert module.sizes == []
 
 
@@ -77,14 +76,14 @@ def test_the_network_is_left_as_found():
     torch.manual_seed(3)
     truth = torch.rand(4)
     torch.manual_seed(3)
-    largest(module, inputs(64))
+    largest_batch(module, inputs(64))
     assert torch.equal(torch.rand(4), truth)
     assert module.training and module.dropout.training and torch.is_grad_enabled()
 
 
 def test_a_slow_network_is_not_made_to_try_larger_ones(monkeypatch):
-    monkeypatch.setattr(batch_size, "_LONGEST", 0)
-    assert str(largest(Tight(), inputs(4))) == "batches of 1: one takes 0 s already"
+    monkeypatch.setattr(running, "_LONGEST", 0)
+    assert largest_batch(Tight(), inputs(4)) == (1, "one takes 0 s already")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU's memory is measured")
@@ -97,8 +96,7 @@ def test_on_a_gpu_memory_ends_before_it_is_taken():
         def forward(self, x):
             return torch.ones(len(x), torch.cuda.mem_get_info()[1] // 30 // 4, device="cuda").sum(1) * self.scale
 
-    found = largest(Growing(), inputs(256))
-    assert (found.size, found.because) == (8, "memory ends at 16")
+    assert largest_batch(Growing(), inputs(256)) == (8, "memory ends at 16")
 
 
 def test_load_sets_what_fits_also_to_learn_from():

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from normscope.errors import UsageError
+from normscope.fits.ceiling import Piecewise
 from normscope.fits.curves.expressions import curve_from
 from normscope.fits.curves.known import CURVES, Curve, curve_of
-from normscope.fits.solving.ceiling import Piecewise
 from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
 
 # The papers' formulas in NumPy, by other routes than normscope's own wherever there is another.

@@ -32,7 +32,7 @@ def compare(
     Sites are matched by name, or, where the networks are built differently, by placement and relative depth.
     """
     names = named_or_embedded(models, say)
-    from normscope.fits.views.comparison import check_curves, check_number, compared
+    from normscope.fits.comparison import check_curves, check_number, compared
     from normscope.tables.fit import comparison_table, matching_lines
 
     curves = check_curves(func)

@@ -40,8 +40,8 @@ def fit(
     say: Output,
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
+    from normscope.fits.advice import NOTE
     from normscope.fits.fit import check_fit
-    from normscope.fits.views.advice import NOTE
     from normscope.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
 
     if per not in _LEVELS:

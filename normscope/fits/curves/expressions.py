@@ -1,7 +1,7 @@
 """Curves as users write them: by name, or as a formula such as ``mine=x/(1+abs(x)**3)**(1/3)``.
 
-Python's parser reads a formula and nothing evaluates it: its tree is walked once, with the lists below as the only
-allowed nodes. The resulting function calls torch alone.
+Python's parser reads a formula, and nothing evaluates it: one walk over its tree allows the nodes listed below alone.
+The resulting function calls torch only.
 """
 
 from __future__ import annotations
@@ -37,32 +37,17 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Tensor]] = {
 }
 
 
-def _cbrt(x: Tensor) -> Tensor:
-    return torch.sign(x) * x.abs().pow(1 / 3)
-
-
-def _clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return torch.minimum(torch.maximum(x, low), high)
-
-
-_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], int]] = {
-    **{
-        name: (getattr(torch, name), 1)
-        for name in (
-            *("abs", "sign", "sqrt", "exp", "expm1", "log", "log1p", "sin", "cos", "tan"),
-            *("sinh", "cosh", "tanh", "asinh", "atan", "arctan", "erf", "sigmoid"),
-        )
-    },
-    "cbrt": (_cbrt, 1),
+_ELEMENTWISE = "abs sign sqrt exp expm1 log log1p sin cos tan sinh cosh tanh asinh atan arctan erf sigmoid"
+_FUNCTIONS: dict[str, tuple[Callable[..., Tensor], int]] = {  # and their numbers of arguments
+    **{name: (getattr(torch, name), 1) for name in _ELEMENTWISE.split()},
+    "cbrt": (lambda x: torch.sign(x) * x.abs().pow(1 / 3), 1),
     "min": (torch.minimum, 2),
     "max": (torch.maximum, 2),
     "minimum": (torch.minimum, 2),
     "maximum": (torch.maximum, 2),
-    "clip": (_clip, 3),
+    "clip": (lambda x, low, high: torch.minimum(torch.maximum(x, low), high), 3),
 }
-_ALLOWED = (
-    "A formula is made of x, numbers, pi, e, + - * / **, brackets and the functions " + ", ".join(_FUNCTIONS) + "."
-)
+_ALLOWED = f"A formula is made of x, numbers, pi, e, + - * / **, brackets and the functions {', '.join(_FUNCTIONS)}."
 
 
 def split_names(names: str) -> list[str]:
@@ -82,10 +67,10 @@ def split_names(names: str) -> list[str]:
 
 
 def curves_named(names: str | Sequence[str | Curve]) -> list[Curve]:
-    """Look curves up by name or alias, separated by commas or as a list, each once.
+    """Look curves up, each once, by names separated by commas or in a list.
 
     Args:
-        names: names of built-in curves, in any case; ``all`` of them, derf as erf; ``NAME=FORMULA`` for one of your own
+        names: names or aliases of built-in curves, in any case; ``all`` of them, derf as erf; formulas
             (:func:`curve_from`); and, in a list, curves themselves.
 
     Raises:
@@ -122,8 +107,7 @@ def curve_from(text: str) -> Curve:
     """Make a curve of ``NAME=FORMULA``, a formula in x (or u).
 
     Raises:
-        UsageError: if the formula is not understood, saying where, or is no curve
-            (:func:`normscope.fits.curves.known.curve_of`).
+        UsageError: if the formula is not understood, or is no curve (:func:`normscope.fits.curves.known.curve_of`).
 
     >>> curve_from("mine=x/(1+abs(x)**3)**(1/3)").function(torch.tensor([-1.0, 0.0, 1e3]))
     tensor([-0.7937,  0.0000,  1.0000])
@@ -139,35 +123,36 @@ def curve_from(text: str) -> Curve:
 
 
 class _Reader:
-    """Recursive reader that turns a formula into a function."""
+    """Turns a formula into a function, node by node."""
 
     def __init__(self, formula: str) -> None:
         self.formula = formula
 
     def read(self) -> Term:
-        strange = _SIGNS.search(self.formula)
-        if strange:
+        if strange := _SIGNS.search(self.formula):
             power = "; a power is written **" if strange[0] == "^" else ""
             self.refuse(f"the sign {strange[0]!r} means nothing here{power}", strange.start())
-        tree = self.parsed()
-        term = self.term(tree, 1)
-        if not any(isinstance(node, ast.Name) and node.id in _VARIABLE for node in ast.walk(tree)):
-            raise UsageError(f"The formula {self.formula!r} does not depend on x; a constant cannot be fitted.")
-        self.refuse_no_number(term)
-        return term
-
-    def parsed(self) -> ast.expr:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of Python code that it would be, such as 1or x
-                return ast.parse(self.formula, mode="eval").body
+                warnings.simplefilter("ignore")  # about Python code, such as 1or x
+                tree = ast.parse(self.formula, mode="eval").body
         except SyntaxError as error:
             self.refuse(f"it cannot be read ({error.msg})", max((error.offset or 1) - 1, 0))
         except (ValueError, MemoryError, RecursionError):
             self.refuse("it is too deeply nested", 0)
+        term = self.term(tree, 1)
+        if not any(isinstance(node, ast.Name) and node.id in _VARIABLE for node in ast.walk(tree)):
+            raise UsageError(f"The formula {self.formula!r} does not depend on x; a constant cannot be fitted.")
+        at = term(torch.tensor([-2.5, -0.3, 2.5, 0.3], dtype=torch.float64))
+        if at[:2].isnan().all() and at[2:].isfinite().all():  # the most likely mistake, such as x**(1/3)
+            raise UsageError(
+                f"The formula {self.formula!r} is no number for negative x. Roots, logarithms and broken powers have "
+                "none there: take them of abs(x), and give the result its sign, as in sign(x)*abs(x)**(1/3)."
+            )
+        return term
 
     def term(self, node: ast.expr, depth: int) -> Term:
-        """Make a function of x of one node of the tree."""
+        """Turn one node of the tree into a function of x."""
         if depth > _DEEPEST:
             self.refuse(f"it is nested more than {_DEEPEST} levels deep", node.col_offset)
         match node:
@@ -201,7 +186,7 @@ class _Reader:
             number = math.inf
         if not math.isfinite(number):
             self.refuse("this number is too large for float64", node.col_offset)
-        # A tensor of no dimensions: Python's own numbers would raise an error at 1/0 and overflow.
+        # A tensor, as Python's own numbers raise errors at 1/0 and overflow.
         fixed = torch.tensor(number, dtype=torch.float64)
         return lambda x: fixed
 
@@ -218,15 +203,6 @@ class _Reader:
 
     def written(self, node: ast.expr) -> str:
         return repr(self.formula[node.col_offset : node.end_col_offset])
-
-    def refuse_no_number(self, term: Term) -> None:
-        """Explain the most likely mistake: a power of negative numbers, such as x**(1/3)."""
-        ones = torch.tensor([-2.5, 2.5, -0.3, 0.3], dtype=torch.float64)
-        if term(ones)[::2].isnan().all() and term(ones)[1::2].isfinite().all():
-            raise UsageError(
-                f"The formula {self.formula!r} is no number for negative x. Roots, logarithms and broken powers have "
-                "none there: take them of abs(x), and give the result its sign, as in sign(x)*abs(x)**(1/3)."
-            )
 
     def refuse(self, why: str, column: int) -> NoReturn:
         raise UsageError(f"The formula {self.formula!r} is not understood at column {column + 1}: {why}. {_ALLOWED}")

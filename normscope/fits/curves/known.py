@@ -1,8 +1,7 @@
 """Curves that may replace a norm: one table row each, with f, f′, the formula, the properties and the source.
 
 Every curve is used as y ≈ A·f(αx + s), with amplitude A, scale α and shift s. :func:`curve_of` makes a curve of any
-torch function, and :func:`normscope.fits.curves.expressions.curve_from` of a formula. The page's scripts and the
-module of a swapped folder print f from the same table.
+torch function. The page's scripts and the module of a swapped folder print f from the same table.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from normscope.errors import UsageError
 Function = Callable[[Tensor], Tensor]
 
 FREE, BEST = "free", "best"
-NO_CURVES = (FREE, BEST, "all")  # what ``--func`` takes besides curves
+NO_CURVES = (FREE, BEST, "all")  # names that ``--func`` takes besides those of curves
 _NEAR_ORIGIN = 1e-8
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 _DECADES = 6  # of |u|, on either side of 1
-_POINTS_A_DECADE = 256  # a maximum that lies between two points is missed by 2e-5 of it
-_FINITE_UP_TO = 1e3  # |u| to which values have to be finite; beyond, they may be infinite
-_ROUNDING = 1e-12  # of f: lesser ups and downs, and lesser sums of f(u) and f(−u), are rounding
-_STRAIGHT = 0.01  # a power of u nearer to 1 than this is a straight line
-_STILL_GROWS = 0.5  # a bound is near where two decades add less than half of what the two before them did
-_SAMPLING = 1e-3  # of the supremum: what one with a maximum between grid points may seem to grow by
-_JUMP = 1e-4  # of the steepest slope up to there: a lesser jump of f′ is no kink
+_POINTS_A_DECADE = 256  # a maximum between two points is missed by 2e-5 of it
+_FINITE_UP_TO = 1e3  # |u| up to which values have to be finite
+_ROUNDING = 1e-12  # of f: smaller ups and downs, and smaller sums of f(u) and f(−u), are rounding
+_STRAIGHT = 0.01  # a power of u nearer to 1 is a straight line
+_STILL_GROWS = 0.5  # a bound is near if two decades add less than half of what the two before added
+_SAMPLING = 1e-3  # of the supremum: apparent growth of a function with a maximum between grid points
+_JUMP = 1e-4  # of the steepest slope up to there: a smaller jump of f′ is no kink
 _HALVINGS = 40
 _ORIGIN = 1e-100
 _QUOTIENT = 1e-6  # of u: half the width of a difference quotient
@@ -46,21 +45,21 @@ class Curve:
     """One function f of u = αx + s.
 
     Attributes:
-        name: what ``--func`` takes.
-        aliases: names of the papers' and their authors' modules; ``--func`` takes these too.
-        formula: f, to be read.
+        name: for ``--func``.
+        aliases: other names, from the papers and their authors' modules.
+        formula: f for readers.
         function: f, of float64 tensors of any shape.
-        derivative: f′, likewise; one side's where it jumps, and infinite where f is vertical.
-        source: where the field has it from.
-        limit: supremum of |f|; None where f is unbounded.
+        derivative: f′, likewise; of one side if it jumps, and infinite if f is vertical.
+        source: publication.
+        limit: supremum of |f|; None if f is unbounded.
         zero_centred: f(−u) = −f(u).
         monotone: f never falls, or never rises.
-        slope_at_origin: f′(0); 0 where f is flat there, infinite where it is vertical, NaN where it has a kink.
-        peak: largest |f′|, infinite where f is vertical somewhere.
+        slope_at_origin: f′(0), infinite if f is vertical there; NaN at a kink.
+        peak: largest |f′|, infinite if f is vertical somewhere.
         smooth: f′ is continuous.
-        power_at_origin: p, where f(u) − f(0) goes as |u|^p for small u: 1 where f has a tangent; NaN without any.
+        power_at_origin: p, if f(u) − f(0) goes as |u|^p for small u: 1 for a tangent; NaN without any.
         shift_of: name of the curve that this is with a shift s, which its own layer learns; None for all others.
-        amplitude_is_inverse_scale: A is no number of its own but 1/α.
+        amplitude_is_inverse_scale: A is 1/α.
         expression: f of a built-in curve in Python, of a tensor ``u`` and the modules torch and math.
     """
 
@@ -103,12 +102,12 @@ class Curve:
 
     @property
     def linear_at_origin(self) -> bool:
-        """True if f′(0) is finite and not zero, so that f(αx) is a straight line in the limit α → 0."""
+        """True if f′(0) is finite and not zero, so that f(αx) is a line in the limit α → 0."""
         return self.centre_sensitive and math.isfinite(self.slope_at_origin)
 
     @functools.cached_property
     def coefficient_at_origin(self) -> float:
-        """c, where f(u) − f(0) tends to c·u^p for small u > 0; f′(0) of a curve with a tangent there."""
+        """c, if f(u) − f(0) tends to c·u^p for small u > 0; f′(0) of a curve with a tangent there."""
         if self.linear_at_origin:
             return self.slope_at_origin
         u = torch.tensor([0.0, _NEAR_ORIGIN], dtype=torch.float64)
@@ -117,10 +116,10 @@ class Curve:
 
 
 def autograd_of(function: Function) -> Function:
-    """Derivative of an elementwise function by torch's autograd, in float64, also where gradients are switched off.
+    """Derivative of an elementwise function by torch's autograd, in float64, also under ``no_grad``.
 
-    At the origin it is the slope to the right, at 1e-100: abs and sign have none there, and torch takes it for zero.
-    Where autograd makes NaN of infinity times zero, as of 1/(1 + e^(−u)) at u = −1000, it is a difference quotient.
+    At the origin it is the slope to the right, at 1e-100, where torch takes that of abs for zero. If autograd makes NaN
+    of infinity times zero, as for 1/(1 + e^(−u)) at u = −1000, it is a difference quotient.
 
     >>> autograd_of(torch.abs)(torch.tensor([-2.0, 0.0, 2.0])).tolist()
     [-1.0, 1.0, 1.0]
@@ -140,11 +139,10 @@ def autograd_of(function: Function) -> Function:
 
 
 def properties_of(function: Function, derivative: Function, name: str) -> dict[str, Any]:
-    """Measure a function of float64 tensors at ±1e-6 … ±1e6 and at 0, by the names of :class:`Curve`'s attributes.
+    """Measure a function at ±1e-6 … ±1e6 and at 0, by the names of :class:`Curve`'s attributes.
 
     Raises:
-        UsageError: if it is no curve: not elementwise, not real, not finite for |u| ≤ 1000, constant, or without a
-            derivative.
+        UsageError: as of :func:`curve_of`.
     """
     half = torch.logspace(-_DECADES, _DECADES, 2 * _DECADES * _POINTS_A_DECADE + 1, dtype=torch.float64)
     u = torch.cat([-half.flip(0), torch.zeros(1, dtype=torch.float64), half])
@@ -171,9 +169,9 @@ def _values(function: Function, u: Tensor, name: str) -> Tensor:
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"The curve {name!r} cannot be evaluated on a float64 tensor: {error}") from error
     if not isinstance(f, Tensor) or f.shape != u.shape or f.is_complex():
-        what = f"{f.dtype} of shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
+        kind = f"{f.dtype} of shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
         raise UsageError(
-            f"The curve {name!r} makes a {what} of a float64 tensor of shape {tuple(u.shape)}; "
+            f"The curve {name!r} makes a {kind} of a float64 tensor of shape {tuple(u.shape)}; "
             "a curve gives one real number for each u."
         )
     f = f.detach().double()
@@ -209,7 +207,7 @@ def _refuse_first(name: str, does: str, u: Tensor, values: Tensor, bad: Tensor) 
 
 
 def _supremum(u: Tensor, values: Tensor) -> float | None:
-    """Largest magnitude, extrapolated from those up to |u| = 1e2, 1e4 and 1e6; None where these keep growing."""
+    """Largest magnitude, extrapolated from those up to |u| = 1e2, 1e4 and 1e6; None if these keep growing."""
     magnitude = values.abs()
     near, far, farthest = (float(magnitude[u.abs() <= 1.001 * bound].max()) for bound in (1e2, 1e4, 1e6))
     before, last = far - near, farthest - far
@@ -219,7 +217,7 @@ def _supremum(u: Tensor, values: Tensor) -> float | None:
 
 
 def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
-    """Power of |u| that f starts with, the lower of both sides, and its slope: NaN where the sides differ."""
+    """Leading power of |u|, the lower of both sides, and the slope: NaN if the sides differ."""
     origin = len(u) // 2
     powers, slopes = [], []
     rounding = 1e-15 * max(float(f[u.abs() <= 1].abs().max()), abs(float(f[origin])))
@@ -236,7 +234,7 @@ def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
 
 
 def _jumps(derivative: Function, u: Tensor, slope: Tensor) -> bool:
-    """True if f′ jumps between two points of the grid: repeated halving of a gap leaves a jump."""
+    """True if f′ jumps between two points of the grid, as repeated halving of the gap leaves a jump."""
     origin = len(u) // 2
     outwards = slope.abs().clone()
     outwards[origin:] = outwards[origin:].cummax(0).values
@@ -259,11 +257,10 @@ _DERF = "arXiv 2512.10938, ViT/other_functions"
 
 
 class Functions:
-    """f and f′ of the built-in curves, by which pickle finds them."""
+    """f and f′ of the built-in curves, for pickle."""
 
 
 def _of(name: str, expression: str) -> Function:
-    """Make a function of u of an expression of the table below."""
     function = eval(f"lambda u: {expression}", {"torch": torch, "math": math, "within": _within})  # noqa: S307
     function.__module__, function.__name__, function.__qualname__ = __name__, name, f"{Functions.__name__}.{name}"
     setattr(Functions, name, staticmethod(function))
@@ -277,10 +274,7 @@ def _within(inside: Tensor, slope: Tensor) -> Tensor:
 def _built_in(
     name: str, formula: str, f: str, slope: str, source: str = "", aliases: tuple[str, ...] = (), **properties: Any
 ) -> Curve:
-    """A curve with expressions in u of f and f′, and the properties of most curves except for those given.
-
-    Most are odd, rise everywhere and tend to ±1; most of these are smooth, and steepest at the origin, with slope 1.
-    """
+    """Make a curve of expressions in u; ``properties`` replace those of most curves."""
     usual = {"limit": 1.0, "zero_centred": True, "monotone": True, "smooth": True, "slope_at_origin": 1.0, "peak": 1.0}
     source = source or f"{_DERF}/{name}.py"
     return Curve(
@@ -293,8 +287,7 @@ _ERF_SLOPE = 2 / math.sqrt(math.pi)
 _TANH = ("torch.tanh(u)", "4 * (t := torch.exp(-2 * u.abs())) / (1 + t).square()")  # does not cancel for large u
 
 # Name, formula, f, f′, source, aliases, properties. f and f′ keep their digits over all of float64, from denormal u to
-# ±1e308: nothing overflows, and numbers of nearly the same size are not subtracted. Where f′ jumps, it is that of the
-# inner side.
+# ±1e308: nothing overflows or cancels. At a jump f′ is that of the inner side.
 BUILT_IN = (
     _built_in("tanh", "tanh(u)", *_TANH, f"{_DYT}, eq. 2", ("dyt",)),
     _built_in(  # u / hypot(u, 1) takes 1.5 times as long on a CPU, and 3.6 times when compiled
@@ -387,7 +380,7 @@ BUILT_IN = (
         **_VERTICAL,
     ),
 )
-# derf is not among all that are compared: it has one free parameter more, and with as many erf takes its place.
+# derf is not among ``all``: it has one more free parameter than erf.
 CURVES = {curve.name: curve for curve in BUILT_IN}
 CURVES["derf"] = replace(CURVES["erf"], name="derf", source="Derf, arXiv 2512.10938", shift_of="erf")
 BY_NAME = {name: curve for curve in CURVES.values() for name in (curve.name, *curve.aliases)}
@@ -404,14 +397,14 @@ def curve_of(
 
     Args:
         function: f, of float64 tensors of any shape.
-        name: what tables call it; no built-in curve's.
-        formula: f, to be read.
-        derivative: f′; by torch's autograd where None.
-        source: where it is from.
+        name: a name that no built-in curve has.
+        formula: f for readers.
+        derivative: f′; by default by torch's autograd.
+        source: publication.
 
     Raises:
         UsageError: if the name is taken or no word, or if the function is no curve: not elementwise, not real, not
-            finite for |u| ≤ 1000, constant, or not differentiable by torch where no derivative is given.
+            finite for |u| ≤ 1000, constant, or not differentiable.
 
     >>> swish = curve_of(torch.nn.functional.silu, "swish", "u·sigmoid(u)")
     >>> swish.bounded, swish.monotone, swish.slope_at_origin
@@ -422,8 +415,7 @@ def curve_of(
     if name.lower() in BY_NAME or name.lower() in NO_CURVES:
         raise UsageError(f"A curve of your own cannot be called {name!r}: that name has a meaning already.")
     slope = derivative or autograd_of(function)
-    measured = properties_of(function, slope, name)
-    return Curve(name, (), formula or f"{name}(u)", function, slope, source, **measured)
+    return Curve(name, (), formula or f"{name}(u)", function, slope, source, **properties_of(function, slope, name))
 
 
 _IN_JAVASCRIPT = {

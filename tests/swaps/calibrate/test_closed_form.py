@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from normscope.fits.solving.ceiling import Piecewise, curve_along
+from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.swaps.calibrate.closed_form import PENALTIES, LayerSums, least_squares, ridge, slopes
 from normscope.swaps.pointwise import PointwiseFunction
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq, curve_fit, minimize_scalar
 
+from normscope.fits import solver
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving import solve
-from normscope.fits.solving.nodes import joined, nodes_of
-from normscope.fits.solving.solve import CLOSE, FitForm, Objective, _descended, least_squares, refined
+from normscope.fits.solver import CLOSE, FitForm, Objective, _descended, least_squares, refined
+from normscope.fits.targets import joined, nodes_of
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
 SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}
@@ -225,7 +225,7 @@ def test_where_no_kink_passes_a_point_newton_ends_what_finer_grids_narrow(moment
     ours = least_squares(objective, few)
     ours_took, sizes[:] = sum(sizes), []
     none = torch.zeros(0, dtype=torch.long)
-    monkeypatch.setattr(solve, "_between_kinks", lambda objective, lowest, width: (lowest, none))
+    monkeypatch.setattr(solver, "_between_kinks", lambda objective, lowest, width: (lowest, none))
     grids = least_squares(objective, few)
     # Where the error is round, it tells α to half of the digits of its sums.
     torch.testing.assert_close(ours.alpha, grids.alpha, rtol=1e-7, atol=0)
@@ -240,7 +240,7 @@ def test_a_line_is_not_searched_again_without_each_fold(moments_of):
     nodes = nodes_of(torch.stack([moments_of(x[start::4], y[start::4]) for start in range(4)]), odd=True)
     noting, sizes = counted(CURVES["hardtanh"])
     small, zero = torch.full((4,), 1e-5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    lines = refined(Objective(nodes, noting), solve.Solutions(small, small, zero, zero == 0, zero == 0), nodes)
+    lines = refined(Objective(nodes, noting), solver.Solutions(small, small, zero, zero == 0, zero == 0), nodes)
     slopes = [(x[start::4] @ y[start::4]) / (x[start::4] @ x[start::4]) for start in range(4)]
     np.testing.assert_allclose(lines.amplitude * lines.alpha, slopes, rtol=1e-9)
     assert sum(sizes) < 3 * nodes.x.numel()  # f once, and f′

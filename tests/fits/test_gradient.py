@@ -15,8 +15,8 @@ from torch.func import jacrev, vmap
 import normscope
 from normscope.errors import DataError
 from normscope.figures.gradient import plot_gradient
-from normscope.fits.solving.jackknife import interval
-from normscope.fits.views.gradient import gradient, jacobians
+from normscope.fits.gradient import gradient, jacobians
+from normscope.fits.jackknife import interval
 from normscope.pairs.capture import captured
 from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
 from normscope.pairs.recorder import Summing

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,23 +15,19 @@ from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES, Curve
-from normscope.fits.solving.nodes import Batched, FitTarget, Nodes, dot
+from normscope.fits.targets import Batched, FitTarget, Nodes, dot
 
-_DEPARTS = 2e-4  # share by which a curve departs from its power law at the origin at the smallest α that is tried
-_LARGEST_SLOPE = 1e12  # in place of the infinite slope that some curves have at their origin
+_DEPARTS = 2e-4  # relative departure of a curve from its power law at the origin, at the smallest α tried
+_LARGEST_SLOPE = 1e12  # in place of the infinite slope of some curves at the origin
 
 
 @dataclass(frozen=True)
 class Solutions(Batched):
-    """A, α and s of least squared error, each ``(problems,)``.
+    """A, α > 0 and s of least squared error, each ``(problems,)``.
 
-    Attributes:
-        amplitude: A.
-        alpha: α, positive.
-        shift: s.
-        only_power: the curve's power law at its origin, A·α^p·|x|^p, fits as well, for most curves a straight line: A
-            and α mean nothing by themselves, and only that law of least squares, which they make, does.
-        converged: False where α ran into an end of its range, or where no α does better than another.
+    ``only_power`` is true if the curve's power law at its origin, A·α^p·|x|^p, fits as well, for most curves a line: A
+    and α are then not identified separately. ``converged`` is false if α reached an end of its range, or if the error
+    does not depend on α.
     """
 
     amplitude: Tensor
@@ -39,6 +35,11 @@ class Solutions(Batched):
     shift: Tensor
     only_power: Tensor
     converged: Tensor
+
+    @classmethod
+    def joined(cls, parts: Iterable[Solutions]) -> Solutions:
+        """Concatenate the solutions of several batches."""
+        return cls(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
     def predicted(self, curve: Curve, x: Tensor) -> Tensor:
         """A·f(αx + s) at x, ``(problems, nodes)``."""
@@ -50,34 +51,21 @@ class Solutions(Batched):
         return (self.amplitude * self.alpha)[:, None] * slope
 
 
-def joined_solutions(parts: Sequence[Solutions]) -> Solutions:
-    """Concatenate the solutions of several batches."""
-    return Solutions(*(torch.cat(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
-
-
 @dataclass(frozen=True)
 class Evaluation(Batched):
-    """An objective at one theta a problem.
+    """An objective at one theta per problem."""
 
-    Attributes:
-        theta: log α and s, ``(problems, 2)``.
-        amplitude: the best A there, ``(problems,)``.
-        residual: Σ w (y − A·f(αx + s))² over all pairs, likewise.
-        gradient: of that by theta, ``(problems, 2)``; by s zero where it is not searched.
-    """
-
-    theta: Tensor
-    amplitude: Tensor
-    residual: Tensor
-    gradient: Tensor
+    theta: Tensor  # log α and s, (problems, 2)
+    amplitude: Tensor  # the best A there, (problems,)
+    residual: Tensor  # Σ w (y − A·f(αx + s))² over all pairs, likewise
+    gradient: Tensor  # of the residual by theta, (problems, 2); zero by s if s is not searched
 
     def where(self, here: Tensor, other: Evaluation) -> Evaluation:
-        """This evaluation at some of the problems, bool ``(problems,)``, and another at the rest."""
+        """Select this evaluation where ``here`` is true, bool ``(problems,)``, and otherwise ``other``."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Evaluation(*(torch.where(here.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
 
     def put(self, problems: Tensor, other: Evaluation) -> None:
-        """Replace the values at some of the problems, by their numbers, in place."""
         for values, others in zip(vars(self).values(), vars(other).values(), strict=True):
             values[problems] = others
 
@@ -88,25 +76,17 @@ class Evaluation(Batched):
 
 @dataclass(frozen=True)
 class Objective:
-    """Squared error of one curve at several problems, as a function of theta: log α and s, ``(problems, 2)``.
-
-    Attributes:
-        nodes: the problems.
-        curve: f.
-        fixed_amplitude: A of each problem, float64 ``(problems,)``; None where it is free.
-        fixed_alpha: α of all; None where it is free.
-        shifted: whether s is free; otherwise it is zero.
-    """
+    """Squared error of one curve at several problems, as a function of theta: log α and s, ``(problems, 2)``."""
 
     nodes: Nodes
     curve: Curve
-    fixed_amplitude: Tensor | None = None
-    fixed_alpha: float | None = None
-    shifted: bool = False
+    fixed_amplitude: Tensor | None = None  # of each problem, float64 (problems,); None if A is free
+    fixed_alpha: float | None = None  # of all problems; None if α is free
+    shifted: bool = False  # s is free; otherwise it is zero
 
     @functools.cached_property
     def alpha(self) -> float | None:
-        """α where it is not searched: given, or without any effect."""
+        """α if it is not searched: fixed, or without effect."""
         without_effect = self.fixed_alpha is None and power_law_until(self.curve) == math.inf
         return 1.0 if without_effect else self.fixed_alpha
 
@@ -117,15 +97,15 @@ class Objective:
 
     @property
     def rugged(self) -> bool:
-        """True if the error may have many minima of nearly the same depth, as kinks pass points in two directions.
+        """True if kinks that pass points in two directions may make many minima of nearly equal depth.
 
-        Which of them is found hangs on the last digit of a sum, and so on what else is summed beside it.
+        As rounding decides between them, such problems are solved one by one.
         """
         return not self.curve.smooth and len(self.free) > 1
 
     @property
     def alone(self) -> Iterator[Objective]:
-        """Each problem by itself, on its own points alone: the same to the last digit whatever it was beside."""
+        """Each problem by itself, on its own points, so that the result does not depend on the batch."""
         for number in range(len(self.nodes)):
             single = self.of(torch.tensor([number]))
             yield replace(single, nodes=single.nodes.filled())
@@ -143,18 +123,17 @@ class Objective:
         return dot(self.nodes.weight * self.nodes.y, self.nodes.y)
 
     def of(self, problems: Tensor) -> Objective:
-        """The objective of some of the problems, by their numbers, as often as they are named."""
         amplitude = None if self.fixed_amplitude is None else self.fixed_amplitude.index_select(0, problems)
         return replace(self, nodes=self.nodes.of(problems), fixed_amplitude=amplitude)
 
     def on(self, nodes: Nodes) -> Objective:
-        """The objective on other nodes: so many variants of the first problem, as many of the next, and so on."""
+        """Replace the nodes by n variants of the first problem, n of the next, and so on."""
         amplitude, variants = self.fixed_amplitude, len(nodes) // len(self.nodes)
         amplitude = None if amplitude is None else amplitude.repeat_interleave(variants)
         return replace(self, nodes=nodes, fixed_amplitude=amplitude)
 
     def amplitude(self, products: Tensor, squares: Tensor, alpha: Tensor) -> Tensor:
-        """A: given, bound to α, or the best one, of Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
+        """Return the fixed or the best A from Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
         if self.curve.amplitude_is_inverse_scale:
             return 1 / alpha
         if self.fixed_amplitude is not None:
@@ -162,7 +141,7 @@ class Objective:
         return products / torch.where(squares > 0, squares, torch.inf)
 
     def errors(self, theta: Tensor) -> Tensor:
-        """Squared error at the nodes for many theta a problem, ``(problems, thetas, 2)``: ``(problems, thetas)``."""
+        """Squared error at the nodes, ``(problems, thetas)``, for many theta per problem, ``(problems, thetas, 2)``."""
         alpha = theta[..., 0].exp()
         scaled = alpha[..., None] * self.nodes.x[:, None]
         values = self.curve.function(scaled + theta[..., 1:] if self.shifted else scaled)
@@ -172,12 +151,11 @@ class Objective:
         return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
 
     def slopes(self, u: Tensor) -> Tensor:
-        """f′, finite where the curve is vertical too."""
         slopes = self.curve.derivative(u)
         return slopes if math.isfinite(self.curve.peak) else slopes.clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE)
 
     def at(self, theta: Tensor) -> Evaluation:
-        """Squared error over all pairs, and its gradient, at one theta a problem, ``(problems, 2)``."""
+        """Evaluate squared error over all pairs, and its gradient, at one theta per problem, ``(problems, 2)``."""
         alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
         scaled = alpha[:, None] * x
         u = scaled + theta[:, 1:] if self.shifted else scaled
@@ -187,7 +165,7 @@ class Objective:
         off = y - amplitude[:, None] * values
         weighted = self.nodes.weight * off
         residual = dot(weighted, off) + self.nodes.scatter.sum(-1)
-        # Where A is the best one, the error does not change with it: α and s move f alone.
+        # At the best A the error is stationary in A: α and s move f alone.
         moved = weighted * self.slopes(u)
         by_shift = moved.sum(-1) if self.shifted else torch.zeros_like(alpha)
         gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), by_shift], -1)
@@ -198,7 +176,7 @@ class Objective:
 
 @functools.lru_cache
 def power_law_until(curve: Curve) -> float:
-    """u up to which a curve is its power law at the origin, to 2e-4 of it; infinite for such a law itself.
+    """u up to which a curve agrees with its power law at the origin to 2e-4; infinite for a power law itself.
 
     For most curves that law is the tangent.
 
@@ -216,8 +194,7 @@ def power_law_until(curve: Curve) -> float:
     if not departs.any():
         return math.inf
     first = int(departs.nonzero()[0, 0])
-    # Half of it, as the nodes that stand for the farthest pairs may lie beyond them.
-    return float(u[max(first - 1, 0)]) / 2
+    return float(u[max(first - 1, 0)]) / 2  # the nodes of the farthest pairs may lie beyond them
 
 
 AMPLITUDES = ("free", "theory")
@@ -225,14 +202,14 @@ AMPLITUDES = ("free", "theory")
 
 @dataclass(frozen=True)
 class FitForm:
-    """The form of a fit: which parameters are free.
+    """The free parameters of a fit.
 
     Attributes:
         amplitude: ``free``; or ``theory``, where A·f tends to the bound of |y|, √d or √(d−1).
-        theory: nothing is fitted: A as above, and the slope at the origin that of the token of mean ρ. With constant ρ
-            that makes tanh DyT's own derivation, and isru DyISRU's (arXiv 2503.21708).
-        alpha: α of every fit; None where it is free.
-        shift: whether s is free; None for no curve but derf, which is erf with a shift.
+        theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ. For constant ρ these are
+            the derivations of DyT (tanh) and of DyISRU (isru, arXiv 2503.21708).
+        alpha: fixed α; None if it is free.
+        shift: True if s is free; None for derf alone, which is erf with a shift.
     """
 
     amplitude: str = "free"
@@ -241,7 +218,6 @@ class FitForm:
     shift: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse arguments that contradict one another."""
         if self.amplitude not in AMPLITUDES:
             raise UsageError(unknown("amplitude", self.amplitude, AMPLITUDES))
         if self.alpha is not None and not 0 < self.alpha < math.inf:
@@ -257,7 +233,7 @@ class FitForm:
         return self.theory or self.amplitude == "theory"
 
     def refusal(self, curve: Curve) -> str | None:
-        """Reason why a curve has no such form; None where it has."""
+        """Reason why a curve does not support this form; None if it does."""
         if self.needs_bound and (curve.limit is None or curve.amplitude_is_inverse_scale):
             return (
                 f"{curve.name} is not bounded by an amplitude of its own, so that none follows from the bound of |y|."
@@ -274,18 +250,17 @@ class FitForm:
         return None
 
     def called(self, curve: Curve) -> Curve:
-        """The curve under the name that it has in this form: erf with a shift is derf, and without one erf.
+        """Return the curve under its name in this form: erf with a shift is derf, and derf without one erf.
 
         >>> from normscope.fits.curves.known import CURVES
-        >>> FitForm(shift=True).called(CURVES["erf"]).name
-        'derf'
-        >>> FitForm(shift=False).called(CURVES["derf"]).name
-        'erf'
+        >>> FitForm(shift=True).called(CURVES["erf"]).name, FitForm(shift=False).called(CURVES["derf"]).name
+        ('derf', 'erf')
         """
         if self.shift is None:
             return curve
-        other = {derived.shift_of: derived for derived in CURVES.values()} if self.shift else CURVES
-        return other.get(curve.name if self.shift else curve.shift_of or "", curve)
+        if self.shift:
+            return {derived.shift_of: derived for derived in CURVES.values()}.get(curve.name, curve)
+        return CURVES.get(curve.shift_of or "", curve)
 
     def shifted(self, curve: Curve) -> bool:
         """True if s of a curve is fitted."""
@@ -295,23 +270,20 @@ class FitForm:
         """True if A·f(αx + s) is odd in x."""
         return curve.zero_centred and not self.shifted(curve)
 
-    def objective(self, nodes: Nodes, curve: Curve, levels: Sequence[FitTarget]) -> Objective:
-        """Squared error of a curve on the nodes of some levels, with what is not searched held fixed."""
-        amplitude = self._amplitude(curve, levels) if self.needs_bound else None
+    def objective(self, nodes: Nodes, curve: Curve, targets: Sequence[FitTarget]) -> Objective:
+        amplitude = self._amplitude(curve, targets) if self.needs_bound else None
         return Objective(nodes, curve, amplitude, self.alpha, self.shifted(curve))
 
-    def in_theory(self, curve: Curve, levels: Sequence[FitTarget]) -> Solutions:
-        """A and α as they follow from the norm."""
-        amplitude = self._amplitude(curve, levels)
+    def in_theory(self, curve: Curve, targets: Sequence[FitTarget]) -> Solutions:
+        amplitude = self._amplitude(curve, targets)
         at_origin = float(curve.derivative(torch.zeros(1, dtype=torch.float64)))
-        slope = torch.tensor([level.slope for level in levels], dtype=torch.float64)
+        slope = torch.tensor([target.slope for target in targets], dtype=torch.float64)
         alpha = slope / (amplitude * at_origin)
         zero, never = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
         return Solutions(amplitude, alpha, zero, never, alpha.isfinite())
 
-    def _amplitude(self, curve: Curve, levels: Sequence[FitTarget]) -> Tensor:
-        """A with which the curve tends to the bound of |y|."""
-        return torch.tensor([level.bound / (curve.limit or 1) for level in levels], dtype=torch.float64)
+    def _amplitude(self, curve: Curve, targets: Sequence[FitTarget]) -> Tensor:
+        return torch.tensor([target.bound / (curve.limit or 1) for target in targets], dtype=torch.float64)
 
     def parameters(self, curve: Curve) -> list[str]:
         """Names of the free parameters of a curve.
@@ -320,14 +292,15 @@ class FitForm:
         >>> FitForm().parameters(CURVES["derf"]), FitForm().parameters(CURVES["linear"])
         (['A', 'α', 's'], ['A'])
         """
-        return [
-            *(["A"] if not self.needs_bound and not curve.amplitude_is_inverse_scale else []),
-            *(["α"] if not self.theory and self.alpha is None and power_law_until(curve) < math.inf else []),
-            *(["s"] if self.shifted(curve) else []),
-        ]
+        free = {
+            "A": not self.needs_bound and not curve.amplitude_is_inverse_scale,
+            "α": not self.theory and self.alpha is None and power_law_until(curve) < math.inf,
+            "s": self.shifted(curve),
+        }
+        return [name for name, is_free in free.items() if is_free]
 
     def words(self, curve: Curve) -> str:
-        """The form in words: what is fitted, and what is not.
+        """Describe the free and the fixed parameters.
 
         >>> from normscope.fits.curves.known import CURVES
         >>> FitForm(amplitude="theory", shift=True).words(CURVES["tanh"])
@@ -341,51 +314,49 @@ class FitForm:
 
 
 _GRID_POINTS_A_DECADE = 5
-_GRID_POINTS_AT_KINKS = 32  # a kink that has just passed the farthest pairs is a minimum far narrower than a bend's
+_GRID_POINTS_AT_KINKS = 32  # a kink just beyond the farthest pairs makes a far narrower minimum than a bend
 _STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
-_SMALLEST_COUNTS = 1e-3  # of all pairs lie below it
-_FLAT = 1e-9  # of Σy²: where no α explains more than another by that, x has no spread to tell them apart
-_RIVAL = 0.99  # of the highest maximum on the coarse nodes: one as high as that may be the highest on all nodes
+_SMALLEST_COUNTS = 1e-3  # share of the pairs below the smallest |x| that counts
+_FLAT = 1e-9  # of Σy²: if no α explains more than another by that, x has no spread to identify it
+_RIVAL = 0.99  # of the highest maximum on the coarse nodes: one as high may be the highest on all nodes
 _RIVALS = 3
-_BEND = 1e-3  # a curve that saves less than a thousandth of the squared error of its limit has found no bend
-_EXACT = 1e-12  # of Σ(y − ȳ)²: a limit that leaves less than that is the curve
-_CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x at which a shifted curve may have its centre
-_VALUES_AT_ONCE = 2**18  # which stay in a core's cache
-_DIFFERENCE = 1e-4  # in log α or s, of the gradients that give its derivative
+_BEND = 1e-3  # a bend has to save this share of the squared error of the curve's limits
+_EXACT = 1e-12  # of Σ(y − ȳ)²: a limit that leaves less is the curve
+_CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x to start the centre of a shifted curve at
+_VALUES_AT_ONCE = 2**18  # fit into a core's cache
+_DIFFERENCE = 1e-4  # in log α or s, of the difference quotients of gradients
 _RADIUS = 0.3  # about a step of the grid
-CLOSE = 1e-7  # in log α and s: a step after which nothing is left to gain
-_POINTS_ALONG = (33, 9)  # each axis of the finer grids, of one axis and of two
-_NO_KINK = 0.2  # of f′, which changes by less wherever u changes by a hundredth, but at a kink
-_WIDER = 4.0  # where the least error lies at the edge of a grid
-_SHARP = 1e-9  # in log α and s: at a kink the error is as sharp as numbers are
-_REFITTED = 1e-4  # in log α and s: a fold changes them by far more, and finer grids of two axes take their time
-_ROUGHLY = 1e-2  # in log α and s: the last step of Newton's method where the squared error is all that counts
+CLOSE = 1e-7  # in log α and s: a step that leaves nothing to gain
+_POINTS_ALONG = (33, 9)  # each axis of the finer grids, for one axis and for two
+_NO_KINK = 0.2  # relative change of f′ over a hundredth of u, which only a kink exceeds
+_WIDER = 4.0  # factor, if the least error lies at the edge of a grid
+_SHARP = 1e-9  # in log α and s: at a kink the error is as sharp as float64
+_REFITTED = 1e-4  # in log α and s: a fold changes them by far more, and finer grids of two axes are slow
+_ROUGHLY = 1e-2  # in log α and s: Newton's last step if only the squared error matters
 _SMALL_STEP = 1e-6  # in log α and s, in which few kinks lie
 _LAST_STEPS = 2
-_NO_STEP = 1e-9  # in log α and s: the step after it, a millionth as long, moves no digit
-_LAST_DIGITS = 1e-14  # of Σ w y², by which the error of one point varies with the order of its sums
-_ROUNDING = 1e-15  # of Σ w y²: the error near a minimum, where only its slope tells which way is down
+_NO_STEP = 1e-9  # in log α and s: the step after it, a millionth as long, changes no digit
+_LAST_DIGITS = 1e-14  # of Σ w y²: variation of the error with the order of its sums
+_ROUNDING = 1e-15  # of Σ w y²: near a minimum only the slope of the error shows which way is down
 _STEPS = 80
 
 
 def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
-    """Fit one curve to several problems, whatever the scales of their x and y.
+    """Fit one curve to several problems, at any scale of their x and y, which need some spread.
 
-    Args:
-        objective: on nodes whose x and y have some spread at each problem.
-        coarse: far fewer nodes for the same pairs, on which a first look costs little.
+    ``coarse`` contains far fewer nodes for the same pairs, for a first look.
     """
     first_look = objective.on(coarse)
     if len(objective.nodes) > 1 and objective.rugged:
         alone = zip(objective.alone, first_look.alone, strict=True)
-        return joined_solutions([least_squares(single, few.nodes) for single, few in alone])
+        return Solutions.joined(least_squares(single, few.nodes) for single, few in alone)
     return _solutions(objective, *_searched(objective, first_look))
 
 
 def _searched(
     objective: Objective, first_look: Objective, roughly: float | None = None
 ) -> tuple[Evaluation, Tensor, Tensor]:
-    """Return the least of the minima about the starts of a grid, and the bounds of log α in which it was searched."""
+    """Find the least of the minima about the starts of a grid; also return the bounds of log α."""
     low, high = _range(first_look)
     problem, starts = _starts(first_look, low, high)
     ended = _minimum(objective.of(problem), starts, low[problem], high[problem], roughly)
@@ -396,43 +367,33 @@ def _searched(
 
 
 def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
-    """Fit one curve to problems of nearly the same pairs as others, from whose solutions the search begins.
+    """Fit one curve to nearly the same pairs as other problems, beginning at their solutions.
 
-    Of a curve with kinks another minimum may be the least: the search begins anew, on fewer nodes for the same pairs.
+    With kinks another minimum may be the least, so that the search starts anew on fewer nodes for the same pairs.
     """
     first_look = objective.on(rough)
     if len(objective.nodes) > 1 and objective.rugged:
         near_each = (near.of(torch.tensor([number])) for number in range(len(objective.nodes)))
         alone = zip(objective.alone, near_each, first_look.alone, strict=True)
-        return joined_solutions([refined(single, near_single, few.nodes) for single, near_single, few in alone])
+        return Solutions.joined(refined(single, near_single, few.nodes) for single, near_single, few in alone)
     start = torch.stack([near.alpha.log(), near.shift], -1)
     bends = (~near.only_power).nonzero()[:, 0]
-    if len(bends) == len(start):
-        ended = _refined(objective, start, first_look)
-    else:  # a line stays one, of another slope
-        ended = objective.at(start)
-        if len(bends):
-            ended.put(bends, _refined(objective.of(bends), start[bends], first_look.of(bends)))
+    ended = objective.at(start)  # a line remains a line, of another slope
+    if len(bends):
+        bent, start, width = objective.of(bends), start[bends], math.log(_STEEPEST)
+        if objective.curve.smooth:
+            least = _minimum(bent, start, start[:, 0] - width, start[:, 0] + width)
+        else:
+            least = _searched(bent, first_look.of(bends), _REFITTED if objective.rugged else None)[0]
+        ended.put(bends, least)
     return ended.solutions(near.only_power, near.converged)
 
 
-def _refined(objective: Objective, start: Tensor, first_look: Objective) -> Evaluation:
-    """Find the minimum about each start, no farther than where curves are a line or a step; the least, with kinks."""
-    if not objective.curve.smooth:
-        return _searched(objective, first_look, _REFITTED if objective.rugged else None)[0]
-    width = math.log(_STEEPEST)
-    return _minimum(objective, start, start[:, 0] - width, start[:, 0] + width)
-
-
 def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
-    """Fit one curve to several variants of each problem, well enough for the squared error: it is right to a millionth.
+    """Fit one curve to several variants of each problem, so that the squared error is right to a millionth.
 
-    Args:
-        coarse: on few nodes of each problem.
-        nodes: so many variants of the first problem, as many of the next, and so on.
-
-    Returns:
-        One solution a variant; whether α means anything is not asked.
+    ``nodes`` contains n variants of the first problem of ``coarse``, n of the next, and so on. A solution per variant
+    is returned, without a test of whether α is identified.
     """
     never = torch.zeros(len(nodes), dtype=torch.bool)
     if not coarse.curve.smooth:
@@ -440,14 +401,14 @@ def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
         return _searched(variants, variants, _ROUGHLY)[0].solutions(never, ~never)
     low, high = _range(coarse)
     problem, starts = _starts(coarse, low, high)
-    best = torch.searchsorted(problem, torch.arange(len(low)))  # of each, that of the least error comes first
+    best = torch.searchsorted(problem, torch.arange(len(low)))  # the start of least error comes first
     variant = torch.arange(len(low)).repeat_interleave(len(nodes) // len(low))
     ended = _minimum(coarse.on(nodes), starts[best][variant], low[variant], high[variant], _ROUGHLY)
     return ended.solutions(never, ~never)
 
 
 def _range(coarse: Objective) -> tuple[Tensor, Tensor]:
-    """Bounds of log α, ``(problems,)``: where the curve is its power law over all x, and where it is a step at most."""
+    """Bounds of log α, ``(problems,)``: from a power law over all x to a step function."""
     nodes = coarse.nodes
     if coarse.alpha is not None:
         only = torch.full((len(nodes),), math.log(coarse.alpha), dtype=torch.float64)
@@ -473,13 +434,8 @@ def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tenso
 
 
 def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The points of a grid of α and centres where the error is least, or nearly so.
-
-    Returns:
-        The numbers of the problems, ``(starts,)``, and theta of each start, ``(starts, 2)``.
-    """
-    # Steps that are the same whatever other problems are solved beside this one; the last, to the end of the range,
-    # may be a shorter one.
+    """Points of a grid of α and centres with nearly the least error: problems ``(starts,)``, theta ``(starts, 2)``."""
+    # The steps do not depend on the other problems of the batch; the last one, to the end of the range, may be shorter.
     step = math.log(10) / (_GRID_POINTS_A_DECADE if coarse.curve.smooth else _GRID_POINTS_AT_KINKS)
     steps = torch.arange(1 + math.ceil(float((high - low).max()) / step), dtype=torch.float64) * step
     log_alpha = torch.minimum(low[:, None] + steps, high[:, None])
@@ -505,13 +461,12 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     chosen = torch.where(lowest, errors, torch.inf).topk(min(_RIVALS, errors.shape[1]), largest=False)
     problem, rank = (chosen.values < torch.inf).nonzero().unbind(-1)
     at = chosen.indices[problem, rank]
-    # To the lowest point of the parabola through a minimum and the two points beside it.
+    # The lowest point of the parabola through a minimum and the two points beside it.
     start = theta[problem, at]
     return problem, _with_centre_of(start, start[:, 0] + step * lowest_between[problem, at])
 
 
 def _parts(problems: int, values: int) -> list[Tensor]:
-    """Divide the numbers of some problems so that their values, so many each, stay in a core's cache."""
     at_once = max(1, _VALUES_AT_ONCE // values)
     return [torch.arange(first, min(first + at_once, problems)) for first in range(0, problems, at_once)]
 
@@ -519,10 +474,7 @@ def _parts(problems: int, values: int) -> list[Tensor]:
 def _minimum(
     objective: Objective, start: Tensor, low: Tensor, high: Tensor, roughly: float | None = None
 ) -> Evaluation:
-    """Find the minimum of the squared error about each start, with log α in [low, high].
-
-    Where ``roughly`` is given, to within about so much in log α and s; otherwise to all digits that the sums have.
-    """
+    """Find the minimum about each start, with log α in [low, high], to ``roughly`` in log α and s or to all digits."""
     if not objective.free:
         return objective.at(start)
     if objective.curve.smooth:
@@ -533,13 +485,12 @@ def _minimum(
 
 
 def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Tensor:
-    """Search finer and finer grids: a point that a kink passes may be a minimum of its own.
-
-    Which of these Newton's method ends in is chance, and hangs on the last digit of a sum.
-    """
+    """Search finer and finer grids: each point that a kink passes may be a minimum, where Newton's method might end."""
     theta, free = start.clone(), objective.free
-    offsets = _offsets(len(free))
-    spacing = 2 / (_POINTS_ALONG[len(free) - 1] - 1)
+    along = torch.linspace(-1, 1, _POINTS_ALONG[len(free) - 1], dtype=torch.float64)
+    grid = torch.cartesian_prod(*[along] * len(free)).view(-1, len(free))
+    offsets = grid[grid.abs().sum(-1).argsort(stable=True)]  # the middle first, where equal errors stay
+    spacing = 2 / (len(along) - 1)
     width = torch.full_like(low, math.log(10) / _GRID_POINTS_AT_KINKS)
     todo = torch.arange(len(start))
     for _ in range(_STEPS):
@@ -567,15 +518,9 @@ def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, cl
 
 
 def _between_kinks(objective: Objective, lowest: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Search between two points of a grid of α where no kink passes a point, so that the error is round there.
+    """Search by Newton's method about the lowest point of a grid of α, if no kink passes a point within ``width``.
 
-    Args:
-        objective: whose α alone is free.
-        lowest: theta of the lowest point of the grid, ``(problems, 2)``.
-        width: in log α from there to the points beside it, ``(problems,)``.
-
-    Returns:
-        Theta, and the numbers of the problems whose minimum is found; at the others it is what was given.
+    Returns theta, unchanged at unsolved problems, and the numbers of the solved ones.
     """
     alphas = ((lowest[:, 0] + side * width).exp() for side in (-1, 1))
     before, after = (objective.slopes(alpha[:, None] * objective.nodes.x) for alpha in alphas)
@@ -584,7 +529,7 @@ def _between_kinks(objective: Objective, lowest: Tensor, width: Tensor) -> tuple
     objective, start, width = objective.of(solved), lowest[solved], width[solved]
     here = first = objective.at(start)
     for _ in range(_LAST_STEPS):
-        step = _newton(objective, here, objective.free, _SMALL_STEP)
+        step = _newton(objective, here, _SMALL_STEP)
         step = step * (width / step[:, 0].abs().clamp_min(1e-300)).clamp_max(1.0)[:, None]
         here = objective.at(here.theta + step)
     near = (here.theta - start)[:, 0].abs() <= width
@@ -594,22 +539,15 @@ def _between_kinks(objective: Objective, lowest: Tensor, width: Tensor) -> tuple
     return lowest.index_copy(0, solved, here.theta[settled]), solved
 
 
-def _offsets(axes: int) -> Tensor:
-    """A grid of so many axes from −1 to 1, ``(points, axes)``, its middle first, which equal errors leave as it is."""
-    along = torch.linspace(-1, 1, _POINTS_ALONG[axes - 1], dtype=torch.float64)
-    grid = torch.cartesian_prod(*[along] * axes).view(-1, axes)
-    return grid[grid.abs().sum(-1).argsort(stable=True)]
-
-
 def _polished(objective: Objective, near: Evaluation, low: Tensor, high: Tensor) -> Evaluation:
     """Make Newton's last steps to a round minimum, and none at a kink."""
     here, going = near, torch.ones_like(low, dtype=torch.bool)
     for _ in range(_LAST_STEPS):
-        step = _newton(objective, here, objective.free, _SMALL_STEP)
+        step = _newton(objective, here, _SMALL_STEP)
         step = step.where((going & (step.abs() < _SMALL_STEP).all(-1))[:, None], 0.0)
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low, high) - here.theta[:, 0]
         there = objective.at(here.theta + step)
-        # So near a minimum the errors differ by rounding alone, and the slope tells.
+        # So near a minimum errors differ by rounding alone, and slopes decide.
         flatter = there.gradient[:, objective.free].norm(dim=-1) < here.gradient[:, objective.free].norm(dim=-1)
         no_worse = there.residual <= here.residual + _LAST_DIGITS * objective.explainable
         here = there.where(flatter & no_worse, here)
@@ -620,12 +558,11 @@ def _polished(objective: Objective, near: Evaluation, low: Tensor, high: Tensor)
 
 
 def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, close: float) -> Evaluation:
-    """Follow the squared error downhill from ``start`` to a minimum, with log α in [low, high]."""
     ended = objective.at(start.clone())
     todo = torch.arange(len(start))
     remaining, here, radius = objective, ended, torch.full_like(low, _RADIUS)
     for _ in range(_STEPS):
-        step = _newton(remaining, here, objective.free, _DIFFERENCE)
+        step = _newton(remaining, here, _DIFFERENCE)
         length = step.norm(dim=-1)
         step = step * (radius / length.clamp_min(radius))[:, None]
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
@@ -645,9 +582,9 @@ def _descended(objective: Objective, start: Tensor, low: Tensor, high: Tensor, c
     return ended
 
 
-def _newton(objective: Objective, here: Evaluation, free: list[int], h: float) -> Tensor:
-    """Newton's step, downhill wherever the error bends: ``(problems, 2)``."""
-    step = torch.zeros_like(here.theta)
+def _newton(objective: Objective, here: Evaluation, h: float) -> Tensor:
+    """Newton's step ``(problems, 2)``, downhill also where the error is concave."""
+    step, free = torch.zeros_like(here.theta), objective.free
     beside = [objective.at(here.theta + h * torch.eye(2, dtype=torch.float64)[column]).gradient for column in free]
     bend = torch.stack([(gradient - here.gradient)[:, free] / h for gradient in beside], -1)
     slope = here.gradient[:, free]
@@ -659,35 +596,34 @@ def _newton(objective: Objective, here: Evaluation, free: list[int], h: float) -
 
 
 def _solutions(objective: Objective, ended: Evaluation, low: Tensor, high: Tensor) -> Solutions:
-    """Solutions, marked where A and α are not told apart as the curve's limit for small or for large α does as well."""
+    """Solutions, with a mark if the curve's limit for small or large α does as well: A and α are not identified."""
     never = torch.zeros_like(low, dtype=torch.bool)
     finite = ended.amplitude.isfinite() & ended.residual.isfinite()
     if objective.alpha is not None:
         return ended.solutions(never | (objective.fixed_alpha is None), finite)
     power_law = _power_law(objective, ended, low)
     step = objective.at(_with_centre_of(ended.theta, high))
-    # Where they differ by rounding alone, x has no spread to tell one α from another.
-    told_apart = torch.maximum(power_law.residual, step.residual) - ended.residual > _FLAT * objective.explainable
+    # If they differ by rounding alone, x has no spread to identify α.
+    identified = torch.maximum(power_law.residual, step.residual) - ended.residual > _FLAT * objective.explainable
     bends = (step.residual - ended.residual > _BEND * step.residual) & finite
     only_power = power_law.residual - ended.residual < _BEND * power_law.residual
     only_power |= power_law.residual < _EXACT * objective.nodes.total
     if not objective.may_be_only_power:
-        return ended.solutions(never, told_apart & bends & ~only_power)
-    return power_law.where(only_power, ended).solutions(only_power, told_apart & (bends | only_power))
+        return ended.solutions(never, identified & bends & ~only_power)
+    return power_law.where(only_power, ended).solutions(only_power, identified & (bends | only_power))
 
 
 def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
-    """Another α, with u = 0 at the same x."""
+    """Theta for another α, with u = 0 at the same x."""
     return torch.stack([log_alpha, theta[..., 1] * (log_alpha - theta[..., 0]).exp()], -1)
 
 
 def _power_law(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
-    """The best of the curve's power law at the origin."""
     if not objective.shifted:
         return objective.at(torch.stack([low, torch.zeros_like(low)], -1))
     if not (objective.curve.linear_at_origin and objective.curve.zero_centred):
         return _minimum(objective, _with_centre_of(ended.theta, low), low, low)
-    # Of a line the place of zero may lie far from all pairs, farther than a search for it would go.
+    # A line may cross zero far from all pairs, farther than a search would go.
     nodes = objective.nodes
     total = nodes.weight.sum(-1)
     mean_x, mean_y = (dot(nodes.weight, values) / total for values in (nodes.x, nodes.y))

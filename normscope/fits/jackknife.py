@@ -1,4 +1,4 @@
-"""Leave-one-fold-out refits, and the intervals that follow from them."""
+"""Intervals by a delete-a-fold jackknife, and the fits without each fold that they take."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from normscope.fits.curves.known import Curve
-from normscope.fits.solving.nodes import FitBatch, goodness
-from normscope.fits.solving.solve import FitForm, Solutions, least_squares, refined
+from normscope.fits.solver import FitForm, Solutions, least_squares, refined
+from normscope.fits.targets import FitBatch, goodness
 
 Interval = tuple[float, float]
 Attributes = dict[str, Any]  # of a CurveFit, by their names
 
-# Student's t at 97.5 %, for 1, 2, … degrees of freedom: folds are eight at most.
+# Student's t at 97.5 %, for 0, 1, 2, … degrees of freedom: there are at most eight folds.
 _STUDENT = torch.tensor([torch.nan, 12.70620, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624]).double()
 
 
 def student(folds: Tensor) -> Tensor:
-    """Number of standard errors that make 95 %, of so many folds each; NaN for fewer than two."""
+    """Number of standard errors in a 95 % interval, by the number of folds; NaN for fewer than two."""
     return _STUDENT[(folds - 1).clamp_min(0)]
 
 
@@ -29,12 +29,12 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     """Delete-a-fold jackknife for folds of unequal size (Busing, Meijer, van der Leeden 1999, eq. 8).
 
     Args:
-        whole: a number as all pairs give it, ``(problems,)``.
-        without: as all pairs but one fold's give it, ``(problems, folds)``.
+        whole: an estimate from all pairs, ``(problems,)``.
+        without: from all pairs but those of one fold, ``(problems, folds)``.
         pairs: number of pairs of each fold, likewise; zero for a fold that does not count.
 
     Returns:
-        Lower and upper bound of 95 %, ``(problems,)`` each; NaN where fewer than two folds count.
+        Lower and upper 95 % bound, ``(problems,)`` each; NaN if fewer than two folds count.
 
     >>> low, high = interval(torch.tensor([2.0]), torch.tensor([[1.5, 2.5]]), torch.tensor([[10.0, 10.0]]))
     >>> bool(low < 2 < high)
@@ -44,7 +44,7 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     folds = counts.sum(-1)
     share = pairs.sum(-1, keepdim=True) / torch.where(counts, pairs, 1.0)
     left = torch.where(counts, whole[:, None] - without, 0.0)
-    # With pseudo-values hθ − (h − 1)θ₋ the mean of all is θ + Σ(1 − 1/h)(θ − θ₋).
+    # The mean of the pseudo-values hθ − (h − 1)θ₋ is θ + Σ(1 − 1/h)(θ − θ₋).
     pseudo = whole[:, None] + (share - 1) * left
     centre = whole + ((1 - 1 / share) * left).sum(-1)
     squares = torch.where(counts, (pseudo - centre[:, None]).square() / (share - 1).clamp_min(1e-300), 0.0)
@@ -52,30 +52,24 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     return whole - width, whole + width
 
 
-_NOTHING_LEFT = 1e-4  # of Σ(y − ȳ)²: so little may be that of a few tokens, and tells nothing of others
+_NOTHING_LEFT = 1e-4  # of Σ(y − ȳ)²: a smaller rest may come from a few tokens, and does not generalize
 
 
 def interval_of_r2(unexplained: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the :func:`interval` of R² from 1 − R², on whose logarithm it is nearest to normal.
+    """Return the :func:`interval` of R² from 1 − R², whose logarithm is nearest to normal.
 
-    It is NaN also where its upper bound leaves nothing to explain.
+    It is also NaN if its upper bound leaves nothing to explain.
     """
     low, high = interval(unexplained.log(), without.log(), pairs)
-    tells = low.exp() > _NOTHING_LEFT
-    return (1 - high.exp()).where(tells, torch.nan), (1 - low.exp()).where(tells, torch.nan)
+    counts = low.exp() > _NOTHING_LEFT
+    return (1 - high.exp()).where(counts, torch.nan), (1 - low.exp()).where(counts, torch.nan)
 
 
 def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
-    """True if one curve's held-out error exceeds another's by less than their folds differ.
-
-    Args:
-        errors: of each held-out fold, ``(problems, folds)``.
-        best: of another curve, likewise.
-        pairs: number of pairs of each fold, likewise; zero for a fold that does not count.
-    """
+    """True if a curve's held-out errors, ``(problems, folds)``, exceed the best ones by less than folds differ."""
     difference = torch.where(pairs > 0, errors - best, 0.0)
     total, number = difference.sum(-1, keepdim=True), pairs.sum(-1, keepdim=True)
-    # A pair's difference, as a fold of many pairs would pass for noise by its size alone.
+    # Per pair, as the size alone of a large fold would pass for noise.
     low, _ = interval((total / number)[:, 0], (total - difference) / (number - pairs), pairs)
     return ~(low > 0)
 
@@ -83,16 +77,15 @@ def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
 def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attributes], Tensor]:
     """Fit one curve to a batch of problems, and again without each of their folds.
 
-    Returns:
-        Attributes of each problem's CurveFit; and the squared error of each fold under the fit to all others,
-        ``(problems, folds)``, zero where there is none.
+    Returns attributes of each problem's CurveFit, and the squared error of each fold under the fit to all others,
+    ``(problems, folds)``.
     """
     nodes, odd = problems.nodes(), form.odd(curve)
-    objective = form.objective(problems.nodes(odd=odd), curve, problems.levels)
     if form.theory:
-        solutions = form.in_theory(curve, problems.levels)
+        solutions = form.in_theory(curve, problems.targets)
     else:
-        solutions = least_squares(objective, problems.coarse(odd=odd))
+        objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
+        solutions = least_squares(objective, problems.nodes("coarse", odd=odd))
     solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
     u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
     slopes = curve.derivative(u).abs()
@@ -102,9 +95,9 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
     r2_cv = torch.full_like(solutions.alpha, torch.nan)
     if problems.occupied.any():
         others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
-        without, held = problems.without_folds(odd=odd), problems.of_folds(odd=odd)
         if not form.theory:
-            others = refined(objective.on(without), others, problems.rough_without_folds(odd=odd))
+            others = without_folds(problems, curve, form, others)
+        without, held = problems.nodes("others", odd=odd), problems.nodes("folds", odd=odd)
         left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, left, 0.0)
         r2_cv = 1 - held_out.sum(-1) / nodes.total
@@ -116,7 +109,7 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         **{name: getattr(solutions, name) for name in ("amplitude", "alpha", "shift", "converged")},
         "straight": solutions.only_power & is_line,
         "power_law": solutions.only_power & (not is_line),
-        "reach": solutions.alpha * torch.tensor([level.reach for level in problems.levels], dtype=torch.float64),
+        "reach": solutions.alpha * torch.tensor([target.reach for target in problems.targets], dtype=torch.float64),
         "r2_cv": r2_cv,
         **errors,
     }
@@ -125,8 +118,14 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
     return rows, held_out
 
 
+def without_folds(problems: FitBatch, curve: Curve, form: FitForm, near: Solutions) -> Solutions:
+    """Fit one curve to all pairs but those of one fold, ``problems · folds`` times, beginning at ``near``."""
+    odd = form.odd(curve)
+    objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
+    return refined(objective.on(problems.nodes("others", odd=odd)), near, problems.nodes("rough others", odd=odd))
+
+
 def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attributes) -> list[Attributes]:
-    """Attributes of each problem's CurveFit, from columns of numbers."""
     columns = [values.tolist() for values in (*numbers.values(), *intervals.values())]
     rows = []
     for values in zip(*columns, strict=True):
@@ -160,17 +159,18 @@ def _intervals(
     whole: dict[str, Tensor],
     without: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Lower and upper 95 % of each number, ``(problems, 2)``; NaN where the pairs do not tell it."""
+    """Lower and upper 95 % of each number, ``(problems, 2)``; NaN if the pairs do not identify it."""
     pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
     free, told_apart = form.parameters(curve), ~solutions.only_power & solutions.converged
     is_line = curve.power_at_origin == 1
-    says = {
+    identified = {
         "amplitude": told_apart & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
         "alpha": told_apart & ("α" in free),
         "C": told_apart & (curve.name == "isru" and "α" in free),
         "shift": told_apart & ("s" in free),
         "slope": (told_apart | (solutions.only_power & is_line)) & (not form.theory),
         "coefficient": solutions.only_power & (not is_line),
+        "r2": torch.ones_like(told_apart),
     }
     bounds = {}
     for name, estimate in whole.items():
@@ -178,6 +178,5 @@ def _intervals(
         low, high = jackknife(estimate, without[name].view(-1, problems.folds), pairs)
         if name in ("alpha", "C"):
             low, high = low.exp(), high.exp()
-        counts = says.get(name, torch.ones_like(told_apart))
-        bounds[name] = torch.stack([low, high], -1).where(counts[:, None], torch.nan)
+        bounds[name] = torch.stack([low, high], -1).where(identified[name][:, None], torch.nan)
     return bounds

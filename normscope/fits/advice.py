@@ -1,4 +1,4 @@
-"""Start values for the training of a network without norms: from fits to a trained one, beside the published values."""
+"""Start values for training without norms, one curve for all sites, and the slopes of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, kind_of_site
@@ -35,7 +35,7 @@ BY_WIDTH: dict[int, tuple[float, float]] = {
     5120: (0.6, 0.15),
     8192: (0.2, 0.05),
 }
-# Last parts of module paths that tell what a pre-norm feeds, in transformers and in what it was ported from.
+# Last parts of module paths that identify what a pre-norm feeds, in transformers and in the code it was ported from.
 _ATTENTION = re.compile(
     r"(input_layernorm|ln_?1|norm_?1|ln_attn|(attention|attn)_norm|pre_?(attention|attn)_?(layer)?norm)"
 )
@@ -47,13 +47,7 @@ _OTHER = re.compile(
 
 @dataclass(frozen=True)
 class StartingValue:
-    """A number to start from, over the sites of one kind.
-
-    Attributes:
-        value: their median.
-        least: the smallest of them.
-        most: the largest.
-    """
+    """A number to start from: the median, the smallest and the largest over the sites of one kind."""
 
     value: float
     least: float
@@ -62,12 +56,7 @@ class StartingValue:
 
 @dataclass(frozen=True)
 class Published:
-    """α₀ of DyT as it was published.
-
-    Attributes:
-        alpha: the value.
-        of: what networks it was found for, in words.
-    """
+    """Published α₀ of DyT, and the networks that it is for, in words."""
 
     alpha: float
     of: str
@@ -78,18 +67,18 @@ class Advice(Tabled):
     """Start values of the point-wise functions at one kind of site.
 
     Attributes:
-        model: the network whose fits these are.
+        model: the fitted network.
         kind: module paths that differ in numbers alone, with ``*`` for those.
         curve: name of f.
-        sites: number of sites whose pairs bend, which all numbers are of.
-        straight: number of sites left out as their pairs do not bend: no α is better than another.
+        sites: number of sites whose pairs bend; all numbers are over these.
+        straight: number of sites left out as their pairs do not bend, so that no α is better than another.
         not_converged: number of sites left out as the search found no α.
         nothing: number of sites left out as there was nothing to fit.
-        alpha: α, in units of 1/x; None where every site is left out.
+        alpha: α, in units of 1/x; None if every site is left out.
         shift: s.
-        amplitude: A, where γ starts.
-        feeds: whether these norms come before ``attention`` or something ``other``; None where nothing tells.
-        published: what was published for such a norm; None where nothing was.
+        amplitude: A, to start γ at.
+        feeds: ``attention`` or ``other``, the layers after these norms; None if unknown.
+        published: the published value for such a norm; None without one.
     """
 
     model: str
@@ -112,7 +101,7 @@ class Advice(Tabled):
 
     @property
     def left_out(self) -> int:
-        """Number of sites of the kind that give no start value."""
+        """Number of sites of the kind without a start value."""
         return self.straight + self.not_converged + self.nothing
 
     def as_dict(self) -> dict[str, Any]:
@@ -129,15 +118,14 @@ class Advice(Tabled):
 def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: str | None = None) -> Records[Advice]:
     """Derive start values for each kind of site from the fits to a trained network.
 
-    The start is the median over the sites of a kind that bend, for α on the log scale, so that 1/α² is the median of C
-    too. A mean, or a fit to all pairs together, would follow single sites with a few huge activations, whose α is far
-    below their neighbours'.
+    The start is the median over the sites of a kind that bend, for α on the log scale. A mean, or a fit to all pairs
+    together, would follow single sites with a few huge activations, whose α is far below their neighbours'.
 
     Args:
         fits: of one network, site by site; fits of channels and of ``free`` are left out.
-        sites: its norm sites, for width and placement. Published values for language models need both.
-        family: as ``normscope models`` lists it. For ``language`` models the published α₀ depends on the width; None
-            and ``your own`` leave it open.
+        sites: its norm sites, for width and placement, which published values for language models need.
+        family: as ``normscope models`` lists it. For ``language`` models the published α₀ depends on the width; for
+            None and ``your own`` there is none.
 
     Returns:
         One record per kind, in the order of the network, and curve.
@@ -145,7 +133,7 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=8)
     >>> seen = normscope.capture(network.module, network.inputs, about=network.about)
-    >>> [(one.kind, one.sites) for one in advise(normscope.fit(seen, "tanh"), seen.sites, family="vision")]
+    >>> [(row.kind, row.sites) for row in advise(normscope.fit(seen, "tanh"), seen.sites, family="vision")]
     [('blocks.*.norm1', 8), ('blocks.*.norm2', 8), ('norm', 1)]
     """
     by_name = {site.name: site for site in sites}
@@ -170,15 +158,15 @@ def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], fami
         straight=sum(fit.doubt in ("straight", "power law") for fit in fits),
         not_converged=sum(fit.doubt == "not converged" for fit in fits),
         nothing=sum(fit.degenerate for fit in fits),
-        alpha=_middle([fit.alpha for fit in bent], logarithmic=True),
-        shift=_middle([fit.shift for fit in bent]),
-        amplitude=_middle([fit.amplitude for fit in bent]),
+        alpha=_median([fit.alpha for fit in bent], logarithmic=True),
+        shift=_median([fit.shift for fit in bent]),
+        amplitude=_median([fit.amplitude for fit in bent]),
         feeds=feeds,
         published=published(family, {site.d for site in sites}, feeds) if fits[0].curve == "tanh" else None,
     )
 
 
-def _middle(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingValue | None:
+def _median(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingValue | None:
     if not numbers:
         return None
     middle = math.exp(statistics.median(map(math.log, numbers))) if logarithmic else statistics.median(numbers)
@@ -186,10 +174,10 @@ def _middle(numbers: Sequence[float], *, logarithmic: bool = False) -> StartingV
 
 
 def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:
-    """Layers that a kind of site feeds, by the last part of its name if it is a pre-norm; other, of a ``final`` norm.
+    """Layers after a kind of site: by the last part of its name for a pre-norm; other for a ``final`` norm.
 
-    A name is believed only where it means one thing in the libraries: ``norm1`` of a post-norm comes after the
-    attention, and ``self_attn_layer_norm`` before or after it, as the network has it.
+    A name counts only if it means the same in all libraries: ``self_attn_layer_norm`` may come before or after the
+    attention.
 
     >>> feeds_of("model.layers.*.input_layernorm", {"pre-norm"})
     'attention'
@@ -207,7 +195,7 @@ def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:
 
 
 def published(family: str | None, widths: set[int], feeds: Feeds | None) -> Published | None:
-    """α from which arXiv 2503.10622 starts DyT: of the nearest width it gives, on a scale of ratios.
+    """α₀ of DyT in arXiv 2503.10622, for the nearest published width on a log scale.
 
     >>> published("language", {4096}, "attention")
     Published(alpha=0.8, of='LLaMA of width 4096, attention')
@@ -229,14 +217,12 @@ def published(family: str | None, widths: set[int], feeds: Feeds | None) -> Publ
 
 @dataclass(frozen=True)
 class Layerwise(Record):
-    """The two figures of arXiv 2605.14047, which reports 70.2 and 91.6 % for a ViT and curves found by evolution.
-
-    Both are means over sites of R², with A, α and s of each site's own, and over curves of as many free parameters.
+    """One curve for all sites against the best at each, as in arXiv 2605.14047 (70.2 and 91.6 % for a ViT).
 
     Attributes:
-        func: the curve that does best where every site takes the same.
-        r2: of it.
-        r2_best: where each site takes its own best.
+        func: the best curve for all sites.
+        r2: its mean R² over sites, with A, α and s of each site.
+        r2_best: mean R² if each site takes its own best curve.
         sites: number of sites.
         curves: number of curves that were compared.
         parameters: number of free parameters of each.
@@ -251,12 +237,11 @@ class Layerwise(Record):
 
 
 def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
-    """Compare one curve everywhere with the best at each site; None with fewer than two curves to compare.
+    """Compare one curve for all sites with the best at each; None with fewer than two curves to compare.
 
     Args:
-        fits: of several curves at several sites, by :func:`normscope.fit`. Those of as many free parameters are
-            compared, of the number that most curves have. One that not all sites have, as ``best`` may be, counts for
-            the best at each alone.
+        fits: of several curves at several sites. Only curves with the most common number of free parameters are
+            compared. A curve that some sites lack, as with ``best``, counts for the best at each alone.
 
     >>> import normscope, torch
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
@@ -290,26 +275,18 @@ SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 
 
 @dataclass(frozen=True, repr=False)
-class TokenSlopes(Tabled):
+class TokenSlopes(SiteRecord):
     """The slopes of all tokens' lines y = (x − μ)/σ at one norm site.
 
     Attributes:
-        model: the network.
-        weights: its resolved checkpoint and revision.
-        data: what went through it.
-        site: module path of the norm.
         n_tokens: number of tokens.
-        slopes: quantiles of 1/σ over all of them, in units of 1/x, by their shares; from a histogram of eight bins an
-            octave, so that each is right to 9 %.
-        ratio: the slope that 5 % of the tokens pass over that which 95 % do: 1 where one line fits all of them.
-        drawn: number of drawn tokens that were held against their own lines.
-        largest_error: largest |y − (x − μ)/σ| among their elements: what rounding leaves.
+        slopes: quantiles of 1/σ over all tokens, in units of 1/x, by their shares; right to 9 %, as tokens are counted
+            in eight bins an octave.
+        ratio: the 95th percentile of the slopes over the 5th: 1 if one line fits all tokens.
+        drawn: number of drawn tokens that were compared with their own lines.
+        largest_error: largest |y − (x − μ)/σ| among their elements, which is rounding.
     """
 
-    model: str
-    weights: str
-    data: str
-    site: str
     n_tokens: int
     slopes: Mapping[float, float]
     ratio: float
@@ -343,10 +320,7 @@ def _slopes(capture: Capture, site: str) -> TokenSlopes:
     scales = of_tokens(stats.token_scales)
     slopes = {share: 1 / scales.quantile(1 - share) if scales.count else math.nan for share in SHARES}
     return TokenSlopes(
-        model=capture.about["model"],
-        weights=capture.about["weights"],
-        data=capture.about["data"],
-        site=site,
+        **about_site(capture, site),
         n_tokens=stats.n_tokens,
         slopes=slopes,
         ratio=slopes[0.95] / slopes[0.05],

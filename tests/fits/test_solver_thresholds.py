@@ -8,10 +8,10 @@ import torch
 from scipy import stats
 from scipy.optimize import brentq, minimize_scalar
 
+from normscope.fits import ceiling
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving import ceiling
-from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.solve import Solutions
+from normscope.fits.solver import Solutions
+from normscope.fits.targets import batches
 
 
 def least_error(x, y, bounds=(1e-4, 1e3)):

@@ -1,22 +1,22 @@
-"""The norm card: what centring and scaling do at each norm site, and what makes its tails."""
+"""Norm cards: the effects of centring and scaling at each norm site, and the sources of its tails."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.fit import fit
-from normscope.fits.solving.nodes import CONSTANT_OUTPUT
+from normscope.fits.targets import CONSTANT_OUTPUT
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens
-from normscope.runtime.records import Record, Records, Tabled
+from normscope.runtime.records import Record, Records
 
 MASSIVE_SIZE, MASSIVE_RATIO = 100, 1000  # arXiv 2402.17762, section 2
 _CHANNELS_NAMED = 3
@@ -24,7 +24,7 @@ _CHANNELS_NAMED = 3
 
 @dataclass(frozen=True)
 class TailChannel:
-    """A channel that holds much of Σx²: its share of it, its smallest and its largest x, over all pairs."""
+    """A channel that contributes much of Σx²: its share of it, its smallest and its largest x, over all pairs."""
 
     channel: int
     share: float
@@ -34,12 +34,12 @@ class TailChannel:
 
 @dataclass(frozen=True)
 class TailToken:
-    """One of the tokens of largest |x|: where it came from, and that x.
+    """One of the tokens of largest |x|.
 
     Attributes:
-        sample: number of its sample within the data set; None where tokens are nobody's.
-        position: its number among the tokens that the norm takes of that sample.
-        channel: of its largest |x|; None where a token is a group of channels, of which some elements are kept.
+        sample: number of its sample within the data set; None if tokens belong to no sample.
+        position: its number among the tokens of that sample.
+        channel: of its largest |x|; None if a token is a group of channels, of which some elements are kept.
         x: the element of largest magnitude.
     """
 
@@ -51,18 +51,18 @@ class TailToken:
 
 @dataclass(frozen=True)
 class Tails(Record):
-    """Large activations. Of all pairs, but for ``tokens``, which are the 16 of largest |x|.
+    """Large activations, over all pairs; ``tokens`` are the 16 of largest |x|.
 
     Attributes:
         kurtosis: of x, E(x − E x)⁴/Var(x)²; a normal distribution has 3.
         median: of |x|.
         largest: |x|.
-        channel: that holds the largest |x|.
-        beyond_100: number of pairs whose |x| is more than 100 times the median; None where that is zero.
+        channel: of the largest |x|.
+        beyond_100: number of pairs whose |x| is more than 100 times the median; None if the median is zero.
         beyond_1000: more than 1000 times.
-        massive: number of pairs that are massive activations: |x| beyond both 100 and 1000 times the median.
-        channels: the channels that hold most of Σx², first.
-        tokens: the tokens of largest |x|, first.
+        massive: number of massive activations: |x| beyond both 100 and 1000 times the median.
+        channels: the channels that contribute most to Σx², in descending order.
+        tokens: the tokens of largest |x|, in descending order.
     """
 
     kurtosis: float
@@ -84,35 +84,28 @@ class Tails(Record):
 
     @property
     def positions(self) -> list[tuple[int, int]]:
-        """Positions of the tokens of largest |x| and how many of them each has, the most frequent first."""
+        """Positions of the tokens of largest |x|, and their numbers of tokens, in descending order."""
         return Counter(token.position for token in self.tokens).most_common()
 
 
-def tails_of(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails:
-    """Large activations of a site that holds pairs.
-
-    Args:
-        stats: its sums.
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin over all folds, float64 ``(6, bins)``.
-        magnitudes: how |x| is distributed over them.
-    """
+def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails:
     reach = stats.reach.double()
     largest, median = float(reach.max()), magnitudes.quantile(0.5)
 
-    def beyond(value: float) -> int:
+    def beyond(value: float) -> int | None:
         number = round(magnitudes.count - magnitudes.below(value))
-        return max(number, 1) if largest > value else 0
+        return None if median <= 0 else max(number, 1) if largest > value else 0
 
     return Tails(
         kurtosis=_kurtosis(moments),
         median=median,
         largest=largest,
         channel=int(reach.argmax()),
-        beyond_100=beyond(100 * median) if median > 0 else None,
-        beyond_1000=beyond(1000 * median) if median > 0 else None,
-        massive=beyond(max(MASSIVE_SIZE, MASSIVE_RATIO * median)) if median > 0 else None,
-        channels=_channels(stats),
-        tokens=_tokens(stats),
+        beyond_100=beyond(100 * median),
+        beyond_1000=beyond(1000 * median),
+        massive=beyond(max(MASSIVE_SIZE, MASSIVE_RATIO * median)),
+        channels=_tail_channels(stats),
+        tokens=_tail_tokens(stats),
     )
 
 
@@ -126,28 +119,28 @@ def _kurtosis(moments: Tensor) -> float:
     return float(fourth * n.sum() / second**2)
 
 
-def _channels(stats: PairStats) -> tuple[TailChannel, ...]:
+def _tail_channels(stats: PairStats) -> tuple[TailChannel, ...]:
     squares = stats.channel_sums[1]
     low, high = stats.channel_extremes
     shares, channels = (squares / squares.sum()).topk(min(_CHANNELS_NAMED, len(squares)))
     return tuple(
         TailChannel(channel, share, float(low[channel]), float(high[channel]))
         for channel, share in zip(channels.tolist(), shares.tolist(), strict=True)
-        if low[channel] <= high[channel]  # of some groups every token may be left out
+        if low[channel] <= high[channel]  # a channel may be without pairs
     )
 
 
-def _tokens(stats: PairStats) -> tuple[TailToken, ...]:
+def _tail_tokens(stats: PairStats) -> tuple[TailToken, ...]:
     drawn = stats.largest
-    where = drawn.x.abs().argmax(1)
-    rows = zip(drawn.sample.tolist(), drawn.position.tolist(), where.tolist(), drawn.x, strict=True)
+    channels = drawn.x.abs().argmax(1)
+    rows = zip(drawn.sample.tolist(), drawn.position.tolist(), channels.tolist(), drawn.x, strict=True)
     return tuple(
         TailToken(sample if sample >= 0 else None, position, None if stats.grouped else channel, float(x[channel]))
         for sample, position, channel, x in rows
     )
 
 
-NOTICED = 0.01  # a change of y by that share counts as one
+NOTICED = 0.01  # relative change of y that counts
 LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
 
 
@@ -156,12 +149,12 @@ class Centring:
     """Effect of subtracting the mean, over all tokens.
 
     Attributes:
-        offset_p50: median of the tokens' |μ|/σ, with σ as the norm has it, eps included.
+        offset_p50: median of the tokens' |μ|/σ, with the norm's σ, which includes eps.
         offset_p95: its 95th percentile.
-        mean_share: of a token's x², the share that its mean makes, t/(1 + t) with t = (μ/σ)²; averaged over tokens.
-            What centring takes away; where a norm does not centre, as large a share of y² is one common offset.
-        change_without: Σ(y − y′)²/Σy² within a token, where y′ is what RMSNorm makes of it, 2 − 2/√(1 + t); averaged
-            over tokens. As large as 2 where means are all there is; None where the norm does not centre.
+        mean_share: share of the mean in a token's Σx², t/(1 + t) with t = (μ/σ)², averaged over tokens. Centring
+            removes it; without centring it is the share of a common offset in Σy².
+        change_without: Σ(y − y′)²/Σy² within a token, where y′ is RMSNorm's output, 2 − 2/√(1 + t), averaged over
+            tokens: 2 for tokens that are all mean; None if the norm does not centre.
     """
 
     offset_p50: float
@@ -172,25 +165,25 @@ class Centring:
 
 @dataclass(frozen=True)
 class Scale(Record):
-    """The σ that tokens are divided by, and for which c eps still leaves y(c·x) = y(x); over all tokens.
+    """The σ that tokens are divided by, and the c for which eps still leaves y(c·x) = y(x); over all tokens.
 
     Attributes:
-        sigma_p5: 5th percentile of σ = 1/rstd, in units of x; without its mean where the norm leaves that out.
+        sigma_p5: 5th percentile of σ = 1/rstd, in units of x; about zero if the norm does not centre.
         sigma_p50: median.
         sigma_p95: 95th percentile.
-        touched: share of tokens whose y eps makes smaller by more than 1 %. None, with the other two, where y does
-            not follow from the token alone.
-        holds_to: the c at which y(c·x) is smaller than y(x) by 1 % for one token in a hundred,
-            and by less for the others.
+        touched: share of tokens whose y eps makes smaller by more than 1 %. None, with the other two, if y does not
+            follow from the token alone.
+        holds_to: the c at which y(c·x) is smaller than y(x) by 1 % for one token in a hundred, and by less for the
+            others.
         holds_to_p50: the c at which it is for half of the tokens.
     """
 
     sigma_p5: float
     sigma_p50: float
     sigma_p95: float
-    touched: float | None
-    holds_to: float | None
-    holds_to_p50: float | None
+    touched: float | None = None
+    holds_to: float | None = None
+    holds_to_p50: float | None = None
 
     _properties = ("spread",)
 
@@ -201,33 +194,25 @@ class Scale(Record):
 
 
 @dataclass(frozen=True, repr=False)
-class NormCard(Tabled, Record):
+class NormCard(SiteRecord, Record):
     """One norm's effect on its tokens, at a glance.
 
     Attributes:
-        model: the network.
-        weights: its resolved checkpoint and revision.
-        data: what went through it.
-        site: module path of the norm.
         kind: of norm.
         placement: as of :class:`normscope.pairs.norms.sites.NormSite`.
-        eps: what is added under the root, or bounds it.
+        eps: term under the root, or its bound.
         n_pairs: number of pairs.
         n_tokens: number of tokens.
-        degenerate: why there is nothing to say, in words; None where there is.
-        centring: None where that is so, or where the norm's line does not follow from the token.
-        scale: None where that is so.
-        linear: share of pairs at which the site's own tanh is within 5 % of its tangent; 1 where the pairs do not
-            bend, None where no tanh is found.
-        linear_up_to: the |x| up to which it is so; None where the pairs do not bend, or no tanh is found.
-        straight: whether the pairs do not bend.
-        tails: None where there is nothing to say.
+        degenerate: reason why there is nothing to report; None if there is.
+        centring: None without a report, or if the norm's line does not follow from the token.
+        scale: None without a report.
+        linear: share of pairs at which the site's own tanh is within 5 % of its tangent; 1 if the pairs do not bend,
+            None without a tanh.
+        linear_up_to: the |x| up to which it is; None if the pairs do not bend, or without a tanh.
+        straight: True if the pairs do not bend.
+        tails: None without a report.
     """
 
-    model: str
-    weights: str
-    data: str
-    site: str
     kind: str
     placement: str | None
     eps: float
@@ -243,13 +228,13 @@ class NormCard(Tabled, Record):
 
 
 def norm_cards(capture: Capture) -> Records[NormCard]:
-    """Norm cards of all sites of a capture: the effects of centring and scaling, and what makes the tails.
+    """Norm cards of all sites of a capture: the effects of centring and scaling, and the sources of the tails.
 
-    Everything is of all tokens and pairs, from their sums; only the tokens that are named are drawn ones.
-    Percentiles of tokens are right to an eighth of an octave at worst, those of pairs to 1/64; see docs/card.md.
+    Numbers cover all tokens and pairs, by their sums. Percentiles of tokens are right to an eighth of an octave at
+    worst, those of pairs to 1/64; see docs/card.md.
 
     Args:
-        capture: what :func:`normscope.capture` returned.
+        capture: result of :func:`normscope.capture`.
 
     Returns:
         One :class:`NormCard` for each site.
@@ -267,42 +252,33 @@ def norm_cards(capture: Capture) -> Records[NormCard]:
 
 def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
     stats = capture.stats[site.name]
-    card = NormCard(
-        model=capture.about["model"],
-        weights=capture.about["weights"],
-        data=capture.about["data"],
-        site=site.name,
-        kind=site.kind,
-        placement=site.placement,
-        eps=site.eps,
-        n_pairs=stats.n_pairs,
-        n_tokens=stats.n_tokens,
-        # Tokens that are nothing but their mean have no y, and still their σ and tails.
-        degenerate=None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
-    )
-    if card.degenerate:
-        return card
+    about = {
+        **about_site(capture, site.name),
+        **{name: getattr(site, name) for name in ("kind", "placement", "eps")},
+        **{name: getattr(stats, name) for name in ("n_pairs", "n_tokens")},
+        # Tokens that are all mean have a constant y, but also a σ and tails.
+        "degenerate": None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
+    }
+    if about["degenerate"]:
+        return NormCard(**about)
     moments = torch.from_numpy(stats.moments.numpy().sum(0))
     magnitudes = of_pairs(moments)
-    linear_up_to = LINEAR_UP_TO / bend.alpha if bend.converged else None
+    linear_up_to = LINEAR_UP_TO / bend.alpha if bend.converged and not bend.straight else None
     linear = None if linear_up_to is None else magnitudes.below(linear_up_to) / magnitudes.count
-    return replace(
-        card,
-        centring=_centring(site, of_tokens(stats.token_offsets)),
+    return NormCard(
+        **about,
+        centring=_centring(site, of_tokens(stats.token_offsets)) if site.form else None,
         scale=_scale(site, of_tokens(stats.token_scales)),
         linear=1.0 if bend.straight else linear,
-        linear_up_to=None if bend.straight else linear_up_to,
+        linear_up_to=linear_up_to,
         straight=bend.straight,
-        tails=tails_of(stats, moments, magnitudes),
+        tails=_tails(stats, moments, magnitudes),
     )
 
 
-def _centring(site: NormSite, offsets: Magnitudes) -> Centring | None:
-    if site.form is None:
-        return None
-
+def _centring(site: NormSite, offsets: Magnitudes) -> Centring:
     def squared(offset: Array) -> Array:
-        """(μ/σ)² with σ about the mean, of what is counted: of forms that are not about it, μ/√(mean of x²)."""
+        """(μ/σ)² with σ about the mean, from the counted offsets: μ/√(mean of x²) for forms that are not about it."""
         if site.form in ("layer_norm", "std_norm"):
             return offset**2
         variance = np.maximum(1 - offset**2, 0)
@@ -318,11 +294,10 @@ def _centring(site: NormSite, offsets: Magnitudes) -> Centring | None:
 
 
 def _scale(site: NormSite, sigmas: Magnitudes) -> Scale:
-    p5, p50, p95 = (sigmas.quantile(share) for share in (0.05, 0.5, 0.95))
+    p1, p5, p50, p95 = (sigmas.quantile(share) for share in (0.01, 0.05, 0.5, 0.95))
     if site.form is None:
-        return Scale(p5, p50, p95, None, None, None)
-    holds_to = [_holds_to(site, sigmas.quantile(share)) for share in (0.01, 0.5)]
-    return Scale(p5, p50, p95, _touched(site, sigmas), *holds_to)
+        return Scale(p5, p50, p95)
+    return Scale(p5, p50, p95, _touched(site, sigmas), _holds_to(site, p1), _holds_to(site, p50))
 
 
 def _touched(site: NormSite, sigmas: Magnitudes) -> float:
@@ -334,7 +309,7 @@ def _touched(site: NormSite, sigmas: Magnitudes) -> float:
 def _holds_to(site: NormSite, sigma: float) -> float:
     """The c at which a token's y(c·x) is 0.99 y(x), from its σ² = v + eps.
 
-    Where eps is added, y(c·x)² : y(x)² is (v + eps) : (v + eps/c²). Where it bounds σ, y falls as c does below that.
+    If eps is added, y(c·x)² : y(x)² is (v + eps) : (v + eps/c²). If it bounds σ, y falls as c does below the bound.
     """
     if site.form == "root_mean_square":
         return (1 - NOTICED) * min(_bound(site) / sigma, 1) if sigma > 0 else 1 - NOTICED
@@ -343,5 +318,5 @@ def _holds_to(site: NormSite, sigma: float) -> float:
 
 
 def _bound(site: NormSite) -> float:
-    """The σ that eps, a bound of ‖x‖, stands for."""
+    """The σ that eps, a bound of ‖x‖, is equivalent to."""
     return site.eps / math.sqrt(site.d)

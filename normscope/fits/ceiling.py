@@ -1,7 +1,7 @@
-"""The ceiling, an estimate of how well a function of x alone can do, and E[y|x] as a curve.
+"""The ceiling, the held-out R² of the best function of x alone, and E[y|x] as a curve.
 
-The ceiling is the held-out R² of the best function of x among one fixed set, regardless of the curves to fit. It
-estimates 1 − E[Var(y|x)]/Var(y) from below and is not a bound.
+The ceiling selects among one fixed set of functions, regardless of the curves to fit. It estimates
+1 − E[Var(y|x)]/Var(y) from below and is not a bound.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.fits.curves.known import CURVES, FREE, Curve
-from normscope.fits.solving.jackknife import Interval, interval_of_r2
-from normscope.fits.solving.nodes import FitBatch, Nodes, nodes_of
-from normscope.fits.solving.solve import FitForm, Solutions, roughly
+from normscope.fits.jackknife import Interval, interval_of_r2
+from normscope.fits.solver import FitForm, Solutions, roughly
+from normscope.fits.targets import FitBatch, Nodes, nodes_of
 
 Array = NDArray[np.float64]
 Places = NDArray[np.intp]
@@ -28,24 +28,19 @@ _LEAST_COUNT = 64
 _ROUNDING = 1e-12  # of a sum
 _LEAST_COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _WAYS = [(least_count, along_line) for least_count in _LEAST_COUNTS for along_line in (False, True)]
-# Of sources that reach less far, a line beyond all pairs saves nothing; for one that reaches farther it may miss all.
+# Extrapolation by a line has to save this share: it may miss all pairs of a source that reaches farther.
 _HANDICAP = 1e-3
-_TIE = 1e-9  # of an error: two ways that predict alike differ by the rounding of their sums
-_SHIFTED = ("tanh", "isru", "erf")  # the published layers' functions: they stand for off-centre curves
+_TIE = 1e-9  # of an error: ways that predict alike differ by rounding
+_SHIFTED = ("tanh", "isru", "erf")  # the published layers' functions
 
 
 def conditional_mean(
     moments: Tensor, least_count: int = _LEAST_COUNT, width: float = 0.0
 ) -> tuple[Array, Array, Array]:
-    """E[y|x]: mean x, mean y and the standard deviation of y of groups of neighbouring bins.
+    """E[y|x]: mean x, mean y and the standard deviation of y of groups of neighbouring bins, ``(groups,)`` each.
 
-    Args:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin in ascending order of x, float64 ``(6, bins)``.
-        least_count: how many pairs a group holds at least, where there are as many.
-        width: bins that lie within one multiple of it are joined, however many pairs they hold.
-
-    Returns:
-        Three arrays ``(groups,)`` in ascending order of x.
+    ``moments`` are n, Σx, Σy, Σx², Σxy, Σy² per bin, ``(6, bins)``. A group contains at least ``least_count`` pairs;
+    bins within one multiple of ``width`` are joined in any case.
     """
     bins = moments[:, moments[0] > 0].numpy()
     if width > 0:
@@ -59,75 +54,59 @@ def conditional_mean(
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Held-out R² of the best function of x, on pairs that neither fitted nor selected it.
-
-    Attributes:
-        r2: the ceiling.
-        interval: its 95 %, by a jackknife over the folds; None where nothing is left to explain.
-        r2_free: the same of E[y|x] alone, in groups of bins.
-        least_count: number of pairs that a group of bins must hold for E[y|x] to predict best.
-        along_line: whether beyond the outermost groups the line of all pairs predicts better than a constant.
-    """
+    """Held-out R² of the best function of x, on pairs that neither fitted nor selected it."""
 
     r2: float
-    interval: Interval | None
-    r2_free: float
-    least_count: int
-    along_line: bool
+    interval: Interval | None  # 95 %; None if nothing is left to explain
+    r2_free: float  # of E[y|x] alone
+    least_count: int  # of pairs in a group of bins, with which E[y|x] predicts best
+    along_line: bool  # a line through all pairs extrapolates E[y|x] better than a constant
 
 
 def ceilings(problems: FitBatch, diagonal: FitBatch | None = None) -> list[Ceiling | None]:
     """Return the held-out R² of the best function of x at each problem.
 
-    The functions are E[y|x] of all folds but one, piecewise linear between groups of bins, for eight least counts of
-    pairs in a group and two ways to go on beyond the outermost; every built-in curve, fitted to those folds; and tanh,
-    isru and erf with a shift. The one that predicts a fold is chosen by the held-out errors of the other folds.
+    The functions are fitted to all folds but one: E[y|x], piecewise linear between groups of bins, for eight least
+    counts of pairs in a group and two extrapolations; every built-in curve; and tanh, isru and erf with a shift. The
+    held-out errors of the other folds select the one that predicts a fold.
 
     Args:
         problems: of pairs (x, y).
-        diagonal: of pairs (x, ∂y_i/∂x_i), the same and in the same order, to predict those in place of y: by their own
-            mean at x, and by the derivatives of the curves fitted to y.
+        diagonal: of pairs (x, ∂y_i/∂x_i), in the same order, to predict in place of y: by their own mean at x, and by
+            the derivatives of the curves fitted to y.
 
     Returns:
-        For each problem a ceiling, or None where fewer than two folds hold pairs, where y does not vary, or where x or
-        y lies off the grid of bins.
+        For each problem a ceiling; None if fewer than two folds contain pairs, if y does not vary, or if x or y lies
+        off the grid of bins.
     """
     if not problems.occupied.any():
         return [None] * len(problems)
     predicted = problems if diagonal is None else diagonal
-    held = predicted.of_folds()
+    held = predicted.nodes("folds")
     errors, unbounded = [], []
     for curve, others in _without_folds(problems):
-        if diagonal is None:
-            values = others.predicted(curve, held.x)
-        else:
-            values = others.derivative(curve, held.x).where(held.weight > 0, 0.0)
-        errors.append(held.residual(values).view(len(problems), -1))
+        values = (others.predicted if diagonal is None else others.derivative)(curve, held.x)
+        errors.append(held.residual(values.where(held.weight > 0, 0.0)).view(len(problems), -1))
         unbounded.append(diagonal is None and not curve.bounded)
     return best_held_out(predicted, torch.stack(errors), unbounded)
 
 
 def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
-    """Choose among E[y|x] and curves whose squared errors of held-out folds are known.
+    """Select among E[y|x] and curves, as :func:`ceilings` does.
 
-    Args:
-        problems: with folds.
-        of_curves: Σ w (y − prediction)² of each fold by what all others gave, ``(curves, problems, folds)``.
-        unbounded: of each curve.
-
-    Returns:
-        As :func:`ceilings` does.
+    ``of_curves`` is Σ w (y − prediction)² of each held-out fold, ``(curves, problems, folds)``; ``unbounded`` marks the
+    curves without bounds.
     """
     handicaps = 1 + _HANDICAP * np.array([*(along_line for _, along_line in _WAYS), *unbounded])
-    total, without = problems.nodes().total.tolist(), problems.without_folds().total.view(len(problems), -1).numpy()
+    total, without = problems.nodes().total.tolist(), problems.nodes("others").total.view(len(problems), -1).numpy()
     tops: list[Ceiling | None] = []
-    for number, level in enumerate(problems.levels):
+    for number, target in enumerate(problems.targets):
         folds = problems.occupied[number].nonzero()[:, 0]
         if len(folds) < 2 or problems.off_grid[number] or not total[number] > 0:
             tops.append(None)
             continue
-        filled = (level.counts > 0).any(0).nonzero()[:, 0]
-        moments, counts = (sums[folds].index_select(-1, filled) for sums in (level.moments, level.counts))
+        filled = (target.counts > 0).any(0).nonzero()[:, 0]
+        moments, counts = (sums[folds].index_select(-1, filled) for sums in (target.moments, target.counts))
         of_free = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
         errors = np.concatenate([of_free, of_curves[:, number, folds].numpy()])
         pairs = counts.numpy().sum(1)
@@ -139,32 +118,29 @@ def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[boo
 
 
 def _without_folds(problems: FitBatch) -> Iterator[tuple[Curve, Solutions]]:
-    """Fit every curve of the set to all pairs but those of one fold: ``problems · folds`` fits each."""
+    """Fit every curve of the set to all pairs but those of one fold, ``problems · folds`` times."""
     forms = [(curve, FitForm()) for curve in CURVES.values() if not curve.shifted]
     for curve, form in [*forms, *((CURVES[name], FitForm(shift=True)) for name in _SHIFTED)]:
-        coarse = form.objective(problems.coarse(odd=form.odd(curve)), curve, problems.levels)
-        yield curve, roughly(coarse, problems.rough_without_folds(odd=form.odd(curve)))
+        odd = form.odd(curve)
+        coarse = form.objective(problems.nodes("coarse", odd=odd), curve, problems.targets)
+        yield curve, roughly(coarse, problems.nodes("rough others", odd=odd))
 
 
 def _chosen(
     errors: Array, handicaps: Array, total: float, without: Array, pairs: Array
 ) -> tuple[float, Interval | None]:
-    """R² where each fold is predicted by the way that does best on the others, and its 95 %.
+    """R² with each fold predicted by the way of least error on the others, and its 95 %.
 
-    Args:
-        errors: squared error of each way and fold, ``(ways, folds)``.
-        handicaps: by which those of each way are multiplied where it is chosen, ``(ways,)``.
-        total: Σ w (y − ȳ)² of all pairs.
-        without: likewise of all pairs but one fold's, ``(folds,)``.
-        pairs: number of pairs of each fold, likewise.
+    ``errors`` are ``(ways, folds)``, and ``handicaps`` their factors in the selection. ``total`` is Σ w (y − ȳ)² of all
+    pairs, and ``without`` that of all but one fold's.
     """
-    finite = np.isfinite(errors).all(1)  # a derivative may be infinite where x is zero
+    finite = np.isfinite(errors).all(1)  # a derivative may be infinite at x = 0
     errors, handicaps = errors[finite], handicaps[finite]
     folds = np.arange(errors.shape[1])
     others = errors.sum(1, keepdims=True) - errors
     best = _first_of_least(others * handicaps[:, None])
     unexplained = errors[best, folds].sum() / total
-    # Without one fold more, what is chosen for a fold may be another; of two folds there is nothing left to choose by.
+    # Without one more fold the selection for a fold may differ; of two folds none is left to select by.
     left = np.repeat(best[:, None], len(folds), 1)
     if len(folds) > 2:
         left = _first_of_least((others[:, :, None] - errors[:, None]) * handicaps[:, None, None])
@@ -176,18 +152,15 @@ def _chosen(
 
 
 def _first_of_least(errors: Array) -> Places:
-    """Number of the first way, along axis 0, of least error but for rounding."""
+    """Number of the first way, along axis 0, of least error up to rounding."""
     first: Places = (errors <= (1 + _TIE) * errors.min(0)).argmax(0)
     return first
 
 
 def free(moments: Tensor, counts: Tensor, top: Ceiling | None) -> Curve:
-    """E[y|x] itself as a curve: piecewise linear between groups of bins, as its own cross-validation chose them.
+    """E[y|x] itself as a curve, from moments ``(6, bins)``: piecewise linear between groups of bins.
 
-    Args:
-        moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, weighted or not, float64 ``(6, bins)``.
-        counts: number of pairs, float64 ``(bins,)``.
-        top: what :func:`ceilings` chose; without folds, groups hold 64 pairs and what lies beyond is constant.
+    Cross-validation chose the groups; without ``top`` they contain 64 pairs, and E[y|x] is constant beyond them.
     """
     filled = (counts > 0) & (moments[0] > 0)  # pairs without weight have no mean
     bins, number = moments[:, filled].numpy(), counts[filled].numpy()
@@ -198,7 +171,7 @@ def free(moments: Tensor, counts: Tensor, top: Ceiling | None) -> Curve:
 
 
 def curve_along(line: Piecewise) -> Curve:
-    """The curve called free, made of lines between points."""
+    """Make the curve called free from lines between points."""
     return Curve(
         name=FREE,
         aliases=(),
@@ -217,7 +190,7 @@ def curve_along(line: Piecewise) -> Curve:
 
 @dataclass(frozen=True, eq=False)
 class Piecewise:
-    """Lines between points of ascending x, ``at``, and ``mean`` there; beyond them all, of slope ``beyond``."""
+    """Lines between points ``mean`` at ascending x, ``at``, and of slope ``beyond`` beyond the outermost."""
 
     at: Array
     mean: Array
@@ -239,12 +212,9 @@ class Piecewise:
 
 
 def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
-    """Σ w (y − E[y|x])² of each fold, with E[y|x] from all other folds, in each way to take it: ``(ways, folds)``.
+    """Σ w (y − E[y|x])² of each fold, with E[y|x] from all other folds, for each way to estimate it: ``(ways, folds)``.
 
-    Args:
-        sums: n, Σx, Σy, Σx², Σxy, Σy² per fold and bin, weighted or not, ``(folds, 6, bins)``.
-        counts: number of pairs, ``(folds, bins)``.
-        held: the pairs of each fold.
+    ``sums`` are ``(folds, 6, bins)``, weighted or not; ``held`` contains the pairs of each fold.
     """
     whole = sums.sum(0)
     weight, sum_x, sum_y, xx, xy, _ = (whole - sums).transpose(1, 0, 2)
@@ -255,8 +225,8 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
     filled = (count > 0.5) & (weight > _ROUNDING * whole[0])
     count, weight, sum_x, sum_y = (values[filled] for values in (count, weight, sum_x, sum_y))
     first = np.concatenate([[0], np.cumsum(np.count_nonzero(filled, axis=1))])
-    both = sum_x + 1j * sum_y  # as one array, whose groups are summed in one go
-    # The pairs of all folds as points, one fold after another, and the last bin of the other folds before each.
+    both = sum_x + 1j * sum_y  # one array, so that groups are summed once
+    # The pairs of all folds as points, fold by fold, and the last bin of the other folds before each.
     occupied = held.weight.numpy() > 0
     x, y, w = (values.numpy()[occupied] for values in (held.x, held.y, held.weight))
     fold = np.nonzero(occupied)[0]
@@ -274,7 +244,7 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
         grouped, n = np.add.reduceat(both, bounds[:-1]), np.add.reduceat(weight, bounds[:-1])
         at, mean = grouped.real / n, grouped.imag / n
         group = np.searchsorted(bounds, first)
-        # Each fold has one piece more than groups: the constant before the first, the lines between, and that beyond.
+        # Each fold has one more piece than groups: a constant before the first, lines between, a constant beyond.
         pieces = np.ones(len(at), np.intp)
         pieces[group[:-1]] = 2
         base = np.repeat(np.arange(len(at)), pieces)
@@ -293,24 +263,18 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
         beyond = np.flatnonzero(outer[piece])
         off = off[beyond] + slope[fold[beyond]] * (x[beyond] - origin[piece[beyond]])
         squares[beyond] = w[beyond] * off * off
-        errors.append(np.add.reduceat(squares, begins))  # and along a line there
+        errors.append(np.add.reduceat(squares, begins))  # a line there
     of_ways: Array = np.stack(errors) + held.scatter.sum(1).numpy()
     return of_ways
 
 
 def _groups(n: Array, first: Places, least_counts: Sequence[int]) -> Iterator[Places]:
-    """Join neighbouring bins so that each group holds a least number of pairs, or all of its fold.
+    """Join neighbouring bins so that each group contains a least number of pairs, or all of its fold.
 
-    Groups are cut wherever the number of pairs before a bin passes a multiple of the least count, and a group that
-    fell short joins the one before it. The first of a fold never does, unless it is all there is.
-
-    Args:
-        n: number of pairs in each bin, the bins of one fold after those of another, ``(bins,)``.
-        first: where each fold begins, and where the last one ends, ``(folds + 1,)``.
-        least_counts: each a multiple of the one before, so that its cuts are among those of that one.
-
-    Yields:
-        For each least count, where each group begins, and where the last one ends, ``(groups + 1,)``.
+    Groups are cut where the number of pairs before a bin passes a multiple of the least count, and a group that falls
+    short joins the one before it; the first of a fold joins the next. ``n`` counts the pairs in each bin, fold by fold,
+    and ``first`` begins each fold and ends the last. Each least count is a multiple of the one before. For each, the
+    beginnings of the groups, and the end of the last, are yielded.
     """
     before = np.concatenate([[0], np.cumsum(n)])
     in_fold = before - np.repeat(before[first], np.diff(first, append=first[-1] + 1))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.fits.solving.nodes import joined, levels_of, mirrored, nodes_of
+from normscope.fits.targets import fit_targets, joined, mirrored, nodes_of
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -66,4 +66,4 @@ def test_each_problem_has_nodes_of_its_own_pairs_alone_and_errs_as_it_does_by_it
 def test_a_pool_by_kind_joins_the_sites_whose_paths_differ_in_numbers_alone(pool, levels):
     blocks = [nn.Sequential(OrderedDict(norm1=nn.LayerNorm(8), norm2=nn.LayerNorm(8))) for _ in range(2)]
     seen = normscope.capture(nn.Sequential(*blocks), [torch.randn(4, 8)])
-    assert len(levels_of(seen, pool=pool)) == levels
+    assert len(fit_targets(seen, pool=pool)) == levels

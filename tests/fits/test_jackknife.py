@@ -7,11 +7,11 @@ import pytest
 import torch
 from scipy import stats
 
+from normscope.fits import jackknife
 from normscope.fits.curves.known import CURVES
-from normscope.fits.solving import jackknife
-from normscope.fits.solving.jackknife import fitted, inside_noise, interval
-from normscope.fits.solving.nodes import batches
-from normscope.fits.solving.solve import FitForm
+from normscope.fits.jackknife import fitted, inside_noise, interval
+from normscope.fits.solver import FitForm
+from normscope.fits.targets import batches
 
 
 def test_quantiles_are_students():

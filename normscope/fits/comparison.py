@@ -1,0 +1,346 @@
+"""Differences between captures, site by site: between models, data, or the checkpoints of a training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from normscope.errors import UsageError
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.curves.expressions import split_names
+from normscope.fits.curves.known import BEST, FREE, Curve
+from normscope.fits.fit import check_fit, fit
+from normscope.fits.jackknife import Interval, interval, student, without_folds
+from normscope.fits.solver import FitForm, Solutions
+from normscope.fits.targets import FitBatch, FitTarget, batches, fit_targets, nodes_of
+from normscope.pairs.captures import Capture
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.records import Records, Tabled, as_json
+
+NAMESAKES = 0.5  # of the sites of the smaller network: networks that share more are built alike
+
+
+@dataclass(frozen=True)
+class Match:
+    """Matched sites of two networks, by their module paths."""
+
+    by: Literal["name", "depth"]
+    counterparts: dict[str, str]  # in the second network, for each of the first that has one
+    unmatched: tuple[tuple[str, ...], tuple[str, ...]]  # in the first network and in the second
+
+
+def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
+    """Match the sites of two networks, in the order of calls: by name if they are built alike, otherwise by depth.
+
+    Networks are built alike if over half of the sites of the smaller share their module path with one of the other.
+    By depth, the sites of one placement are matched in order, the first with the first and the last with the last. If
+    one network has more of them, the matched ones are spread evenly.
+
+    >>> from types import SimpleNamespace as Site
+    >>> deep = [Site(name=f"block.{n}", placement="pre-norm") for n in range(5)]
+    >>> match(deep, [Site(name=f"layer.{n}", placement="pre-norm") for n in range(3)]).counterparts
+    {'block.0': 'layer.0', 'block.2': 'layer.1', 'block.4': 'layer.2'}
+    """
+    here, there = [site.name for site in first], [site.name for site in second]
+    shared = set(here) & set(there)
+    by_name = len(shared) > NAMESAKES * min(len(here), len(there))
+    pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second)
+    counterparts = set(pairs.values())
+    unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in counterparts)
+    return Match("name" if by_name else "depth", pairs, unmatched)
+
+
+def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for placement in {site.placement for site in first}:
+        here, there = ([s.name for s in sites if s.placement == placement] for sites in (first, second))
+        few = min(len(here), len(there))
+        pairs |= {here[i]: there[j] for i, j in zip(_evenly(few, len(here)), _evenly(few, len(there)), strict=True)}
+    return {site.name: pairs[site.name] for site in first if site.name in pairs}
+
+
+def _evenly(few: int, many: int) -> list[int]:
+    """Numbers below ``many``, evenly from the first to the last; the middle if ``few`` is 1."""
+    if few == 1:
+        return [(many - 1) // 2]
+    return [round(i * (many - 1) / (few - 1)) for i in range(few)]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A number of one capture over that of the first."""
+
+    value: float
+    interval: Interval | None  # 95 %; None if one of the two has none
+    paired: bool = False  # by a jackknife that leaves the same inputs out of both captures
+
+    @property
+    def in_noise(self) -> bool | None:
+        """True if the interval contains 1; None without an interval."""
+        return None if self.interval is None else self.interval[0] <= 1 <= self.interval[1]
+
+
+_FITTED = (
+    *("site", "curve", "amplitude", "alpha", "C", "slope", "shift", "r2", "r2_ceiling", "n_pairs"),
+    *("folds", "straight", "converged", "nothing"),
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Compared(Tabled):
+    """One curve at one norm site of a capture, compared with the first capture.
+
+    Attributes:
+        number: of the capture, from 1.
+        counterpart: module path of the matching site in the first capture.
+        d: elements of one token there.
+        matched: ``name`` or ``depth``, see :class:`Match`; None in the first capture.
+        fit: of the curve there.
+        alpha: α over that of the first; None if one of the two does not bend.
+        slope: slope at the origin over that of the first.
+        r2_of_first: R², about the mean of y, of the first capture's curve on this one's pairs.
+    """
+
+    number: int
+    counterpart: str
+    d: int
+    matched: Literal["name", "depth"] | None
+    fit: CurveFit
+    alpha: Ratio | None = None
+    slope: Ratio | None = None
+    r2_of_first: float | None = None
+
+    @property
+    def site(self) -> str:
+        """Module path of the site."""
+        return self.fit.site
+
+    @property
+    def curve(self) -> str:
+        """Name of the curve."""
+        return self.fit.curve
+
+    @property
+    def r2_lost(self) -> float | None:
+        """Loss of R² on these pairs with the first capture's curve in place of their own."""
+        return None if self.r2_of_first is None else self.fit.r2 - self.r2_of_first
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a row of ``normscope compare --json``; a number that is not finite is None."""
+        fitted = self.fit.as_dict()
+        row = {"capture": self.number, "counterpart": self.counterpart, "matched": self.matched, "d": self.d}
+        row |= {name: fitted[name] for name in _FITTED}
+        ratios = {"alpha_ratio": self.alpha, "slope_ratio": self.slope}
+        for name, ratio in ratios.items():
+            row |= {name: ratio and ratio.value, f"{name}_in_noise": ratio and ratio.in_noise}
+        bounded = {name: ratio for name, ratio in ratios.items() if ratio and ratio.interval}
+        row["paired"] = next((ratio.paired for ratio in bounded.values()), None)
+        row |= {"r2_of_first": self.r2_of_first, "r2_lost": self.r2_lost}
+        row["intervals"] = fitted["intervals"] | {name: ratio.interval for name, ratio in bounded.items()}
+        return {name: as_json(value) for name, value in row.items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several captures, compared with the first."""
+
+    captures: Sequence[Capture]
+    fits: Sequence[Sequence[CurveFit]]  # of each capture
+    matches: Sequence[Match]  # of the first capture with each other
+    rows: Sequence[Compared] = field(repr=False)  # by site of the first capture, curve and capture
+
+    def unmatched(self) -> list[dict[str, Any]]:
+        """List every site without a counterpart: its capture, its module path, and the capture that lacks one."""
+        return [
+            {"capture": capture, "site": site, "lacking_in": lacking}
+            for number, each in enumerate(self.matches, 2)
+            for capture, lacking, sites in ((1, number, each.unmatched[0]), (number, 1, each.unmatched[1]))
+            for site in sites
+        ]
+
+
+def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> Records[Compared]:
+    """Compare captures with the first of them: models, data, or the checkpoints of a training.
+
+    Sites are matched by name if the networks are built alike and otherwise by placement and depth, see
+    :func:`normscope.fits.comparison.match`. Sites without a counterpart in any other capture are left out.
+
+    Args:
+        captures: two or more.
+        curves: names as of :func:`normscope.fit`, but not ``best``, which differs from site to site.
+
+    Returns:
+        A record for each site of the first capture, curve and capture, in this order, the first capture included.
+
+    Raises:
+        UsageError: if there are fewer than two captures, no such curve, or no two sites that match.
+
+    The interval of a ratio is a jackknife of its logarithm. It leaves the same inputs out of both captures if both saw
+    the same tokens of the same samples, with the same seed. Otherwise the captures count as independent: with the
+    standard errors of both jackknives, it is (σ₁² + σ₂²)^½ on the log scale, times Student's t for the fewer folds.
+
+    >>> import normscope, torch
+    >>> from torch import nn
+    >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> seen = [normscope.capture(nn.Sequential(nn.LayerNorm(8)), [scale * x]) for scale in (1, 2)]
+    >>> round(compare(seen, "tanh")[1].alpha.value, 3)
+    0.5
+    """
+    names = check_curves(curves)
+    check_number(len(captures))
+    return Records(compared(captures, [fit(capture, names) for capture in captures]).rows)
+
+
+def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
+    """Return the curves to compare, as :func:`normscope.fit` takes them; UsageError if there is none of a name."""
+    names: list[str | Curve] = list(split_names(curves) if isinstance(curves, str) else curves)
+    if BEST in [name.strip().lower() for name in names if isinstance(name, str)]:
+        raise UsageError(
+            "The best curve may be another at every site, so that there would be nothing to compare; name curves."
+        )
+    check_fit(names)
+    return names
+
+
+def check_number(captures: int) -> None:
+    """Raise UsageError for fewer than two captures."""
+    if captures < 2:
+        raise UsageError("A comparison takes two or more captures; there is no second one.")
+
+
+def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) -> Comparison:
+    """Compare captures by the fits of the same curves to each, see :func:`compare`."""
+    first = captures[0]
+    matches = [match(first.sites, other.sites) for other in captures[1:]]
+    if not any(each.counterparts for each in matches):
+        raise UsageError(
+            f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
+        )
+    base, *others = (_observed(capture, of_capture) for capture, of_capture in zip(captures, fits, strict=True))
+    rows = []
+    for (site, curve), here in base.items():
+        beside = [
+            _against(here, other[each.counterparts[site], curve], number, each.by)
+            for number, (other, each) in enumerate(zip(others, matches, strict=True), 2)
+            if site in each.counterparts
+        ]
+        rows += [Compared(1, site, here.d, None, here.fit), *beside] if beside else []
+    return Comparison(captures, fits, matches, rows)
+
+
+Refits = dict[str, Tensor]  # alpha and slope without each fold, and pairs of that fold, float64 ``(folds,)``
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """One curve at one site of a capture; ``refits`` is None without folds."""
+
+    fit: CurveFit
+    target: FitTarget
+    stats: PairStats
+    d: int
+    refits: Refits | None
+
+    @property
+    def folds(self) -> int:
+        return int((self.target.counts.sum(1) > 0).sum()) if self.target.fold_by else 0
+
+
+def _observed(capture: Capture, fits: Sequence[CurveFit]) -> dict[tuple[str, str], _Observed]:
+    of_place = {(each.site, each.curve): each for each in fits}
+    targets = {target.site: target for target in fit_targets(capture)}
+    default = [each.curve for each in fits if each.curve != FREE and each.form == FitForm().words(each.function)]
+    refits: dict[tuple[str, str], Refits] = {}
+    for _, problems in batches([target for target in targets.values() if target.fold_by]):
+        for curve in dict.fromkeys(default):
+            of_sites = [of_place[target.site, curve] for target in problems.targets]
+            refits |= zip([(each.site, curve) for each in of_sites], _refits(problems, of_sites), strict=True)
+    widths = {site.name: site.d for site in capture.sites}
+    return {
+        place: _Observed(each, targets[each.site], capture.stats[each.site], widths[each.site], refits.get(place))
+        for place, each in of_place.items()
+    }
+
+
+def _refits(problems: FitBatch, fits: Sequence[CurveFit]) -> list[Refits]:
+    """Fit one curve to each problem without each of its folds, beginning at the fits to all pairs."""
+    curve = fits[0].function
+    parameters = torch.tensor([(each.amplitude, each.alpha, each.shift) for each in fits]).double()
+    flags = torch.tensor([(each.straight or each.power_law, each.converged) for each in fits])
+    columns = (*parameters.unbind(-1), *flags.unbind(-1))
+    near = Solutions(*(column.repeat_interleave(problems.folds) for column in columns))
+    near = without_folds(problems, curve, FitForm(), near)
+    slope = near.amplitude * near.alpha * curve.derivative(near.shift)
+    pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
+    rows = zip(near.alpha.view_as(pairs), slope.view_as(pairs), pairs, strict=True)
+    return [{"alpha": alpha, "slope": slope, "pairs": number} for alpha, slope, number in rows]
+
+
+def _against(first: _Observed, other: _Observed, number: int, by: Literal["name", "depth"]) -> Compared:
+    bend = first.fit.told_apart and other.fit.told_apart
+    return Compared(
+        number=number,
+        counterpart=first.fit.site,
+        d=other.d,
+        matched=by,
+        fit=other.fit,
+        alpha=_ratio("alpha", first, other) if bend else None,
+        slope=_ratio("slope", first, other) if first.fit.curve != FREE else None,
+        r2_of_first=_transferred(first.fit, other.target),
+    )
+
+
+def _ratio(name: str, first: _Observed, other: _Observed) -> Ratio | None:
+    """Ratio of ``alpha`` or ``slope``; None if either is not finite."""
+    numbers = getattr(first.fit, name), getattr(other.fit, name)
+    if not all(map(math.isfinite, numbers)) or not numbers[0]:
+        return None
+    value = numbers[1] / numbers[0]
+    if value <= 0:
+        return Ratio(value, None)
+    if first.refits and other.refits and _same_inputs(first.stats, other.stats):
+        whole = torch.tensor([value], dtype=torch.float64).log()
+        without, pairs = (other.refits[name] / first.refits[name]).log(), first.refits["pairs"]
+        low, high = (float(end.exp()) for end in interval(whole, without[None], pairs[None]))
+        return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
+    width = _student(min(first.folds, other.folds)) * math.hypot(_log_error(name, first), _log_error(name, other))
+    return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
+
+
+def _student(folds: int) -> float:
+    return float(student(torch.tensor(folds)))
+
+
+def _log_error(name: str, observed: _Observed) -> float:
+    """Standard error of a number's logarithm; NaN if its interval is missing or contains zero."""
+    low, high = observed.fit.intervals.get(name, (math.nan, math.nan))
+    if not low * high > 0:
+        return math.nan
+    # α's interval is symmetric on the log scale; the slope's on its own, where errors propagate likewise.
+    return math.log(high / low) / 2 / _student(observed.folds)
+
+
+def _same_inputs(here: PairStats, there: PairStats) -> bool:
+    """True if both contain the same tokens of the same samples, and so the same folds.
+
+    A key of the drawing sample is a hash of seed, data set, sample and place; the least keys are kept.
+    """
+    keys = [stats.tokens.key.sort().values for stats in (here, there)]
+    alike = (here.fold_by, here.sources.assignment) == (there.fold_by, there.sources.assignment)
+    return alike and torch.equal(*keys)
+
+
+def _transferred(first: CurveFit, target: FitTarget) -> float | None:
+    """R² of a curve on the pairs of another capture."""
+    if first.degenerate or target.nothing:
+        return None
+    nodes = nodes_of(target.moments.sum(0)[None])
+    if not float(nodes.total) > 0:
+        return None
+    return float(1 - nodes.residual(first.extended(nodes.x)) / nodes.total)
