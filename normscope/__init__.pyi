@@ -66,4 +66,4 @@ from .swaps.reports import KeepReport as KeepReport
 from .swaps.reports import Quality as Quality
 from .swaps.reports import Timing as Timing
 from .swaps.store.store import save_swapped as save_swapped
-from .tables.notebook import table as table
+from .tables.markup import table as table

@@ -15,7 +15,7 @@ from normscope.figures.panels import outline
 from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, that_fits, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
-from normscope.tables.speed import SCOPES, duration
+from normscope.tables.swaps import SCOPES, duration
 
 _PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 2.3, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars

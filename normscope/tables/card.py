@@ -7,19 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
-from normscope.tables.table import (
-    NONE,
-    Column,
-    Explanation,
-    as_cell,
-    names,
-    number,
-    several,
-    table_of,
-    with_interval,
-    words,
-)
+from normscope.runtime.files import visible
+from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
     from normscope.fits.views.card import NormCard, Tails, TailToken
@@ -93,7 +84,7 @@ def card_table(card: NormCard) -> Table:
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold", min_width=24)
     for question, answer in card_lines(card):
-        table.add_row(question, as_cell(answer))
+        table.add_row(question, Text(visible(answer)))
     return table
 
 
@@ -238,7 +229,7 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
         Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative", after="; "),
         *_held_out(views),
     ]
-    missing = [as_cell(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
+    missing = [visible(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
     caption += [Explanation(f"{_NOT_COVERED}: {line}", after="\n") for line in missing]
     return _aligned(table_of(views, columns, caption=caption, remark=_remark, named=4))
 

@@ -11,18 +11,8 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.fits.curves.known import FREE
-from normscope.tables.table import (
-    NONE,
-    Column,
-    Explanation,
-    as_cell,
-    names,
-    number,
-    several,
-    table_of,
-    with_interval,
-    words,
-)
+from normscope.runtime.files import visible
+from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
@@ -165,12 +155,12 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
         yield Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}")
         yield Explanation("ceiling: R² of the best held-out function of x that was found", ("ceiling",))
         if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
-            where = as_cell(", ".join(low))
+            where = visible(", ".join(low))
             yield Explanation(f"too low at {where}: x repeats there, finer than bins resolve", ("ceiling",), "; ")
         yield Explanation("of it: the curve's held-out R² over that", ("of it",), "; ")
     else:
         yield Explanation("no folds, and so no intervals and no ceiling")
-    if passing := dict.fromkeys(as_cell(fit.curve) for fit in fits if (fit.of_ceiling or 0) > _PASSES):
+    if passing := dict.fromkeys(visible(fit.curve) for fit in fits if (fit.of_ceiling or 0) > _PASSES):
         better = f"{', '.join(passing)} predicts held-out folds better than what the others chose"
         yield Explanation(f"of it above 1: {better}", ("of it",))
     yield Explanation("tail: RMSE beyond the 99th percentile of |x|", ("tail",))

@@ -23,7 +23,7 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import replacements
 from normscope.swaps.reports import DriftCalibration
-from normscope.tables.drift import drift_table, parts_table, sites_table
+from normscope.tables.swaps import drift_table, parts_table, sites_table
 
 ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
 DRAW = torch.Generator().manual_seed(0)

@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from normscope.errors import UsageError
 from normscope.figures.healing import plot_healing
 from normscope.swaps.reports import HealReport, TrainingCheck
-from normscope.tables.drift import healing_table
+from normscope.tables.swaps import healing_table
 
 DRIFTS = {
     "start": {"p10": 0.3, "median": 0.5, "p90": 0.8},

@@ -9,7 +9,7 @@ from rich.console import Console
 from normscope.errors import UsageError
 from normscope.figures.speed import plot_speed
 from normscope.figures.style import STYLES
-from normscope.tables.speed import duration, published_table, speed_tables
+from normscope.tables.swaps import duration, published_table, speed_tables
 
 FORWARD, BOTH = "forward", "forward + backward"
 

@@ -169,7 +169,7 @@ def _inputs(run: RunOptions) -> dict[str, Any]:
 
 def _tell(report: HealReport, func: str, init: str, say: Output) -> None:
     from normscope.swaps.reports import TRAINED
-    from normscope.tables.drift import healing_table
+    from normscope.tables.swaps import healing_table
 
     say.result(healing_table(report))
     tell_quality(report.quality, report.no_quality, func, init, say)

@@ -144,7 +144,7 @@ def _drift(
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
-    from normscope.tables.drift import drift_tables
+    from normscope.tables.swaps import drift_tables
 
     ends = getattr(source.held_out, "ends", None)
     ends = None if ends is None else KeptEnds(ends)
@@ -197,7 +197,7 @@ def _speed(
     """Time the network; for an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
     from normscope.swaps.bench.bench import BUDGET
-    from normscope.tables.speed import speed_tables
+    from normscope.tables.swaps import speed_tables
 
     if sibling := registry.find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
@@ -218,7 +218,7 @@ def _speed(
 
 def _published(network: LoadedModel, curves: Sequence[str], say: Output) -> PublishedReport:
     from normscope.swaps.bench.bench import published
-    from normscope.tables.speed import published_table
+    from normscope.tables.swaps import published_table
 
     with say.bars() as progress:
         report = published(network.module, curves, outputs=network.outputs, progress=progress)
