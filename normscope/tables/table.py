@@ -157,6 +157,7 @@ class AdaptiveTable(Table):
 
     Attributes:
         declared: the columns' declarations.
+        labels: names of the columns in captions and in the list of columns left out.
         spans: for each row with a remark, by row number: the column where the remark begins.
     """
 
@@ -165,7 +166,7 @@ class AdaptiveTable(Table):
         super().__init__(box=None, pad_edge=False)
         self.declared = columns
         self.spans: dict[int, int] = {}
-        self._labels = [column.label or column.heading for column in columns]
+        self.labels = [column.label or column.heading for column in columns]
         for column in columns:
             self.add_column(visible(column.heading), justify=column.justify)
 
@@ -197,9 +198,9 @@ class AdaptiveTable(Table):
                 room = max(across, min(options.max_width, indent + _LEAST_CAPTION)) - indent
                 cells.append(_filled(_pieces(every[spanning].cells[row]), max(room, 1)))
             yield from _lines(cells, columns[:before], widths[:before])
-        shown = {self._labels[number] for number in kept}
+        shown = {self.labels[number] for number in kept}
         below = [_joined([part for part in self._explanations if not part.of or shown.intersection(part.of)])]
-        if dropped := [label for number, label in enumerate(self._labels) if number not in kept]:
+        if dropped := [label for number, label in enumerate(self.labels) if number not in kept]:
             needed = _across([column.wanted for column in every])
             left_out = ", ".join(dropped).rstrip(".")
             below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {left_out}.")
