@@ -20,6 +20,7 @@ from normscope.figures.style import (
     Style,
     draw_guides,
     inches_of,
+    key,
     scale_by_factors,
     sheet,
     style_named,
@@ -166,22 +167,16 @@ def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
 
 
 def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: Style) -> list[Line2D]:
-    handles = [
-        Line2D([], [], color=line.colour, marker=line.marker, ms=3.2, lw=1, label=line.label.replace("$", r"\$"))
-        for line in lines
-    ]
+    handles = [key(line.label, line.colour, marker=line.marker, ms=3.2, lw=1) for line in lines]
     every = [fit for fitted in fits for fit in fitted]
     if doubts := list(dict.fromkeys(fit.doubt for fit in every if fit.doubt)):
-        handles.append(_point(theme, f"open: {' or '.join(doubts)}, α means nothing"))
+        label = f"open: {' or '.join(doubts)}, α means nothing"
+        handles.append(key(label, theme.faint, lw=0, marker="o", mfc=theme.background, ms=3.2))
     if any(fit.r2_ceiling is not None for fit in every):
-        handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="best held-out function of x"))
+        handles.append(key("best held-out function of x", theme.faint, ":"))
     if any(fit.intervals for fit in every):
-        handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="95 %, by folds"))
+        handles.append(key("95 %, by folds", theme.faint, "", marker="|", ms=6))
     return handles
-
-
-def _point(theme: Style, text: str) -> Line2D:
-    return Line2D([], [], color=theme.faint, marker="o", mfc=theme.background, ms=3.2, lw=0, label=text)
 
 
 def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], name: str, value: Callable[[CurveFit], float]) -> None:

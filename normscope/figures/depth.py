@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -21,12 +20,11 @@ from normscope.figures.panels import best_of, remarks
 from normscope.figures.style import (
     LEAST_POINTS,
     LINE_POINTS,
-    NONE,
     NOTE,
     Style,
     draw_guides,
-    framed,
     inches_of,
+    key,
     scale_where_wide,
     sheet,
     style_named,
@@ -118,13 +116,11 @@ def _look(place: int, theme: Style) -> dict[str, Any]:
 
 
 def _handles(kinds: Sequence[str], theme: Style) -> list[Line2D]:
-    handles = [
-        Line2D([], [], lw=0.9, ms=3, label=kind.replace("$", r"\$"), **_look(place, theme))
-        for place, kind in enumerate(kinds)
+    return [
+        *(key(kind, ms=3, **_look(place, theme)) for place, kind in enumerate(kinds)),
+        key("ceiling: the best f(x) that was found", theme.faint, ":", marker="_", ms=4),
+        key("α = 1/std", theme.faint, "--"),
     ]
-    faint: dict[str, Any] = {"color": theme.faint, "lw": 0.9}
-    handles.append(Line2D([], [], ls=":", marker="_", ms=4, label="ceiling: the best f(x) that was found", **faint))
-    return [*handles, Line2D([], [], ls="--", label="α = 1/std", **faint)]
 
 
 def _draw_number(
@@ -359,13 +355,8 @@ def plot_curves(
     columns = min(_COLUMNS, len(chosen)) if width is None else max(1, min(len(chosen), int(width / 1.3)))
     inches = inches_of(width, 0.3 + _PANEL_INCHES * columns)
     rows = math.ceil(len(chosen) / columns)
-    with matplotlib.rc_context(theme.rc()):
-        handles = [
-            Line2D([], [], color=colour, lw=1.1, label=f"α = {alpha:g}")
-            for alpha, colour in zip(ALPHAS, theme.curves, strict=False)
-        ]
-        above = "" if title in (None, NONE) else str(title)
-        figure = framed(inches, 0.1 + (_HEIGHT + 0.55) * rows, above, [], theme, handles)
+    handles = [key(f"α = {alpha:g}", theme.curves[place], lw=1.1) for place, alpha in enumerate(ALPHAS)]
+    with sheet(theme, inches, 0.1 + (_HEIGHT + 0.55) * rows, title, {}, handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
         for ax in axes.flat[len(chosen) :]:
             ax.set_visible(False)

@@ -11,7 +11,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
@@ -20,6 +19,7 @@ from normscope.figures.style import (
     Style,
     draw_guides,
     inches_of,
+    key,
     literal,
     scale_where_wide,
     sheet,
@@ -170,16 +170,14 @@ def _paths(reports: Sequence[DriftReport], sites: Sequence[NormSite]) -> list[st
 def _handles(
     lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
 ) -> list[Artist]:
-    handles: list[Artist] = [
-        Line2D([], [], color=line.colour, marker=line.marker, ms=3, lw=0.9, ls=line.dashes, label=literal(line.label))
-        for line in lines
-    ]
-    handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="10th to 90th percentile"))
+    faint = theme.faint
+    handles: list[Artist] = [key(line.label, line.colour, line.dashes, marker=line.marker, ms=3) for line in lines]
+    handles.append(key("10th to 90th percentile", faint, "", marker="|", ms=6))
     if any(_infinite(row.relative_l2) for line in lines for row in line.report.rows):
-        handles.append(Line2D([], [], color=theme.ink, marker="X", ms=4, ls="", label="not finite"))
+        handles.append(key("not finite", theme.ink, "", marker="X", ms=4))
     for placement in dict.fromkeys(site.placement for site in sites if site.name in paths):
         label = placement or "beside the residual stream"
-        handles.append(Line2D([], [], color=theme.faint, marker=_PLACEMENTS[placement], ms=3.2, ls="", label=label))
+        handles.append(key(label, faint, "", marker=_PLACEMENTS[placement], ms=3.2))
     return handles
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -30,10 +29,10 @@ from normscope.figures.style import (
     NONE,
     Style,
     Words,
-    framed,
     heading,
     inches_of,
     name_lines,
+    sheet,
     style_named,
     tail,
     title_and_foot,
@@ -126,13 +125,9 @@ def overview(
     heights = [_GAP_INCHES + _LINE_INCHES * len(heading) for heading, _ in rows]
     note_inches = [max(map(len, lines)) * LINE_POINTS / 72 for lines in notes]
     name_inches = _LINE_INCHES * max(len(name_lines(panel.site, panel.room, _SMALL)) for panel in every)
-    with matplotlib.rc_context(theme.rc()):
-        height = (
-            sum(heights) + sum(note_inches) + (panel_inches + name_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
-        )
-        above = "" if title in (None, NONE) else str(title)
-        foot = remarks(every, every_fit)
-        figure = framed(width, height, above, foot, theme, handles, _SMALL, h_pad=0.03, hspace=0)
+    height = sum(heights) + sum(note_inches) + (panel_inches + name_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
+    foot, layout = remarks(every, every_fit), {"h_pad": 0.03, "hspace": 0}
+    with sheet(theme, width, height, title, {}, foot=foot, handles=handles, font=_SMALL, **layout) as figure:
         ratios = [inches for height in heights for inches in (height, panel_inches)]
         grid = GridSpec(2 * len(rows), columns, figure, height_ratios=ratios)
         for number, (above_row, of_row) in enumerate(rows):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.figures.axes import AUTO, Limits, Scales, XAxis, few_ticks, mean_line, number, scales_of
-from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken
+from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken, key
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solving.ceiling import conditional_mean
@@ -355,15 +355,14 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         pairs = "pairs of the sampled tokens" if sampled else "all pairs"
         whose = "one for all panels" if panels[0].scales.shared else "each panel its own"
         handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, {whose})"))
-        handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], where there are pairs enough"))
+        handles.append(key("E[y|x], where there are pairs enough", style.ink, lw=1.4))
     fits = [fit for panel in panels for fit in panel.fits]
     shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
     for curve, function in {fit.curve: fit.function for fit in fits}.items():
-        colour, dashes = panels[0].looks[curve]
         label = _formula_of(curve, function, "αx+s" if curve in shifted else "αx")
-        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label.replace("$", r"\$")))
+        handles.append(key(label, *panels[0].looks[curve], lw=1.1))
     if bounds and any(panel.site.bound < panel.scales.y[1] for panel in panels):
-        handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
+        handles.append(key("bound: ±√(d−1), without centring ±√d", style.faint, ":"))
     return handles
 
 

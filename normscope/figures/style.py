@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
@@ -313,8 +314,7 @@ LINE_POINTS = 7.6
 _ABOVE_POINTS = 2.5
 _BELOW_TITLE = 3.0
 _SPACE_POINTS = 3.6
-_TITLE_POINTS = 7.5
-NOTE, LEGEND = FontProperties(size=LEAST_POINTS), FontProperties(size=6.5)
+NOTE, LEGEND, _TITLE = (FontProperties(size=points) for points in (LEAST_POINTS, 6.5, 7.5))
 NONE = "none"
 _DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
 
@@ -357,7 +357,7 @@ def write_at(
 
 
 def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
-    """Put parts of a text into as few lines of so many inches as they need; no part is divided."""
+    """Put parts of a text into as few lines as fit; no part is divided."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}  {part}" if lines else part
@@ -369,7 +369,7 @@ def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
 
 
 def lined(words: Words, inches: float) -> list[Words]:
-    """Put words of several colours into as few lines of so many inches as they need."""
+    """Put words of several colours into as few lines as fit."""
     lines: list[list[tuple[str, str]]] = [[]]
     left = inches
     for text, colour in words:
@@ -452,72 +452,46 @@ def sheet(
     foot: Sequence[str] = (),
     handles: Sequence[Artist] = (),
     names: Sequence[str] = ("weights", "data"),
+    font: FontProperties = LEGEND,
+    **layout: Any,
 ) -> Iterator[Figure]:
-    """Make the figure of a network, and keep the style's parameters while its panels are drawn.
+    """Make a figure with a title above its panels, and a legend and lines of text below; nothing overlaps.
+
+    The style's parameters apply while its panels are drawn.
 
     Args:
         style: of the figure.
         width: in inches.
-        height: in inches, of its panels, as of :func:`framed`.
-        title: that the user asked for, see :func:`title_and_foot`.
+        height: of its panels, in inches; title, legend and foot add to it.
+        title: the user's, see :func:`title_and_foot`.
         about: of the network.
-        detail: in the usual title, after the network's name.
-        foot: lines above the one on weights and data.
-        handles: of the legend.
-        names: of what the last line reports of ``about``.
-    """
-    above, origin = title_and_foot(title, heading(about, detail), about, names)
-    with matplotlib.rc_context(style.rc()):
-        yield framed(width, height, above, [*foot, origin], style, handles)
-
-
-def framed(
-    width: float,
-    height: float,
-    title: str,
-    foot: Sequence[str],
-    style: Style,
-    handles: Sequence[Artist] = (),
-    font: FontProperties = LEGEND,
-    **layout: Any,
-) -> Figure:
-    """Make a figure with a title above all panels, and a legend and lines of text below, nothing over one another.
-
-    Args:
-        width: of the figure, in inches.
-        height: of its panels and what stands between them; the figure is as much higher as the rest takes.
-        title: empty for none.
-        foot: texts, each of which begins a line; empty ones are left out.
-        style: of the figure.
-        handles: of the legend; labels too long for the figure are broken into lines.
+        detail: in the default title, after the network's name.
+        foot: texts above the line of weights and data, each on a line of its own.
+        handles: of the legend; long labels are wrapped.
+        names: entries of ``about`` in the last line.
         font: of the legend.
         layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
     """
-    figure = Figure(figsize=(width, height))
-    font_of_title = FontProperties(size=_TITLE_POINTS)
-    head = wrapped(title, width - 0.2, font_of_title)
-    lines = [line for text in foot if text for line in wrapped(text, width - 0.2, NOTE)]
-    below = 0.04 + 0.12 * len(lines) if lines else 0.0
-    legend = _legend(figure, handles, font)
-    legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
-    whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
-    figure.set_size_inches(width, whole)
-    if head:
-        figure.suptitle("\n".join(head), fontproperties=font_of_title, parse_math=False)
-    if lines:
-        figure.text(
-            *(0.5, 0.03 / whole, "\n".join(lines)),
-            ha="center",
-            va="bottom",
-            color=style.faint,
-            fontproperties=NOTE,
-            parse_math=False,
-        )
-    if legend:
-        legend.set_bbox_to_anchor((0.5, below / whole))
-    below = (below + legend_inches) / whole
-    figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
-    return figure
+    above, origin = title_and_foot(title, heading(about, detail), about, names)
+    head = wrapped(above, width - 0.2, _TITLE)
+    lines = [line for text in (*foot, origin) for line in wrapped(text, width - 0.2, NOTE)]
+    with matplotlib.rc_context(style.rc()):
+        figure = Figure(figsize=(width, height))
+        below = 0.04 + 0.12 * len(lines) if lines else 0.0
+        legend = _legend(figure, handles, font)
+        legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
+        whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
+        figure.set_size_inches(width, whole)
+        if head:
+            figure.suptitle("\n".join(head), fontproperties=_TITLE, parse_math=False)
+        if lines:
+            look: dict[str, Any] = {"ha": "center", "va": "bottom", "color": style.faint, "fontproperties": NOTE}
+            figure.text(0.5, 0.03 / whole, "\n".join(lines), parse_math=False, **look)
+        if legend:
+            legend.set_bbox_to_anchor((0.5, below / whole))
+        below = (below + legend_inches) / whole
+        figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
+        yield figure
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> Legend | None:
@@ -531,8 +505,12 @@ def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> 
         if width_of(text, font) > room:
             handle.set_label("\n".join(wrapped(text, room, font)).replace("$", r"\$"))
     columns = legend_columns([str(handle.get_label()) for handle in handles], width, font)
-    legend = figure.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 0), borderaxespad=0.2, ncols=columns, prop=font
-    )
-    legend.set_in_layout(False)  # as nothing else leaves room for text below it
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.2}
+    legend = figure.legend(handles=handles, ncols=columns, prop=font, **place)
+    legend.set_in_layout(False)  # the rectangle of the layout leaves room for it
     return legend
+
+
+def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> Line2D:
+    """Make a legend's entry, in which no dollar sign begins a formula: a line, or with a ``marker`` a point."""
+    return Line2D([], [], color=color, ls=ls, lw=lw, label=literal(label), **look)
