@@ -98,9 +98,6 @@ def plot_comparison(
             legend says what tells them apart.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
-
     Raises:
         UsageError: if there are fewer than two captures, if the fits are of another number of them, or if there is no
             such style.
@@ -126,11 +123,11 @@ def plot_comparison(
         for place in range(len(curves), blocks * columns):
             for ax in axes[-len(_NUMBERS) :, place % columns]:
                 ax.set_visible(False)
-        for row, (label, draw) in enumerate(_NUMBERS.items()):
+        for row, label in enumerate(_NUMBERS):
             panels = [axes[n // columns * len(_NUMBERS) + row, n % columns] for n in range(len(curves))]
             for number, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
                 for line in lines:
-                    draw(ax, line, [fit for fit in line.fits if fit.curve == curve])
+                    _draw(ax, line, [fit for fit in line.fits if fit.curve == curve], label)
                 if row == 0:
                     ax.set_title(curve, parse_math=False)
                 if number % columns == 0:
@@ -179,34 +176,25 @@ def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: 
     return handles
 
 
-def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], name: str, value: Callable[[CurveFit], float]) -> None:
-    fits = [fit for fit in fits if fit.site in line.places]
-    x = [line.places[fit.site] for fit in fits]
-    y = [value(fit) for fit in fits]
-    ax.plot(x, y, color=line.colour, lw=0.9, zorder=2)
-    for at, height, fit in zip(x, y, fits, strict=True):
+_NUMBERS: dict[str, tuple[str, Callable[[CurveFit], float]]] = {  # by label: the field, and its value to draw
+    "α": ("alpha", lambda fit: fit.alpha if fit.told_apart else math.nan),
+    "slope at 0": ("slope", lambda fit: math.nan if fit.curve == FREE else fit.slope),
+    "R²": ("r2", lambda fit: fit.r2),
+}
+
+
+def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], label: str) -> None:
+    name, value = _NUMBERS[label]
+    points = [(line.places[fit.site], value(fit), fit) for fit in fits if fit.site in line.places]
+    ax.plot([x for x, _, _ in points], [y for _, y, _ in points], color=line.colour, lw=0.9, zorder=2)
+    for x, y, fit in points:
         face = ax.get_facecolor() if fit.doubt else line.colour
-        ax.plot([at], [height], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
-        if name in fit.intervals and math.isfinite(height):
-            ax.plot([at, at], fit.intervals[name], color=line.colour, lw=0.7, zorder=1)
-
-
-def _draw_alpha(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "alpha", lambda fit: fit.alpha if fit.told_apart else math.nan)
-
-
-def _draw_slope(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "slope", lambda fit: math.nan if fit.curve == FREE else fit.slope)
-
-
-def _draw_r2(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "r2", lambda fit: fit.r2)
-    x = [line.places[fit.site] for fit in fits if fit.r2_ceiling is not None]
-    ceilings = [fit.r2_ceiling for fit in fits if fit.r2_ceiling is not None]
-    ax.plot(x, ceilings, color=line.colour, ls=":", lw=0.9, zorder=1)
-
-
-_NUMBERS = {"α": _draw_alpha, "slope at 0": _draw_slope, "R²": _draw_r2}
+        ax.plot([x], [y], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
+        if name in fit.intervals and math.isfinite(y):
+            ax.plot([x, x], fit.intervals[name], color=line.colour, lw=0.7, zorder=1)
+    if name == "r2":
+        ceilings = [(x, fit.r2_ceiling) for x, _, fit in points if fit.r2_ceiling is not None]
+        ax.plot([x for x, _ in ceilings], [y for _, y in ceilings], color=line.colour, ls=":", lw=0.9, zorder=1)
 
 
 def _heights(ax: Axes) -> list[float]:

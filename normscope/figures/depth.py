@@ -67,9 +67,6 @@ def plot_depth(
         title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
-
     Raises:
         DataError: if there is no fit of a site of this capture.
         UsageError: if there is no such style.
@@ -91,10 +88,10 @@ def plot_depth(
         axes = figure.subplots(len(ratios), len(curves), squeeze=False, height_ratios=ratios)
         for column, curve in enumerate(curves):
             of_curve = [fit for fit in fits if fit.curve == curve]
-            for ax, (label, draw) in zip(axes[:-1, column], _NUMBERS.items(), strict=True):
+            for ax, label in zip(axes[:-1, column], _NUMBERS, strict=True):
                 for place, kind in enumerate(kinds):
                     of_kind = [fit for fit in of_curve if kind_of_site(fit.site) == kind]
-                    draw(ax, [(numbers[fit.site], fit) for fit in of_kind], _look(place, theme))
+                    _draw_number(ax, [(numbers[fit.site], fit) for fit in of_kind], _look(place, theme), label)
                 ax.set_ylabel(label if column == 0 else "")
                 ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
                 scale_where_wide(ax)
@@ -123,40 +120,23 @@ def _handles(kinds: Sequence[str], theme: Style) -> list[Line2D]:
     ]
 
 
-def _draw_number(
-    ax: Axes,
-    points: Sequence[tuple[int, CurveFit]],
-    look: dict[str, Any],
-    name: str,
-    value: Callable[[CurveFit], float],
-) -> None:
+_NUMBERS: dict[str, tuple[str, Callable[[CurveFit], float]]] = {  # by label: the field, and its value to draw
+    "A": ("amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan),
+    "α": ("alpha", lambda fit: fit.alpha if fit.told_apart else math.nan),
+    "R²": ("r2", lambda fit: fit.r2),
+}
+
+
+def _draw_number(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any], label: str) -> None:
+    name, value = _NUMBERS[label]
     shown = [(at, fit) for at, fit in points if math.isfinite(value(fit))]
     ax.plot([at for at, _ in shown], [value(fit) for _, fit in shown], lw=0.8, ms=2.8, mew=0, zorder=3, **look)
     for at, fit in shown:
         if name in fit.intervals:
             ax.plot([at, at], fit.intervals[name], color=look["color"], lw=0.6, zorder=2)
-
-
-def _draw_amplitude(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any]) -> None:
-    _draw_number(ax, points, look, "amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan)
-
-
-def _draw_alpha(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any]) -> None:
-    _draw_number(ax, points, look, "alpha", _alpha)
-
-
-def _alpha(fit: CurveFit) -> float:
-    return fit.alpha if fit.told_apart else math.nan
-
-
-def _draw_r2(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any]) -> None:
-    _draw_number(ax, points, look, "r2", lambda fit: fit.r2)
-    ceilings = [(at, fit.r2_ceiling) for at, fit in points if fit.r2_ceiling is not None]
+    ceilings = [(at, fit.r2_ceiling) for at, fit in points if name == "r2" and fit.r2_ceiling is not None]
     if ceilings:
         ax.plot(*zip(*ceilings, strict=True), color=look["color"], ls=":", marker="_", ms=4, lw=0.9, zorder=1)
-
-
-_NUMBERS = {"A": _draw_amplitude, "α": _draw_alpha, "R²": _draw_r2}
 
 
 def spread(stats: PairStats) -> float:
@@ -169,7 +149,9 @@ def _draw_spread(ax: Axes, capture: Capture, fits: Sequence[CurveFit], kinds: Se
     """α against 1/std of x, on axes of equal factors."""
     every = []
     for place, kind in enumerate(kinds):
-        of_kind = [(spread(capture.stats[fit.site]), _alpha(fit)) for fit in fits if kind_of_site(fit.site) == kind]
+        of_kind = [
+            (spread(capture.stats[fit.site]), _NUMBERS["α"][1](fit)) for fit in fits if kind_of_site(fit.site) == kind
+        ]
         points = [(1 / std, alpha) for std, alpha in of_kind if std > 0 and alpha > 0]
         every += points
         look = {**_look(place, theme), "ls": "", "ms": 3, "mew": 0, "zorder": 3}
@@ -217,9 +199,6 @@ def plot_tails(
         width: of the figure, in inches.
         title: above both maps, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
-
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         DataError: if no site holds pairs.
@@ -342,9 +321,6 @@ def plot_curves(
         width: of the figure, in inches.
         title: above all panels; by default, and with ``none``, there is none.
         style: ``light`` or ``dark``.
-
-    Returns:
-        A matplotlib figure.
 
     Raises:
         UsageError: if there is no such curve or style, or if the width is under 2 inches.

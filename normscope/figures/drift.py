@@ -82,9 +82,6 @@ def plot_drift(
         title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
-
     Raises:
         UsageError: if there is no report, if they are of several networks or inputs, or if there is no such style.
     """
@@ -105,8 +102,9 @@ def plot_drift(
     foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
     ratios = len(reports) > 1 and _any(reports, "by_site")
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
+    inputs = count(max(report.all.inputs for report in reports), "input")
     height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
-    with sheet(theme, inches, height, title, reports[0].about, _inputs(reports), handles=handles) as figure:
+    with sheet(theme, inches, height, title, reports[0].about, inputs, handles=handles) as figure:
         grid = figure.add_gridspec(rows, max(1, abreast))
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
@@ -123,10 +121,6 @@ def plot_drift(
             _sign_placements(upper[0], sites, paths, theme)
         figure.align_ylabels()
     return figure
-
-
-def _inputs(reports: Sequence[DriftReport]) -> str:
-    return count(max(report.all.inputs for report in reports), "input")
 
 
 def _any(reports: Sequence[DriftReport], rows: str) -> bool:
@@ -252,18 +246,15 @@ def _draw_dots(
     medians = [quantiles.p50 for _, quantiles in finite]
     dashes = line.dashes if joined else ""
     ax.plot([x for x, _ in finite], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
-    whole = [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)]
-    low, high = [quantiles.p10 for _, quantiles in whole], [quantiles.p90 for _, quantiles in whole]
-    ax.vlines([x for x, _ in whole], low, high, color=line.colour, lw=0.7, alpha=0.8)
-    _cross_out(ax, [(x, quantiles) for x, quantiles in points if _infinite(quantiles)], line)
+    _draw_bars(ax, [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)], line.colour, alpha=0.8)
+    if x := [x for x, quantiles in points if _infinite(quantiles)]:  # crosses at the upper edge
+        look: dict[str, Any] = {"marker": "X", "ms": 3.6, "mew": 0, "color": line.colour, "zorder": 5, **_OUTSIDE}
+        ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), **look)
 
 
-def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _DriftLine) -> None:
-    """Mark at the upper edge where the 90th percentile is not finite."""
-    if not points:
-        return
-    x, edge = [x for x, _ in points], ax.get_xaxis_transform()
-    ax.plot(x, [1.0] * len(x), transform=edge, marker="X", ms=3.6, mew=0, color=line.colour, zorder=5, **_OUTSIDE)
+def _draw_bars(ax: Axes, points: Sequence[tuple[float, Quantiles]], colour: Any, alpha: float | None = None) -> None:
+    low, high = [quantiles.p10 for _, quantiles in points], [quantiles.p90 for _, quantiles in points]
+    ax.vlines([x for x, _ in points], low, high, color=colour, lw=0.7, alpha=alpha)
 
 
 def _finish(ax: Axes, theme: Style) -> None:
@@ -307,9 +298,6 @@ def plot_keep(
         width: of the figure, in inches.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
         UsageError: if there is no such style, or if the width is under 2 inches.
     """
@@ -337,17 +325,12 @@ def plot_keep(
 def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
     named = {"chosen on": "error", "held out": "held_out"}
     for colour, aside, (label, name) in zip(theme.curves, (-_ASIDE, _ASIDE), named.items(), strict=False):
-        points = [(step.swapped, getattr(step, name)) for step in report.taken if getattr(step, name) is not None]
+        drawn = [step for step in report.taken if getattr(step, name) is not None]
+        points = [(step.swapped + aside, getattr(step, name)) for step in drawn]
         if points:
-            x = [swapped + aside for swapped, _ in points]
-            ax.plot(x, [quantiles.p50 for _, quantiles in points], color=colour, marker="o", ms=3, lw=0.9, label=label)
-            ax.vlines(
-                x,
-                [quantiles.p10 for _, quantiles in points],
-                [quantiles.p90 for _, quantiles in points],
-                color=colour,
-                lw=0.7,
-            )
+            x, medians = [x for x, _ in points], [quantiles.p50 for _, quantiles in points]
+            ax.plot(x, medians, color=colour, marker="o", ms=3, lw=0.9, label=label)
+            _draw_bars(ax, points, colour)
     tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
     if tried:
         ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")

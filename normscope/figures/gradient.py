@@ -91,9 +91,6 @@ def plot_gradient(
         title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
-
     Raises:
         UsageError: if there is no such style, or if the width is under 2 inches.
         DataError: if the capture holds no sums of the Jacobian's diagonal.

@@ -33,9 +33,6 @@ def plot_healing(
         width: of the figure, in inches; in a narrow one the drifts stand below the course.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
         UsageError: if there is no such style, or if the width is under 2 inches.
     """

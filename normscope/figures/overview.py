@@ -87,9 +87,6 @@ def overview(
             names the network alone.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
-
     Raises:
         UsageError: if there is no capture, if the fits are of another number of captures, if there is no such scale or
             style, or if the width is under 2 inches.
@@ -126,8 +123,10 @@ def overview(
     note_inches = [max(map(len, lines)) * LINE_POINTS / 72 for lines in notes]
     name_inches = _LINE_INCHES * max(len(name_lines(panel.site, panel.room, _SMALL)) for panel in every)
     height = sum(heights) + sum(note_inches) + (panel_inches + name_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
-    foot, layout = remarks(every, every_fit), {"h_pad": 0.03, "hspace": 0}
-    with sheet(theme, width, height, title, {}, foot=foot, handles=handles, font=_SMALL, **layout) as figure:
+    foot = remarks(every, every_fit)
+    with sheet(
+        theme, width, height, title, {}, foot=foot, handles=handles, font=_SMALL, h_pad=0.03, hspace=0
+    ) as figure:
         ratios = [inches for height in heights for inches in (height, panel_inches)]
         grid = GridSpec(2 * len(rows), columns, figure, height_ratios=ratios)
         for number, (above_row, of_row) in enumerate(rows):

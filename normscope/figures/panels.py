@@ -134,8 +134,20 @@ class Panel:
 
     @property
     def axis(self) -> XAxis:
-        """The axis of x that holds every pair."""
+        """The axis of x, which contains every pair."""
         return self.scales.x
+
+    @functools.cached_property
+    def centre(self) -> tuple[Limits, Limits] | None:
+        """Limits of x and y that contain nearly all pairs, where the tails reach far beyond on a linear axis.
+
+        None with shared scales: panels enlarged differently cannot be compared.
+        """
+        if self.axis.linear_width is not None or self.scales.shared:
+            return None
+        left, right = self.axis.limits
+        centre = _centre_range(self.stats)
+        return centre if centre is not None and right - left > _INSET_FROM * (centre[0][1] - centre[0][0]) else None
 
 
 def panels_of(
@@ -250,13 +262,6 @@ def draw_channels(ax: Axes, panel: Panel, axis: XAxis) -> None:
         ax.scatter(x[of_channel], y[of_channel], color=colour, s=4, lw=0, rasterized=True, zorder=2)
 
 
-DRAW: dict[str, Callable[[Axes, Panel, XAxis], None]] = {
-    "density": draw_density,
-    "token": draw_tokens,
-    "channel": draw_channels,
-}
-
-
 def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
     """Every fitted curve, and the bounds that no output of the norm passes."""
     grid = torch.from_numpy(axis.evenly(_CURVE_POINTS))
@@ -270,20 +275,16 @@ def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
 
 
 def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
-    """One row of the panels, with its centre enlarged in an inset where the tails reach far beyond it."""
+    """Draw one row of the panels; an inset enlarges its centre where the tails reach far beyond it."""
     _draw_within(ax, panel, row, panel.axis, panel.scales.y)
     panel.axis.set_on(ax, panel.inches)
-    centre = enlarged_range(panel)
-    if centre is not None:
-        x_limits, y_limits = centre
-        _draw_within(inset_of(ax, panel, x_limits), panel, row, XAxis(x_limits), y_limits)
+    if panel.centre is not None:
+        x_limits, y_limits = panel.centre
+        _draw_within(_inset_of(ax, panel, x_limits), panel, row, XAxis(x_limits), y_limits)
 
 
-def inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
-    """Make axes for the enlarged centre in the corner that an S leaves empty; the numbers are at its right and below.
-
-    There no axis of the panel runs through them.
-    """
+def _inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
+    """Make axes for the enlarged centre in the corner that an S leaves empty, away from the panel's axes."""
     inset: Axes = ax.inset_axes(_INSET)
     inset.set_in_layout(False)  # its labels reach no farther than the panel's
     inset.yaxis.tick_right()
@@ -303,20 +304,9 @@ def _draw_within(ax: Axes, panel: Panel, row: str, axis: XAxis, y_limits: Limits
         ax.set_xscale("asinh", linear_width=axis.linear_width)
     ax.set(xlim=axis.limits, ylim=y_limits)
     DRAW[row](ax, panel, axis)
-    draw_curves(ax, panel, axis)
-    ax.set(xlim=axis.limits, ylim=y_limits)
-
-
-def enlarged_range(panel: Panel) -> tuple[Limits, Limits] | None:
-    """Limits about the origin within which nearly all pairs lie, where the tails reach far beyond on a linear axis.
-
-    None with shared scales: each panel's centre is another, and panels enlarged differently are not to be compared.
-    """
-    if panel.axis.linear_width is not None or panel.scales.shared:
-        return None
-    left, right = panel.axis.limits
-    centre = _centre_range(panel.stats)
-    return centre if centre is not None and right - left > _INSET_FROM * (centre[0][1] - centre[0][0]) else None
+    if row != RESIDUAL:
+        draw_curves(ax, panel, axis)
+        ax.set(xlim=axis.limits, ylim=y_limits)
 
 
 def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
@@ -493,17 +483,9 @@ def _starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.in
     return np.array(starts[:-1] if held < least_count and len(starts) > 1 else starts)
 
 
-def draw_residuals(ax: Axes, panel: Panel) -> None:
-    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors of E[y|x]."""
-    centre = enlarged_range(panel)
-    _draw_residuals_within(ax, panel, panel.axis, _INSET_SHARE if centre else 0)
-    panel.axis.set_on(ax, panel.inches)
-    if centre:
-        _draw_residuals_within(inset_of(ax, panel, centre[0]), panel, XAxis(centre[0]), 0)
-
-
-def _draw_residuals_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> None:
-    """Draw what lies between these limits; above it a share of the height stays free."""
+def draw_residuals(ax: Axes, panel: Panel, axis: XAxis) -> None:
+    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors, below the inset if there is one."""
+    free = _INSET_SHARE if panel.centre and axis == panel.axis else 0
     fits = [fit for fit in panel.fits if not fit.degenerate]
     low, high = axis.along(np.array(axis.limits))
     groups = residuals(panel.stats.moments, fits, (high - low) / _GROUPS, along=axis.along)
@@ -511,8 +493,6 @@ def _draw_residuals_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> 
     inside = (groups.x >= axis.limits[0]) & (groups.x <= axis.limits[1])
     reach = _MARGIN * float(np.nanmax(np.abs(np.array([*groups.off, *([] if fits else [band])])[:, inside]), initial=0))
     reach = reach if reach > 0 else 1.0
-    if axis.linear_width is not None:
-        ax.set_xscale("asinh", linear_width=axis.linear_width)
     ax.set(xlim=axis.limits, ylim=(-reach, reach * (1 + free) / (1 - free)))
     drawn: list[Artist] = [
         ax.fill_between(groups.x, -band, band, color=panel.style.faint, alpha=_BAND_ALPHA, lw=0, zorder=1)
@@ -526,6 +506,15 @@ def _draw_residuals_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> 
     left, right = axis.limits
     for artist in drawn if free else []:
         artist.set_clip_path(Rectangle((left, -reach), right - left, 2 * reach, transform=ax.transData))
+
+
+RESIDUAL = "residual"
+DRAW: dict[str, Callable[[Axes, Panel, XAxis], None]] = {
+    "density": draw_density,
+    "token": draw_tokens,
+    "channel": draw_channels,
+    RESIDUAL: draw_residuals,
+}
 
 
 def residual_handles(panels: Sequence[Panel]) -> list[Artist]:
