@@ -149,10 +149,9 @@ def _draw_spread(ax: Axes, capture: Capture, fits: Sequence[CurveFit], kinds: Se
     """α against 1/std of x, on axes of equal factors."""
     every = []
     for place, kind in enumerate(kinds):
-        of_kind = [
-            (spread(capture.stats[fit.site]), _NUMBERS["α"][1](fit)) for fit in fits if kind_of_site(fit.site) == kind
-        ]
-        points = [(1 / std, alpha) for std, alpha in of_kind if std > 0 and alpha > 0]
+        of_kind = [fit for fit in fits if fit.told_apart and fit.alpha > 0 and kind_of_site(fit.site) == kind]
+        stds = [spread(capture.stats[fit.site]) for fit in of_kind]
+        points = [(1 / std, fit.alpha) for std, fit in zip(stds, of_kind, strict=True) if std > 0]
         every += points
         look = {**_look(place, theme), "ls": "", "ms": 3, "mew": 0, "zorder": 3}
         ax.plot([x for x, _ in points], [alpha for _, alpha in points], **look)
@@ -209,27 +208,23 @@ def plot_tails(
     if not sites:
         raise DataError("No site holds a pair, so that there are no tails to draw.")
     by_site = {card.site: card for card in cards}
-    chosen = [by_site[site.name] for site in sites if site.name in by_site]
+    tails = [card.tails if (card := by_site.get(site.name)) else None for site in sites]
+    massive = [place for place, tail in enumerate(tails) if tail is not None and tail.massive]
     shares = [shares_of(capture, site.name) for site in sites]
     inches = inches_of(width, max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     samples = count(capture.n_samples, "sample")
-    foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if _massive(chosen) else []
+    foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if massive else []
     with sheet(theme, inches, 0.7 + 2 * _MAP_INCHES, title, capture.about, samples, foot=foot) as figure:
         channels, tokens = figure.subplots(2, 1, sharex=True)
         numbers = [site.index for site in sites]
         _draw_channels(figure, channels, shares, theme)
-        _draw_positions(figure, tokens, [_positions(by_site.get(site.name)) for site in sites], theme)
-        for place, site in enumerate(sites):
-            if (card := by_site.get(site.name)) and card.tails and card.tails.massive:
-                write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
+        _draw_positions(figure, tokens, [dict(tail.positions) if tail is not None else {} for tail in tails], theme)
+        for place in massive:
+            write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
         tokens.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         tokens.xaxis.set_major_formatter(lambda at, _: str(numbers[round(at)]) if 0 <= round(at) < len(numbers) else "")
         tokens.set_xlabel("norm site, in the order of calls", labelpad=1)
     return figure
-
-
-def _massive(cards: Sequence[NormCard]) -> bool:
-    return any(card.tails is not None and card.tails.massive for card in cards)
 
 
 def shares_of(capture: Capture, site: str) -> Array:
@@ -263,12 +258,7 @@ def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, nor
     rows, columns = image.shape
     extent = (-0.5, columns - 0.5, -0.5, rows * each - 0.5)
     look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}
-    drawn = ax.imshow(image, extent=extent, norm=norm, **look)
-    figure.colorbar(drawn, ax=ax, pad=0.09, label=label, aspect=30)
-
-
-def _positions(card: NormCard | None) -> dict[int, int]:
-    return dict(card.tails.positions) if card is not None and card.tails is not None else {}
+    figure.colorbar(ax.imshow(image, extent=extent, norm=norm, **look), ax=ax, pad=0.09, label=label, aspect=30)
 
 
 def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]], theme: Style) -> None:

@@ -70,8 +70,7 @@ class Style:
     def looks(self, curves: Iterable[str] = ()) -> dict[str, Look]:
         """Return a colour and a line style for every built-in curve and for each of ``curves``.
 
-        A built-in curve has the same in every figure; others take what is left, in the order in which they come. No
-        two look alike up to a number of 30, and those of the same colour differ in their dashes.
+        Built-in curves look the same in every figure; others follow in order. Up to 30 curves, no two look alike.
 
         >>> looks = STYLES["light"].looks(["tanh", "my_curve"])
         >>> looks["tanh"]
@@ -188,16 +187,13 @@ _LETTERS = TextToPath()
 
 
 def width_of(text: str, font: FontProperties) -> float:
-    """Return how many inches a text takes, of several lines the longest, without drawing it."""
+    """Return the width of a text's longest line in inches, without drawing it."""
     widths = [_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0] for line in text.split("\n")]
     return float(max(widths)) / 72 * _HINTING
 
 
 def tail(text: str, inches: float, font: FontProperties) -> str:
-    """Shorten a text from the left, as the end of a module path tells it from the others, to so many inches.
-
-    What would break the line or turn its letters is written out, see :func:`normscope.runtime.files.visible`.
-    """
+    """Shorten a text from the left to so many inches, as module paths differ at their ends."""
     text = visible(text)
     if width_of(text, font) <= inches:
         return text
@@ -206,16 +202,13 @@ def tail(text: str, inches: float, font: FontProperties) -> str:
 
 
 def that_fits(texts: Sequence[str], inches: float, points: float = 7) -> str:
-    """Return the first of several ways to say something that takes so many inches at most, or the last."""
+    """Return the first of several texts that is at most so many inches wide, or the last."""
     font = FontProperties(size=points)
     return next((text for text in texts if width_of(text, font) <= inches), texts[-1])
 
 
 def wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
-    """Break a text into lines of so many inches, at spaces where it can; what is far too long ends in an ellipsis.
-
-    What would break a line elsewhere, or turn its letters, is written out, see :func:`normscope.runtime.files.visible`.
-    """
+    """Break a text into at most three lines of so many inches, at spaces where possible; the rest is an ellipsis."""
     text, lines = visible(text), list[str]()
     while text:
         fitting = bisect_left(range(len(text)), True, key=lambda n: width_of(text[: n + 1], font) > inches)
@@ -228,7 +221,7 @@ def wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
 
 
 def legend_columns(labels: Sequence[str], inches: float, font: FontProperties) -> int:
-    """Return how many columns of a legend lie within so many inches, filled and spaced as matplotlib does."""
+    """Return the number of columns of a legend that fit, filled and spaced as matplotlib does."""
     widths, em = [width_of(label, font) for label in labels], font.get_size_in_points() / 72
 
     def width(columns: int) -> float:
@@ -266,17 +259,6 @@ def literal(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def titles_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return a norm's number and the end of its path, in a line of so many inches, or in two where they are few."""
-    number, name = f"{site.index}  ", visible(site.name)
-    room = inches - width_of(number, font)
-    if inches <= _NARROWEST and width_of(name, font) > room:
-        ends = [name[at + 1 :] for at, letter in enumerate(name) if letter == "."]
-        if end := next((end for end in ends if width_of(end, font) <= inches), ""):
-            return [number + tail(name.removesuffix(end), room, font), end]
-    return [number + tail(name, room, font)]
-
-
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
     """Write a norm's name above a panel, and the first line of detail that fits."""
     font = _head_font(inches)
@@ -285,27 +267,29 @@ def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, 
     ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
 
 
-def _head_font(inches: float) -> FontProperties:
-    return FontProperties(size=7.5 if inches > _NARROW else 6.5)
-
-
 def head_inches(sites: Iterable[NormSite], inches: float) -> float:
-    """Return how high the heads of panels of so many inches are, which :func:`head_panel` writes, at most."""
+    """Return the height of the tallest text that :func:`head_panel` writes above panels of this width."""
     font = _head_font(inches)
     most = max(len(name_lines(site, inches, font)) + 1 for site in sites)
     return most * 1.25 * font.get_size_in_points() / 72
 
 
+def _head_font(inches: float) -> FontProperties:
+    return FontProperties(size=7.5 if inches > _NARROW else 6.5)
+
+
 def name_lines(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return which norm it is, and of which kind, in lines of so many inches."""
-    return [*titles_of(site, inches, font), *kind_of(site, inches, font)]
-
-
-def kind_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return a norm's class, d and placement, in one line of so many inches or in two."""
+    """Return number and path of a norm, then its class, d and placement; each in one line, or in two if narrow."""
+    number, path = f"{site.index}  ", visible(site.name)
+    room = inches - width_of(number, font)
+    lines = [number + tail(path, room, font)]
+    if inches <= _NARROWEST and width_of(path, font) > room:
+        ends = [path[at + 1 :] for at, letter in enumerate(path) if letter == "."]
+        if end := next((end for end in ends if width_of(end, font) <= inches), ""):
+            lines = [number + tail(path.removesuffix(end), room, font), end]
     parts = [part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part]
     whole = " · ".join(parts)
-    return [whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts]
+    return [*lines, *([whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts])]
 
 
 Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
@@ -392,12 +376,12 @@ def strip_above(ax: Axes, left_points: float, width_points: float) -> Axes:
 
 
 def heading(about: Mapping[str, str], samples: str = "") -> str:
-    """Name the network, and the part of its data if it is one: a figure's title."""
+    """Return a figure's title: the network, and the part of its data if there is one."""
     return " · ".join(part for part in (about.get("model"), about.get("part"), samples) if part)
 
 
 def without_digest(text: str) -> str:
-    """Leave out the digest of a file, which nobody compares by eye; the figure's metadata hold it.
+    """Remove the digest of a file, which the figure's metadata contain.
 
     >>> without_digest("embedded net (trained on digits, sha256 0123456789ab)"), without_digest("net (sha256 01ab)")
     ('embedded net (trained on digits)', 'net')
@@ -405,18 +389,12 @@ def without_digest(text: str) -> str:
     return _DIGEST.sub("", text)
 
 
-def provenance(about: Mapping[str, str], names: Sequence[str] = ("weights", "data")) -> str:
-    """Name weights and data in one line, as far as they are known: a figure's footer."""
-    return " · ".join(f"{name}: {without_digest(about[name])}" for name in names if name in about)
-
-
 def title_and_foot(
     title: str | None, usual: str, about: Mapping[str, str], names: Sequence[str] = ("weights", "data")
 ) -> tuple[str, str]:
-    """Decide what stands above a figure and below it.
+    """Return a figure's title, and the line of weights and data below it.
 
-    Without a title of one's own, the usual one and, as with one, where everything is from; ``none`` is neither. That
-    weights are not trained stands in every figure.
+    By default the usual title, and weights and data below; ``none`` leaves out both, but never that weights are random.
 
     >>> title_and_foot("none", "net", {"weights": "w", "data": "d"})
     ('', '')
@@ -425,16 +403,13 @@ def title_and_foot(
     """
     if title == NONE:
         weights = without_digest(about.get("weights", ""))
-        return "", weights if _made(weights) else ""
-    return usual if title is None else title, provenance(about, names)
-
-
-def _made(weights: str) -> bool:
-    return "random" in weights.lower() or "made" in weights.lower()
+        return "", weights if "random" in weights.lower() or "made" in weights.lower() else ""
+    foot = " · ".join(f"{name}: {without_digest(about[name])}" for name in names if name in about)
+    return usual if title is None else title, foot
 
 
 def inches_of(width: float | None, usual: float) -> float:
-    """Return how wide a figure is that may have been asked to be so many inches wide; UsageError if none can be."""
+    """Return a figure's width in inches, the default if None was asked for; UsageError if it is out of range."""
     if width is not None and not 2 <= width <= 100:
         raise UsageError(f"A figure cannot be {width:g} inches wide: take 2 to 100; a column of a paper has 3 to 7.")
     return width or usual
