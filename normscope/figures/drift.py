@@ -70,10 +70,9 @@ def plot_drift(
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
     Above, the output with each site swapped alone, and each site's own output with all swapped; below, the output
-    against the number of sites swapped, the least harmful first, and for each part of the data with all swapped. Of
-    several swaps, whose medians may coincide on such axes, one panel more shows the ratios of the medians to those of
-    the first. A relative L2 of 1, the dotted line, is as far as zero is from the original. A panel of which nothing was
-    measured is left out; what is not finite stands as a cross at its upper edge.
+    against the number of sites swapped, the least harmful first, and by part of the data. Several swaps have one panel
+    more: ratios of their medians to the first swap's. The dotted line, a relative L2 of 1, is the distance of zero from
+    the original. Panels without measurements are left out; a cross at the upper edge is a value that is not finite.
 
     Args:
         reports: of one network; a colour a function, a marker and dashes an init.
