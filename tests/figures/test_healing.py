@@ -2,7 +2,7 @@
 
 import math
 
-from normscope.figures.healing import plot_healing
+from normscope.figures.drift import plot_healing
 from normscope.swaps.reports import HealReport, TrainingCheck
 from normscope.tables.swaps import healing_table
 
