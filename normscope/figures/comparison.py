@@ -52,7 +52,7 @@ class _Line:
 
 
 def labels(captures: Sequence[Capture]) -> list[str]:
-    """Name each capture by its number and whatever tells it from the others.
+    """Name each capture by its number and the entries that differ from the others.
 
     >>> from types import SimpleNamespace as Seen
     >>> about = {"model": "net", "weights": "step 1", "data": "noise"}
@@ -71,7 +71,7 @@ def labels(captures: Sequence[Capture]) -> list[str]:
 
 
 def _about(capture: Capture) -> dict[str, str]:
-    """The network and data of a capture; the name of a part is taken from its data, as it is said by itself."""
+    """Return the network and data of a capture, without the name of a part, which is an entry of its own."""
     about = {key: without_digest(value) for key, value in capture.about.items()}
     return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
 
@@ -91,11 +91,11 @@ def plot_comparison(
     matched by name, depth runs from 0, the first norm of each network, to 1, its last.
 
     Args:
-        captures: two or more; more are a training's course.
+        captures: two or more.
         fits: for each, what :func:`normscope.fit` made of it, of the same curves.
         width: of the figure, in inches.
         title: above all panels, as of :func:`normscope.plot`; by default what the captures have in common, while the
-            legend says what tells them apart.
+            legend contains their differences.
         style: ``light`` or ``dark``.
 
     Raises:

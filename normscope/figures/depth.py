@@ -57,7 +57,7 @@ def plot_depth(
     """Draw A, α and R² of every site over the depth, a line a kind of site, and α against 1/std of the norm's input.
 
     A column a curve, of more than four those of the four largest mean R². Bars are 95 % intervals; dotted lines are the
-    ceilings. A and α that the pairs do not tell apart are left out. The last row is figure 8 of arXiv 2503.10622, for
+    ceilings. A and α that are not identifiable are left out. The last row is figure 8 of arXiv 2503.10622, for
     fitted α in place of learned ones; there the dashed line is α·std = 1.
 
     Args:
@@ -184,7 +184,7 @@ def plot_tails(
     title: str | None = None,
     style: str = "light",
 ) -> Figure:
-    """Draw which channels hold Σx² at every norm site, and at which positions the tokens of largest |x| stand.
+    """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
 
     Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
     times as much as they would if all were alike are named at the right. Below, how many of the 16 tokens of largest
@@ -200,7 +200,7 @@ def plot_tails(
         style: ``light`` or ``dark``.
 
     Raises:
-        DataError: if no site holds pairs.
+        DataError: if no site has pairs.
         UsageError: if there is no such style.
     """
     theme = style_named(style)
@@ -254,7 +254,7 @@ def _draw_channels(figure: Figure, ax: Axes, shares: Sequence[Array], theme: Sty
 
 
 def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, norm: Normalize, label: str) -> None:
-    """Draw a masked image ``(rows, sites)`` whose rows stand for ``each`` channels or positions."""
+    """Draw a masked image ``(rows, sites)`` with ``each`` channels or positions per row."""
     rows, columns = image.shape
     extent = (-0.5, columns - 0.5, -0.5, rows * each - 0.5)
     look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}

@@ -300,9 +300,9 @@ def plot_keep(
 ) -> Figure:
     """Draw the drift, and beside it the quality, against the number of norms that are swapped.
 
-    Medians over inputs, with bars from the 10th to the 90th percentile: over those that the choice was made on, and
-    over held-out ones where there were any; crosses are what ``after`` left, of a calibration for example. Before each
-    number stands the norm that came back last; the dotted line is the original's quality.
+    Medians over inputs, with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
+    ones; crosses are drifts after ``after``, for example a calibration. Each number follows the norm put back last. The
+    dotted line is the original's quality.
 
     Args:
         report: what :func:`normscope.keep` returned.
@@ -373,16 +373,15 @@ _HEALED = 0.2  # of the start's drift
 def plot_healing(
     report: HealReport, title: str | None = None, *, width: float | None = None, style: str = "light"
 ) -> Figure:
-    """Draw the course of a healing, and the drift on inputs that nothing of it has seen, before and after each stage.
+    """Draw the course of a healing, and the drift on held-out inputs before and after each stage.
 
-    To the left the training loss, a step wide from one check to the next, and the median drift on the inputs that
-    decide at each check: a filled marker where it was the least so far, an open one elsewhere. To the right
-    medians on the held-out inputs, and bars from the 10th to the 90th percentile.
+    Left: the training loss between checks, and the median drift at each check, with a filled marker if it is the least
+    so far. Right: medians on the held-out inputs, and bars from the 10th to the 90th percentile.
 
     Args:
         report: what :func:`normscope.heal` returned.
         title: above all panels, as of :func:`normscope.plot`.
-        width: of the figure, in inches; in a narrow one the drifts stand below the course.
+        width: of the figure, in inches; a narrow one has the drifts below the course.
         style: ``light`` or ``dark``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The gradient view: a column a norm site; its Jacobian's diagonal against x, and what each curve holds constant."""
+"""The gradient view: each norm's Jacobian diagonal against x, and the terms that each curve assumes constant."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def plot_gradient(
 
     Raises:
         UsageError: if there is no such style, or if the width is under 2 inches.
-        DataError: if the capture holds no sums of the Jacobian's diagonal.
+        DataError: if the capture has no sums of the Jacobian's diagonal.
     """
     theme = style_named(style)
     across, (panel_width, panel_height) = columns_within(len(capture.sites), width)
@@ -137,7 +137,7 @@ def plot_gradient(
 def _column(
     capture: Capture, site: NormSite, view: GradientView, fits: Sequence[CurveFit], theme: Style, room: float
 ) -> _SiteColumn | str:
-    """Return the data of a site's panels, or the reason why nothing can be drawn."""
+    """Return the data of a site's panels, or the reason why there is nothing to draw."""
     stats = capture.stats[site.name]
     drawn = drawn_jacobians(site, stats)
     if not isinstance(drawn, DrawnJacobians):
@@ -238,7 +238,7 @@ def _notes_of_constants(column: _SiteColumn) -> list[Words]:
 
 
 def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
-    """Give every pair its value, or that of its token where there is one a token: flat ``(tokens · d,)``."""
+    """Return a value for every pair, which may be its token's: flat ``(tokens · d,)``."""
     return (values if values.ndim == 2 else values[:, None].expand_as(x)).flatten()
 
 

@@ -73,8 +73,8 @@ def overview(
 ) -> Figure:
     """Draw several captures below one another: four norm sites each, evenly over the depth, as wide as a page's text.
 
-    Each panel holds the density of all pairs, E[y|x], the fitted curves, and the bound where the pairs come near it:
-    the arrangement of figure 2 of arXiv 2503.10622, with all pairs in place of some tokens.
+    Each panel shows the density of all pairs, E[y|x], the fitted curves, and the bound where the pairs come near it, as
+    figure 2 of arXiv 2503.10622 does for some tokens.
 
     Args:
         captures: a row each; one of fewer than four sites has as many panels.
@@ -179,7 +179,7 @@ def _heading(capture: Capture, panels: Sequence[Panel], inches: float, title: st
 
 
 def _write(ax: Axes, lines: Sequence[str]) -> None:
-    """Write the heading into axes of its own, which the layout keeps free whatever its letters turn out to take."""
+    """Write the heading into axes of its own, so that the layout reserves its room."""
     ax.axis("off")
     for line, text in enumerate(lines):
         points = 0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)

@@ -160,7 +160,7 @@ def panels_of(
     inches: float = 2.0,
     room: float = 2.25,
 ) -> list[Panel]:
-    """Bring together what belongs to each of some sites of a capture; ``looks`` are by default of these fits."""
+    """Make the panels of some sites of a capture; ``looks`` are by default of these fits."""
     drawn, _ = best_of(fits)
     looks = style.looks_of(drawn) if looks is None else looks
     return [
@@ -179,7 +179,7 @@ def panels_of(
 
 
 def with_shared_scales(panels: Sequence[Panel], xscale: str) -> list[Panel]:
-    """Give all panels the scales that hold every pair of each."""
+    """Return the panels with common scales that contain every pair."""
     shared = scales_of([(panel.site, panel.stats) for panel in panels], xscale, shared=True)
     return [replace(panel, scales=shared) for panel in panels]
 
@@ -325,7 +325,7 @@ def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
 
 
 def outline(style: Style, width: float = 1.2) -> list[withStroke]:
-    """Set lines and letters off from whatever lies behind them."""
+    """Return an outline that separates lines and letters from the background."""
     return [withStroke(linewidth=1.1 + width, foreground=style.background, alpha=0.7)]
 
 
@@ -367,7 +367,7 @@ def _formula_of(curve: str, function: Curve, argument: str) -> str:
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool = True) -> list[str]:
-    """Sentences below a legend: what a ceiling is, where any is written, and which curves are not drawn."""
+    """Return sentences below a legend: the meaning of a ceiling, if any is drawn, and the curves not drawn."""
     with_ceiling = [panel for panel in panels if panel.fits and panel.fits[0].r2_ceiling is not None]
     lines = []
     if ceilings and with_ceiling:
@@ -382,7 +382,7 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool
 
 
 def ceiling_note(panel: Panel) -> list[Words]:
-    """The line of the ceiling above a panel; none where there is none."""
+    """Return the line of the ceiling above a panel, if there is one."""
     ceiling = panel.fits[0].r2_ceiling if panel.fits else None
     if ceiling is None:
         return []
@@ -391,7 +391,7 @@ def ceiling_note(panel: Panel) -> list[Words]:
 
 
 def fit_notes(panel: Panel, result: Callable[[CurveFit], list[str]]) -> list[Words]:
-    """The lines above a panel: each fit's name and what is said of it, in its colour."""
+    """Return the lines above a panel: each fit's name and result, in its colour."""
     lines: list[Words] = []
     for fit in panel.fits:
         parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *result(fit)]
@@ -430,21 +430,17 @@ def residuals(
     least_count: int = _LEAST_COUNT,
     along: Callable[[Array], Array] = lambda x: x,
 ) -> Residuals:
-    """Average over each group of bins what the curves leave of y there, and see how far the folds differ.
+    """Return mean residuals of the curves in groups of bins, and the standard error of E[y|x] from the folds.
 
-    The folds are independent, pairs are not: with the share w of a group's pairs that each fold holds, and the folds'
-    means m of y there, the standard error is that of a mean of so many folds, √(Σw² · Σw(m − Σwm)² / (1 − Σw²)),
-    which is the standard deviation over folds / √folds where all hold the same number.
+    Folds are independent, pairs are not. With the folds' shares w of a group's pairs and their means m of y, the
+    standard error is √(Σw² · Σw(m − Σwm)² / (1 − Σw²)), which is sd / √folds for folds of equal size.
 
     Args:
         moments: n, Σx, Σy, … per fold and bin of x: float64 ``(folds, 6, bins)``.
         fits: of this site, none degenerate.
-        width: a group reaches over no more of x than this, unless it would hold too few pairs.
-        least_count: how many pairs a group holds at least, where there are as many.
-        along: places of x on an axis, in whose units the width is.
-
-    Returns:
-        The residuals, of no group where there is no pair.
+        width: of a group along x at most, unless it would contain too few pairs.
+        least_count: least number of pairs of a group.
+        along: position of x on an axis, in units of the width.
 
     >>> n, y = torch.full((4, 1), 50.0), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> found = residuals(torch.stack([n, n, n * y, n, n, n], 1).double(), (), 1.0)

@@ -89,10 +89,9 @@ def plot(
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
             list or separated by commas.
         xscale: ``linear``, ``asinh`` or ``auto``.
-        share_axes: whether all panels have the same axes, and colours stand for the same in each, so that sites can be
-            compared; no centre is enlarged then, and ``auto`` is asinh where one site's pairs call for it.
-        width: of the figure, in inches; no letter is smaller than 6 points, and panels go below one another where
-            there is no room for all.
+        share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets;
+            ``auto`` is asinh if one site's pairs require it.
+        width: of the figure, in inches; narrow figures have fewer columns, and letters of at least 6 points.
         title: above all panels; by default the network's name, and weights and data below all panels; ``none`` for
             neither.
         style: ``light`` or ``dark``.
@@ -178,13 +177,13 @@ def _name_of_y(row: str) -> str:
 
 
 def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) -> Path:
-    """Write a figure, whole or not at all; its format is the suffix of ``path``, and it says in itself what it shows.
+    """Write a figure to a file whose suffix is its format, with its provenance in the metadata.
 
     Args:
         figure: what :func:`normscope.plot`, :func:`normscope.overview` or another of them drew.
         path: of the file.
-        shown: a capture or a list of them, of which the file holds model, weights, data, versions and seed as JSON; or
-            what it is to hold in their place.
+        shown: a capture or a list of them, whose model, weights, data, versions and seed the file contains as JSON; or
+            other JSON.
         dpi: dots per inch, also of the points within svg and pdf.
 
     Returns:
@@ -213,7 +212,7 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
 
 @contextlib.contextmanager
 def _laid_out(figure: Figure, kind: str, dpi: int) -> Iterator[None]:
-    """Lay a figure out as it will be in a file; what saves it would otherwise draw all of it once more to do so."""
+    """Lay a figure out as it will be in a file; otherwise savefig draws all of it twice."""
     engine, canvas, dots = figure.get_layout_engine(), figure.canvas, figure.dpi
     if engine is None:
         yield
@@ -234,7 +233,7 @@ def _laid_out(figure: Figure, kind: str, dpi: int) -> Iterator[None]:
 
 
 def rows_named(rows: str | Sequence[str]) -> list[str]:
-    """Look the rows of a figure up; UsageError where there is none of that name."""
+    """Return the names of a figure's rows as a list; UsageError for an unknown name."""
     names = [name.strip() for name in (rows.split(",") if isinstance(rows, str) else rows)]
     for name in names:
         if name not in DRAW:
@@ -255,7 +254,7 @@ def _draw(ax: Axes, panel: Panel, row: str, notes: Sequence[Words], least: int =
     pad = write_above(ax, notes, least)
     if title:
         pairs = f"{panel.stats.n_pairs:,} pairs"
-        bound = panel.site.bound  # said where its lines lie beyond the panel
+        bound = panel.site.bound  # written where its lines lie beyond the panel
         bounded = [f"{pairs} · |y| ≤ {bound:.3g}"] if panel.scales.y[1] < bound < math.inf else []
         head_panel(ax, panel.site, [*bounded, pairs], panel.room, pad)
 

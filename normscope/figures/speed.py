@@ -161,7 +161,7 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
 
 
 def _colour(variant: str, style: Style) -> Any:
-    """A curve has its colour of every other figure; what is no curve stands back."""
+    """Return a curve's colour in all figures; other variants are faint."""
     if variant == _NATIVE:
         return style.ink
     try:

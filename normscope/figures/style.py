@@ -1,7 +1,4 @@
-"""Parts shared by all figures: colours, sizes, the sheet with title and footer, and texts above panels.
-
-Colours are told apart by people with any colour vision, on paper and on a dark screen.
-"""
+"""Parts shared by all figures: colours, sizes, the sheet with title and footer, and texts above panels."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class Style:
     Attributes:
         background: of figure and panels.
         ink: text, axes and E[y|x].
-        faint: bounds, grids and whatever stands back.
+        faint: bounds, grids and background elements.
         curves: colours of the fitted curves.
         density: matplotlib colour map of numbers of pairs.
         tokens: matplotlib colour map of the tokens' σ.
@@ -154,7 +151,7 @@ STYLES = {
 
 
 def style_named(name: str) -> Style:
-    """Look a theme up; UsageError where there is none of that name."""
+    """Return a theme by its name; UsageError for an unknown one."""
     if name not in STYLES:
         raise UsageError(unknown("style", name, STYLES))
     return STYLES[name]
@@ -166,7 +163,7 @@ _LEAST_PANEL = (1.3, 1.2)
 
 
 def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, float]]:
-    """Return how many of some panels stand beside one another, and how many inches each takes, its ticks included.
+    """Return the number of columns for some panels, and the width and height of each in inches, ticks included.
 
     >>> columns_within(8, None), columns_within(8, 5.5)[0], columns_within(2, 3.25)[0]
     ((6, (2.35, 2.05)), 4, 2)

@@ -23,12 +23,12 @@ _SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
 
 
 def card_tables(cards: Sequence[NormCard]) -> list[Table]:
-    """The whole card of one site; of several, a line each on what scaling does and on what makes the tails."""
+    """Make the whole card of one site, or of several sites the tables of scale and of tails."""
     return [card_table(cards[0])] if len(cards) == 1 else [scale_table(cards), tails_table(cards)]
 
 
 def scale_table(cards: Sequence[NormCard]) -> Table:
-    """One line a site: what centring and scaling do to its tokens."""
+    """Make a table with one line per site: effects of centring and scaling on its tokens."""
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
         *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring, (0, 0, 4, 1)),
@@ -55,7 +55,7 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
 
 
 def tails_table(cards: Sequence[NormCard]) -> Table:
-    """One line a site: what is large, and where it is."""
+    """Make a table with one line per site: large values and their places."""
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
         *several(
@@ -79,7 +79,7 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
 
 
 def card_table(card: NormCard) -> Table:
-    """All of one site's card, a line a question."""
+    """Make the whole card of one site, with one line per question."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold", min_width=24)
@@ -205,7 +205,7 @@ def gradient_tables(views: Sequence[GradientView]) -> list[Table]:
 
 
 def jacobians_table(views: Sequence[GradientView]) -> Table:
-    """One line a site: what the diagonal holds, and how well each curve's derivative predicts it."""
+    """Make a table with one line per site: share of the diagonal, and R² of each curve's derivative."""
     curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
     columns: list[Column[GradientView]] = [
         names("site", lambda view: view.site),
@@ -235,7 +235,7 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
 
 
 def _aligned(table: Table) -> Table:
-    """Let columns without a number stand at their left."""
+    """Left-align columns without a number."""
     for column in table.columns:
         if column is not table.columns[0]:
             column.justify = "right" if any(letter.isdigit() for letter in "".join(map(str, column.cells))) else "left"
@@ -262,7 +262,7 @@ def _held_out(views: Sequence[GradientView]) -> list[Explanation]:
 
 
 def constants_table(views: Sequence[GradientView]) -> Table:
-    """Two lines a site, its centre and its tail: how constant what DyT and DyISRU assume constant is."""
+    """Make a table with two lines per site, centre and tail: spread of the terms that DyT and DyISRU hold constant."""
     rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
     columns: list[Column[tuple[GradientView, str]]] = [
         names("site", lambda row: row[0].site if row[1] != "tail" else ""),

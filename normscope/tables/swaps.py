@@ -49,7 +49,7 @@ def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
 
 
 def drift_table(reports: Sequence[DriftReport]) -> Table:
-    """One line a swap: how far the network's output moved with all sites swapped."""
+    """Make a table with one line per swap: drift of the output with all sites swapped."""
     rows = [report.all for report in reports]
     orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
     logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
@@ -79,7 +79,7 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def parts_table(reports: Sequence[DriftReport]) -> Table:
-    """One line a swap and part of the data: the output with all sites swapped, timestep by timestep for example."""
+    """Make a table with one line per swap and part of the data, for example a timestep, with all sites swapped."""
     rows = [(report, row) for report in reports for row in report.by_part]
     columns: list[Column[Swap]] = [
         words("func", lambda swap: swap[0].func if swap[1] is swap[0].by_part[0] else ""),
@@ -96,7 +96,7 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def sites_table(reports: Sequence[DriftReport]) -> Table:
-    """One line a site, a column a swap: how far the network's output moved with this site alone swapped."""
+    """Make a table with one line per site and one column per swap: drift with this site alone swapped."""
     same_init = len({report.init for report in reports}) == 1
     columns: list[Column[str]] = [names("site", lambda path: path)]
     for place, report in enumerate(reports):
@@ -112,7 +112,7 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
-    """Describe the inputs that calibrated rows learned from."""
+    """Describe the inputs of calibrated rows."""
     calibrations = [report.calibration for report in reports if report.calibration is not None]
     return list(dict.fromkeys(f"{CALIBRATED}: each row {calibration.in_words}" for calibration in calibrations))
 
@@ -126,7 +126,7 @@ def _near(report: DriftReport) -> str:
 
 
 def _moved_by(report: DriftReport) -> Callable[[str], str]:
-    """Return what says how far the output moved with one site alone swapped."""
+    """Return the cell of a site: drift of the output with this site alone swapped."""
     rows = {row.site: row for row in reversed(report.by_site)}
 
     def moved(path: str) -> str:
@@ -166,7 +166,7 @@ def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
 def _explained(
     rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
 ) -> Iterable[Explanation]:
-    """The meaning of the columns, as far as there is something in them."""
+    """Yield the meaning of the columns with content."""
     yield from _of_the_output("All sites swapped")
     if orders:
         near = f"≤ {_NEAR}"
@@ -201,7 +201,7 @@ _NAMES = {START: "start values", CALIBRATED: "calibrated", TRAINED: "trained"}
 
 
 def healing_table(report: HealReport) -> Table:
-    """One line a stage: the drift on the held-out inputs after it, and how much of the start's is gone."""
+    """Make a table with one line per stage: held-out drift, and the share of the start's that is gone."""
 
     def drifts(stage: str) -> list[str]:
         values = [report.drifts[stage][name] for name in ("p10", "median", "p90")]
@@ -222,11 +222,10 @@ def healing_table(report: HealReport) -> Table:
 
 
 def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
-    """One line a network: how well it does what it is for.
+    """Make a table with one line per network: its quality, the original's first.
 
     Args:
-        found: what was measured, by what took the norms' place and its start values. What the original scores, which
-            all have in common, is the first line.
+        found: quality by function and init; all share the original's score.
     """
     first = next(iter(found.values()))
     networks = {("original", ""): first.scores["original"]}
@@ -258,7 +257,7 @@ def _bounds(score: Score, form: str) -> str:
 
 
 def keep_table(report: KeepReport) -> Table:
-    """One line for each number of norms kept, from none on: which one came back, and how far the output is moved."""
+    """Make a table with one line per number of norms kept: the norm put back, and the drift of the output."""
     quality, steps = report.quality, report.taken
     held_out = any(step.held_out is not None for step in steps)
     worked_on = any(step.worked_on is not None for step in report.steps)
@@ -282,7 +281,7 @@ def keep_table(report: KeepReport) -> Table:
     caption = [
         Explanation(
             f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"
-        ),
+        )
     ]
     if held_out:
         caption.append(Explanation("held out: over inputs that nothing was chosen by", ("held out",), "; "))
@@ -299,7 +298,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def speed_tables(report: BenchReport) -> list[Table]:
-    """One table a way, number of passes and dtype, a line a timing; what it means under the last of its scope."""
+    """Make a table for each way, number of passes and dtype; captions are below the last table of each scope."""
     widest = max((len(row.variant) for row in report.rows), default=0)
     tables: list[AdaptiveTable] = []
     captions: dict[int, list[Explanation]] = {}
@@ -407,7 +406,7 @@ def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
 
 
 def published_table(report: PublishedReport) -> Table:
-    """Our seconds beside the published ones, a line a variant, norms and passes; they were not taken on one device."""
+    """Make a table of our seconds beside the published ones, which are from another device."""
     ours, theirs = (
         {(row.variant, row.norms, row.passes): row for row in rows} for rows in (report.rows, report.published)
     )
