@@ -4,9 +4,9 @@ from .figures.depth import plot_curves as plot_curves
 from .figures.depth import plot_depth as plot_depth
 from .figures.depth import plot_tails as plot_tails
 from .figures.drift import plot_drift as plot_drift
+from .figures.drift import plot_healing as plot_healing
 from .figures.drift import plot_keep as plot_keep
 from .figures.gradient import plot_gradient as plot_gradient
-from .figures.healing import plot_healing as plot_healing
 from .figures.overview import overview as overview
 from .figures.scurves import plot as plot
 from .figures.scurves import save_figure as save_figure
@@ -66,4 +66,4 @@ from .swaps.reports import KeepReport as KeepReport
 from .swaps.reports import Quality as Quality
 from .swaps.reports import Timing as Timing
 from .swaps.store.store import save_swapped as save_swapped
-from .tables.notebook import table as table
+from .tables.markup import table as table

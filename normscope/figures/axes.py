@@ -1,4 +1,4 @@
-"""The scales of a panel, its own or one for all of a figure; its axis of x, linear or asinh, and E[y|x] along it."""
+"""Scales of panels, linear or asinh axes of x, and E[y|x] along them."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class XAxis:
         return name if self.linear_width is None else f"{name} (asinh scale)"
 
     def along(self, x: Array) -> Array:
-        """Return places on the axis, in proportion to distances on paper: x itself or asinh(x / linear_width)."""
+        """Return positions along the axis on paper: x itself or asinh(x / linear_width)."""
         return x if self.linear_width is None else np.arcsinh(x / self.linear_width)
 
     def evenly(self, number: int) -> Array:
-        """Return so many x, from limit to limit, that stand evenly apart on paper.
+        """Return n values of x from limit to limit, evenly spaced on paper.
 
         >>> XAxis((-10.0, 10.0), 0.1).evenly(3).tolist()
         [-10.0, 0.0, 10.0]
@@ -71,7 +71,7 @@ class XAxis:
         return x
 
     def set_on(self, ax: Axes, inches: float) -> None:
-        """Give axes this scale, these limits and ticks that have room on so many inches."""
+        """Set scale, limits and ticks of a panel so many inches wide."""
         if self.linear_width is None:
             ax.set_xlim(self.limits)
             ax.xaxis.set_major_locator(MaxNLocator(max(2, min(6, int(inches / 0.42))), steps=(1, 2, 5, 10)))
@@ -122,10 +122,10 @@ def number(value: float) -> str:
 
 
 def x_axis(moments: Sequence[Tensor], reach: float, scale: str, margin: float = 1.06) -> XAxis:
-    """Make the axis of a site's pairs, or one axis for those of several, symmetric about zero.
+    """Make the axis of one or several sites' pairs, symmetric about zero.
 
-    ``auto`` is asinh where 99 % of the pairs of a site lie in under a tenth of the width, and linear elsewhere. An
-    asinh axis is nearly linear for the nine tenths of the pairs that lie nearest to zero, of the narrowest site.
+    ``auto`` is asinh where 99 % of a site's pairs lie in under a tenth of the width, and linear elsewhere. An asinh
+    axis is nearly linear for the 90 % of the narrowest site's pairs that are nearest to zero.
 
     Args:
         moments: of each site, n, Σx, Σy, … per bin: float64 ``(6, bins)``.
@@ -167,9 +167,9 @@ class Scales:
 
 
 def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, shared: bool = False) -> Scales:
-    """Return the scales that hold every pair of some sites, symmetric about zero.
+    """Return the scales that contain every pair of some sites, symmetric about zero.
 
-    y goes to the bound where the pairs of a site come near it.
+    The limits of y include the norm's bound where a site's pairs come near it.
     """
     filled = [(site, stats) for site, stats in sites if stats.n_pairs]
     reach = max((float(stats.reach.max()) for _, stats in filled), default=_NO_REACH)
@@ -197,7 +197,7 @@ def _sigma_of(stats: PairStats) -> list[float]:
 
 
 def share_colours(axes: Sequence[Axes]) -> None:
-    """Let a grey stand for the same number of pairs in the densities of all these panels."""
+    """Give the densities of all these panels one scale of greys."""
     images = [image for ax in axes for image in ax.images]
     most = max((float(image.get_clim()[1] or 1) for image in images), default=1.0)
     for image in images:
@@ -205,20 +205,20 @@ def share_colours(axes: Sequence[Axes]) -> None:
 
 
 def share_heights(axes: Sequence[Axes]) -> None:
-    """Give these panels the limits of y that hold those of each."""
+    """Give these panels common limits of y."""
     limits = [ax.get_ylim() for ax in axes]
     for ax in axes:
         ax.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
 def check_xscale(scale: str) -> None:
-    """Refuse a scale that there is not; UsageError."""
+    """Raise UsageError for an unknown scale."""
     if scale not in XSCALES:
         raise UsageError(unknown("scale of x", scale, XSCALES))
 
 
 def _reach_of(moments: Tensor, share: float) -> float:
-    """Return the |x| that ``share`` of the pairs do not pass, to a bin; 0 where there are none."""
+    """Return the quantile ``share`` of |x|, to a bin; 0 without pairs."""
     n = moments[0].numpy()
     if not n.any():
         return 0.0
@@ -228,7 +228,7 @@ def _reach_of(moments: Tensor, share: float) -> float:
 
 
 def asinh_ticks(least: float, most: float) -> list[float]:
-    """Return zero and round numbers to either side of it, those that matter most first.
+    """Return zero and round numbers of both signs, the most important first.
 
     Powers of ten, where there are two of them between ``least`` and ``most``; else up to three of 1, 2, 5, 10, ….
 

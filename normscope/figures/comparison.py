@@ -20,6 +20,7 @@ from normscope.figures.style import (
     Style,
     draw_guides,
     inches_of,
+    key,
     scale_by_factors,
     sheet,
     style_named,
@@ -51,7 +52,7 @@ class _Line:
 
 
 def labels(captures: Sequence[Capture]) -> list[str]:
-    """Name each capture by its number and whatever tells it from the others.
+    """Name each capture by its number and the entries that differ from the others.
 
     >>> from types import SimpleNamespace as Seen
     >>> about = {"model": "net", "weights": "step 1", "data": "noise"}
@@ -70,7 +71,7 @@ def labels(captures: Sequence[Capture]) -> list[str]:
 
 
 def _about(capture: Capture) -> dict[str, str]:
-    """The network and data of a capture; the name of a part is taken from its data, as it is said by itself."""
+    """Return the network and data of a capture, without the name of a part, which is an entry of its own."""
     about = {key: without_digest(value) for key, value in capture.about.items()}
     return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
 
@@ -90,15 +91,12 @@ def plot_comparison(
     matched by name, depth runs from 0, the first norm of each network, to 1, its last.
 
     Args:
-        captures: two or more; more are a training's course.
+        captures: two or more.
         fits: for each, what :func:`normscope.fit` made of it, of the same curves.
         width: of the figure, in inches.
         title: above all panels, as of :func:`normscope.plot`; by default what the captures have in common, while the
-            legend says what tells them apart.
+            legend contains their differences.
         style: ``light`` or ``dark``.
-
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there are fewer than two captures, if the fits are of another number of them, or if there is no
@@ -125,11 +123,11 @@ def plot_comparison(
         for place in range(len(curves), blocks * columns):
             for ax in axes[-len(_NUMBERS) :, place % columns]:
                 ax.set_visible(False)
-        for row, (label, draw) in enumerate(_NUMBERS.items()):
+        for row, label in enumerate(_NUMBERS):
             panels = [axes[n // columns * len(_NUMBERS) + row, n % columns] for n in range(len(curves))]
             for number, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
                 for line in lines:
-                    draw(ax, line, [fit for fit in line.fits if fit.curve == curve])
+                    _draw(ax, line, [fit for fit in line.fits if fit.curve == curve], label)
                 if row == 0:
                     ax.set_title(curve, parse_math=False)
                 if number % columns == 0:
@@ -166,52 +164,37 @@ def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
 
 
 def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: Style) -> list[Line2D]:
-    handles = [
-        Line2D([], [], color=line.colour, marker=line.marker, ms=3.2, lw=1, label=line.label.replace("$", r"\$"))
-        for line in lines
-    ]
+    handles = [key(line.label, line.colour, marker=line.marker, ms=3.2, lw=1) for line in lines]
     every = [fit for fitted in fits for fit in fitted]
     if doubts := list(dict.fromkeys(fit.doubt for fit in every if fit.doubt)):
-        handles.append(_point(theme, f"open: {' or '.join(doubts)}, α means nothing"))
+        label = f"open: {' or '.join(doubts)}, α means nothing"
+        handles.append(key(label, theme.faint, lw=0, marker="o", mfc=theme.background, ms=3.2))
     if any(fit.r2_ceiling is not None for fit in every):
-        handles.append(Line2D([], [], color=theme.faint, ls=":", lw=0.9, label="best held-out function of x"))
+        handles.append(key("best held-out function of x", theme.faint, ":"))
     if any(fit.intervals for fit in every):
-        handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="95 %, by folds"))
+        handles.append(key("95 %, by folds", theme.faint, "", marker="|", ms=6))
     return handles
 
 
-def _point(theme: Style, text: str) -> Line2D:
-    return Line2D([], [], color=theme.faint, marker="o", mfc=theme.background, ms=3.2, lw=0, label=text)
+_NUMBERS: dict[str, tuple[str, Callable[[CurveFit], float]]] = {  # by label: the field, and its value to draw
+    "α": ("alpha", lambda fit: fit.alpha if fit.told_apart else math.nan),
+    "slope at 0": ("slope", lambda fit: math.nan if fit.curve == FREE else fit.slope),
+    "R²": ("r2", lambda fit: fit.r2),
+}
 
 
-def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], name: str, value: Callable[[CurveFit], float]) -> None:
-    fits = [fit for fit in fits if fit.site in line.places]
-    x = [line.places[fit.site] for fit in fits]
-    y = [value(fit) for fit in fits]
-    ax.plot(x, y, color=line.colour, lw=0.9, zorder=2)
-    for at, height, fit in zip(x, y, fits, strict=True):
+def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], label: str) -> None:
+    name, value = _NUMBERS[label]
+    points = [(line.places[fit.site], value(fit), fit) for fit in fits if fit.site in line.places]
+    ax.plot([x for x, _, _ in points], [y for _, y, _ in points], color=line.colour, lw=0.9, zorder=2)
+    for x, y, fit in points:
         face = ax.get_facecolor() if fit.doubt else line.colour
-        ax.plot([at], [height], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
-        if name in fit.intervals and math.isfinite(height):
-            ax.plot([at, at], fit.intervals[name], color=line.colour, lw=0.7, zorder=1)
-
-
-def _draw_alpha(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "alpha", lambda fit: fit.alpha if fit.told_apart else math.nan)
-
-
-def _draw_slope(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "slope", lambda fit: math.nan if fit.curve == FREE else fit.slope)
-
-
-def _draw_r2(ax: Axes, line: _Line, fits: Sequence[CurveFit]) -> None:
-    _draw(ax, line, fits, "r2", lambda fit: fit.r2)
-    x = [line.places[fit.site] for fit in fits if fit.r2_ceiling is not None]
-    ceilings = [fit.r2_ceiling for fit in fits if fit.r2_ceiling is not None]
-    ax.plot(x, ceilings, color=line.colour, ls=":", lw=0.9, zorder=1)
-
-
-_NUMBERS = {"α": _draw_alpha, "slope at 0": _draw_slope, "R²": _draw_r2}
+        ax.plot([x], [y], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
+        if name in fit.intervals and math.isfinite(y):
+            ax.plot([x, x], fit.intervals[name], color=line.colour, lw=0.7, zorder=1)
+    if name == "r2":
+        ceilings = [(x, fit.r2_ceiling) for x, _, fit in points if fit.r2_ceiling is not None]
+        ax.plot([x for x, _ in ceilings], [y for _, y in ceilings], color=line.colour, ls=":", lw=0.9, zorder=1)
 
 
 def _heights(ax: Axes) -> list[float]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from matplotlib.axes import Axes
@@ -21,12 +20,11 @@ from normscope.figures.panels import best_of, remarks
 from normscope.figures.style import (
     LEAST_POINTS,
     LINE_POINTS,
-    NONE,
     NOTE,
     Style,
     draw_guides,
-    framed,
     inches_of,
+    key,
     scale_where_wide,
     sheet,
     style_named,
@@ -59,7 +57,7 @@ def plot_depth(
     """Draw A, α and R² of every site over the depth, a line a kind of site, and α against 1/std of the norm's input.
 
     A column a curve, of more than four those of the four largest mean R². Bars are 95 % intervals; dotted lines are the
-    ceilings. A and α that the pairs do not tell apart are left out. The last row is figure 8 of arXiv 2503.10622, for
+    ceilings. A and α that are not identifiable are left out. The last row is figure 8 of arXiv 2503.10622, for
     fitted α in place of learned ones; there the dashed line is α·std = 1.
 
     Args:
@@ -68,9 +66,6 @@ def plot_depth(
         width: of the figure, in inches.
         title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
-
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         DataError: if there is no fit of a site of this capture.
@@ -93,10 +88,10 @@ def plot_depth(
         axes = figure.subplots(len(ratios), len(curves), squeeze=False, height_ratios=ratios)
         for column, curve in enumerate(curves):
             of_curve = [fit for fit in fits if fit.curve == curve]
-            for ax, (label, draw) in zip(axes[:-1, column], _NUMBERS.items(), strict=True):
+            for ax, label in zip(axes[:-1, column], _NUMBERS, strict=True):
                 for place, kind in enumerate(kinds):
                     of_kind = [fit for fit in of_curve if kind_of_site(fit.site) == kind]
-                    draw(ax, [(numbers[fit.site], fit) for fit in of_kind], _look(place, theme))
+                    _draw_number(ax, [(numbers[fit.site], fit) for fit in of_kind], _look(place, theme), label)
                 ax.set_ylabel(label if column == 0 else "")
                 ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
                 scale_where_wide(ax)
@@ -118,49 +113,30 @@ def _look(place: int, theme: Style) -> dict[str, Any]:
 
 
 def _handles(kinds: Sequence[str], theme: Style) -> list[Line2D]:
-    handles = [
-        Line2D([], [], lw=0.9, ms=3, label=kind.replace("$", r"\$"), **_look(place, theme))
-        for place, kind in enumerate(kinds)
+    return [
+        *(key(kind, ms=3, **_look(place, theme)) for place, kind in enumerate(kinds)),
+        key("ceiling: the best f(x) that was found", theme.faint, ":", marker="_", ms=4),
+        key("α = 1/std", theme.faint, "--"),
     ]
-    faint: dict[str, Any] = {"color": theme.faint, "lw": 0.9}
-    handles.append(Line2D([], [], ls=":", marker="_", ms=4, label="ceiling: the best f(x) that was found", **faint))
-    return [*handles, Line2D([], [], ls="--", label="α = 1/std", **faint)]
 
 
-def _draw_number(
-    ax: Axes,
-    points: Sequence[tuple[int, CurveFit]],
-    look: dict[str, Any],
-    name: str,
-    value: Callable[[CurveFit], float],
-) -> None:
+_NUMBERS: dict[str, tuple[str, Callable[[CurveFit], float]]] = {  # by label: the field, and its value to draw
+    "A": ("amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan),
+    "α": ("alpha", lambda fit: fit.alpha if fit.told_apart else math.nan),
+    "R²": ("r2", lambda fit: fit.r2),
+}
+
+
+def _draw_number(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any], label: str) -> None:
+    name, value = _NUMBERS[label]
     shown = [(at, fit) for at, fit in points if math.isfinite(value(fit))]
     ax.plot([at for at, _ in shown], [value(fit) for _, fit in shown], lw=0.8, ms=2.8, mew=0, zorder=3, **look)
     for at, fit in shown:
         if name in fit.intervals:
             ax.plot([at, at], fit.intervals[name], color=look["color"], lw=0.6, zorder=2)
-
-
-def _draw_amplitude(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any]) -> None:
-    _draw_number(ax, points, look, "amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan)
-
-
-def _draw_alpha(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any]) -> None:
-    _draw_number(ax, points, look, "alpha", _alpha)
-
-
-def _alpha(fit: CurveFit) -> float:
-    return fit.alpha if fit.told_apart else math.nan
-
-
-def _draw_r2(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any]) -> None:
-    _draw_number(ax, points, look, "r2", lambda fit: fit.r2)
-    ceilings = [(at, fit.r2_ceiling) for at, fit in points if fit.r2_ceiling is not None]
+    ceilings = [(at, fit.r2_ceiling) for at, fit in points if name == "r2" and fit.r2_ceiling is not None]
     if ceilings:
         ax.plot(*zip(*ceilings, strict=True), color=look["color"], ls=":", marker="_", ms=4, lw=0.9, zorder=1)
-
-
-_NUMBERS = {"A": _draw_amplitude, "α": _draw_alpha, "R²": _draw_r2}
 
 
 def spread(stats: PairStats) -> float:
@@ -173,8 +149,9 @@ def _draw_spread(ax: Axes, capture: Capture, fits: Sequence[CurveFit], kinds: Se
     """α against 1/std of x, on axes of equal factors."""
     every = []
     for place, kind in enumerate(kinds):
-        of_kind = [(spread(capture.stats[fit.site]), _alpha(fit)) for fit in fits if kind_of_site(fit.site) == kind]
-        points = [(1 / std, alpha) for std, alpha in of_kind if std > 0 and alpha > 0]
+        of_kind = [fit for fit in fits if fit.told_apart and fit.alpha > 0 and kind_of_site(fit.site) == kind]
+        stds = [spread(capture.stats[fit.site]) for fit in of_kind]
+        points = [(1 / std, fit.alpha) for std, fit in zip(stds, of_kind, strict=True) if std > 0]
         every += points
         look = {**_look(place, theme), "ls": "", "ms": 3, "mew": 0, "zorder": 3}
         ax.plot([x for x, _ in points], [alpha for _, alpha in points], **look)
@@ -207,7 +184,7 @@ def plot_tails(
     title: str | None = None,
     style: str = "light",
 ) -> Figure:
-    """Draw which channels hold Σx² at every norm site, and at which positions the tokens of largest |x| stand.
+    """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
 
     Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
     times as much as they would if all were alike are named at the right. Below, how many of the 16 tokens of largest
@@ -222,11 +199,8 @@ def plot_tails(
         title: above both maps, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
-
     Raises:
-        DataError: if no site holds pairs.
+        DataError: if no site has pairs.
         UsageError: if there is no such style.
     """
     theme = style_named(style)
@@ -234,27 +208,23 @@ def plot_tails(
     if not sites:
         raise DataError("No site holds a pair, so that there are no tails to draw.")
     by_site = {card.site: card for card in cards}
-    chosen = [by_site[site.name] for site in sites if site.name in by_site]
+    tails = [card.tails if (card := by_site.get(site.name)) else None for site in sites]
+    massive = [place for place, tail in enumerate(tails) if tail is not None and tail.massive]
     shares = [shares_of(capture, site.name) for site in sites]
     inches = inches_of(width, max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     samples = count(capture.n_samples, "sample")
-    foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if _massive(chosen) else []
+    foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if massive else []
     with sheet(theme, inches, 0.7 + 2 * _MAP_INCHES, title, capture.about, samples, foot=foot) as figure:
         channels, tokens = figure.subplots(2, 1, sharex=True)
         numbers = [site.index for site in sites]
         _draw_channels(figure, channels, shares, theme)
-        _draw_positions(figure, tokens, [_positions(by_site.get(site.name)) for site in sites], theme)
-        for place, site in enumerate(sites):
-            if (card := by_site.get(site.name)) and card.tails and card.tails.massive:
-                write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
+        _draw_positions(figure, tokens, [dict(tail.positions) if tail is not None else {} for tail in tails], theme)
+        for place in massive:
+            write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
         tokens.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         tokens.xaxis.set_major_formatter(lambda at, _: str(numbers[round(at)]) if 0 <= round(at) < len(numbers) else "")
         tokens.set_xlabel("norm site, in the order of calls", labelpad=1)
     return figure
-
-
-def _massive(cards: Sequence[NormCard]) -> bool:
-    return any(card.tails is not None and card.tails.massive for card in cards)
 
 
 def shares_of(capture: Capture, site: str) -> Array:
@@ -284,16 +254,11 @@ def _draw_channels(figure: Figure, ax: Axes, shares: Sequence[Array], theme: Sty
 
 
 def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, norm: Normalize, label: str) -> None:
-    """Draw a masked image ``(rows, sites)`` whose rows stand for ``each`` channels or positions."""
+    """Draw a masked image ``(rows, sites)`` with ``each`` channels or positions per row."""
     rows, columns = image.shape
     extent = (-0.5, columns - 0.5, -0.5, rows * each - 0.5)
     look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}
-    drawn = ax.imshow(image, extent=extent, norm=norm, **look)
-    figure.colorbar(drawn, ax=ax, pad=0.09, label=label, aspect=30)
-
-
-def _positions(card: NormCard | None) -> dict[int, int]:
-    return dict(card.tails.positions) if card is not None and card.tails is not None else {}
+    figure.colorbar(ax.imshow(image, extent=extent, norm=norm, **look), ax=ax, pad=0.09, label=label, aspect=30)
 
 
 def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]], theme: Style) -> None:
@@ -347,9 +312,6 @@ def plot_curves(
         title: above all panels; by default, and with ``none``, there is none.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure.
-
     Raises:
         UsageError: if there is no such curve or style, or if the width is under 2 inches.
     """
@@ -359,13 +321,8 @@ def plot_curves(
     columns = min(_COLUMNS, len(chosen)) if width is None else max(1, min(len(chosen), int(width / 1.3)))
     inches = inches_of(width, 0.3 + _PANEL_INCHES * columns)
     rows = math.ceil(len(chosen) / columns)
-    with matplotlib.rc_context(theme.rc()):
-        handles = [
-            Line2D([], [], color=colour, lw=1.1, label=f"α = {alpha:g}")
-            for alpha, colour in zip(ALPHAS, theme.curves, strict=False)
-        ]
-        above = "" if title in (None, NONE) else str(title)
-        figure = framed(inches, 0.1 + (_HEIGHT + 0.55) * rows, above, [], theme, handles)
+    handles = [key(f"α = {alpha:g}", theme.curves[place], lw=1.1) for place, alpha in enumerate(ALPHAS)]
+    with sheet(theme, inches, 0.1 + (_HEIGHT + 0.55) * rows, title, {}, handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
         for ax in axes.flat[len(chosen) :]:
             ax.set_visible(False)

@@ -1,4 +1,4 @@
-"""Drift: what each site does alone, how far each is moved, and how the output goes as more and more are swapped."""
+"""Drift of swaps: by site, by number of sites, with some norms kept, and before and after healing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
@@ -20,18 +19,32 @@ from normscope.figures.style import (
     Style,
     draw_guides,
     inches_of,
+    key,
     literal,
     scale_where_wide,
     sheet,
     style_named,
     tail,
     width_of,
+    write_at,
 )
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.inits import INITS
-from normscope.swaps.reports import Drift, DriftReport, KeepReport, KeepStep, Quality, Quantiles
+from normscope.swaps.reports import (
+    CALIBRATED,
+    START,
+    TRAINED,
+    Drift,
+    DriftReport,
+    HealReport,
+    KeepReport,
+    KeepStep,
+    Quality,
+    Quantiles,
+    TrainingCheck,
+)
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES = 0.2, 1.5
@@ -70,10 +83,9 @@ def plot_drift(
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
     Above, the output with each site swapped alone, and each site's own output with all swapped; below, the output
-    against the number of sites swapped, the least harmful first, and for each part of the data with all swapped. Of
-    several swaps, whose medians may coincide on such axes, one panel more shows the ratios of the medians to those of
-    the first. A relative L2 of 1, the dotted line, is as far as zero is from the original. A panel of which nothing was
-    measured is left out; what is not finite stands as a cross at its upper edge.
+    against the number of sites swapped, the least harmful first, and by part of the data. Several swaps have one panel
+    more: ratios of their medians to the first swap's. The dotted line, a relative L2 of 1, is the distance of zero from
+    the original. Panels without measurements are left out; a cross at the upper edge is a value that is not finite.
 
     Args:
         reports: of one network; a colour a function, a marker and dashes an init.
@@ -81,9 +93,6 @@ def plot_drift(
         width: of the figure, in inches; where not every site's name has room, every second, third … is named.
         title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
-
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no report, if they are of several networks or inputs, or if there is no such style.
@@ -105,8 +114,9 @@ def plot_drift(
     foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
     ratios = len(reports) > 1 and _any(reports, "by_site")
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
+    inputs = count(max(report.all.inputs for report in reports), "input")
     height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
-    with sheet(theme, inches, height, title, reports[0].about, _inputs(reports), handles=handles) as figure:
+    with sheet(theme, inches, height, title, reports[0].about, inputs, handles=handles) as figure:
         grid = figure.add_gridspec(rows, max(1, abreast))
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
@@ -123,10 +133,6 @@ def plot_drift(
             _sign_placements(upper[0], sites, paths, theme)
         figure.align_ylabels()
     return figure
-
-
-def _inputs(reports: Sequence[DriftReport]) -> str:
-    return count(max(report.all.inputs for report in reports), "input")
 
 
 def _any(reports: Sequence[DriftReport], rows: str) -> bool:
@@ -170,16 +176,14 @@ def _paths(reports: Sequence[DriftReport], sites: Sequence[NormSite]) -> list[st
 def _handles(
     lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
 ) -> list[Artist]:
-    handles: list[Artist] = [
-        Line2D([], [], color=line.colour, marker=line.marker, ms=3, lw=0.9, ls=line.dashes, label=literal(line.label))
-        for line in lines
-    ]
-    handles.append(Line2D([], [], color=theme.faint, marker="|", ms=6, ls="", label="10th to 90th percentile"))
+    faint = theme.faint
+    handles: list[Artist] = [key(line.label, line.colour, line.dashes, marker=line.marker, ms=3) for line in lines]
+    handles.append(key("10th to 90th percentile", faint, "", marker="|", ms=6))
     if any(_infinite(row.relative_l2) for line in lines for row in line.report.rows):
-        handles.append(Line2D([], [], color=theme.ink, marker="X", ms=4, ls="", label="not finite"))
+        handles.append(key("not finite", theme.ink, "", marker="X", ms=4))
     for placement in dict.fromkeys(site.placement for site in sites if site.name in paths):
         label = placement or "beside the residual stream"
-        handles.append(Line2D([], [], color=theme.faint, marker=_PLACEMENTS[placement], ms=3.2, ls="", label=label))
+        handles.append(key(label, faint, "", marker=_PLACEMENTS[placement], ms=3.2))
     return handles
 
 
@@ -254,18 +258,15 @@ def _draw_dots(
     medians = [quantiles.p50 for _, quantiles in finite]
     dashes = line.dashes if joined else ""
     ax.plot([x for x, _ in finite], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
-    whole = [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)]
-    low, high = [quantiles.p10 for _, quantiles in whole], [quantiles.p90 for _, quantiles in whole]
-    ax.vlines([x for x, _ in whole], low, high, color=line.colour, lw=0.7, alpha=0.8)
-    _cross_out(ax, [(x, quantiles) for x, quantiles in points if _infinite(quantiles)], line)
+    _draw_bars(ax, [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)], line.colour, alpha=0.8)
+    if x := [x for x, quantiles in points if _infinite(quantiles)]:  # crosses at the upper edge
+        look: dict[str, Any] = {"marker": "X", "ms": 3.6, "mew": 0, "color": line.colour, "zorder": 5, **_OUTSIDE}
+        ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), **look)
 
 
-def _cross_out(ax: Axes, points: Sequence[tuple[float, Quantiles]], line: _DriftLine) -> None:
-    """Mark at the upper edge where the 90th percentile is not finite."""
-    if not points:
-        return
-    x, edge = [x for x, _ in points], ax.get_xaxis_transform()
-    ax.plot(x, [1.0] * len(x), transform=edge, marker="X", ms=3.6, mew=0, color=line.colour, zorder=5, **_OUTSIDE)
+def _draw_bars(ax: Axes, points: Sequence[tuple[float, Quantiles]], colour: Any, alpha: float | None = None) -> None:
+    low, high = [quantiles.p10 for _, quantiles in points], [quantiles.p90 for _, quantiles in points]
+    ax.vlines([x for x, _ in points], low, high, color=colour, lw=0.7, alpha=alpha)
 
 
 def _finish(ax: Axes, theme: Style) -> None:
@@ -299,18 +300,15 @@ def plot_keep(
 ) -> Figure:
     """Draw the drift, and beside it the quality, against the number of norms that are swapped.
 
-    Medians over inputs, with bars from the 10th to the 90th percentile: over those that the choice was made on, and
-    over held-out ones where there were any; crosses are what ``after`` left, of a calibration for example. Before each
-    number stands the norm that came back last; the dotted line is the original's quality.
+    Medians over inputs, with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
+    ones; crosses are drifts after ``after``, for example a calibration. Each number follows the norm put back last. The
+    dotted line is the original's quality.
 
     Args:
         report: what :func:`normscope.keep` returned.
         title: above all panels, as of :func:`normscope.plot`.
         width: of the figure, in inches.
         style: ``light`` or ``dark``.
-
-    Returns:
-        A matplotlib figure.
 
     Raises:
         UsageError: if there is no such style, or if the width is under 2 inches.
@@ -339,17 +337,12 @@ def plot_keep(
 def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
     named = {"chosen on": "error", "held out": "held_out"}
     for colour, aside, (label, name) in zip(theme.curves, (-_ASIDE, _ASIDE), named.items(), strict=False):
-        points = [(step.swapped, getattr(step, name)) for step in report.taken if getattr(step, name) is not None]
+        drawn = [step for step in report.taken if getattr(step, name) is not None]
+        points = [(step.swapped + aside, getattr(step, name)) for step in drawn]
         if points:
-            x = [swapped + aside for swapped, _ in points]
-            ax.plot(x, [quantiles.p50 for _, quantiles in points], color=colour, marker="o", ms=3, lw=0.9, label=label)
-            ax.vlines(
-                x,
-                [quantiles.p10 for _, quantiles in points],
-                [quantiles.p90 for _, quantiles in points],
-                color=colour,
-                lw=0.7,
-            )
+            x, medians = [x for x, _ in points], [quantiles.p50 for _, quantiles in points]
+            ax.plot(x, medians, color=colour, marker="o", ms=3, lw=0.9, label=label)
+            _draw_bars(ax, points, colour)
     tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
     if tried:
         ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
@@ -369,3 +362,93 @@ def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: 
     ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9, label="original")
     _legend_above(ax)
     ax.set_ylabel(literal(quality.name))
+
+
+_HEAL_INCHES = (6.4, 2.4)
+_LEAST_HEAL_INCHES = 4.5  # of both panels beside one another
+_STAGES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
+_HEALED = 0.2  # of the start's drift
+
+
+def plot_healing(
+    report: HealReport, title: str | None = None, *, width: float | None = None, style: str = "light"
+) -> Figure:
+    """Draw the course of a healing, and the drift on held-out inputs before and after each stage.
+
+    Left: the training loss between checks, and the median drift at each check, with a filled marker if it is the least
+    so far. Right: medians on the held-out inputs, and bars from the 10th to the 90th percentile.
+
+    Args:
+        report: what :func:`normscope.heal` returned.
+        title: above all panels, as of :func:`normscope.plot`.
+        width: of the figure, in inches; a narrow one has the drifts below the course.
+        style: ``light`` or ``dark``.
+
+    Raises:
+        UsageError: if there is no such style, or if the width is under 2 inches.
+    """
+    theme = style_named(style)
+    inches = inches_of(width, _HEAL_INCHES[0])
+    narrow = inches < _LEAST_HEAL_INCHES
+    with sheet(theme, inches, _HEAL_INCHES[1] * (1 + narrow), title, report.about) as figure:
+        grid = figure.add_gridspec(1 + narrow, 2 - narrow, width_ratios=[1.4, 1.3][: 2 - narrow])
+        course, drifts = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[-1, -1])
+        _draw_course(course, report.checks, theme)
+        scale_where_wide(course)
+        course.set_ylabel("relative L2")
+        _draw_drifts(drifts, report, theme)
+    return figure
+
+
+def _draw_course(ax: Axes, checks: Sequence[TrainingCheck], style: Style) -> None:
+    losses = [(check.step, check.loss) for check in checks if check.loss is not None]
+    losses = [(0, losses[0][1]), *losses] if losses else []  # each is of the steps before it
+    ax.plot(*_finite(losses), color=style.curves[1], lw=1.1, ds="steps-pre", label="training loss")
+    for kept, label in ((True, "median drift, least so far"), (False, "no less than before")):
+        ax.plot(
+            *_finite([(check.step, check.drift) for check in checks if check.kept == kept]),
+            ls="",
+            marker="o",
+            ms=2.8,
+            mew=0.7,
+            color=style.curves[0],
+            mfc=style.curves[0] if kept else style.background,
+            label=label,
+        )
+    end = max((check.step for check in checks), default=1)
+    ax.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
+    ax.set_xlabel("steps")
+    ax.legend(loc="upper right", fontsize=LEAST_POINTS)
+
+
+def _finite(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
+    shown = [(step, value) for step, value in points if value is not None]
+    return [step for step, _ in shown], [value for _, value in shown]
+
+
+def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
+    stages = list(report.drifts)
+    colour = style.curves[0]
+    for place, stage in enumerate(stages):
+        quantiles = report.drifts[stage]
+        if not all(math.isfinite(value) for value in quantiles.values()):
+            at: Any = ("data", "axes fraction")
+            ax.annotate("not finite", (place, 0.02), xycoords=at, ha="center", fontsize=LEAST_POINTS)
+            continue
+        ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
+        ax.plot([place], [quantiles["median"]], marker="o", ms=4, mew=0, color=colour)
+        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}  # no line runs through the number
+        at, look = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS, "bbox": behind}
+        write_at(ax, f"{quantiles['median']:.3f}", at, (4, 0), "data", **look)
+    ax.set_xlim(-0.5, len(stages) - 0.2)
+    ax.set_ylim(bottom=0)
+    start = report.before["median"]
+    if math.isfinite(start):
+        ax.axhline(_HEALED * start, color=style.faint, lw=0.8, ls="--", zorder=0)
+        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.8}  # the line goes on at either side
+        look = {"va": "center", "fontsize": LEAST_POINTS, "color": style.faint, "bbox": behind}
+        write_at(ax, f"{1 - _HEALED:.0%} closed", (0.0, _HEALED * start), (3, 0), ("axes fraction", "data"), **look)
+    ax.set_xticks(range(len(stages)), [_STAGES[stage] for stage in stages])
+    ax.set_ylabel(f"{report.measure} on {report.n_held_out} held-out samples")
+    ending = "start values kept" if report.restored else f"{report.closed:.0%} of the median closed"
+    ax.set_title(ending)

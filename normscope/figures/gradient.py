@@ -1,10 +1,11 @@
-"""The gradient view: a column a norm site; its Jacobian's diagonal against x, and what each curve holds constant."""
+"""The gradient view: each norm's Jacobian diagonal against x, and the terms that each curve assumes constant."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from normscope.figures.style import (
     head_inches,
     head_panel,
     inches_of,
+    key,
     sheet,
     style_named,
     wrapped,
@@ -89,12 +91,9 @@ def plot_gradient(
         title: above all panels, as of :func:`normscope.plot`.
         style: ``light`` or ``dark``.
 
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
-
     Raises:
         UsageError: if there is no such style, or if the width is under 2 inches.
-        DataError: if the capture holds no sums of the Jacobian's diagonal.
+        DataError: if the capture has no sums of the Jacobian's diagonal.
     """
     theme = style_named(style)
     across, (panel_width, panel_height) = columns_within(len(capture.sites), width)
@@ -103,7 +102,11 @@ def plot_gradient(
         _column(capture, site, view, fits, theme, room)
         for site, view in zip(capture.sites, gradient(capture, fits), strict=True)
     ]
-    notes = [sum(map(len, _notes(column))) for column in columns if isinstance(column, _SiteColumn)]
+    notes = [
+        len(_notes_of_diagonal(column)) + len(_notes_of_constants(column))
+        for column in columns
+        if isinstance(column, _SiteColumn)
+    ]
     height = 2 * panel_height + 0.35 + head_inches(capture.sites, room) + max(notes, default=0) * LINE_POINTS / 72
     inches = inches_of(width, max(0.5 + panel_width * across, _LEAST_INCHES))
     samples, handles = count(capture.n_samples, "sample"), _handles(fits, theme)
@@ -118,7 +121,9 @@ def plot_gradient(
             of_tokens = f"{capture.stats[site.name].n_tokens:,} tokens"
             if isinstance(column, _SiteColumn):
                 below.set_visible(True)
-                pad = _draw(above, below, column)
+                _draw_diagonal(above, column)
+                _draw_constants(below, column)
+                pad = write_above(above, _notes_of_diagonal(column))
                 head_panel(above, site, [f"{column.view.n_tokens} of {of_tokens}", of_tokens], room, pad)
             else:
                 _decline(above, f"No closed form: {column}.", theme, room)
@@ -132,7 +137,7 @@ def plot_gradient(
 def _column(
     capture: Capture, site: NormSite, view: GradientView, fits: Sequence[CurveFit], theme: Style, room: float
 ) -> _SiteColumn | str:
-    """Return the data of a site's panels, or the reason why nothing can be drawn."""
+    """Return the data of a site's panels, or the reason why there is nothing to draw."""
     stats = capture.stats[site.name]
     drawn = drawn_jacobians(site, stats)
     if not isinstance(drawn, DrawnJacobians):
@@ -140,31 +145,11 @@ def _column(
     return _SiteColumn(site, stats, view, drawn, [fit for fit in fits if fit.site == site.name], theme, room)
 
 
-def _notes(column: _SiteColumn) -> tuple[list[Words], list[Words]]:
-    """The lines above either panel."""
-    return _notes_of_diagonal(column), _notes_of_constants(column)
-
-
-def _draw(above: Axes, below: Axes, column: _SiteColumn) -> float:
-    """Draw both panels of a site, and return the pad of a title above them."""
-    _draw_diagonal(above, column)
-    _draw_constants(below, column)
-    return write_above(above, _notes_of_diagonal(column))
-
-
 def _decline(ax: Axes, reason: str, style: Style, inches: float) -> None:
     ax.axis("off")
-    ax.text(
-        0.5,
-        0.5,
-        "\n".join(wrapped(reason, inches, _SMALL)),
-        ha="center",
-        va="center",
-        color=style.faint,
-        transform=ax.transAxes,
-        fontproperties=_SMALL,
-        parse_math=False,
-    )
+    text = "\n".join(wrapped(reason, inches, _SMALL))
+    look: dict[str, Any] = {"ha": "center", "va": "center", "color": style.faint, "fontproperties": _SMALL}
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, parse_math=False, **look)
 
 
 def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
@@ -253,7 +238,7 @@ def _notes_of_constants(column: _SiteColumn) -> list[Words]:
 
 
 def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
-    """Give every pair its value, or that of its token where there is one a token: flat ``(tokens · d,)``."""
+    """Return a value for every pair, which may be its token's: flat ``(tokens · d,)``."""
     return (values if values.ndim == 2 else values[:, None].expand_as(x)).flatten()
 
 
@@ -287,29 +272,19 @@ def _with_interval(view: GradientView, name: str, r2: float) -> str:
 
 def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
     """The legend: points, lines, dashes and bands."""
-    handles: list[Artist] = [
-        _dot(style.faint, "pairs of the tokens drawn uniformly"),
-        _dot(style.channels[0], f"pairs of the {LARGEST_TOKENS} tokens of largest |x|"),
-        Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x] over all pairs"),
-    ]
+    largest = f"{LARGEST_TOKENS} tokens of largest |x|"
     looks = style.looks(fit.curve for fit in fits)
-    for curve in dict.fromkeys(fit.curve for fit in fits):
-        colour, dashes = looks[curve]
-        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=f"derivative of the fitted {curve}"))
-    labels = {"scale": "1/rstd (σ or ρ), which DyT holds constant", "others": "√C in its unit, which DyISRU does"}
-    for name, curve in _HELD.items():
-        colour, dashes = style.looks()[curve]
-        label = f"{labels[name]}: median, 16–84 %"
-        handles.append(
-            Patch(facecolor=colour, alpha=0.4, label=label)
-            if name == "scale"
-            else Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label)
-        )
-    marks = f"o and x: both, in the tail of the {LARGEST_TOKENS} tokens of largest |x|"
-    handles.append(Line2D([], [], color=style.ink, ls="", marker="x", ms=3, mew=0.6, label=marks))
-    handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="where the tail begins: 1 % of the pairs"))
-    return handles
-
-
-def _dot(colour: str, label: str) -> Line2D:
-    return Line2D([], [], color=colour, ls="", marker="o", ms=3, mew=0, label=label)
+    scale, others = (style.looks()[curve] for curve in _HELD.values())
+    return [
+        key("pairs of the tokens drawn uniformly", style.faint, "", marker="o", ms=3, mew=0),
+        key(f"pairs of the {largest}", style.channels[0], "", marker="o", ms=3, mew=0),
+        Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x] over all pairs"),
+        *(
+            key(f"derivative of the fitted {curve}", *looks[curve], lw=1.1)
+            for curve in dict.fromkeys(fit.curve for fit in fits)
+        ),
+        Patch(facecolor=scale[0], alpha=0.4, label="1/rstd (σ or ρ), which DyT holds constant: median, 16–84 %"),
+        key("√C in its unit, which DyISRU does: median, 16–84 %", *others, lw=1.1),
+        key(f"o and x: both, in the tail of the {largest}", style.ink, "", marker="x", ms=3, mew=0.6),
+        key("where the tail begins: 1 % of the pairs", style.faint, ":"),
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -30,10 +29,10 @@ from normscope.figures.style import (
     NONE,
     Style,
     Words,
-    framed,
     heading,
     inches_of,
     name_lines,
+    sheet,
     style_named,
     tail,
     title_and_foot,
@@ -74,8 +73,8 @@ def overview(
 ) -> Figure:
     """Draw several captures below one another: four norm sites each, evenly over the depth, as wide as a page's text.
 
-    Each panel holds the density of all pairs, E[y|x], the fitted curves, and the bound where the pairs come near it:
-    the arrangement of figure 2 of arXiv 2503.10622, with all pairs in place of some tokens.
+    Each panel shows the density of all pairs, E[y|x], the fitted curves, and the bound where the pairs come near it, as
+    figure 2 of arXiv 2503.10622 does for some tokens.
 
     Args:
         captures: a row each; one of fewer than four sites has as many panels.
@@ -87,9 +86,6 @@ def overview(
         title: above all panels; by default none, as each row names its network, weights and data. With ``none`` it
             names the network alone.
         style: ``light`` or ``dark``.
-
-    Returns:
-        A matplotlib figure; :func:`normscope.save_figure` writes it.
 
     Raises:
         UsageError: if there is no capture, if the fits are of another number of captures, if there is no such scale or
@@ -126,13 +122,11 @@ def overview(
     heights = [_GAP_INCHES + _LINE_INCHES * len(heading) for heading, _ in rows]
     note_inches = [max(map(len, lines)) * LINE_POINTS / 72 for lines in notes]
     name_inches = _LINE_INCHES * max(len(name_lines(panel.site, panel.room, _SMALL)) for panel in every)
-    with matplotlib.rc_context(theme.rc()):
-        height = (
-            sum(heights) + sum(note_inches) + (panel_inches + name_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
-        )
-        above = "" if title in (None, NONE) else str(title)
-        foot = remarks(every, every_fit)
-        figure = framed(width, height, above, foot, theme, handles, _SMALL, h_pad=0.03, hspace=0)
+    height = sum(heights) + sum(note_inches) + (panel_inches + name_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
+    foot = remarks(every, every_fit)
+    with sheet(
+        theme, width, height, title, {}, foot=foot, handles=handles, font=_SMALL, h_pad=0.03, hspace=0
+    ) as figure:
         ratios = [inches for height in heights for inches in (height, panel_inches)]
         grid = GridSpec(2 * len(rows), columns, figure, height_ratios=ratios)
         for number, (above_row, of_row) in enumerate(rows):
@@ -185,7 +179,7 @@ def _heading(capture: Capture, panels: Sequence[Panel], inches: float, title: st
 
 
 def _write(ax: Axes, lines: Sequence[str]) -> None:
-    """Write the heading into axes of its own, which the layout keeps free whatever its letters turn out to take."""
+    """Write the heading into axes of its own, so that the layout reserves its room."""
     ax.axis("off")
     for line, text in enumerate(lines):
         points = 0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)

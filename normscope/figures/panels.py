@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.figures.axes import AUTO, Limits, Scales, XAxis, few_ticks, mean_line, number, scales_of
-from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken
+from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken, key
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
@@ -134,8 +134,20 @@ class Panel:
 
     @property
     def axis(self) -> XAxis:
-        """The axis of x that holds every pair."""
+        """The axis of x, which contains every pair."""
         return self.scales.x
+
+    @functools.cached_property
+    def centre(self) -> tuple[Limits, Limits] | None:
+        """Limits of x and y that contain nearly all pairs, where the tails reach far beyond on a linear axis.
+
+        None with shared scales: panels enlarged differently cannot be compared.
+        """
+        if self.axis.linear_width is not None or self.scales.shared:
+            return None
+        left, right = self.axis.limits
+        centre = _centre_range(self.stats)
+        return centre if centre is not None and right - left > _INSET_FROM * (centre[0][1] - centre[0][0]) else None
 
 
 def panels_of(
@@ -148,7 +160,7 @@ def panels_of(
     inches: float = 2.0,
     room: float = 2.25,
 ) -> list[Panel]:
-    """Bring together what belongs to each of some sites of a capture; ``looks`` are by default of these fits."""
+    """Make the panels of some sites of a capture; ``looks`` are by default of these fits."""
     drawn, _ = best_of(fits)
     looks = style.looks_of(drawn) if looks is None else looks
     return [
@@ -167,7 +179,7 @@ def panels_of(
 
 
 def with_shared_scales(panels: Sequence[Panel], xscale: str) -> list[Panel]:
-    """Give all panels the scales that hold every pair of each."""
+    """Return the panels with common scales that contain every pair."""
     shared = scales_of([(panel.site, panel.stats) for panel in panels], xscale, shared=True)
     return [replace(panel, scales=shared) for panel in panels]
 
@@ -250,13 +262,6 @@ def draw_channels(ax: Axes, panel: Panel, axis: XAxis) -> None:
         ax.scatter(x[of_channel], y[of_channel], color=colour, s=4, lw=0, rasterized=True, zorder=2)
 
 
-DRAW: dict[str, Callable[[Axes, Panel, XAxis], None]] = {
-    "density": draw_density,
-    "token": draw_tokens,
-    "channel": draw_channels,
-}
-
-
 def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
     """Every fitted curve, and the bounds that no output of the norm passes."""
     grid = torch.from_numpy(axis.evenly(_CURVE_POINTS))
@@ -270,20 +275,16 @@ def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
 
 
 def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
-    """One row of the panels, with its centre enlarged in an inset where the tails reach far beyond it."""
+    """Draw one row of the panels; an inset enlarges its centre where the tails reach far beyond it."""
     _draw_within(ax, panel, row, panel.axis, panel.scales.y)
     panel.axis.set_on(ax, panel.inches)
-    centre = enlarged_range(panel)
-    if centre is not None:
-        x_limits, y_limits = centre
-        _draw_within(inset_of(ax, panel, x_limits), panel, row, XAxis(x_limits), y_limits)
+    if panel.centre is not None:
+        x_limits, y_limits = panel.centre
+        _draw_within(_inset_of(ax, panel, x_limits), panel, row, XAxis(x_limits), y_limits)
 
 
-def inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
-    """Make axes for the enlarged centre in the corner that an S leaves empty; the numbers are at its right and below.
-
-    There no axis of the panel runs through them.
-    """
+def _inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
+    """Make axes for the enlarged centre in the corner that an S leaves empty, away from the panel's axes."""
     inset: Axes = ax.inset_axes(_INSET)
     inset.set_in_layout(False)  # its labels reach no farther than the panel's
     inset.yaxis.tick_right()
@@ -303,20 +304,9 @@ def _draw_within(ax: Axes, panel: Panel, row: str, axis: XAxis, y_limits: Limits
         ax.set_xscale("asinh", linear_width=axis.linear_width)
     ax.set(xlim=axis.limits, ylim=y_limits)
     DRAW[row](ax, panel, axis)
-    draw_curves(ax, panel, axis)
-    ax.set(xlim=axis.limits, ylim=y_limits)
-
-
-def enlarged_range(panel: Panel) -> tuple[Limits, Limits] | None:
-    """Limits about the origin within which nearly all pairs lie, where the tails reach far beyond on a linear axis.
-
-    None with shared scales: each panel's centre is another, and panels enlarged differently are not to be compared.
-    """
-    if panel.axis.linear_width is not None or panel.scales.shared:
-        return None
-    left, right = panel.axis.limits
-    centre = _centre_range(panel.stats)
-    return centre if centre is not None and right - left > _INSET_FROM * (centre[0][1] - centre[0][0]) else None
+    if row != RESIDUAL:
+        draw_curves(ax, panel, axis)
+        ax.set(xlim=axis.limits, ylim=y_limits)
 
 
 def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
@@ -335,7 +325,7 @@ def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
 
 
 def outline(style: Style, width: float = 1.2) -> list[withStroke]:
-    """Set lines and letters off from whatever lies behind them."""
+    """Return an outline that separates lines and letters from the background."""
     return [withStroke(linewidth=1.1 + width, foreground=style.background, alpha=0.7)]
 
 
@@ -355,15 +345,14 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
         pairs = "pairs of the sampled tokens" if sampled else "all pairs"
         whose = "one for all panels" if panels[0].scales.shared else "each panel its own"
         handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, {whose})"))
-        handles.append(Line2D([], [], color=style.ink, lw=1.4, label="E[y|x], where there are pairs enough"))
+        handles.append(key("E[y|x], where there are pairs enough", style.ink, lw=1.4))
     fits = [fit for panel in panels for fit in panel.fits]
     shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
     for curve, function in {fit.curve: fit.function for fit in fits}.items():
-        colour, dashes = panels[0].looks[curve]
         label = _formula_of(curve, function, "αx+s" if curve in shifted else "αx")
-        handles.append(Line2D([], [], color=colour, ls=dashes, lw=1.1, label=label.replace("$", r"\$")))
+        handles.append(key(label, *panels[0].looks[curve], lw=1.1))
     if bounds and any(panel.site.bound < panel.scales.y[1] for panel in panels):
-        handles.append(Line2D([], [], color=style.faint, ls=":", lw=0.9, label="bound: ±√(d−1), without centring ±√d"))
+        handles.append(key("bound: ±√(d−1), without centring ±√d", style.faint, ":"))
     return handles
 
 
@@ -378,7 +367,7 @@ def _formula_of(curve: str, function: Curve, argument: str) -> str:
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool = True) -> list[str]:
-    """Sentences below a legend: what a ceiling is, where any is written, and which curves are not drawn."""
+    """Return sentences below a legend: the meaning of a ceiling, if any is drawn, and the curves not drawn."""
     with_ceiling = [panel for panel in panels if panel.fits and panel.fits[0].r2_ceiling is not None]
     lines = []
     if ceilings and with_ceiling:
@@ -393,7 +382,7 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool
 
 
 def ceiling_note(panel: Panel) -> list[Words]:
-    """The line of the ceiling above a panel; none where there is none."""
+    """Return the line of the ceiling above a panel, if there is one."""
     ceiling = panel.fits[0].r2_ceiling if panel.fits else None
     if ceiling is None:
         return []
@@ -402,7 +391,7 @@ def ceiling_note(panel: Panel) -> list[Words]:
 
 
 def fit_notes(panel: Panel, result: Callable[[CurveFit], list[str]]) -> list[Words]:
-    """The lines above a panel: each fit's name and what is said of it, in its colour."""
+    """Return the lines above a panel: each fit's name and result, in its colour."""
     lines: list[Words] = []
     for fit in panel.fits:
         parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *result(fit)]
@@ -441,21 +430,17 @@ def residuals(
     least_count: int = _LEAST_COUNT,
     along: Callable[[Array], Array] = lambda x: x,
 ) -> Residuals:
-    """Average over each group of bins what the curves leave of y there, and see how far the folds differ.
+    """Return mean residuals of the curves in groups of bins, and the standard error of E[y|x] from the folds.
 
-    The folds are independent, pairs are not: with the share w of a group's pairs that each fold holds, and the folds'
-    means m of y there, the standard error is that of a mean of so many folds, √(Σw² · Σw(m − Σwm)² / (1 − Σw²)),
-    which is the standard deviation over folds / √folds where all hold the same number.
+    Folds are independent, pairs are not. With the folds' shares w of a group's pairs and their means m of y, the
+    standard error is √(Σw² · Σw(m − Σwm)² / (1 − Σw²)), which is sd / √folds for folds of equal size.
 
     Args:
         moments: n, Σx, Σy, … per fold and bin of x: float64 ``(folds, 6, bins)``.
         fits: of this site, none degenerate.
-        width: a group reaches over no more of x than this, unless it would hold too few pairs.
-        least_count: how many pairs a group holds at least, where there are as many.
-        along: places of x on an axis, in whose units the width is.
-
-    Returns:
-        The residuals, of no group where there is no pair.
+        width: of a group along x at most, unless it would contain too few pairs.
+        least_count: least number of pairs of a group.
+        along: position of x on an axis, in units of the width.
 
     >>> n, y = torch.full((4, 1), 50.0), torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> found = residuals(torch.stack([n, n, n * y, n, n, n], 1).double(), (), 1.0)
@@ -494,17 +479,9 @@ def _starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.in
     return np.array(starts[:-1] if held < least_count and len(starts) > 1 else starts)
 
 
-def draw_residuals(ax: Axes, panel: Panel) -> None:
-    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors of E[y|x]."""
-    centre = enlarged_range(panel)
-    _draw_residuals_within(ax, panel, panel.axis, _INSET_SHARE if centre else 0)
-    panel.axis.set_on(ax, panel.inches)
-    if centre:
-        _draw_residuals_within(inset_of(ax, panel, centre[0]), panel, XAxis(centre[0]), 0)
-
-
-def _draw_residuals_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> None:
-    """Draw what lies between these limits; above it a share of the height stays free."""
+def draw_residuals(ax: Axes, panel: Panel, axis: XAxis) -> None:
+    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors, below the inset if there is one."""
+    free = _INSET_SHARE if panel.centre and axis == panel.axis else 0
     fits = [fit for fit in panel.fits if not fit.degenerate]
     low, high = axis.along(np.array(axis.limits))
     groups = residuals(panel.stats.moments, fits, (high - low) / _GROUPS, along=axis.along)
@@ -512,8 +489,6 @@ def _draw_residuals_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> 
     inside = (groups.x >= axis.limits[0]) & (groups.x <= axis.limits[1])
     reach = _MARGIN * float(np.nanmax(np.abs(np.array([*groups.off, *([] if fits else [band])])[:, inside]), initial=0))
     reach = reach if reach > 0 else 1.0
-    if axis.linear_width is not None:
-        ax.set_xscale("asinh", linear_width=axis.linear_width)
     ax.set(xlim=axis.limits, ylim=(-reach, reach * (1 + free) / (1 - free)))
     drawn: list[Artist] = [
         ax.fill_between(groups.x, -band, band, color=panel.style.faint, alpha=_BAND_ALPHA, lw=0, zorder=1)
@@ -527,6 +502,15 @@ def _draw_residuals_within(ax: Axes, panel: Panel, axis: XAxis, free: float) -> 
     left, right = axis.limits
     for artist in drawn if free else []:
         artist.set_clip_path(Rectangle((left, -reach), right - left, 2 * reach, transform=ax.transData))
+
+
+RESIDUAL = "residual"
+DRAW: dict[str, Callable[[Axes, Panel, XAxis], None]] = {
+    "density": draw_density,
+    "token": draw_tokens,
+    "channel": draw_channels,
+    RESIDUAL: draw_residuals,
+}
 
 
 def residual_handles(panels: Sequence[Panel]) -> list[Artist]:

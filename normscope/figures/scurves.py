@@ -12,7 +12,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
@@ -21,10 +20,10 @@ from normscope.errors import UsageError, count, unknown
 from normscope.figures.axes import AUTO, check_xscale, share_colours, share_heights
 from normscope.figures.panels import (
     DRAW,
+    RESIDUAL,
     Panel,
     ceiling_note,
     draw_panel,
-    draw_residuals,
     extreme_channels,
     fit_notes,
     legend_handles,
@@ -56,11 +55,9 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers
 from normscope.runtime.files import whole_file
 
-ROWS = tuple(DRAW)
+ROWS = tuple(row for row in DRAW if row != RESIDUAL)
 FORMATS = ("png", "svg", "pdf")
 _VECTOR_DPI = 72  # at which matplotlib lays out what is in points
-_RESIDUAL = "residual"
-_ROW_NAMES = (*ROWS, _RESIDUAL)
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
 
 
@@ -79,12 +76,11 @@ def plot(
 ) -> Figure:
     """Draw the S-curves of every site of a capture.
 
-    Axes go from the smallest to the largest x. Where a few massive activations reach so far that 99 % of the pairs
-    lie in under a tenth of the width, the axis of x is asinh: nearly linear for the nine tenths of the pairs that lie
-    nearest to zero, logarithmic beyond. Elsewhere it is linear, with the centre enlarged in an inset where the tails
-    reach far beyond it. E[y|x] is drawn where 32 pairs lie on a twentieth of the axis, and broken elsewhere. The
-    dotted lines are the bounds ±√(d−1) of a LayerNorm (±√d of an RMSNorm). Of more than four curves those of the four
-    largest mean R² are drawn.
+    The axis of x contains every pair. It is linear, with the centre enlarged in an inset where the tails reach far
+    beyond it. Where massive activations leave 99 % of the pairs in a tenth of the width, it is asinh: nearly linear
+    for the 90 % of the pairs nearest to zero, logarithmic beyond. E[y|x] is drawn where 32 pairs lie within 1/20 of
+    the axis. Dotted lines are the bounds ±√(d−1) of a LayerNorm (±√d of an RMSNorm). Of more than four curves, the
+    four of largest mean R² are drawn.
 
     Args:
         capture: what :func:`normscope.capture` returned.
@@ -93,10 +89,9 @@ def plot(
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
             list or separated by commas.
         xscale: ``linear``, ``asinh`` or ``auto``.
-        share_axes: whether all panels have the same axes, and colours stand for the same in each, so that sites can be
-            compared; no centre is enlarged then, and ``auto`` is asinh where one site's pairs call for it.
-        width: of the figure, in inches; no letter is smaller than 6 points, and panels go below one another where
-            there is no room for all.
+        share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets;
+            ``auto`` is asinh if one site's pairs require it.
+        width: of the figure, in inches; narrow figures have fewer columns, and letters of at least 6 points.
         title: above all panels; by default the network's name, and weights and data below all panels; ``none`` for
             neither.
         style: ``light`` or ``dark``.
@@ -122,9 +117,15 @@ def plot(
     inches = inches_of(width, 0.5 + panel_inches[0] * columns)
     notes = [[_NOTES[row](panel) for row in shown] for panel in panels]
     blocks = math.ceil(len(panels) / columns)
-    heights = [panel_inches[1] + _note_inches(notes, place) for place in range(len(shown))]
-    height = blocks * (sum(heights) + head_inches(capture.sites, panels[0].room) + 0.12)
-    samples, handles = count(capture.n_samples, "sample"), _handles(capture, panels, shown)
+    lines = [max(map(len, of_row)) for of_row in zip(*notes, strict=True)]  # above the panels of each row
+    rows_inches = len(shown) * panel_inches[1] + sum(lines) * LINE_POINTS / 72
+    height = blocks * (rows_inches + head_inches(capture.sites, panels[0].room) + 0.12)
+    handles = legend_handles(
+        panels, density="density" in shown, sampled="sample" in capture.about, bounds=set(shown) != {RESIDUAL}
+    )
+    if RESIDUAL in shown:
+        handles += residual_handles(panels)
+    samples = count(capture.n_samples, "sample")
     foot = remarks(panels, fits, ceilings="density" in shown)
     with sheet(theme, inches, height, title, capture.about, samples, foot=foot, handles=handles) as figure:
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
@@ -135,8 +136,7 @@ def plot(
             for place, row in enumerate(shown):
                 panel_ax = axes[block * len(shown) + place, column]
                 panel_ax.set_visible(True)
-                least = max(len(of_panel[place]) for of_panel in notes)
-                _draw(panel_ax, panel, row, notes[number][place], least, title=place == 0)
+                _draw(panel_ax, panel, row, notes[number][place], lines[place], title=place == 0)
                 if column == 0:
                     panel_ax.set_ylabel(_name_of_y(row), labelpad=1)
                 elif share_axes:
@@ -145,20 +145,12 @@ def plot(
                     panel_ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
         if share_axes:
             for place, row in enumerate(shown):
-                _share([ax for ax in axes[place :: len(shown)].flat if ax.get_visible()], row)
+                of_row = [ax for ax in axes[place :: len(shown)].flat if ax.get_visible()]
+                if row == "density":
+                    share_colours(of_row)
+                elif row == RESIDUAL:
+                    share_heights(of_row)
     return figure
-
-
-def _share(axes: Sequence[Axes], row: str) -> None:
-    """Give the panels of a row what only drawing them told: the numbers of pairs, and how large residuals are."""
-    if row == "density":
-        share_colours(axes)
-    elif row == _RESIDUAL:
-        share_heights(axes)
-
-
-def _note_inches(notes: Sequence[Sequence[Sequence[Words]]], place: int) -> float:
-    return max(len(of_panel[place]) for of_panel in notes) * LINE_POINTS / 72
 
 
 def _draw_on(
@@ -181,17 +173,17 @@ def _draw_on(
 
 
 def _name_of_y(row: str) -> str:
-    return "E[y|x] − fit" if row == _RESIDUAL else "output before affine, y"
+    return "E[y|x] − fit" if row == RESIDUAL else "output before affine, y"
 
 
 def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) -> Path:
-    """Write a figure, whole or not at all; its format is the suffix of ``path``, and it says in itself what it shows.
+    """Write a figure to a file whose suffix is its format, with its provenance in the metadata.
 
     Args:
         figure: what :func:`normscope.plot`, :func:`normscope.overview` or another of them drew.
         path: of the file.
-        shown: a capture or a list of them, of which the file holds model, weights, data, versions and seed as JSON; or
-            what it is to hold in their place.
+        shown: a capture or a list of them, whose model, weights, data, versions and seed the file contains as JSON; or
+            other JSON.
         dpi: dots per inch, also of the points within svg and pdf.
 
     Returns:
@@ -220,7 +212,7 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
 
 @contextlib.contextmanager
 def _laid_out(figure: Figure, kind: str, dpi: int) -> Iterator[None]:
-    """Lay a figure out as it will be in a file; what saves it would otherwise draw all of it once more to do so."""
+    """Lay a figure out as it will be in a file; otherwise savefig draws all of it twice."""
     engine, canvas, dots = figure.get_layout_engine(), figure.canvas, figure.dpi
     if engine is None:
         yield
@@ -241,11 +233,11 @@ def _laid_out(figure: Figure, kind: str, dpi: int) -> Iterator[None]:
 
 
 def rows_named(rows: str | Sequence[str]) -> list[str]:
-    """Look the rows of a figure up; UsageError where there is none of that name."""
+    """Return the names of a figure's rows as a list; UsageError for an unknown name."""
     names = [name.strip() for name in (rows.split(",") if isinstance(rows, str) else rows)]
     for name in names:
-        if name not in _ROW_NAMES:
-            raise UsageError(unknown("colouring", name, _ROW_NAMES))
+        if name not in DRAW:
+            raise UsageError(unknown("colouring", name, DRAW))
     return list(dict.fromkeys(names))
 
 
@@ -256,16 +248,13 @@ def _origin(shown: Any) -> Any:
 
 
 def _draw(ax: Axes, panel: Panel, row: str, notes: Sequence[Words], least: int = 0, *, title: bool) -> None:
-    if row == _RESIDUAL:
-        draw_residuals(ax, panel)
-    else:
-        draw_panel(ax, panel, row)
+    draw_panel(ax, panel, row)
     if row == "token":
         _draw_scale(ax, panel)
     pad = write_above(ax, notes, least)
     if title:
         pairs = f"{panel.stats.n_pairs:,} pairs"
-        bound = panel.site.bound  # said where its lines lie beyond the panel
+        bound = panel.site.bound  # written where its lines lie beyond the panel
         bounded = [f"{pairs} · |y| ≤ {bound:.3g}"] if panel.scales.y[1] < bound < math.inf else []
         head_panel(ax, panel.site, [*bounded, pairs], panel.room, pad)
 
@@ -323,12 +312,5 @@ _NOTES: dict[str, Callable[[Panel], list[Words]]] = {
     "density": _density_notes,
     "token": _token_notes,
     "channel": _channel_notes,
-    _RESIDUAL: lambda panel: fit_notes(panel, lambda fit: [f"RMSE {fit.rmse:.3g}"]),
+    RESIDUAL: lambda panel: fit_notes(panel, lambda fit: [f"RMSE {fit.rmse:.3g}"]),
 }
-
-
-def _handles(capture: Capture, panels: Sequence[Panel], rows: Sequence[str]) -> list[Artist]:
-    shown = legend_handles(
-        panels, density="density" in rows, sampled="sample" in capture.about, bounds=set(rows) != {_RESIDUAL}
-    )
-    return [*shown, *(residual_handles(panels) if _RESIDUAL in rows else [])]

@@ -15,7 +15,7 @@ from normscope.figures.panels import outline
 from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, that_fits, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
-from normscope.tables.speed import SCOPES, duration
+from normscope.tables.swaps import SCOPES, duration
 
 _PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 2.3, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
@@ -31,12 +31,9 @@ def plot_speed(
 ) -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
-    A whisker that goes on beyond the panel ends in an arrow.
-
-    A dotted line through each group is the native norm's median (through ``fused`` the eager one's, through ``compile +
-    fused`` the compiled one's): a bar that ends before it is faster by the median. Its number is printed in bold only
-    where the timing says ``faster``, in italics where it says ``slower``, and with a question mark where the passes are
-    too few to tell. What did not run has no bar and says so.
+    A whisker that continues beyond the panel ends in an arrow. A dotted line through each group is the native norm's
+    median: the eager one's for ``fused``, the compiled one's for ``compile + fused``. Numbers are bold for the verdict
+    ``faster``, in italics for ``slower``, and have a question mark where the passes are too few to tell.
 
     Args:
         report: what :func:`normscope.bench` returned.
@@ -45,8 +42,7 @@ def plot_speed(
         style: ``light`` or ``dark``.
 
     Returns:
-        A matplotlib figure: a panel for each of norm alone and whole network, forward and forward + backward, dtype and
-        timer.
+        A figure with a panel for each of norm alone and whole network, number of passes, dtype and timer.
 
     Raises:
         UsageError: if there is no such style, or nothing was timed.
@@ -56,7 +52,7 @@ def plot_speed(
     panels = [rows for scope, passes in kinds for rows in _rows_of(report.rows, scope, passes)]
     if not panels:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
-    most = _MOST_ACROSS if width is None else max(1, int((width - 0.3) / _LEAST_PANEL_INCHES))
+    most = _MOST_ACROSS if width is None else max(1, min(_MOST_ACROSS, int((width - 0.3) / _LEAST_PANEL_INCHES)))
     across = _across(len(panels), most)
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
@@ -73,13 +69,13 @@ def plot_speed(
     return figure
 
 
-def _across(panels: int, most: int = _MOST_ACROSS) -> int:
+def _across(panels: int, most: int) -> int:
     """Return the number of columns that leaves the fewest places empty; of equals, the largest.
 
-    >>> [_across(panels) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
+    >>> [_across(panels, 4) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
     [1, 2, 3, 4, 3, 3, 4, 4]
     """
-    most = min(most, _MOST_ACROSS, panels)
+    most = min(most, panels)
     return min(range(min(2, most), most + 1), key=lambda across: (-panels % across, -across))
 
 
@@ -95,13 +91,13 @@ def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timin
     ]
 
 
-def _groups(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
+def _by_way(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
     return [(way, [row for row in rows if row.way == way]) for way in dict.fromkeys(row.way for row in rows)]
 
 
 def _height(rows: Sequence[Timing]) -> float:
     """Height of a panel in bars, with a heading and a gap for each group."""
-    return len(rows) + (_GAP + 1) * len(_groups(rows)) - _GAP
+    return len(rows) + (_GAP + 1) * len(_by_way(rows)) - _GAP
 
 
 def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None:
@@ -111,8 +107,7 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     right = _MOST_MEDIANS * max(medians, default=1.0) / scale
     labels: list[tuple[float, str]] = []
     y = 0.0
-    groups = _groups(rows)
-    for way, group in groups:
+    for way, group in _by_way(rows):
         ax.text(0, y, way, ha="left", va="center", fontproperties=_TITLE, color=style.ink)
         beside = BESIDE.get(group[0].way, way)
         native = next((row.median for row in rows if (row.way, row.variant) == (beside, _NATIVE)), None)
@@ -166,7 +161,7 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
 
 
 def _colour(variant: str, style: Style) -> Any:
-    """A curve has its colour of every other figure; what is no curve stands back."""
+    """Return a curve's colour in all figures; other variants are faint."""
     if variant == _NATIVE:
         return style.ink
     try:

@@ -1,7 +1,4 @@
-"""Parts shared by all figures: colours, sizes, the sheet with title and footer, and texts above panels.
-
-Colours are told apart by people with any colour vision, on paper and on a dark screen.
-"""
+"""Parts shared by all figures: colours, sizes, the sheet with title and footer, and texts above panels."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
@@ -51,7 +49,7 @@ class Style:
     Attributes:
         background: of figure and panels.
         ink: text, axes and E[y|x].
-        faint: bounds, grids and whatever stands back.
+        faint: bounds, grids and background elements.
         curves: colours of the fitted curves.
         density: matplotlib colour map of numbers of pairs.
         tokens: matplotlib colour map of the tokens' σ.
@@ -69,8 +67,7 @@ class Style:
     def looks(self, curves: Iterable[str] = ()) -> dict[str, Look]:
         """Return a colour and a line style for every built-in curve and for each of ``curves``.
 
-        A built-in curve has the same in every figure; others take what is left, in the order in which they come. No
-        two look alike up to a number of 30, and those of the same colour differ in their dashes.
+        Built-in curves look the same in every figure; others follow in order. Up to 30 curves, no two look alike.
 
         >>> looks = STYLES["light"].looks(["tanh", "my_curve"])
         >>> looks["tanh"]
@@ -154,7 +151,7 @@ STYLES = {
 
 
 def style_named(name: str) -> Style:
-    """Look a theme up; UsageError where there is none of that name."""
+    """Return a theme by its name; UsageError for an unknown one."""
     if name not in STYLES:
         raise UsageError(unknown("style", name, STYLES))
     return STYLES[name]
@@ -166,7 +163,7 @@ _LEAST_PANEL = (1.3, 1.2)
 
 
 def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, float]]:
-    """Return how many of some panels stand beside one another, and how many inches each takes, its ticks included.
+    """Return the number of columns for some panels, and the width and height of each in inches, ticks included.
 
     >>> columns_within(8, None), columns_within(8, 5.5)[0], columns_within(2, 3.25)[0]
     ((6, (2.35, 2.05)), 4, 2)
@@ -187,16 +184,13 @@ _LETTERS = TextToPath()
 
 
 def width_of(text: str, font: FontProperties) -> float:
-    """Return how many inches a text takes, of several lines the longest, without drawing it."""
+    """Return the width of a text's longest line in inches, without drawing it."""
     widths = [_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0] for line in text.split("\n")]
     return float(max(widths)) / 72 * _HINTING
 
 
 def tail(text: str, inches: float, font: FontProperties) -> str:
-    """Shorten a text from the left, as the end of a module path tells it from the others, to so many inches.
-
-    What would break the line or turn its letters is written out, see :func:`normscope.runtime.files.visible`.
-    """
+    """Shorten a text from the left to so many inches, as module paths differ at their ends."""
     text = visible(text)
     if width_of(text, font) <= inches:
         return text
@@ -205,16 +199,13 @@ def tail(text: str, inches: float, font: FontProperties) -> str:
 
 
 def that_fits(texts: Sequence[str], inches: float, points: float = 7) -> str:
-    """Return the first of several ways to say something that takes so many inches at most, or the last."""
+    """Return the first of several texts that is at most so many inches wide, or the last."""
     font = FontProperties(size=points)
     return next((text for text in texts if width_of(text, font) <= inches), texts[-1])
 
 
 def wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
-    """Break a text into lines of so many inches, at spaces where it can; what is far too long ends in an ellipsis.
-
-    What would break a line elsewhere, or turn its letters, is written out, see :func:`normscope.runtime.files.visible`.
-    """
+    """Break a text into at most three lines of so many inches, at spaces where possible; the rest is an ellipsis."""
     text, lines = visible(text), list[str]()
     while text:
         fitting = bisect_left(range(len(text)), True, key=lambda n: width_of(text[: n + 1], font) > inches)
@@ -227,7 +218,7 @@ def wrapped(text: str, inches: float, font: FontProperties) -> list[str]:
 
 
 def legend_columns(labels: Sequence[str], inches: float, font: FontProperties) -> int:
-    """Return how many columns of a legend lie within so many inches, filled and spaced as matplotlib does."""
+    """Return the number of columns of a legend that fit, filled and spaced as matplotlib does."""
     widths, em = [width_of(label, font) for label in labels], font.get_size_in_points() / 72
 
     def width(columns: int) -> float:
@@ -265,17 +256,6 @@ def literal(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def titles_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return a norm's number and the end of its path, in a line of so many inches, or in two where they are few."""
-    number, name = f"{site.index}  ", visible(site.name)
-    room = inches - width_of(number, font)
-    if inches <= _NARROWEST and width_of(name, font) > room:
-        ends = [name[at + 1 :] for at, letter in enumerate(name) if letter == "."]
-        if end := next((end for end in ends if width_of(end, font) <= inches), ""):
-            return [number + tail(name.removesuffix(end), room, font), end]
-    return [number + tail(name, room, font)]
-
-
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
     """Write a norm's name above a panel, and the first line of detail that fits."""
     font = _head_font(inches)
@@ -284,27 +264,29 @@ def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, 
     ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
 
 
-def _head_font(inches: float) -> FontProperties:
-    return FontProperties(size=7.5 if inches > _NARROW else 6.5)
-
-
 def head_inches(sites: Iterable[NormSite], inches: float) -> float:
-    """Return how high the heads of panels of so many inches are, which :func:`head_panel` writes, at most."""
+    """Return the height of the tallest text that :func:`head_panel` writes above panels of this width."""
     font = _head_font(inches)
     most = max(len(name_lines(site, inches, font)) + 1 for site in sites)
     return most * 1.25 * font.get_size_in_points() / 72
 
 
+def _head_font(inches: float) -> FontProperties:
+    return FontProperties(size=7.5 if inches > _NARROW else 6.5)
+
+
 def name_lines(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return which norm it is, and of which kind, in lines of so many inches."""
-    return [*titles_of(site, inches, font), *kind_of(site, inches, font)]
-
-
-def kind_of(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return a norm's class, d and placement, in one line of so many inches or in two."""
+    """Return number and path of a norm, then its class, d and placement; each in one line, or in two if narrow."""
+    number, path = f"{site.index}  ", visible(site.name)
+    room = inches - width_of(number, font)
+    lines = [number + tail(path, room, font)]
+    if inches <= _NARROWEST and width_of(path, font) > room:
+        ends = [path[at + 1 :] for at, letter in enumerate(path) if letter == "."]
+        if end := next((end for end in ends if width_of(end, font) <= inches), ""):
+            lines = [number + tail(path.removesuffix(end), room, font), end]
     parts = [part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part]
     whole = " · ".join(parts)
-    return [whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts]
+    return [*lines, *([whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts])]
 
 
 Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
@@ -313,8 +295,7 @@ LINE_POINTS = 7.6
 _ABOVE_POINTS = 2.5
 _BELOW_TITLE = 3.0
 _SPACE_POINTS = 3.6
-_TITLE_POINTS = 7.5
-NOTE, LEGEND = FontProperties(size=LEAST_POINTS), FontProperties(size=6.5)
+NOTE, LEGEND, _TITLE = (FontProperties(size=points) for points in (LEAST_POINTS, 6.5, 7.5))
 NONE = "none"
 _DIGEST = re.compile(r" \(sha256 [0-9a-f]+\)|, sha256 [0-9a-f]+|sha256 [0-9a-f]+, ")
 
@@ -357,7 +338,7 @@ def write_at(
 
 
 def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
-    """Put parts of a text into as few lines of so many inches as they need; no part is divided."""
+    """Put parts of a text into as few lines as fit; no part is divided."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}  {part}" if lines else part
@@ -369,7 +350,7 @@ def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
 
 
 def lined(words: Words, inches: float) -> list[Words]:
-    """Put words of several colours into as few lines of so many inches as they need."""
+    """Put words of several colours into as few lines as fit."""
     lines: list[list[tuple[str, str]]] = [[]]
     left = inches
     for text, colour in words:
@@ -392,12 +373,12 @@ def strip_above(ax: Axes, left_points: float, width_points: float) -> Axes:
 
 
 def heading(about: Mapping[str, str], samples: str = "") -> str:
-    """Name the network, and the part of its data if it is one: a figure's title."""
+    """Return a figure's title: the network, and the part of its data if there is one."""
     return " · ".join(part for part in (about.get("model"), about.get("part"), samples) if part)
 
 
 def without_digest(text: str) -> str:
-    """Leave out the digest of a file, which nobody compares by eye; the figure's metadata hold it.
+    """Remove the digest of a file, which the figure's metadata contain.
 
     >>> without_digest("embedded net (trained on digits, sha256 0123456789ab)"), without_digest("net (sha256 01ab)")
     ('embedded net (trained on digits)', 'net')
@@ -405,18 +386,12 @@ def without_digest(text: str) -> str:
     return _DIGEST.sub("", text)
 
 
-def provenance(about: Mapping[str, str], names: Sequence[str] = ("weights", "data")) -> str:
-    """Name weights and data in one line, as far as they are known: a figure's footer."""
-    return " · ".join(f"{name}: {without_digest(about[name])}" for name in names if name in about)
-
-
 def title_and_foot(
     title: str | None, usual: str, about: Mapping[str, str], names: Sequence[str] = ("weights", "data")
 ) -> tuple[str, str]:
-    """Decide what stands above a figure and below it.
+    """Return a figure's title, and the line of weights and data below it.
 
-    Without a title of one's own, the usual one and, as with one, where everything is from; ``none`` is neither. That
-    weights are not trained stands in every figure.
+    By default the usual title, and weights and data below; ``none`` leaves out both, but never that weights are random.
 
     >>> title_and_foot("none", "net", {"weights": "w", "data": "d"})
     ('', '')
@@ -425,16 +400,13 @@ def title_and_foot(
     """
     if title == NONE:
         weights = without_digest(about.get("weights", ""))
-        return "", weights if _made(weights) else ""
-    return usual if title is None else title, provenance(about, names)
-
-
-def _made(weights: str) -> bool:
-    return "random" in weights.lower() or "made" in weights.lower()
+        return "", weights if "random" in weights.lower() or "made" in weights.lower() else ""
+    foot = " · ".join(f"{name}: {without_digest(about[name])}" for name in names if name in about)
+    return usual if title is None else title, foot
 
 
 def inches_of(width: float | None, usual: float) -> float:
-    """Return how wide a figure is that may have been asked to be so many inches wide; UsageError if none can be."""
+    """Return a figure's width in inches, the default if None was asked for; UsageError if it is out of range."""
     if width is not None and not 2 <= width <= 100:
         raise UsageError(f"A figure cannot be {width:g} inches wide: take 2 to 100; a column of a paper has 3 to 7.")
     return width or usual
@@ -452,72 +424,46 @@ def sheet(
     foot: Sequence[str] = (),
     handles: Sequence[Artist] = (),
     names: Sequence[str] = ("weights", "data"),
+    font: FontProperties = LEGEND,
+    **layout: Any,
 ) -> Iterator[Figure]:
-    """Make the figure of a network, and keep the style's parameters while its panels are drawn.
+    """Make a figure with a title above its panels, and a legend and lines of text below; nothing overlaps.
+
+    The style's parameters apply while its panels are drawn.
 
     Args:
         style: of the figure.
         width: in inches.
-        height: in inches, of its panels, as of :func:`framed`.
-        title: that the user asked for, see :func:`title_and_foot`.
+        height: of its panels, in inches; title, legend and foot add to it.
+        title: the user's, see :func:`title_and_foot`.
         about: of the network.
-        detail: in the usual title, after the network's name.
-        foot: lines above the one on weights and data.
-        handles: of the legend.
-        names: of what the last line reports of ``about``.
-    """
-    above, origin = title_and_foot(title, heading(about, detail), about, names)
-    with matplotlib.rc_context(style.rc()):
-        yield framed(width, height, above, [*foot, origin], style, handles)
-
-
-def framed(
-    width: float,
-    height: float,
-    title: str,
-    foot: Sequence[str],
-    style: Style,
-    handles: Sequence[Artist] = (),
-    font: FontProperties = LEGEND,
-    **layout: Any,
-) -> Figure:
-    """Make a figure with a title above all panels, and a legend and lines of text below, nothing over one another.
-
-    Args:
-        width: of the figure, in inches.
-        height: of its panels and what stands between them; the figure is as much higher as the rest takes.
-        title: empty for none.
-        foot: texts, each of which begins a line; empty ones are left out.
-        style: of the figure.
-        handles: of the legend; labels too long for the figure are broken into lines.
+        detail: in the default title, after the network's name.
+        foot: texts above the line of weights and data, each on a line of its own.
+        handles: of the legend; long labels are wrapped.
+        names: entries of ``about`` in the last line.
         font: of the legend.
         layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
     """
-    figure = Figure(figsize=(width, height))
-    font_of_title = FontProperties(size=_TITLE_POINTS)
-    head = wrapped(title, width - 0.2, font_of_title)
-    lines = [line for text in foot if text for line in wrapped(text, width - 0.2, NOTE)]
-    below = 0.04 + 0.12 * len(lines) if lines else 0.0
-    legend = _legend(figure, handles, font)
-    legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
-    whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
-    figure.set_size_inches(width, whole)
-    if head:
-        figure.suptitle("\n".join(head), fontproperties=font_of_title, parse_math=False)
-    if lines:
-        figure.text(
-            *(0.5, 0.03 / whole, "\n".join(lines)),
-            ha="center",
-            va="bottom",
-            color=style.faint,
-            fontproperties=NOTE,
-            parse_math=False,
-        )
-    if legend:
-        legend.set_bbox_to_anchor((0.5, below / whole))
-    below = (below + legend_inches) / whole
-    figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
-    return figure
+    above, origin = title_and_foot(title, heading(about, detail), about, names)
+    head = wrapped(above, width - 0.2, _TITLE)
+    lines = [line for text in (*foot, origin) for line in wrapped(text, width - 0.2, NOTE)]
+    with matplotlib.rc_context(style.rc()):
+        figure = Figure(figsize=(width, height))
+        below = 0.04 + 0.12 * len(lines) if lines else 0.0
+        legend = _legend(figure, handles, font)
+        legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
+        whole = height + (0.06 + 0.13 * len(head) if head else 0.0) + below + legend_inches
+        figure.set_size_inches(width, whole)
+        if head:
+            figure.suptitle("\n".join(head), fontproperties=_TITLE, parse_math=False)
+        if lines:
+            look: dict[str, Any] = {"ha": "center", "va": "bottom", "color": style.faint, "fontproperties": NOTE}
+            figure.text(0.5, 0.03 / whole, "\n".join(lines), parse_math=False, **look)
+        if legend:
+            legend.set_bbox_to_anchor((0.5, below / whole))
+        below = (below + legend_inches) / whole
+        figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
+        yield figure
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> Legend | None:
@@ -531,8 +477,12 @@ def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> 
         if width_of(text, font) > room:
             handle.set_label("\n".join(wrapped(text, room, font)).replace("$", r"\$"))
     columns = legend_columns([str(handle.get_label()) for handle in handles], width, font)
-    legend = figure.legend(
-        handles=handles, loc="lower center", bbox_to_anchor=(0.5, 0), borderaxespad=0.2, ncols=columns, prop=font
-    )
-    legend.set_in_layout(False)  # as nothing else leaves room for text below it
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 0.2}
+    legend = figure.legend(handles=handles, ncols=columns, prop=font, **place)
+    legend.set_in_layout(False)  # the rectangle of the layout leaves room for it
     return legend
+
+
+def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> Line2D:
+    """Make a legend's entry, in which no dollar sign begins a formula: a line, or with a ``marker`` a point."""
+    return Line2D([], [], color=color, ls=ls, lw=lw, label=literal(label), **look)

@@ -7,19 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
-from normscope.tables.table import (
-    NONE,
-    Column,
-    Explanation,
-    as_cell,
-    names,
-    number,
-    several,
-    table_of,
-    with_interval,
-    words,
-)
+from normscope.runtime.files import visible
+from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
     from normscope.fits.card import NormCard, Tails, TailToken
@@ -32,12 +23,12 @@ _SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
 
 
 def card_tables(cards: Sequence[NormCard]) -> list[Table]:
-    """The whole card of one site; of several, a line each on what scaling does and on what makes the tails."""
+    """Make the whole card of one site, or of several sites the tables of scale and of tails."""
     return [card_table(cards[0])] if len(cards) == 1 else [scale_table(cards), tails_table(cards)]
 
 
 def scale_table(cards: Sequence[NormCard]) -> Table:
-    """One line a site: what centring and scaling do to its tokens."""
+    """Make a table with one line per site: effects of centring and scaling on its tokens."""
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
         *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring, (0, 0, 4, 1)),
@@ -64,7 +55,7 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
 
 
 def tails_table(cards: Sequence[NormCard]) -> Table:
-    """One line a site: what is large, and where it is."""
+    """Make a table with one line per site: large values and their places."""
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
         *several(
@@ -88,12 +79,12 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
 
 
 def card_table(card: NormCard) -> Table:
-    """All of one site's card, a line a question."""
+    """Make the whole card of one site, with one line per question."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold", min_width=24)
     for question, answer in card_lines(card):
-        table.add_row(question, as_cell(answer))
+        table.add_row(question, Text(visible(answer)))
     return table
 
 
@@ -214,7 +205,7 @@ def gradient_tables(views: Sequence[GradientView]) -> list[Table]:
 
 
 def jacobians_table(views: Sequence[GradientView]) -> Table:
-    """One line a site: what the diagonal holds, and how well each curve's derivative predicts it."""
+    """Make a table with one line per site: share of the diagonal, and R² of each curve's derivative."""
     curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
     columns: list[Column[GradientView]] = [
         names("site", lambda view: view.site),
@@ -238,13 +229,13 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
         Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative", after="; "),
         *_held_out(views),
     ]
-    missing = [as_cell(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
+    missing = [visible(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
     caption += [Explanation(f"{_NOT_COVERED}: {line}", after="\n") for line in missing]
     return _aligned(table_of(views, columns, caption=caption, remark=_remark, named=4))
 
 
 def _aligned(table: Table) -> Table:
-    """Let columns without a number stand at their left."""
+    """Left-align columns without a number."""
     for column in table.columns:
         if column is not table.columns[0]:
             column.justify = "right" if any(letter.isdigit() for letter in "".join(map(str, column.cells))) else "left"
@@ -271,7 +262,7 @@ def _held_out(views: Sequence[GradientView]) -> list[Explanation]:
 
 
 def constants_table(views: Sequence[GradientView]) -> Table:
-    """Two lines a site, its centre and its tail: how constant what DyT and DyISRU assume constant is."""
+    """Make a table with two lines per site, centre and tail: spread of the terms that DyT and DyISRU hold constant."""
     rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
     columns: list[Column[tuple[GradientView, str]]] = [
         names("site", lambda row: row[0].site if row[1] != "tail" else ""),

@@ -11,18 +11,8 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.fits.curves.known import FREE
-from normscope.tables.table import (
-    NONE,
-    Column,
-    Explanation,
-    as_cell,
-    names,
-    number,
-    several,
-    table_of,
-    with_interval,
-    words,
-)
+from normscope.runtime.files import visible
+from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
     from normscope.fits.advice import Advice, Layerwise, StartingValue, TokenSlopes
@@ -36,7 +26,7 @@ _SIGMOID = "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^�
 
 
 def fits_table(fits: Sequence[CurveFit]) -> Table:
-    """One line a site and curve; where the pairs do not bend, A and α give way to the word 'straight'."""
+    """Make a table with one line per site and curve; 'straight' replaces A and α that are not identifiable."""
     rivals = Counter((fit.site, fit.channel, fit.parameters) for fit in fits)
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
@@ -56,7 +46,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
 
 
 def channels_table(fits: Sequence[CurveFit]) -> Table:
-    """One line a site and curve: quantiles over the channels, whose fits are in the JSON document and the rows."""
+    """Make a table with one line per site and curve: quantiles over the channels."""
     groups: dict[tuple[str, str], list[CurveFit]] = {}
     for fit in fits:
         groups.setdefault((fit.site, fit.curve), []).append(fit)
@@ -82,7 +72,7 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
 
 
 def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
-    """One line a site: how the slopes of its tokens' lines are distributed."""
+    """Make a table with one line per site: quantiles of its tokens' slopes."""
     shares = list(slopes[0].slopes) if slopes else []
     columns: list[Column[TokenSlopes]] = [
         names("site", lambda row: row.site),
@@ -107,7 +97,7 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
 
 
 def layerwise_line(means: Layerwise) -> str:
-    """The two figures of arXiv 2605.14047, in words."""
+    """Return the two mean R² of arXiv 2605.14047 as a sentence."""
     return (
         f"mean R² over {means.sites} sites: {means.r2:.3f} with {means.func} everywhere, {means.r2_best:.3f} with the "
         f"best of {count(means.curves, 'curve')} at each, with {count(means.parameters or 0, 'free parameter')} each"
@@ -156,7 +146,7 @@ def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
 
 
 def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
-    """The meaning of the columns, as far as there is something in them."""
+    """Yield the meaning of the columns with content."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
     weights = weighted.get(fits[0].weights_by, "") if fits else ""
     yield Explanation(f"y ≈ {_formula(fits)}{weights}; fitted: {_forms(fits)}")
@@ -165,12 +155,12 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
         yield Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}")
         yield Explanation("ceiling: R² of the best held-out function of x that was found", ("ceiling",))
         if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
-            where = as_cell(", ".join(low))
+            where = visible(", ".join(low))
             yield Explanation(f"too low at {where}: x repeats there, finer than bins resolve", ("ceiling",), "; ")
         yield Explanation("of it: the curve's held-out R² over that", ("of it",), "; ")
     else:
         yield Explanation("no folds, and so no intervals and no ceiling")
-    if passing := dict.fromkeys(as_cell(fit.curve) for fit in fits if (fit.of_ceiling or 0) > _PASSES):
+    if passing := dict.fromkeys(visible(fit.curve) for fit in fits if (fit.of_ceiling or 0) > _PASSES):
         better = f"{', '.join(passing)} predicts held-out folds better than what the others chose"
         yield Explanation(f"of it above 1: {better}", ("of it",))
     yield Explanation("tail: RMSE beyond the 99th percentile of |x|", ("tail",))
@@ -206,7 +196,7 @@ def _quantile(values: Sequence[float], share: float) -> str:
 
 
 def advice_table(advice: Sequence[Advice]) -> Table:
-    """One line a kind of site and curve: where its point-wise functions start, and what was published for such."""
+    """Make a table with one line per kind of site and curve: start values, and published ones."""
     from normscope.fits.advice import NOTE_ON_PUBLISHED, NOTE_ON_START
 
     shifted = any(row.shift and (row.shift.least or row.shift.most) for row in advice)
@@ -252,7 +242,7 @@ _INDEPENDENT = "Of different inputs, captures count as independent."
 
 
 def comparison_table(rows: Sequence[Compared]) -> Table:
-    """One line a site, curve and capture; those of one site and curve follow one another."""
+    """Make a table with one line per site, curve and capture."""
     places = [(row.counterpart, row.fit.curve) for row in rows]
     begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
     differ = len({row.d for row in rows}) > 1

@@ -1,17 +1,16 @@
-"""Records as tables for a terminal: what all tables share, and the short ones."""
+"""Tables for a terminal: columns declared one by one, a layout for any width, and the short tables."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -30,17 +29,17 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A column of a table; by default of numbers, which stand at its right and are never cut.
+    """A column of a table; by default of numbers, which are right-aligned and never broken.
 
     Attributes:
-        heading: what stands above it.
+        heading: printed above it.
         cell: from a row to the text of its cell.
-        shown: whether there is anything to show in it.
+        shown: False for a column without content.
         justify: ``left`` or ``right``.
-        folds: whether its long texts may take several lines.
-        drop: how soon the column gives way where a table is wider than the terminal: 0 never, the largest first.
-        label: what it is called where it gave way, if its heading does not say it.
-        once: whether a text that is that of the line above gives way to nothing.
+        folds: long texts may take several lines.
+        drop: order in which columns are left out of a narrow terminal, the largest first; 0 is never left out.
+        label: name in the list of columns left out, by default the heading.
+        once: leave the cell empty where the row above has the same text.
     """
 
     heading: str
@@ -54,12 +53,12 @@ class Column(Generic[Row]):
 
 
 def names(heading: str, cell: Callable[[Row], str], drop: int = 0, *, once: bool = False) -> Column[Row]:
-    """Describe a column of long names or sentences, which fold."""
+    """Declare a column of long names or sentences, which fold."""
     return Column(heading, cell, justify="left", folds=True, drop=drop, once=once)
 
 
 def words(heading: str, cell: Callable[[Row], str], drop: int = 0) -> Column[Row]:
-    """Describe a column of short words."""
+    """Declare a column of short words."""
     return Column(heading, cell, justify="left", drop=drop)
 
 
@@ -71,12 +70,24 @@ def several(
     labels: Sequence[str] = (),
     shown: bool = True,
 ) -> Iterable[Column[Row]]:
-    """Describe columns of numbers whose texts one function gives, a list for each row."""
-    every = itertools.zip_longest(headings, drops, labels)
-    return (
-        Column(heading, lambda row, place=place: cells(row)[place], shown, drop=drop or 0, label=label or "")  # type: ignore[misc]
-        for place, (heading, drop, label) in enumerate(every)
-    )
+    """Declare columns of numbers whose texts one function returns, a list per row."""
+    for place, (heading, drop, label) in enumerate(zip_longest(headings, drops, labels)):
+        yield Column(heading, lambda row, place=place: cells(row)[place], shown, drop=drop or 0, label=label or "")  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A part of a caption, left out with the columns that it explains.
+
+    Attributes:
+        text: of the part.
+        of: labels of the columns that it explains; empty if it is about the whole table.
+        after: separator from the part before.
+    """
+
+    text: str
+    of: Sequence[str] = ()
+    after: str = " · "
 
 
 def table_of(
@@ -87,47 +98,33 @@ def table_of(
     remark: Callable[[Row], str | None] = lambda row: None,
     named: int = 1,
 ) -> AdaptiveTable:
-    """Make a table, a line a row.
+    """Make a table with one line per row.
 
     Args:
         rows: records.
-        columns: those that are not ``shown`` are left out.
-        caption: below it, in parts where some are about single columns; what stands for itself in it has gone through
-            :func:`as_cell`.
-        remark: what is said of a row in place of its numbers; None where it has numbers.
-        named: how many columns, of those shown, come before such a remark.
+        columns: of the table, without those that are not ``shown``.
+        caption: below it.
+        remark: a row's text in place of its numbers; None where it has numbers.
+        named: number of shown columns before such a remark.
     """
     columns = [column for column in columns if column.shown]
-    table = AdaptiveTable()
+    table = AdaptiveTable(columns)
     table.explain([Explanation(caption)] if isinstance(caption, str) else list(caption))
-    for column in columns:
-        table.add_column(as_cell(column.heading), justify=column.justify)
-        table.priorities.append(column.drop)
-        table.labels.append(column.label or column.heading)
-        table.folding.append(column.folds)
     above: list[str] = []
     for number_of_row, row in enumerate(rows):
-        said = remark(row)
-        cells = [column.cell(row) for column in columns[: None if said is None else named]]
-        shown = ["" if columns[n].once and above[n : n + 1] == [text] else text for n, text in enumerate(cells)]
-        table.add_row(*map(as_cell, shown if said is None else [*shown, said]))
-        if said is not None:
+        text = remark(row)
+        cells = [column.cell(row) for column in columns[: None if text is None else named]]
+        shown = ["" if columns[n].once and above[n : n + 1] == [cell] else cell for n, cell in enumerate(cells)]
+        if text is not None:
+            shown.append(text)
             table.spans[number_of_row] = named
+        table.add_row(*map(visible, shown))
         above = cells
     return table
 
 
-def as_cell(text: str) -> str:
-    r"""Write a text for a cell, a title or a caption, where nothing in it is markup or obeyed by a terminal.
-
-    >>> as_cell("blocks[0]\n[red]norm")
-    'blocks[0]\\n\\[red]norm'
-    """
-    return escape(visible(text))
-
-
 def number(value: float | None, form: str) -> str:
-    """Write a number, and a dash for one that is none or not finite.
+    """Format a number; None, infinity and NaN become a dash.
 
     >>> number(0.91234, ".3f"), number(None, ".3f"), number(math.inf, ".3f")
     ('0.912', '–', '–')
@@ -135,190 +132,112 @@ def number(value: float | None, form: str) -> str:
     return NONE if value is None or not math.isfinite(value) else format(value, form)
 
 
-def with_interval(written: str, bounds: tuple[float, float] | None) -> str:
-    """A number, and half of its interval's width to two digits.
+def with_interval(text: str, bounds: tuple[float, float] | None) -> str:
+    """Append half of an interval's width to a number, with two digits.
 
     >>> with_interval("0.912", (0.898, 0.926)), with_interval("0.912", None)
     ('0.912 ±0.014', '0.912')
     """
-    return written if bounds is None else f"{written} ±{(bounds[1] - bounds[0]) / 2:.2g}"
-
-
-def layers_table(sites: Sequence[NormSite]) -> Table:
-    """One line a norm site."""
-    columns: list[Column[NormSite]] = [
-        Column("", lambda site: str(site.index)),
-        names("site", lambda site: site.name),
-        words("kind", lambda site: site.kind),
-        words("shape", lambda site: "×".join(map(str, site.normalized_shape)), 1),
-        words("axis", lambda site: str(site.channel_axis), 5),
-        Column("eps", lambda site: f"{site.eps:g}", drop=4),
-        words("affine", lambda site: "yes" if site.affine else "no", 3),
-        words("placement", lambda site: site.placement or NONE, 2),
-        Column("calls", lambda site: str(site.calls), drop=6),
-    ]
-    return table_of(sites, columns)
-
-
-def models_table(entries: Sequence[Any]) -> Table:
-    """One line a model; an entry has name, family, description and source."""
-    columns: list[Column[Any]] = [
-        names("model", lambda entry: entry.name),
-        words("family", lambda entry: entry.family, 1),
-        names("what it is", lambda entry: entry.description),
-        names("weights", lambda entry: entry.source),
-    ]
-    return table_of(entries, columns)
-
-
-def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One line a site; where each channel has numbers of its own, their medians.
-
-    Args:
-        rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each; a
-            number that is none is None.
-    """
-    columns: list[Column[Mapping[str, Any]]] = [
-        names("site", lambda row: row["site"]),
-        words("norm", lambda row: row["norm"], 1),
-        words("replaced by", lambda row: row["curve"]),
-        Column("A", lambda row: number(row["amplitude"], ".4g")),
-        Column("α", lambda row: number(row["alpha"], ".4g")),
-        Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
-        Column("R²", lambda row: number(row["r2"], ".4f")),
-    ]
-    medians = any(row["per_channel"] for row in rows)
-    return table_of(rows, columns, caption="A, α, s and R² are medians over the channels" if medians else "")
-
-
-def curves_table(curves: Sequence[Curve]) -> Table:
-    """Name each curve, its other names, its formula and where it is from."""
-    columns: list[Column[Curve]] = [
-        names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
-        names("f(u), u = αx + s", lambda curve: curve.formula),
-        names("from", lambda curve: curve.source),
-    ]
-    return table_of(curves, columns)
+    return text if bounds is None else f"{text} ±{(bounds[1] - bounds[0]) / 2:.2g}"
 
 
 _GAP = "  "
 _LEAST_CAPTION = 80
-# A long name may go on in a new line after a dot, a slash, a colon, a hyphen or a space; not within 0.8910 or 1/8.
+# A long name may continue on a new line after a dot, slash, colon, hyphen or space, but not within 0.8910 or 1/8.
 _BREAKS = re.compile(r"(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)|(?<= )")
-_COMFORTABLE = 24  # of a column that folds, as long as another can give way
-_LONGEST_PIECE = 32  # of a name without any of these, which no table has room for
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A part of a caption, which is not shown where no column is that it is about.
-
-    Attributes:
-        text: in rich's markup.
-        of: what the columns are called that it is about, by their labels; without any it is about the whole table.
-        after: what stands between it and the part before.
-    """
-
-    text: str
-    of: Sequence[str] = ()
-    after: str = " · "
+_COMFORTABLE = 24  # width of a folding column, as long as another column can be left out
+_LONGEST_PIECE = 32  # of a name without any of these separators
 
 
 class AdaptiveTable(Table):
-    """A table whose columns have priorities; wider than what it is shown on, it leaves columns out and says which.
+    """A table that leaves out columns, and lists them, where it is wider than the terminal.
 
-    Headings take several lines and long texts fold between words before a column is left out. Columns come and go as
-    a whole: no cell of a number is broken, nor is a word.
+    Headings and long texts fold before a column is left out. Numbers and words are never broken. Texts are plain: no
+    cell, heading, title or caption is parsed as markup.
 
     Attributes:
-        priorities: of each column; 0 stays at any width, and the largest is the first to be left out, among equals
-            the rightmost.
-        labels: of each column, what it is called where it was left out.
-        folding: of each column, whether its texts may take several lines.
-        spans: rows of which all that follows some column is one text, by their number: that column's.
+        declared: the columns' declarations.
+        labels: names of the columns in captions and in the list of columns left out.
+        spans: for each row with a remark, by row number: the column where the remark begins.
     """
 
-    def __init__(self) -> None:
-        """Begin a table without columns."""
-        super().__init__(box=None, pad_edge=False, caption_justify="left")
-        self._explanations: Sequence[Explanation] = ()
-        self.priorities: list[int] = []
-        self.labels: list[str] = []
-        self.folding: list[bool] = []
+    def __init__(self, columns: Sequence[Column[Any]]) -> None:
+        """Make a table without rows."""
+        super().__init__(box=None, pad_edge=False)
+        self.declared = columns
         self.spans: dict[int, int] = {}
+        self.labels = [column.label or column.heading for column in columns]
+        for column in columns:
+            self.add_column(visible(column.heading), justify=column.justify)
 
     def explain(self, explanations: Sequence[Explanation]) -> None:
-        """Set the caption, of which a terminal shows what is about the columns that it has room for."""
+        """Set the caption; parts about columns that are left out are not printed."""
         self._explanations = explanations
         self.caption = _joined(explanations)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lay the table out for the width that there is."""
-        columns = [_ColumnTexts(self, number) for number in range(len(self.columns))]
-        kept = self._kept(columns, options.max_width)
-        chosen = [columns[number] for number in kept]
-        widths = _widths(chosen, options.max_width)
+        """Lay the table out for the available width."""
+        every = self._texts()
+        kept = self._kept(every, options.max_width)
+        columns = [every[number] for number in kept]
+        widths = _widths(columns, options.max_width)
         across = _across(widths)
         if self.title:
-            yield from _wrapped(plain(self.title), max(across, _LEAST_CAPTION), options, "bold")
-        headings = [_folded(column.heading, width) for column, width in zip(chosen, widths, strict=True)]
-        yield from _lines(headings, chosen, widths, "table.header")
+            yield from _wrapped(str(self.title), across, options, "bold")
+        headings = [_filled(_pieces(column.heading), width) for column, width in zip(columns, widths, strict=True)]
+        yield from _lines(headings, columns, widths, "table.header")
         for row in range(self.row_count):
-            yield from self._row(row, kept, chosen, widths, options.max_width)
+            spanning = self.spans.get(row, len(every))
+            before = sum(number < spanning for number in kept)
+            cells = [
+                _filled(_pieces(column.cells[row]), width)
+                for column, width in zip(columns[:before], widths, strict=False)
+            ]
+            if row in self.spans:
+                indent = sum(widths[:before]) + len(_GAP) * before
+                room = max(across, min(options.max_width, indent + _LEAST_CAPTION)) - indent
+                cells.append(_filled(_pieces(every[spanning].cells[row]), max(room, 1)))
+            yield from _lines(cells, columns[:before], widths[:before])
         shown = {self.labels[number] for number in kept}
-        explained = _joined([part for part in self._explanations if not part.of or shown.intersection(part.of)])
-        below = [plain(explained)] if explained else []
-        if dropped := [self.labels[number] for number in range(len(columns)) if number not in kept]:
-            needed = _across([column.wanted for column in columns])
-            names = ", ".join(dropped).rstrip(".")
-            below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {names}.")
-        for text in below:
-            yield from _wrapped(text, max(across, _LEAST_CAPTION), options, "table.caption")
+        below = [_joined([part for part in self._explanations if not part.of or shown.intersection(part.of)])]
+        if dropped := [label for number, label in enumerate(self.labels) if number not in kept]:
+            needed = _across([column.wanted for column in every])
+            left_out = ", ".join(dropped).rstrip(".")
+            below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {left_out}.")
+        for text in filter(None, below):
+            yield from _wrapped(text, across, options, "table.caption")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """From the columns that always stay to all of them."""
-        columns = [_ColumnTexts(self, number) for number in range(len(self.columns))]
-        stays = [column for column, priority in zip(columns, self.priorities, strict=True) if not priority]
-        least, most = _across([column.least for column in stays]), _across([column.natural for column in columns])
-        return Measurement(least, max(least, most))
+        """Return the width of the columns that always stay, and that of all columns."""
+        every = self._texts()
+        stays = [texts.least for texts, column in zip(every, self.declared, strict=True) if not column.drop]
+        least = _across(stays)
+        return Measurement(least, max(least, _across([texts.natural for texts in every])))
+
+    def _texts(self) -> list[_ColumnTexts]:
+        return [_ColumnTexts(self, number) for number in range(len(self.columns))]
 
     def _kept(self, columns: Sequence[_ColumnTexts], width: int) -> list[int]:
         kept = list(range(len(columns)))
         while _across([columns[number].wanted for number in kept]) > width:
-            last = max(kept, key=lambda number: (self.priorities[number], number))
-            if not self.priorities[last]:
+            last = max(kept, key=lambda number: (self.declared[number].drop, number))
+            if not self.declared[last].drop:
                 break
             kept.remove(last)
         return kept
 
-    def _row(
-        self, row: int, kept: Sequence[int], columns: Sequence[_ColumnTexts], widths: Sequence[int], width: int
-    ) -> Iterator[Text]:
-        spanning = self.spans.get(row)
-        before = len(kept) if spanning is None else sum(number < spanning for number in kept)
-        cells = [_folded(column.cells[row], room) for column, room in zip(columns[:before], widths, strict=False)]
-        if spanning is None:
-            yield from _lines(cells, columns, widths)
-            return
-        indent = sum(widths[:before]) + len(_GAP) * before
-        room = max(_across(widths), min(width, indent + _LEAST_CAPTION)) - indent
-        said = _folded(plain(list(self.columns[spanning].cells)[row]), max(room, 1))
-        yield from _lines([*cells, said], [*columns[:before], None], [*widths[:before], 0])
-
 
 class _ColumnTexts:
-    """A column's texts, and how wide it is."""
+    """A column's texts and widths: the least one, one without folds, and one that leaves room for other columns."""
 
     def __init__(self, table: AdaptiveTable, number: int) -> None:
-        column = table.columns[number]
-        self.heading = plain(column.header)
+        column, folds = table.columns[number], table.declared[number].folds
+        self.heading, self.cells = str(column.header), list(map(str, column.cells))
         self.right = column.justify == "right"
-        self.cells = [plain(cell) for cell in column.cells]
-        own = [cell for row, cell in enumerate(self.cells) if row not in table.spans or table.spans[row] > number]
-        folds = table.folding[number]
-        least = max(column.min_width or 0, _longest_piece(self.heading.split(" ")))
-        self.least = max([least, *(_longest_piece(_pieces(cell)) if folds else cell_len(cell) for cell in own)])
-        self.natural = max([self.least, cell_len(self.heading), *map(cell_len, own)])
+        unspanned = [cell for row, cell in enumerate(self.cells) if table.spans.get(row, number + 1) > number]
+        widths = [_longest_piece(_pieces(cell)) if folds else cell_len(cell) for cell in unspanned]
+        self.least = max([column.min_width or 0, _longest_piece(self.heading.split(" ")), *widths])
+        self.natural = max([self.least, cell_len(self.heading), *map(cell_len, unspanned)])
         self.wanted = max(self.least, min(self.natural, _COMFORTABLE)) if folds else self.least
 
 
@@ -343,31 +262,27 @@ def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
 
 
 def _lines(
-    cells: Sequence[Sequence[str]], columns: Sequence[_ColumnTexts | None], widths: Sequence[int], style: str = ""
+    cells: Sequence[Sequence[str]], columns: Sequence[_ColumnTexts], widths: Sequence[int], style: str = ""
 ) -> Iterator[Text]:
-    """One row, over as many lines as its highest cell has."""
-    for line in range(max(map(len, cells), default=0)):
-        written = []
-        for cell, column, width in zip(cells, columns, widths, strict=False):
-            text = cell[line] if line < len(cell) else ""
-            space = " " * max(0, width - cell_len(text))
-            written.append(space + text if column is not None and column.right else text + space)
-        yield Text(_GAP.join(written).rstrip(), style=style, no_wrap=True, overflow="ignore", end="\n")
+    """Print one row, over as many lines as its highest cell has; a cell beyond the columns is a remark."""
+    for texts in zip_longest(*cells, fillvalue=""):
+        padded = [
+            (" " * (width - cell_len(text)) + text if column.right else text + " " * (width - cell_len(text)))
+            for text, column, width in zip(texts, columns, widths, strict=False)
+        ]
+        line = _GAP.join([*padded, *texts[len(columns) :]])
+        yield Text(line.rstrip(), style=style, no_wrap=True, overflow="ignore", end="\n")
 
 
 def _wrapped(text: str, width: int, options: ConsoleOptions, style: str) -> Iterator[Text]:
+    """Print a title or caption, at most as wide as the table or 80 characters."""
     for paragraph in text.split("\n"):
-        for line in _filled(re.split("(?<= )", paragraph), min(width, options.max_width)):
+        for line in _filled(re.split("(?<= )", paragraph), min(max(width, _LEAST_CAPTION), options.max_width)):
             yield Text(line, style=style, no_wrap=True, overflow="ignore")
 
 
-def plain(text: object) -> str:
-    """A cell, heading, title or caption of a table without its markup."""
-    return text.plain if isinstance(text, Text) else Text.from_markup(str(text)).plain
-
-
 def _pieces(text: str) -> list[str]:
-    """Cut a text where it may go on in a new line.
+    """Cut a text where it may continue on a new line.
 
     >>> _pieces("encoder.layers.11.norm"), _pieces("0.8910 of owner/name")
     (['encoder.', 'layers.11.', 'norm'], ['0.8910 ', 'of ', 'owner/', 'name'])
@@ -379,17 +294,12 @@ def _longest_piece(pieces: Sequence[str]) -> int:
     return min(_LONGEST_PIECE, max((cell_len(piece.rstrip()) for piece in pieces), default=0))
 
 
-def _folded(text: str, width: int) -> list[str]:
-    """Write a text into lines of at most some width.
+def _filled(pieces: Sequence[str], width: int) -> list[str]:
+    """Fill lines with pieces; only a piece longer than a line is cut.
 
-    >>> _folded("encoder.layers.11.norm", 12)
+    >>> _filled(_pieces("encoder.layers.11.norm"), 12)
     ['encoder.', 'layers.11.', 'norm']
     """
-    return _filled(_pieces(text), width)
-
-
-def _filled(pieces: Sequence[str], width: int) -> list[str]:
-    """Fill lines with pieces; only one that is longer than a line is cut anywhere."""
     lines = [""]
     for rest in pieces:
         if cell_len((lines[-1] + rest).rstrip()) > width and lines[-1]:
@@ -399,3 +309,60 @@ def _filled(pieces: Sequence[str], width: int) -> list[str]:
             rest = rest[width:]
         lines[-1] += rest
     return [line.rstrip() for line in lines]
+
+
+def layers_table(sites: Sequence[NormSite]) -> Table:
+    """Make a table with one line per norm site."""
+    columns: list[Column[NormSite]] = [
+        Column("", lambda site: str(site.index)),
+        names("site", lambda site: site.name),
+        words("kind", lambda site: site.kind),
+        words("shape", lambda site: "×".join(map(str, site.normalized_shape)), 1),
+        words("axis", lambda site: str(site.channel_axis), 5),
+        Column("eps", lambda site: f"{site.eps:g}", drop=4),
+        words("affine", lambda site: "yes" if site.affine else "no", 3),
+        words("placement", lambda site: site.placement or NONE, 2),
+        Column("calls", lambda site: str(site.calls), drop=6),
+    ]
+    return table_of(sites, columns)
+
+
+def models_table(entries: Sequence[Any]) -> Table:
+    """Make a table with one line per model; an entry has name, family, description and source."""
+    columns: list[Column[Any]] = [
+        names("model", lambda entry: entry.name),
+        words("family", lambda entry: entry.family, 1),
+        names("what it is", lambda entry: entry.description),
+        names("weights", lambda entry: entry.source),
+    ]
+    return table_of(entries, columns)
+
+
+def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Make a table with one line per swapped site, with medians over the channels of per-channel curves.
+
+    Args:
+        rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each;
+            a missing number is None.
+    """
+    columns: list[Column[Mapping[str, Any]]] = [
+        names("site", lambda row: row["site"]),
+        words("norm", lambda row: row["norm"], 1),
+        words("replaced by", lambda row: row["curve"]),
+        Column("A", lambda row: number(row["amplitude"], ".4g")),
+        Column("α", lambda row: number(row["alpha"], ".4g")),
+        Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
+        Column("R²", lambda row: number(row["r2"], ".4f")),
+    ]
+    medians = any(row["per_channel"] for row in rows)
+    return table_of(rows, columns, caption="A, α, s and R² are medians over the channels" if medians else "")
+
+
+def curves_table(curves: Sequence[Curve]) -> Table:
+    """Make a table with the names, formula and source of each curve."""
+    columns: list[Column[Curve]] = [
+        names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
+        names("f(u), u = αx + s", lambda curve: curve.formula),
+        names("from", lambda curve: curve.source),
+    ]
+    return table_of(curves, columns)

@@ -1,7 +1,5 @@
 """What the figure of a comparison holds is read from its artists; its file from outside."""
 
-import html
-import json
 from dataclasses import replace
 
 import matplotlib.colors
@@ -137,19 +135,9 @@ def test_one_site_each_is_enough(tmp_path):
     assert save_figure(figure, tmp_path / "one.png", captures, 40).stat().st_size > 1000
 
 
-def test_the_file_says_what_it_shows(pair, tmp_path):
-    captures, _, figure = pair
-    content = save_figure(figure, tmp_path / "c.svg", captures).read_text()
-    assert "net$x_{" in content and "step 2" in content
-    description = content.split("<dc:description>")[1].split("</dc:description>")[0]
-    assert [about["weights"] for about in json.loads(html.unescape(description))] == ["step 1", "step 2"]
-
-
 def test_mistakes_are_said(pair):
     captures, fits, _ = pair
     with pytest.raises(UsageError, match="two or more captures"):
         plot_comparison(captures[:1], fits[:1])
     with pytest.raises(UsageError, match="the fits of 1"):
         plot_comparison(captures, fits[:1])
-    with pytest.raises(UsageError, match="no style 'drak'"):
-        plot_comparison(captures, fits, style="drak")

@@ -1,4 +1,4 @@
-"""Fits over the depth: what is drawn is read from the artists, against the fits."""
+"""Fits over the depth, heat maps of planted massive activations, and curves: artists against their data."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,9 @@ from matplotlib.text import Text
 from torch import nn
 
 import normscope
-from normscope.errors import DataError
-from normscope.figures.depth import plot_depth, spread
+from normscope.errors import DataError, UsageError
+from normscope.figures.depth import ALPHAS, plot_curves, plot_depth, plot_tails, shares_of, spread
+from normscope.fits.curves.known import BUILT_IN, CURVES
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +86,89 @@ def test_it_is_as_wide_as_asked_and_says_what_weights_it_shows(seen, fits):
     figure.draw_without_rendering()
     assert "random weights" in figure.texts[-1].get_text() and "noise" not in figure.texts[-1].get_text()
     assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 6
+
+
+@pytest.fixture(scope="module")
+def massive():
+    norms = nn.ModuleList([nn.LayerNorm(48), nn.LayerNorm(48), nn.LayerNorm(48)])
+    model = nn.Module()
+    model.norms = norms
+
+    def forward(x):
+        massive = x.clone()
+        massive[:, 0, 7] = 3000
+        return norms[0](x), norms[1](massive), norms[2](massive)
+
+    model.forward = forward
+    x = torch.randn(20, 9, 48, generator=torch.Generator().manual_seed(0))
+    return normscope.capture(model, [x], about={"model": "net", "weights": "none", "data": "noise"}), x
+
+
+def test_a_column_holds_its_sites_shares_and_massive_ones_are_named(massive):
+    capture, x = massive
+    figure = plot_tails(capture, normscope.norm_cards(capture))
+    channels, tokens = figure.axes[:2]
+    image = channels.images[0].get_array()
+    squares = (x.double() ** 2).sum((0, 1))
+    np.testing.assert_allclose(image[:, 0], squares / squares.sum(), rtol=1e-6)  # float32 inputs
+    for column in range(3):
+        np.testing.assert_allclose(image[:, column], shares_of(capture, f"norms.{column}"))
+    assert [text.get_text() for text in channels.texts if text.get_text() != "×"] == ["7"]
+    assert [text.xy[0] for text in channels.texts if text.get_text() == "×"] == [1, 2]  # the sites that have them
+    assert any("massive activations" in text.get_text() for text in figure.texts)
+    assert tokens.get_xlabel() == "norm site, in the order of calls"
+
+
+def test_tokens_of_largest_x_are_counted_by_position(massive):
+    capture, _ = massive
+    cards = normscope.norm_cards(capture)
+    tokens = plot_tails(capture, cards).axes[1]
+    image = tokens.images[0].get_array().filled(0)
+    assert image.sum(0).tolist() == [16, 16, 16]
+    assert image[0, 1] == image[0, 2] == 16  # the planted first token
+    assert "0" in [text.get_text() for text in tokens.texts]
+
+
+def test_wide_sites_show_the_largest_channel_of_each_pixel():
+    x = torch.randn(6, 4, 900, generator=torch.Generator().manual_seed(0))
+    x[..., 613] *= 50
+    capture = normscope.capture(nn.Sequential(nn.LayerNorm(900)), [x])
+    channels = plot_tails(capture, normscope.norm_cards(capture), width=5.5).axes[0]
+    image = channels.images[0].get_array()
+    each = -(-900 // 200)
+    assert image.shape[0] == 900 / each and int(np.argmax(image[:, 0])) == 613 // each
+    assert image.max() == pytest.approx(shares_of(capture, "0").max())
+    assert [text.get_text() for text in channels.texts] == ["613"]
+
+
+def test_without_a_pair_there_is_nothing_to_draw():
+    capture = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
+    with pytest.raises(DataError, match="No site holds a pair"):
+        plot_tails(capture, normscope.norm_cards(capture))
+
+
+def shown(figure):
+    return [ax for ax in figure.axes if ax.get_visible()]
+
+
+def test_every_curve_has_a_panel_with_its_formula_and_three_scales():
+    figure = plot_curves()
+    figure.draw_without_rendering()
+    axes = shown(figure)
+    assert [ax.get_title(loc="left") for ax in axes] == [curve.name for curve in BUILT_IN]
+    for ax, curve in zip(axes, BUILT_IN, strict=True):
+        written = " ".join(text.get_text() for text in reversed(ax.texts))
+        assert written == f"f(u) = {curve.formula}"
+        for line, alpha in zip(ax.lines, ALPHAS, strict=False):
+            x = torch.from_numpy(np.asarray(line.get_xdata()))
+            np.testing.assert_array_equal(line.get_ydata(), curve.function(alpha * x))
+        assert all(text.get_window_extent().y0 >= ax.get_window_extent().y1 for text in ax.texts)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["α = 0.5", "α = 1", "α = 2"]
+
+
+def test_curves_can_be_chosen_and_made():
+    axes = shown(plot_curves("dyt,mine=x/(1+abs(x))", width=5.5))
+    assert [ax.get_title(loc="left") for ax in axes] == [CURVES["tanh"].name, "mine"]
+    assert axes[1].texts[0].get_text() == "f(u) = u/(1+abs(u))"
+    with pytest.raises(UsageError, match="no curve 'tangh'"):
+        plot_curves("tangh")

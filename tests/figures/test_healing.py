@@ -2,13 +2,9 @@
 
 import math
 
-import pytest
-from matplotlib.colors import to_hex
-
-from normscope.errors import UsageError
-from normscope.figures.healing import plot_healing
+from normscope.figures.drift import plot_healing
 from normscope.swaps.reports import HealReport, TrainingCheck
-from normscope.tables.drift import healing_table
+from normscope.tables.swaps import healing_table
 
 DRIFTS = {
     "start": {"p10": 0.3, "median": 0.5, "p90": 0.8},
@@ -50,12 +46,6 @@ def test_what_is_not_finite_is_said_and_not_drawn():
     _, drifts = plot_healing(report).axes
     assert [text.get_text() for text in drifts.texts] == ["not finite"] * 2
     assert drifts.get_title() == "start values kept"
-
-
-def test_themes():
-    assert to_hex(plot_healing(REPORT, style="dark").get_facecolor()) == "#14171c"
-    with pytest.raises(UsageError, match="no style"):
-        plot_healing(REPORT, style="dusk")
 
 
 def test_the_table_has_a_row_a_stage():

@@ -5,7 +5,6 @@ import json
 import math
 import re
 
-import matplotlib.colors
 import numpy as np
 import pytest
 import torch
@@ -190,11 +189,7 @@ def test_what_is_far_too_long_ends_in_an_ellipsis():
     assert all(line.rsplit(" ")[-1] in ("one", "word") for line in lines[3:5])
 
 
-def test_style_and_mistakes(seen, fits):
-    dark = overview(seen[:1], fits[:1], style="dark")
-    assert dark.get_facecolor() == matplotlib.colors.to_rgba(STYLES["dark"].background)
-    with pytest.raises(UsageError, match="no style 'drak'"):
-        overview(seen, fits, style="drak")
+def test_mistakes_are_refused(seen, fits):
     with pytest.raises(UsageError, match="2 captures, but the fits of 1"):
         overview(seen, fits[:1])
     with pytest.raises(UsageError, match="no capture to draw"):

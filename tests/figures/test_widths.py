@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from torch import nn
 
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.scurves import save_figure
+from normscope.figures.style import STYLES
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.swaps.drift.drift import drift
@@ -223,6 +225,10 @@ def overlapping(boxes):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_width_that_no_figure_has_is_refused(drawn, name):
+def test_widths_and_styles(drawn, name):
     with pytest.raises(UsageError, match="cannot be 1 inches wide"):
         drawn[name](width=1)
+    with pytest.raises(UsageError, match="no style 'drak'"):
+        drawn[name](style="drak")
+    if name not in TWICE:
+        assert to_hex(drawn[name](style="dark").get_facecolor()) == STYLES["dark"].background.lower()

@@ -3,7 +3,7 @@
 import math
 
 from normscope.swaps.reports import Quality, Score
-from normscope.tables.drift import quality_table
+from normscope.tables.swaps import quality_table
 
 
 def told(name, scores, higher_is_better=True, over="64 labelled samples"):

@@ -12,8 +12,8 @@ from torch import nn
 
 import normscope
 from normscope.tables.card import constants_table, jacobians_table, scale_table, tails_table
-from normscope.tables.drift import drift_table, sites_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
+from normscope.tables.swaps import drift_table, sites_table
 from normscope.tables.table import (
     AdaptiveTable,
     Column,

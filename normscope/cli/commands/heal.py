@@ -145,7 +145,7 @@ def _remark_on(check: TrainingCheck, say: Output) -> None:
 
 def _tell(report: HealReport, say: Output) -> None:
     from normscope.swaps.reports import TRAINED
-    from normscope.tables.drift import healing_table
+    from normscope.tables.swaps import healing_table
 
     say.result(healing_table(report))
     swapping.tell_what_stayed(report.not_refitted, report.left_out, say)

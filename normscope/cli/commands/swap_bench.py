@@ -53,7 +53,7 @@ def swap_bench(
     """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.bench.bench import in_words, published, why_not
-    from normscope.tables.speed import published_table
+    from normscope.tables.swaps import published_table
 
     device = resolve_device(run.device)
     where = in_words(device)
@@ -130,7 +130,7 @@ def _drift(
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
-    from normscope.tables.drift import drift_tables
+    from normscope.tables.swaps import drift_tables
 
     walk = getattr(source.held_out, "ends", None)
     ends = None if walk is None else KeptEnds(walk)
@@ -174,7 +174,7 @@ def _speed(
     """Time the network; in place of an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.models.weights.devices import KEEP, dtype_name
     from normscope.swaps.bench.bench import BUDGET
-    from normscope.tables.speed import speed_tables
+    from normscope.tables.swaps import speed_tables
 
     if sibling := registry.find(network.name).sibling:
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")

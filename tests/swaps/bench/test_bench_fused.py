@@ -86,7 +86,7 @@ def in_the_interpreter() -> dict:
 def tables_of(report) -> str:
     from rich.console import Console
 
-    from normscope.tables.speed import speed_tables
+    from normscope.tables.swaps import speed_tables
 
     console = Console(width=80, color_system=None)
     with console.capture() as capture:

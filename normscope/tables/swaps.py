@@ -1,24 +1,36 @@
-"""Drift and healing as tables for a terminal: a row a swap, a part of the data, a site, or a stage."""
+"""Drift, quality, healing and speed of swaps as tables for a terminal."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport
-from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, words
+from normscope.errors import count
+from normscope.runtime.files import visible
+from normscope.swaps.reports import (
+    CALIBRATED,
+    FUSED,
+    START,
+    TRAINED,
+    BenchReport,
+    Drift,
+    DriftReport,
+    HealReport,
+    KeepReport,
+    KeepStep,
+    Latency,
+    PublishedReport,
+    Quality,
+    Quantiles,
+    Score,
+    Timing,
+)
+from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
 
-if TYPE_CHECKING:
-    from normscope.swaps.reports import Drift, DriftReport, Quality, Quantiles, Score
-
-    Swap = tuple[DriftReport, Drift]
-    from normscope.swaps.reports import KeepReport, KeepStep
-
-
+Swap = tuple[DriftReport, Drift]
 _NEAR = 0.1  # of the output's length
 _P90, _P10 = "p90 of L2", "p10 of cosine"
 _L2 = "relative L2: ‖swapped − original‖ / ‖original‖"
@@ -37,11 +49,12 @@ def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
 
 
 def drift_table(reports: Sequence[DriftReport]) -> Table:
-    """One line a swap: how far the network's output moved with all sites swapped."""
+    """Make a table with one line per swap: drift of the output with all sites swapped."""
     rows = [report.all for report in reports]
     orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
     logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
     top5 = any(row.top5 is not None for row in rows)
+    frame_labels, end_labels = ("", "p90 of frame L2"), ("", "p90 of end L2", "cosine of the end")
     columns: list[Column[Swap]] = [
         words("func", lambda swap: swap[0].func),
         words("init", lambda swap: swap[0].init, 2),
@@ -54,20 +67,8 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits, drop=1),
         Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5, drop=3),
         Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5, drop=4),
-        *several(
-            ("frame L2", "p90"),
-            lambda swap: _upper(swap[1].frames),
-            (2, 4),
-            labels=("", "p90 of frame L2"),
-            shown=frames,
-        ),
-        *several(
-            ("end L2", "p90", "cosine"),
-            lambda swap: _end(swap[0].end),
-            (2, 4, 4),
-            labels=("", "p90 of end L2", "cosine of the end"),
-            shown=ends,
-        ),
+        *several(("frame L2", "p90"), lambda swap: _upper(swap[1].frames), (2, 4), labels=frame_labels, shown=frames),
+        *several(("end L2", "p90", "cosine"), lambda swap: _end(swap[0].end), (2, 4, 4), labels=end_labels, shown=ends),
         _spoilt(rows),
     ]
     caption = [
@@ -78,7 +79,7 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def parts_table(reports: Sequence[DriftReport]) -> Table:
-    """One line a swap and part of the data: the output with all sites swapped, timestep by timestep for example."""
+    """Make a table with one line per swap and part of the data, for example a timestep, with all sites swapped."""
     rows = [(report, row) for report in reports for row in report.by_part]
     columns: list[Column[Swap]] = [
         words("func", lambda swap: swap[0].func if swap[1] is swap[0].by_part[0] else ""),
@@ -95,7 +96,7 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def sites_table(reports: Sequence[DriftReport]) -> Table:
-    """One line a site, a column a swap: how far the network's output moved with this site alone swapped."""
+    """Make a table with one line per site and one column per swap: drift with this site alone swapped."""
     same_init = len({report.init for report in reports}) == 1
     columns: list[Column[str]] = [names("site", lambda path: path)]
     for place, report in enumerate(reports):
@@ -111,7 +112,7 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
 
 def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
-    """Describe the inputs that calibrated rows learned from."""
+    """Describe the inputs of calibrated rows."""
     calibrations = [report.calibration for report in reports if report.calibration is not None]
     return list(dict.fromkeys(f"{CALIBRATED}: each row {calibration.in_words}" for calibration in calibrations))
 
@@ -125,7 +126,7 @@ def _near(report: DriftReport) -> str:
 
 
 def _moved_by(report: DriftReport) -> Callable[[str], str]:
-    """Return what says how far the output moved with one site alone swapped."""
+    """Return the cell of a site: drift of the output with this site alone swapped."""
     rows = {row.site: row for row in reversed(report.by_site)}
 
     def moved(path: str) -> str:
@@ -165,7 +166,7 @@ def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
 def _explained(
     rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
 ) -> Iterable[Explanation]:
-    """The meaning of the columns, as far as there is something in them."""
+    """Yield the meaning of the columns with content."""
     yield from _of_the_output("All sites swapped")
     if orders:
         near = f"≤ {_NEAR}"
@@ -200,7 +201,7 @@ _NAMES = {START: "start values", CALIBRATED: "calibrated", TRAINED: "trained"}
 
 
 def healing_table(report: HealReport) -> Table:
-    """One line a stage: the drift on the held-out inputs after it, and how much of the start's is gone."""
+    """Make a table with one line per stage: held-out drift, and the share of the start's that is gone."""
 
     def drifts(stage: str) -> list[str]:
         values = [report.drifts[stage][name] for name in ("p10", "median", "p90")]
@@ -221,11 +222,10 @@ def healing_table(report: HealReport) -> Table:
 
 
 def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
-    """One line a network: how well it does what it is for.
+    """Make a table with one line per network: its quality, the original's first.
 
     Args:
-        found: what was measured, by what took the norms' place and its start values. What the original scores, which
-            all have in common, is the first line.
+        found: quality by function and init; all share the original's score.
     """
     first = next(iter(found.values()))
     networks = {("original", ""): first.scores["original"]}
@@ -237,7 +237,7 @@ def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
     columns: list[Column[tuple[str, str]]] = [
         words("norms", lambda network: network[0]),
         words("init", lambda network: network[1]),
-        Column(first.name, lambda network: _score(networks[network].value, form)),
+        Column(first.name, lambda network: _quality(networks[network].value, form)),
         Column(
             "95 %", lambda network: _bounds(networks[network], form), any(score.interval for score in networks.values())
         ),
@@ -248,7 +248,7 @@ def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
     return table_of(networks, columns, caption=" · ".join(filter(None, [first.over, better, interval])))
 
 
-def _score(value: float, form: str) -> str:
+def _quality(value: float, form: str) -> str:
     return "∞" if value == math.inf else number(value, form)
 
 
@@ -257,7 +257,7 @@ def _bounds(score: Score, form: str) -> str:
 
 
 def keep_table(report: KeepReport) -> Table:
-    """One line for each number of norms kept, from none on: which one came back, and how far the output is moved."""
+    """Make a table with one line per number of norms kept: the norm put back, and the drift of the output."""
     quality, steps = report.quality, report.taken
     held_out = any(step.held_out is not None for step in steps)
     worked_on = any(step.worked_on is not None for step in report.steps)
@@ -281,7 +281,7 @@ def keep_table(report: KeepReport) -> Table:
     caption = [
         Explanation(
             f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"
-        ),
+        )
     ]
     if held_out:
         caption.append(Explanation("held out: over inputs that nothing was chosen by", ("held out",), "; "))
@@ -291,3 +291,138 @@ def keep_table(report: KeepReport) -> Table:
         original = number(quality.scores["original"].value, form)
         caption.append(Explanation(f"{quality.name} of the original: {original}, {quality.over}", (measured,), "; "))
     return table_of(shown, columns, caption=caption)
+
+
+SCOPES = {"norm": "the norm alone", "model": "the whole network"}
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def speed_tables(report: BenchReport) -> list[Table]:
+    """Make a table for each way, number of passes and dtype; captions are below the last table of each scope."""
+    widest = max((len(row.variant) for row in report.rows), default=0)
+    tables: list[AdaptiveTable] = []
+    captions: dict[int, list[Explanation]] = {}
+    for scope in SCOPES:
+        rows = [row for row in report.rows if row.scope == scope]
+        groups = dict.fromkeys(_title(row) for row in rows)
+        tables += [_table(title, [row for row in rows if _title(row) == title], widest) for title in groups]
+        if rows:
+            captions[len(tables) - 1] = _caption(rows, scope)
+    if captions:
+        captions[len(tables) - 1] += [Explanation(visible(line), after="\n") for line in report.left_out]
+    for place, caption in captions.items():
+        tables[place].explain(caption)
+    return list(tables)
+
+
+def duration(seconds: float) -> str:
+    """Write a time with three digits in a suitable unit.
+
+    >>> duration(0.0000632), duration(0.918835), duration(3.1)
+    ('63.2 µs', '919 ms', '3.10 s')
+    """
+    size, unit = _unit(seconds)
+    return f"{_digits(seconds / size)} {unit}"
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((size, unit) for size, unit in _UNITS if seconds >= 0.9995 * size or unit == "µs")
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
+
+
+def _title(row: Timing) -> str:
+    return " · ".join(part for part in (SCOPES[row.scope], row.way, row.passes, row.dtype, row.timer) if part)
+
+
+def _table(title: str, rows: Sequence[Timing], widest: int) -> AdaptiveTable:
+    alone = rows[0].scope == "norm"
+    columns: list[Column[Timing]] = [
+        words("", lambda row: row.variant),
+        *several(("time", "min", "p20–p80", "ratio"), _times, (0, 2, 1, 0)),
+        Column("GB/s", lambda row: number(row.gb_per_s, ".3g"), alone, drop=3),
+        Column("copy", lambda row: number(row.share_of_copy, ".0%"), alone, drop=4),
+        names("", lambda row: row.verdict),
+    ]
+    table = table_of(rows, columns)
+    table.title = visible(title)
+    table.columns[0].min_width = widest
+    return table
+
+
+def _times(row: Timing) -> list[str]:
+    if row.median is None:
+        return [NONE] * 4
+    least, *ends = _in_its_unit(row, row.minimum, row.p20, row.p80)
+    return [duration(row.median), least, "–".join(ends), "" if row.ratio is None else f"{row.ratio:.2f}"]
+
+
+def _in_its_unit(row: Timing, *seconds: float | None) -> list[str]:
+    """Write times in the unit of the median."""
+    size, _ = _unit(row.median or 0)
+    return [_digits((time or 0) / size) for time in seconds]
+
+
+def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
+    first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
+    shape = "×".join(map(str, first.shape))
+    if scope == "norm":
+        norms = count(first.sites, "norm")
+        parts = [
+            Explanation(f"One norm on random values of its real shape, {shape}, which {norms} of the network have"),
+            Explanation("GB/s count x and y forward; x, y, dy and dx forward + backward", ("GB/s",), ". "),
+            Explanation("copy: the share of what a copy gives", ("copy",), "; "),
+        ]
+    else:
+        fewest = min((len(row.samples) for row in rows if row.samples), default=0)
+        samples = f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"
+        parts = [Explanation(samples + "; backward: to the gradients of all parameters" * (len(passes) > 1))]
+    verdict = "min and all of p20–p80 lie below the native norm's of the same way, or above; alike: neither."
+    parts += [
+        Explanation("time: the median; ratio: to the native norm's.", after=". "),
+        Explanation(f"faster, slower: {verdict}", after=" "),
+    ]
+    lines = []
+    ways = {row.way for row in rows}
+    if ways.intersection(FUSED):
+        lines.append(
+            "fused: each function by one kernel, in an eager network, beside the eager native norm. "
+            "eager, compile: each in plain torch."
+        )
+    if "compile + fused" in ways:
+        lines.append(
+            "compile + fused: the same kernels in a compiled network, beside the compiled native norm. torch.compile "
+            "cannot merge such a kernel with what surrounds it, as it can plain torch: compare it with compile."
+        )
+    compiled = [row.compile_seconds for row in rows if row.compile_seconds is not None]
+    if compiled:
+        lines.append(
+            f"Compiled in {duration(min(compiled))} to {duration(max(compiled))} each, which is in no time above."
+        )
+    lines += dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)
+    return [*parts, *(Explanation(visible(line), after="\n") for line in lines)]
+
+
+def published_table(report: PublishedReport) -> Table:
+    """Make a table of our seconds beside the published ones, which are from another device."""
+    ours, theirs = (
+        {(row.variant, row.norms, row.passes): row for row in rows} for rows in (report.rows, report.published)
+    )
+    columns: list[Column[tuple[str, str, str]]] = [
+        words("norms", lambda key: key[0]),
+        names("", lambda key: key[1]),
+        names("", lambda key: key[2]),
+        *several(("layer", "model"), lambda key: _seconds(ours.get(key))),
+        *several(("layer, published", "model, published"), lambda key: _seconds(theirs.get(key))),
+    ]
+    caption = (
+        f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "
+        f"{report.n_passes} passes. Published: {report.source}, 4,096 tokens, 100 passes, bfloat16."
+    )
+    return table_of(dict.fromkeys((*ours, *theirs)), columns, caption="\n".join(map(visible, [caption, *report.notes])))
+
+
+def _seconds(row: Latency | None) -> list[str]:
+    return [NONE, NONE] if row is None else [f"{row.layer:.3g}", f"{row.model:.3g}"]
