@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 import normscope
 from normscope.errors import ModelError
 from normscope.pairs.norms.trace import find_norms
-from normscope.swaps.bench.whole_network import NormBench, Variant, commonest
+from normscope.swaps.bench.timing import NormBench, Variant, commonest
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements

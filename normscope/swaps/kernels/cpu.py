@@ -21,8 +21,7 @@ from torch import Tensor
 
 from normscope.errors import UsageError
 from normscope.pairs.sums.binning.compiled_loops import compiled, threads
-from normscope.swaps.kernels.choice import unseen
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.eager import Parameters, unseen
 
 TANH, ISRU, ERF = 0, 1, 2
 _CURVES = {"tanh": TANH, "isru": ISRU, "erf": ERF}

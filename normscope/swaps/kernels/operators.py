@@ -13,11 +13,11 @@ from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
 from normscope.fits.curves.known import CURVES
+from normscope.runtime.launches import EAGER, VARIABLE
 from normscope.swaps.kernels import eager
-from normscope.swaps.kernels.choice import EAGER, VARIABLE, asked_for_plain_torch, by_kernels, unseen
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.choice import asked_for_plain_torch, by_kernels
+from normscope.swaps.kernels.eager import Parameters, unseen
 
-_GIVEN = 6  # of the operator's arguments, curve and behind are one argument of _Pointwise
 launches: Any = None  # normscope.swaps.kernels.launch, which imports Triton, from the first launch on
 
 
@@ -105,9 +105,9 @@ def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
     *parameters, _, behind, of_input, of_parameters = others
     _check_shape(dy, x)
     Parameters(*parameters).channel_axes(x, behind)
-    by_x = torch.empty_like(x) if of_input else x.new_empty(0)
-    needed = [part if of_parameters else None for part in parameters]
-    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in needed)]
+    absent = x.new_empty(0)
+    by_parameters = [absent if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
+    return [torch.empty_like(x) if of_input else absent, *by_parameters]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
@@ -195,12 +195,11 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # The operator is what compilers see, and refuses gradients of gradients and batched gradients.
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_legacy_batchedtensor(dy):
-            return back(ctx, dy)[:_GIVEN]
         x, *parts = saved = ctx.saved_tensors
-        if not unseen(dy, *saved):
-            return back(ctx, dy)[:_GIVEN]
+        # Compilers see the operator, which refuses gradients of gradients and batched gradients.
+        seen = torch.compiler.is_compiling() or torch.is_grad_enabled() or is_legacy_batchedtensor(dy)
+        if seen or not unseen(dy, *saved):
+            return back(ctx, dy)[:-1]  # curve and behind are one argument here
         needed = ctx.needs_input_grad[:-1]
         return (*launches.backward(dy, x, Parameters(*parts), ctx.curve, ctx.behind, needed), None)
 
