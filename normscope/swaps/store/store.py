@@ -25,7 +25,6 @@ from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
 from normscope.swaps.standalone import RMSNorm
 from normscope.swaps.start import RMS_NORM
-from normscope.swaps.store.export import export
 from normscope.swaps.store.record import (
     ALSO,
     FILES,
@@ -36,6 +35,7 @@ from normscope.swaps.store.record import (
     SwapRecord,
     curve_named,
     damaged,
+    export,
     read_record,
 )
 

@@ -21,7 +21,7 @@ from normscope.fits.curves.known import CURVES
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps.kernels.choice import plain_torch
-from normscope.swaps.store.export import in_docstring, in_torch
+from normscope.swaps.store.record import in_docstring, in_torch
 
 EVALUATED = {"torch": torch, "math": __import__("math"), "number": lambda value: torch.tensor(value).double()}
 
