@@ -10,7 +10,6 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch._inductor.config
@@ -44,7 +43,6 @@ from normscope.swaps.kernels.choice import why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import model_tensor, module_at
 from normscope.swaps.reports import (
-    FUSED,
     NATIVE,
     PASSES,
     BenchReport,
@@ -171,8 +169,7 @@ def bench(
     device = in_words(tensor.device)
     if os.environ.get(VARIABLE) == TRITON and tensor.device.type != "cuda":
         device = f"{device}; fused {INTERPRETED}"
-        noted = [replace(row, note="; ".join(filter(None, (INTERPRETED, row.note)))) for row in rows]
-        rows = [new if row.way in FUSED else row for row, new in zip(rows, noted, strict=True)]
+        left_out.append(f"Fused rows ran {INTERPRETED}.")
     return BenchReport(about, device, tuple(judged(rows)), tuple(dict.fromkeys(left_out)))
 
 

@@ -1,4 +1,4 @@
-"""Point-wise functions as operators of torch, which torch.compile, torch.export and autograd see as one piece each."""
+"""Point-wise functions as operators of torch, each opaque to torch.compile, torch.export and autograd."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def pointwise_backward(
         parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
         dx, *others = eager.pointwise_backward(dy, x, f, derivative, parameters, behind)
-        # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
+        # An operator must not return its inputs, and for one row of float64 the gradient by the bias is dy itself.
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         gradients = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
     return [
@@ -137,7 +137,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients by :func:`pointwise`'s arguments; UsageError in forward mode and for batched gradients."""
     check_no_tangents(dy)
-    # is_grads_batched=True has torch's older vmap, which no rule of batching that an operator registers is for.
+    # is_grads_batched=True uses torch's older vmap, for which an operator cannot register a batching rule.
     if torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
         raise _not_by_kernels("batched gradients (vmap, is_grads_batched=True)")
     of_input, *of_each = ctx.needs_input_grad[:5]
