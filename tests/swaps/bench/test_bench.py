@@ -18,7 +18,6 @@ import normscope
 import normscope.swaps.bench.bench as bench_module
 from normscope.errors import DeviceError, ModelError, UsageError
 from normscope.inputs.batch import Batch
-from normscope.models.registry import find, list_models
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.bench import timing
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
@@ -511,10 +510,3 @@ def test_on_cuda_a_float32_network_is_timed_in_bfloat16():
         assert chosen(torch.float16, "cuda") == [torch.float16]
         assert chosen(torch.float32, "cuda", full=True)[0] == torch.float32
     assert chosen(torch.float32, "cpu") == [torch.float32]
-
-
-def test_every_embedded_model_has_a_full_size_sibling():
-    for entry in list_models():
-        if entry.embedded:
-            sibling = find(entry.sibling)
-            assert sibling.family == entry.family and not sibling.embedded

@@ -1,6 +1,5 @@
 """A swapped network and what its folder gives back are the same to the bit; anything else is a sentence."""
 
-import importlib.util
 import json
 import os
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import loaded_from
 from safetensors import safe_open
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
@@ -62,14 +62,6 @@ def trained(make, seed=0):
     for parameter in model.parameters():
         parameter.data = parameter.data + 0.3 * torch.randn(parameter.shape)
     return model
-
-
-def loaded_from(folder):
-    """Import a folder's pointwise.py."""
-    spec = importlib.util.spec_from_file_location("pointwise", folder / "pointwise.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def put_in(model, x, curve, per="site"):
