@@ -247,20 +247,17 @@ def cannot_be_met(reason: str) -> UsageError:
 
 @functools.cache
 def _tried() -> str:
-    header = Path(sysconfig.get_config_var("INCLUDEPY")) / "Python.h"
     compiler = os.environ.get("CC", "")
     if not (shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang")):
         cause = f"there is no C compiler {compiler}".rstrip()
-    elif not header.exists():
+    elif not (header := Path(sysconfig.get_config_var("INCLUDEPY")) / "Python.h").exists():
         cause = f"there is no {header}"
     else:
         try:
             _ = _triton()[2].active  # builds the module through which Triton calls the driver, or finds it in the cache
             return ""
-        except subprocess.CalledProcessError as error:
-            cause = f"{Path(error.cmd[0]).name} ended with status {error.returncode}"
-        except (AssertionError, ImportError, OSError, RuntimeError) as error:
-            cause = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
+        except (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". ")
     return (
         f"Triton cannot build what launches its kernels ({cause}), which requires a C compiler and Python's headers "
         "(on Debian and Ubuntu: gcc and python3-dev)"

@@ -400,12 +400,12 @@ class NormBench:
             except Exception as error:  # of a compiler, or of a norm in a dtype that it does not take
                 rows.append(replace(row, note=first_line(error)))
                 continue
-            row = replace(row, compile_seconds=seconds)
+            row, once = replace(row, compile_seconds=seconds), functools.partial(run, self.buffers[0])
             if self.buffers[0].x.is_cuda:
-                samplers[replace(row, timer="do_bench")] = functools.partial(_flushed, run, self.buffers[0])
+                samplers[replace(row, timer="do_bench")] = functools.partial(flushed, once)
                 samplers[replace(row, timer="graph")] = functools.partial(replayed, run, self.buffers)
             else:
-                samplers[replace(row, timer="blocks")] = functools.partial(_blocks, run, self.buffers[0])
+                samplers[replace(row, timer="blocks")] = functools.partial(blocks, once)
         return rows + _sampled(samplers, NORM_AT_LEAST, until)
 
     def seconds(self, variant: str, way: Way, passes: Passes, number: int) -> float:
@@ -438,14 +438,6 @@ class NormBench:
         nbytes = bytes_moved(passes, x.numel(), x.element_size())
         dtype = str(x.dtype).removeprefix("torch.")
         return Timing(variant, way, "norm", passes, dtype, "", self.norm.shape, self.norm.sites, nbytes, note=note)
-
-
-def _flushed(run: Call, buffers: Buffers) -> list[float]:
-    return flushed(lambda: run(buffers))
-
-
-def _blocks(run: Call, buffers: Buffers) -> list[float]:
-    return blocks(lambda: run(buffers))
 
 
 def _without_hooks(module: nn.Module) -> nn.Module:
