@@ -160,19 +160,14 @@ def quick(monkeypatch):
     monkeypatch.setattr(timing, "blocks", lambda run: [repeated(run)])
 
 
-def test_on_the_cpu_there_are_none_and_nothing_is_said_of_them(quick, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+@pytest.mark.parametrize("asked", ["", EAGER])
+def test_nothing_is_fused_on_the_cpu_or_in_plain_torch_and_only_the_latter_is_explained(quick, monkeypatch, asked):
+    monkeypatch.setenv(VARIABLE, asked)
     report = bench(net(), batch(), ["dyt"], budget=0)
     assert {row.way for row in report.rows} == {"eager"}
-    assert "fused" not in f"{report.device} {report.left_out} {tables_of(report)}".lower()
-
-
-def test_who_asks_for_plain_torch_gets_no_other_rows_and_is_told(quick, monkeypatch):
-    monkeypatch.setenv(VARIABLE, EAGER)
-    report = bench(net(), batch(), ["dyt"], budget=0)
-    assert not {row.way for row in report.rows}.intersection(FUSED)
-    assert "Fused by normscope's kernels: NORMSCOPE_KERNELS=eager leaves them out." in report.left_out
-    assert os.environ[VARIABLE] == EAGER
+    assert ("Fused by normscope's kernels: NORMSCOPE_KERNELS=eager leaves them out." in report.left_out) == bool(asked)
+    assert asked or "fused" not in f"{report.device} {report.left_out} {tables_of(report)}".lower()
+    assert os.environ[VARIABLE] == asked
 
 
 def test_where_triton_cannot_launch_a_report_says_why_nothing_is_fused(monkeypatch):
@@ -242,31 +237,19 @@ def test_the_published_table_has_plain_torch_and_kernels_apart(monkeypatch):
         vocab_size=30, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
     # As on a GPU: kernels are there. They are not run here, plain torch stands in.
-    there, asked = [], []
+    steps, choices = [], set()
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(timing, "has_kernel", lambda module, *_: isinstance(module, PointwiseFunction))
-    monkeypatch.setattr(torch, "compile", lambda module, **how: module)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
     monkeypatch.setattr(
-        "normscope.swaps.pointwise.by_kernels", lambda *_: asked.append(os.environ.get(VARIABLE)) or False
+        "normscope.swaps.pointwise.by_kernels",
+        lambda *_: choices.add(("fused norms" in steps[-1], os.environ.get(VARIABLE))) or False,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    report = published(
-        model, tokens=2, n_passes=1, on_cpu=True, progress=lambda step, *_: (there.append(step), asked.append(step))
-    )
-    rows = [(row.variant, row.norms) for row in report.rows]
-    assert set(rows) == {
-        ("native", "eager"),
-        ("dyt", "eager"),
-        ("native", "compile"),
-        ("dyt", "compile"),
-        ("dyt", "fused"),
-    }
-    step = ""
-    for one in asked:
-        if one in there:
-            step = one
-        else:
-            assert one == (None if "fused norms" in step else EAGER)
+    report = published(model, tokens=2, n_passes=1, on_cpu=True, progress=lambda step, *_: steps.append(step))
+    both = {(variant, norms) for variant in ("native", "dyt") for norms in ("eager", "compile")}
+    assert {(row.variant, row.norms) for row in report.rows} == {*both, ("dyt", "fused")}
+    assert choices == {(True, None), (False, EAGER)}
 
 
 if __name__ == "__main__":

@@ -50,15 +50,19 @@ def names_of_operators(mode, curve: str, dtype: torch.dtype, device: str) -> lis
     return seen.names
 
 
-OWN = {"normscope::pointwise"}
+CHOICES = [("", "cuda", curve, dtype, True) for curve in KERNELS for dtype in (torch.float32, *HALF)]
+CHOICES += [("triton", "cuda", "erf", torch.float16, True), ("", "cpu", "tanh", torch.float32, False)]
+CHOICES += [("eager", device, "tanh", torch.float32, False) for device in ("cuda", "cpu")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-@pytest.mark.parametrize("curve", KERNELS)
-def test_on_cuda_the_kernels_are_the_default(fake_cuda, ampere, called, curve, dtype):
-    names = called(curve, dtype, "cuda")
-    assert set(names) >= OWN
-    assert not {"aten::tanh", "aten::erf", "aten::rsqrt", "aten::hypot"} & set(names)
+@pytest.mark.parametrize(("asked", "device", "curve", "dtype", "by_kernel"), CHOICES)
+def test_kernels_are_the_default_on_cuda_alone(
+    fake_cuda, ampere, called, monkeypatch, asked, device, curve, dtype, by_kernel
+):
+    monkeypatch.setenv(VARIABLE, asked)
+    names = set(called(curve, dtype, device))
+    assert ("normscope::pointwise" in names) == by_kernel
+    assert not by_kernel or not {"aten::tanh", "aten::erf", "aten::rsqrt", "aten::hypot"} & names
 
 
 def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
@@ -86,14 +90,6 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
         torch.func.jvp(lambda x: loss(own, x), (x,), (torch.ones_like(x),))
 
 
-@pytest.mark.parametrize(("asked", "device"), [("eager", "cuda"), ("eager", "cpu"), ("", "cpu")])
-def test_plain_torch_is_the_default_on_the_cpu_and_eager_everywhere(
-    fake_cuda, ampere, called, monkeypatch, asked, device
-):
-    monkeypatch.setenv(VARIABLE, asked)
-    assert not OWN & set(called("tanh", torch.float32, device))
-
-
 @pytest.mark.parametrize(("asked", "compiled"), [("", False), ("triton", True), ("eager", False)])
 def test_what_is_compiled_for_cuda_has_kernels_only_where_they_are_asked_for(ampere, monkeypatch, asked, compiled):
     """The compiler merges plain torch with its neighbours, and cannot look into an operator."""
@@ -114,9 +110,8 @@ def test_what_is_compiled_for_cuda_has_kernels_only_where_they_are_asked_for(amp
     assert by_kernels("tanh", CUDA, torch.float32) == (asked != "eager")
 
 
-def test_an_override_that_can_be_met_is(fake_cuda, ampere, called, monkeypatch):
+def test_the_interpreter_meets_an_override_on_the_cpu(ampere, monkeypatch):
     monkeypatch.setenv(VARIABLE, "triton")
-    assert set(called("erf", torch.float16, "cuda")) >= OWN
     monkeypatch.setattr(choice, "interpreted", lambda: True)
     assert all(by_kernels(curve, CPU, dtype) for curve in KERNELS for dtype in (torch.float32, *HALF))
 
