@@ -1,5 +1,8 @@
 """Tiny networks that tests of several folders share; weights depend on ``seed`` alone."""
 
+import importlib.util
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -57,3 +60,31 @@ class PostNorm(nn.Module):
     def forward(self, x):
         x = self.first(x)
         return self.head(self.last(x + self.out(self.inner(x).relu())))
+
+
+class State:
+    """Everything of a network that a call must restore: objects, values, order, flags, gradients and hooks."""
+
+    def __init__(self, model):
+        self.modules = [(name, id(module), module.training) for name, module in model.named_modules()]
+        self.tensors = dict(model.state_dict(keep_vars=True))
+        self.values = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self.gradients = [(part.requires_grad, part.grad) for part in model.parameters()]
+        self.hooks = [dict(module._forward_hooks) for module in model.modules()]
+
+    def assert_same(self, model):
+        now = State(model)
+        assert (self.modules, list(self.tensors), self.hooks) == (now.modules, list(now.tensors), now.hooks)
+        assert all(tensor is now.tensors[name] for name, tensor in self.tensors.items())
+        assert all(torch.equal(values, now.values[name]) for name, values in self.values.items())
+        assert all(
+            old[0] == new[0] and old[1] is new[1] for old, new in zip(self.gradients, now.gradients, strict=True)
+        )
+
+
+def loaded_from(folder):
+    """Import pointwise.py of a swapped folder."""
+    spec = importlib.util.spec_from_file_location("pointwise", Path(folder, "pointwise.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

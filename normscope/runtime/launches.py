@@ -1,8 +1,8 @@
-"""Triton on this machine: whether it can launch kernels, and cached launches of them.
+"""Triton on this machine: cached launches of its kernels, and the reason where it can launch none.
 
-A kernel call needs much more time on the host than on the GPU for small tensors: grids and strides are computed, and
-Triton binds some thirty arguments. The first call of a kind goes through Triton, and what Triton passed to the driver
-is kept. Later calls of that kind only fill in stream and tensor addresses.
+The host needs longer for a kernel call than the GPU does for small tensors: grids and strides are computed, and Triton
+binds some thirty arguments. The first call of a kind goes through Triton, and its arguments to the driver are kept.
+Later calls of that kind only fill in stream and tensor addresses.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ LIMIT = 1024  # plans that are kept; the oldest is dropped first
 ALIGNED = 16  # bytes: Triton compiles a kernel anew for tensors that do not start at a multiple of this
 _LINE_OF_CACHE = 128  # bytes: scratch tensors start at multiples of this
 _UNKNOWN = object()
+_BEFORE_ARGUMENTS = 9  # of a launcher: the grid, stream, function and metadata, launch metadata and two hooks
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,9 @@ class KernelCall:
         """Launch the kernel on the current device and stream, or in Triton's interpreter."""
         self.kernel[self.grid](**self.arguments, **self.options)
 
-    def compiled(self) -> Any:
-        """Compile the kernel, or look it up in Triton's cache."""
-        return self.kernel.warmup(grid=self.grid, **self.arguments, **self.options)
-
 
 class Scratch:
-    """Memory that kernels of one call fill for one another, in one allocation."""
+    """Memory through which the kernels of one call pass results, in one allocation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.nbytes = device, 0
@@ -67,8 +64,7 @@ class Scratch:
             self.nbytes += -(-number * dtype.itemsize // _LINE_OF_CACHE) * _LINE_OF_CACHE
         slab = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         for name, (dtype, number) in sizes.items():
-            begin = self.begins[name]
-            self.tensors[name] = slab[begin : begin + number * dtype.itemsize].view(dtype)
+            self.tensors[name] = slab[self.begins[name] :][: number * dtype.itemsize].view(dtype)
         return self.tensors
 
 
@@ -104,11 +100,10 @@ def launch(kind: Hashable, tensors: Mapping[str, Tensor | None], calls: Calls) -
     Args:
         kind: everything that grids, numbers, constants and the choice of kernels depend on, :func:`alignment` of the
             tensors included.
-        tensors: the tensors by the kernels' argument names.
-        calls: yields the kernel calls; asked only for the first call of a kind, or where Triton has to be.
+        tensors: the tensors by the kernels' argument names; the first is not None.
+        calls: yields the kernel calls; called only if no plan is cached for this kind, or none can be followed.
     """
-    first = next(iter(tensors.values()))
-    assert first is not None  # noqa: S101 - the input of a call
+    first: Any = next(iter(tensors.values()))
     plan: Any = None if _watched() else _plans.get(kind, _UNKNOWN)
     if plan is not None and plan is not _UNKNOWN:
         follow(plan, first, tensors)
@@ -120,16 +115,16 @@ def launch(kind: Hashable, tensors: Mapping[str, Tensor | None], calls: Calls) -
                 complete(call, tensors, scratch).run()
             return
         with _planning:
-            steps = [_planned(complete(call, tensors, scratch), tensors, scratch) for call in calls(scratch)]
-            planned = tuple(step for step in steps if step is not None)
-            whole = planned and len(planned) == len(steps)
-            _plans[kind] = _Plan(planned, scratch.nbytes, scratch.begins) if whole else None
+            launched = [_launched(complete(call, tensors, scratch), tensors, scratch) for call in calls(scratch)]
+            steps = tuple(step for step in launched if step is not None)
+            whole = steps and len(steps) == len(launched)
+            _plans[kind] = _Plan(steps, scratch.nbytes, scratch.begins) if whole else None
             while len(_plans) > LIMIT:
                 del _plans[next(iter(_plans))]
 
 
 def plan_of(kind: Hashable) -> Any:
-    """Return the plan for calls of this kind, for :func:`follow`; None where Triton has to launch them."""
+    """Return the plan for calls of this kind, for :func:`follow`; None if they have to go through :func:`launch`."""
     plan = _plans.get(kind)
     return None if plan is None or _watched() else plan
 
@@ -174,16 +169,18 @@ def complete(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
     return dataclasses.replace(call, arguments={name: given.get(name) for name in call.kernel.arg_names})
 
 
-def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Scratch) -> _Step | None:
+def _launched(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Scratch) -> _Step | None:
     """Launch through Triton; return the equivalent step, or None if this Triton launches in another way."""
     import triton
 
-    compiled: Any = call.compiled() if isinstance(call.kernel, triton.JITFunction) else None
+    compiled: Any = None
+    if isinstance(call.kernel, triton.JITFunction):
+        compiled = call.kernel.warmup(grid=call.grid, **call.arguments, **call.options)
     if not hasattr(compiled, "_run"):
         call.run()
         return None
     launcher: Any = compiled.run
-    passed: list[tuple[object, ...]] = []
+    passed: list[tuple[Any, ...]] = []
 
     def recording(*received: object) -> object:
         passed.append(received)
@@ -194,24 +191,16 @@ def _planned(call: KernelCall, tensors: Mapping[str, Tensor | None], scratch: Sc
         call.run()
     finally:
         compiled._run = launcher
-    is_pointer = [value is None or isinstance(value, Tensor) for value in call.arguments.values()]
-    pointers = dict(itertools.islice(call.arguments.items(), (*is_pointer, False).index(False)))
-    behind = tuple(call.arguments.values())[len(pointers) :]
-    function, metadata = getattr(compiled, "function", None), getattr(compiled, "packed_metadata", None)
-    grid, active = (*call.grid, 1, 1)[:3], _triton()[2].active
-    stream = active.get_current_stream(active.get_current_device())
-    hooks = (..., ..., ...)  # launch metadata, and the hooks before and after a launch
-    expected = (*grid, stream, function, metadata, *hooks, *pointers.values(), *behind)
-    if len(passed) != 1 or len(passed[0]) != len(expected) or not all(map(_equal, passed[0], expected)):
+    if len(passed) != 1 or len(passed[0]) != _BEFORE_ARGUMENTS + len(call.arguments):
         return None
-    given = {**tensors, **scratch.tensors}
-    if any(given.get(name) is not tensor for name, tensor in pointers.items()):
-        return None  # a copy was launched on
-    return _Step(launcher, grid, (function, metadata, None, None, None), tuple(pointers), behind, compiled)
-
-
-def _equal(passed: object, expected: object) -> bool:
-    return expected is ... or passed is expected or (not isinstance(passed, Tensor) and passed == expected)
+    grid, (_, function, metadata) = passed[0][:3], passed[0][3:6]  # then launch metadata and hooks, absent from a plan
+    arguments = passed[0][_BEFORE_ARGUMENTS:]
+    pointers = list(itertools.takewhile(lambda value: value is None or isinstance(value, Tensor), arguments))
+    names = tuple(call.arguments)[: len(pointers)]
+    available = {**tensors, **scratch.tensors}
+    if any(available.get(name) is not tensor for name, tensor in zip(names, pointers, strict=True)):
+        return None  # the kernel received a copy
+    return _Step(launcher, grid, (function, metadata, None, None, None), names, arguments[len(pointers) :], compiled)
 
 
 @functools.cache
@@ -258,20 +247,17 @@ def cannot_be_met(reason: str) -> UsageError:
 
 @functools.cache
 def _tried() -> str:
-    header = Path(sysconfig.get_config_var("INCLUDEPY")) / "Python.h"
-    named = os.environ.get("CC")
-    if not (shutil.which(named) if named else shutil.which("gcc") or shutil.which("clang")):
-        cause = f"there is no C compiler{f' {named}' if named else ''}"
-    elif not header.exists():
+    compiler = os.environ.get("CC", "")
+    if not (shutil.which(compiler) if compiler else shutil.which("gcc") or shutil.which("clang")):
+        cause = f"there is no C compiler {compiler}".rstrip()
+    elif not (header := Path(sysconfig.get_config_var("INCLUDEPY")) / "Python.h").exists():
         cause = f"there is no {header}"
     else:
         try:
-            _ = _triton()[2].active  # builds what Triton calls the driver by, or finds it in the cache
+            _ = _triton()[2].active  # builds the module through which Triton calls the driver, or finds it in the cache
             return ""
-        except subprocess.CalledProcessError as error:
-            cause = f"{Path(error.cmd[0]).name} ended with status {error.returncode}"
-        except (AssertionError, ImportError, OSError, RuntimeError) as error:
-            cause = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
+        except (AssertionError, ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(". ")
     return (
         f"Triton cannot build what launches its kernels ({cause}), which requires a C compiler and Python's headers "
         "(on Debian and Ubuntu: gcc and python3-dev)"

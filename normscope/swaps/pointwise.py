@@ -109,7 +109,7 @@ class PointwiseFunction(nn.Module):
             input = with_strides_kept(input, self.keeps)
         stored: dict[str, Any] = self._parameters
         curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
-        # As attributes nn.Module finds them last, and where they are parametrized they are nothing else.
+        # nn.Module finds parameters faster here than as attributes; parametrized ones are attributes alone.
         alpha = stored["alpha"] if "alpha" in stored else self.alpha  # noqa: SIM401
         shift = stored["shift"] if "shift" in stored else self.shift  # noqa: SIM401
         weight = stored["weight"] if "weight" in stored else self.weight  # noqa: SIM401
@@ -146,7 +146,7 @@ class PointwiseFunction(nn.Module):
         self._activate = activation
 
     def give_each_channel_its_own(self) -> None:
-        """Add a weight and a bias per channel where there are none; outputs stay the same."""
+        """Expand the weight and bias to one per channel; outputs stay the same."""
         shape = self.normalized_shape
         if self.weight.shape != shape:
             self.weight = nn.Parameter(self.weight.detach().expand(shape).clone())

@@ -36,7 +36,7 @@ _FULL_BACKWARD = "_is_full_backward_hook"
 
 
 class Holders:
-    """Parents of each module of a network, indexed once for many swaps; ModelError if accelerate has spread it."""
+    """Index of the parents of each module, reused across swaps; ModelError if accelerate has spread the network."""
 
     def __init__(self, model: nn.Module) -> None:
         self._inner = uncompiled(model)
@@ -53,18 +53,17 @@ class Holders:
 
 
 class Swap:
-    """Modules that replace some of a network's; a context manager that puts the originals back.
+    """Replacement of some of a network's modules; a context manager that restores the originals.
 
-    The network changes at once, and stays so without ``with`` or :meth:`undo`. The originals are kept unchanged and
-    come back as the same objects, so ``state_dict`` and outputs are restored to the bit. A norm that the network calls
-    past its module tree, from a plain list for example, is still called there.
+    The network changes at once, until the end of ``with`` or :meth:`undo`. The originals are restored as the same,
+    unchanged objects, so ``state_dict`` and outputs are restored to the bit. Calls of a norm from outside the module
+    tree, for example from a plain list, still reach the norm.
 
-    The module that replaces a norm shares its forward and backward hooks and pre-hooks, which receive that module as
-    first argument. Handles, order and options stay valid, and hooks registered meanwhile run for the norm afterwards.
-    Copies and pickles of a swapped network contain these hooks; its ``state_dict`` and saved folders do not. Two
-    warnings name exceptions: pre-hooks of a norm that compute its own tensors, as pruning and
-    :func:`torch.nn.utils.weight_norm` register them, stay with the norm together with its other pre-hooks; and hooks
-    that the replacement had before are inactive while it is swapped in.
+    The replacement shares the norm's forward and backward hooks and pre-hooks, which receive the replacement as first
+    argument. Handles, order and options stay valid, and hooks registered meanwhile run for the norm afterwards. Copies
+    and pickles of a swapped network contain these hooks; its ``state_dict`` and saved folders do not. Two exceptions
+    cause a warning: if pre-hooks compute the norm's own tensors, as pruning and :func:`torch.nn.utils.weight_norm` do,
+    all of its pre-hooks stay with the norm; and the replacement's own hooks are inactive while it is swapped in.
 
     ``holders`` saves time in many swaps of one network; ``refitted`` contains values of other parameters by name.
 
@@ -106,13 +105,12 @@ class Swap:
             (parent, name, norm, module) for _, norm, module in replaced.values() for parent, name in holders.of(norm)
         ]
         uses = Counter(id(module) for _, _, module in replaced.values())
-        shared = []
-        for path, norm, module in replaced.values():  # no comprehension, whose frame warnings would count
-            shared.append(_shared_hooks(path, norm, module, uses[id(module)]))
         self._hooks: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []  # with the replacement's own
-        for (_, norm, module), names in zip(replaced.values(), shared, strict=True):
+        for path, norm, module in replaced.values():  # no comprehension, whose frame warnings would count
+            names = _shared_hooks(path, norm, module, uses[id(module)])
             self._hooks.append((norm, module, {name: getattr(module, name) for name in names}))
-            for name in names:
+        for norm, module, before in self._hooks:
+            for name in before:
                 setattr(module, name, getattr(norm, name))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
@@ -127,10 +125,10 @@ class Swap:
                 parameter.copy_(value)
 
     def undo(self) -> None:
-        """Put the network's own modules back; once is enough.
+        """Restore the network's own modules; further calls do nothing.
 
         Raises:
-            ModelError: if something else has taken a place in the meantime; nothing is put back then.
+            ModelError: if a replacement has been replaced in the meantime; nothing is restored then.
         """
         for parent, name, _, module in self._places:
             if parent._modules.get(name) is not module:

@@ -26,7 +26,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def number(value: float) -> Tensor:
-    """Return a constant of a formula, which may overflow and be divided by zero, unlike Python's numbers."""
+    """Return a constant of a formula; unlike Python's numbers it may overflow and be divided by zero."""
     return torch.tensor(value, dtype=torch.float64)
 
 
@@ -41,7 +41,7 @@ def clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Return a norm's output dtype: the input's, but a half weight's for a float32 input, as T5 in float16 expects."""
+    """Return a norm's output dtype: the input's, or a half weight's for a float32 input, as T5 in float16 expects."""
     if input.dtype != torch.float32 or weight is None or weight.dtype not in _HALF:
         return input.dtype
     return weight.dtype
@@ -199,7 +199,7 @@ def record() -> dict[str, Any]:
 
 
 def modules() -> dict[str, nn.Module]:
-    """Make the modules that replace norms, by the norms' paths; their weights are not loaded yet."""
+    """Return new modules that replace norms, by the norms' paths; their weights are not loaded yet."""
     return {site["name"]: _module(site) for site in record()["sites"]}
 
 
@@ -215,7 +215,7 @@ def _module(site: dict[str, Any]) -> nn.Module:
 
 
 def put_in(network: nn.Module) -> nn.Module:
-    """Put these modules in the place of a network's norms, in place; their weights are not loaded yet."""
+    """Replace a network's norms by these modules, in place; their weights are not loaded yet."""
     activated = {site["name"] for site in record()["sites"] if site["activated"]}
     for path, module in modules().items():
         norm = network.get_submodule(path)
@@ -235,7 +235,7 @@ def _children(norm: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Modul
 
 
 def swapped(network: nn.Module, weights: str | Path = WEIGHTS) -> nn.Module:
-    """Make the swapped network of one that has its norms, in place; its own weights do not matter.
+    """Swap the norms of a network in place and load the weights; its own weights do not matter.
 
     Raises RuntimeError, or AttributeError, if it is of another architecture.
     """
@@ -254,13 +254,13 @@ def register(library: Any) -> None:
     facts = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     names = facts["pointwise"]
 
-    def made(self: Any, config: Any) -> None:
+    def initialize(self: Any, config: Any) -> None:
         base.__init__(self, config, **names["options"])
         put_in(self)
 
     config = type("PointwiseConfig", (getattr(library, names["config"]),), {"model_type": facts["model_type"]})
     base = getattr(library, names["model"])
     kept = {*(getattr(base, "_keep_in_fp32_modules_strict", None) or ()), "table"}
-    content = {"config_class": config, "_keep_in_fp32_modules_strict": kept, "__init__": made}
+    content = {"config_class": config, "_keep_in_fp32_modules_strict": kept, "__init__": initialize}
     library.AutoConfig.register(facts["model_type"], config)
     library.AutoModel.register(config, type("PointwiseModel", (base,), content))

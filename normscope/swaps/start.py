@@ -48,8 +48,8 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
 
     Args:
         curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's best curve; ``rmsnorm``.
-        fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of which those of this curve are
-            taken; or norm sites alone if nothing is fitted (``paper``, ``rmsnorm``).
+        fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of this and other curves; or norm
+            sites alone if nothing is fitted (``paper``, ``rmsnorm``).
         init: ``fit``, ``theory``, ``paper`` or any other in :data:`INITS` that is not calibrated.
 
     Raises:
@@ -59,8 +59,8 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     function = requested if isinstance(requested, Curve) else None
     name = requested if isinstance(requested, str) else requested.name
     if name == RMS_NORM:
-        one = torch.ones((), dtype=torch.float64)
-        return [Start(norm, None, one, one, None) for norm in norms_of(fits)]
+        unit = torch.ones((), dtype=torch.float64)
+        return [Start(norm, None, unit, unit, None) for norm in norms_of(fits)]
     if constants := INITS[init].constants:
         values = [(norm, torch.tensor(constants(norm), dtype=torch.float64).unbind()) for norm in norms_of(fits)]
         shifted = function is not None and function.shifted
@@ -71,14 +71,12 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
         raise UsageError("Start values from theory are made of a capture, not of fits; pass the capture.")
     curve_fits = [fit for fit in fits if isinstance(fit, CurveFit)]
     chosen = [fit for fit in curve_fits if (fit.best if name == BEST else fit.curve == name)]
-    if not chosen and function is not None:  # a fit with a shift is a fit of erf, under the name derf
+    if not chosen and function is not None:  # erf with a shift is fitted under the name derf
         chosen = [fit for fit in curve_fits if fit.function.function_name == function.function_name]
     if not chosen:
         raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
-    sites: dict[str, list[CurveFit]] = {}
-    for fit in chosen:
-        sites.setdefault(fit.site, []).append(fit)
-    return [_of_fits(of_site) for of_site in sites.values()]
+    sites = dict.fromkeys(fit.site for fit in chosen)
+    return [_of_fits([fit for fit in chosen if fit.site == site]) for site in sites]
 
 
 def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
@@ -103,7 +101,7 @@ def fitted(
 ) -> list[CurveFit]:
     """Fit a curve for a swap: with s, and weighted by γ² if the capture has those sums.
 
-    Tokens of trained norms have means other than zero; without s a curve through the origin makes them an error.
+    Tokens of trained norms have nonzero means, for which a curve through the origin, without s, makes an error.
 
     Args:
         capture: with ``by_gamma``, for weights γ².
@@ -116,15 +114,13 @@ def fitted(
     if INITS[init].theory:
         return fit_curves(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
-    has_shift = not (
-        isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or FitForm(shift=True).refusal(curve))
-    )
-    own_shift = shift if has_shift else None
-    return fit_curves(capture, [curve], per=per, shift=own_shift, weights_by="gamma" if by_gamma else "pairs")
+    if isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or FitForm(shift=True).refusal(curve)):
+        shift = None
+    return fit_curves(capture, [curve], per=per, shift=shift, weights_by="gamma" if by_gamma else "pairs")
 
 
 def norms_of(fits: Fits) -> list[NormSite]:
-    """List the norm sites that fits are of, each once, in the order of the network.
+    """Return the norm sites of fits, each once, in the order of the network.
 
     Raises:
         UsageError: if there is none, or if a fit pools several.

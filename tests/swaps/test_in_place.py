@@ -13,8 +13,8 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
-from normscope.swaps.bench import whole_network
-from normscope.swaps.bench.whole_network import Variant
+from normscope.swaps.bench import timing
+from normscope.swaps.bench.timing import Variant
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.training import TrainingTargets
 from normscope.swaps.pointwise import DyT
@@ -226,8 +226,7 @@ def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeyp
 
     monkeypatch.setattr(Changing, "forward", forward)
     monkeypatch.setattr(Batch, "copied", copy_of)
-    for name in ("once", "repeated"):
-        monkeypatch.setattr(whole_network, name, clocked(getattr(whole_network, name)))
+    monkeypatch.setattr(timing, "repeated", clocked(timing.repeated))
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     report = normscope.bench(
         network, batches[0], ["dyt"], full=True, dtypes=["float32"], only=lambda case: case.scope == "model"
@@ -235,7 +234,7 @@ def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeyp
     timed = [row for row in report.rows if row.samples]
     assert {(row.way, row.passes) for row in timed} == set(itertools.product(("eager", "compile"), PASSES))
     native = [Variant(NATIVE, {}, "")]
-    whole = whole_network.ModelBench(network, batches[0], Outputs(), native, dict.fromkeys(SITES, (1,)), False)
+    whole = timing.ModelBench(network, batches[0], Outputs(), native, dict.fromkeys(SITES, (1,)), False)
     with left_as_found(network):
         assert whole.seconds(native[0], "forward", 3) > 0
     assert len(seen) >= sum(len(row.samples) for row in timed) + 3

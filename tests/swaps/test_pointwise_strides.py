@@ -1,11 +1,11 @@
 """A function that took a norm's place returns tensors that lie in memory as the norm's did."""
 
 import copy
-import importlib.util
 import itertools
 
 import pytest
 import torch
+from networks import loaded_from
 from torch import nn
 
 import normscope
@@ -95,9 +95,6 @@ def test_compiled_restored_and_standalone_outputs_have_them_too(name, tmp_path):
     inputs = list(layouts(shape))[::5]
     assert [compiled(x).stride() for x in inputs] == [fresh(x).stride() for x in inputs]
     normscope.save_swapped(model, tmp_path / "swap")
-    spec = importlib.util.spec_from_file_location("pointwise", tmp_path / "swap" / "pointwise.py")
-    standalone = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(standalone)
-    assert strides(standalone.swapped(copy.deepcopy(fresh)), shape) == expected
+    assert strides(loaded_from(tmp_path / "swap").swapped(copy.deepcopy(fresh)), shape) == expected
     restored(fresh, tmp_path / "swap")
     assert strides(fresh, shape) == expected

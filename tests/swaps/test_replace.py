@@ -8,6 +8,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import transformers
+from networks import State
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d, LayerNormAct
 from torch import nn
 from transformers.models.bit.modeling_bit import BitConfig, BitGroupNormActivation
@@ -44,25 +45,6 @@ def output_of(model, batch):
     return (
         next(iter(result.values())) if isinstance(result, dict) else result[0] if isinstance(result, tuple) else result
     )
-
-
-class State:
-    """Everything of a network that a swap must leave: objects, values, order, flags and hooks."""
-
-    def __init__(self, model):
-        self.modules = [(name, module, module.training) for name, module in model.named_modules()]
-        self.tensors = dict(model.state_dict(keep_vars=True))
-        self.values = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
-        self.flags = [parameter.requires_grad for parameter in model.parameters()]
-        self.hooks = [dict(module._forward_hooks) for module in model.modules()]
-
-    def assert_same(self, model):
-        other = State(model)
-        assert [(n, id(m), t) for n, m, t in self.modules] == [(n, id(m), t) for n, m, t in other.modules]
-        assert list(self.tensors) == list(other.tensors)
-        assert all(tensor is other.tensors[name] for name, tensor in self.tensors.items())
-        assert all(torch.equal(values, other.values[name]) for name, values in self.values.items())
-        assert (self.flags, self.hooks) == (other.flags, other.hooks)
 
 
 def net(seed=0, **changes):

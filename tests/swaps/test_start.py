@@ -141,27 +141,25 @@ def test_a_site_without_a_fit_can_be_left_out(seen):
     assert list(replacements(model, "tanh", fits, sites=["2"])) == ["2"]
 
 
-def test_what_is_no_start_is_explained(seen):
-    fits = normscope.fit(seen, "tanh")
-    with pytest.raises(UsageError, match="init 'theroy'"):
-        starts("tanh", seen, "theroy")
-    with pytest.raises(UsageError, match="curve 'tahn'"):
-        starts("tahn", seen)
-    with pytest.raises(UsageError, match=r"names 2\.$"):
-        starts("tanh,isru", seen)
-    with pytest.raises(UsageError, match="free is what was fitted: there is no paper start of it"):
-        starts("free", seen, "paper")
-    with pytest.raises(UsageError, match=r"None of the fits is of isru\. Fit it first"):
-        starts("isru", fits)
-    with pytest.raises(UsageError, match="None of the fits is of best"):
-        starts("best", fits)
-    with pytest.raises(UsageError, match="made of a capture, not of fits"):
-        starts("tanh", fits, "theory")
-    with pytest.raises(UsageError, match="There are 2 fits of tanh at 0; a swap takes one"):
-        starts("tanh", [*fits, replace(fits[0], form="A")])
-    with pytest.raises(UsageError, match="There is no norm site to swap"):
-        starts("rmsnorm", [])
-    pooled = normscope.fit(seen, "tanh", pool="all")
-    for init in ("fit", "paper"):
-        with pytest.raises(UsageError, match="pools several sites; a swap takes one fit a site"):
-            starts("tanh", pooled, init)
+NO_STARTS = [
+    (lambda seen, fits: starts("tanh", seen, "theroy"), "init 'theroy'"),
+    (lambda seen, fits: starts("tahn", seen), "curve 'tahn'"),
+    (lambda seen, fits: starts("tanh,isru", seen), r"names 2\.$"),
+    (lambda seen, fits: starts("free", seen, "paper"), "free is what was fitted: there is no paper start of it"),
+    (lambda seen, fits: starts("isru", fits), r"None of the fits is of isru\. Fit it first"),
+    (lambda seen, fits: starts("best", fits), "None of the fits is of best"),
+    (lambda seen, fits: starts("tanh", fits, "theory"), "made of a capture, not of fits"),
+    (lambda seen, fits: starts("tanh", [*fits, replace(fits[0], form="A")]), "2 fits of tanh at 0; a swap takes one"),
+    (lambda seen, fits: starts("rmsnorm", []), "There is no norm site to swap"),
+    (
+        lambda seen, fits: starts("tanh", normscope.fit(seen, "tanh", pool="all")),
+        "pools several sites; a swap takes one",
+    ),
+    (lambda seen, fits: starts("tanh", normscope.fit(seen, "tanh", pool="all"), "paper"), "pools several sites"),
+]
+
+
+@pytest.mark.parametrize(("call", "fragment"), NO_STARTS)
+def test_what_is_no_start_is_explained(seen, call, fragment):
+    with pytest.raises(UsageError, match=fragment):
+        call(seen, normscope.fit(seen, "tanh"))

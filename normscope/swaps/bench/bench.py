@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import itertools
 import math
 import os
@@ -15,17 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
+from torch.utils.benchmark.utils.timer import timer as clock  # synchronizes with CUDA
 
 from normscope.errors import DeviceError, UsageError, count, unknown
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.launches import EAGER, TRITON, VARIABLE
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
-from normscope.swaps.bench import whole_network
-from normscope.swaps.bench.timing import LEAST_SAMPLES, Measured, judged, warmed
-from normscope.swaps.bench.whole_network import (
+from normscope.swaps.bench.timing import (
+    AT_LEAST,
+    LEAST_SAMPLES,
     ModelBench,
     NormBench,
     Only,
@@ -35,12 +36,23 @@ from normscope.swaps.bench.whole_network import (
     computed,
     distinct,
     every,
+    judged,
     variants,
 )
-from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE, why_not_on
+from normscope.swaps.kernels.choice import why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import model_tensor, module_at
-from normscope.swaps.reports import FUSED, NATIVE, PASSES, BenchReport, Case, Latency, Norms, Passes, PublishedReport
+from normscope.swaps.reports import (
+    NATIVE,
+    PASSES,
+    BenchReport,
+    Case,
+    Latency,
+    Norms,
+    Passes,
+    PublishedReport,
+    Timing,
+)
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -88,8 +100,8 @@ def bench(
             CUDA, and all three with ``full``.
         full: time everything. Otherwise the norm alone in all ways, and the whole network forward, fused if kernels
             compute a curve and eager if not.
-        budget: seconds, for rounds and compiling: at least 4 rounds of the norm, and 3 of the network if they fit, else
-            1. None for 15; with ``full`` for 10 rounds of everything.
+        budget: seconds, for rounds and compiling: 4 to 10 rounds of the norm, and 3 of the network if they fit, else 1;
+            no more once each verdict is faster or slower. None for 15; with ``full`` for 10 rounds of everything.
         outputs: reader of the network's output; a loaded model has its own.
         about: model, weights and data, for the report.
         only: selects the cases; without the native norm's row there are no ratios and verdicts.
@@ -114,11 +126,15 @@ def bench(
     chosen = _dtypes(dtypes, full, tensor)
     budget = (math.inf if full else BUDGET) if budget is None else budget
     inner = uncompiled(model)
-    measured: list[Measured] = []
+    rows: list[Timing] = []
     left_out: list[str] = [] if dtypes or full or chosen == [tensor.dtype] else [_BY_DEFAULT]
     with left_as_found(inner, timed=True), compilations():
         progress("looking for norms", 0, 1)
-        report, a_pass = warmed(lambda: find_norms(inner, batch), tensor.device)
+        if tensor.device.type == "cuda":
+            find_norms(inner, batch)  # the first pass loads libraries for seconds
+        begun = clock()
+        report = find_norms(inner, batch)
+        a_pass = clock() - begun
         until = time.monotonic() - a_pass + budget
         for dtype in chosen:
             cast = inner if dtype == tensor.dtype else copy.deepcopy(inner).to(dtype)
@@ -133,35 +149,28 @@ def bench(
             # A curve's fused row is what the network does by default; its eager row is left to --full.
             doubled = set() if full else {variant.name for variant in whole.fused}
             a_round = (len(candidates) + (len(whole.fused) if full else 0)) * a_pass
-            rounds = LEAST_SAMPLES if LEAST_SAMPLES * a_round <= budget else whole_network.AT_LEAST
-            for_model = 0.0 if full else rounds * a_round
+            rounds = LEAST_SAMPLES if LEAST_SAMPLES * a_round <= budget else AT_LEAST
             if not whole.fused:
                 left_out += without_kernels(tensor.device)
-            measured += _norm_alone(norm, until, for_model, only, progress, left_out)
+            rows += _norm_alone(norm, until, 0.0 if full else rounds * a_round, only, progress, left_out)
 
             def chosen_case(case: Case, doubled: set[str] = doubled) -> bool:
                 return only(case) and not (case.way == "eager" and case.variant in doubled)
 
-            parts = itertools.product(whole.ways, PASSES)
-            for ways, passes in parts if full else itertools.islice(parts, 1):
-                if whole.cases(ways, passes, chosen_case):
+            for ways, passes in list(itertools.product(whole.ways, PASSES))[: None if full else 1]:
+                if cases := whole.cases(ways, passes, chosen_case):
                     progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
-                    measured += whole.measured(ways, passes, until, chosen_case, rounds)
+                    rows += whole.measured(cases, until, rounds)
     if not full:
         others = [name for name in DTYPES if getattr(torch, name) not in chosen]
-        parts_left = ["the whole network forward + backward", "the whole network compiled", *others]
         plain = ["functions with kernels in plain torch, in the whole network"] if whole.fused else []
-        left_out.append(f"Left to --full: {'; '.join(plain + parts_left)}.")
+        parts = [*plain, "the whole network forward + backward", "the whole network compiled", *others]
+        left_out.append(f"Left to --full: {'; '.join(parts)}.")
     device = in_words(tensor.device)
     if os.environ.get(VARIABLE) == TRITON and tensor.device.type != "cuda":
-        measured = [
-            dataclasses.replace(row, note="; ".join(filter(None, (INTERPRETED, row.note))))
-            if row.case.way in FUSED
-            else row
-            for row in measured
-        ]
         device = f"{device}; fused {INTERPRETED}"
-    return BenchReport(about, device, tuple(judged(measured)), tuple(dict.fromkeys(left_out)))
+        left_out.append(f"Fused rows ran {INTERPRETED}.")
+    return BenchReport(about, device, tuple(judged(rows)), tuple(dict.fromkeys(left_out)))
 
 
 def _first_batch(
@@ -205,10 +214,10 @@ def compilations() -> Iterator[None]:
 
 def _norm_alone(
     norm: NormBench, until: float, for_model: float, only: Only, progress: Progress, left_out: list[str]
-) -> Iterator[Measured]:
+) -> Iterator[Timing]:
     took = 0.0
     for ways, passes in itertools.product(norm.ways, PASSES):
-        if not norm.cases(ways, passes, only):
+        if not (cases := norm.cases(ways, passes, only)):
             continue
         # A compiler that was started goes on; with the backward pass it takes twice as long, and the network waits.
         ends = time.monotonic() + (0.0 if passes == PASSES[0] else 2 * took + for_model)
@@ -217,7 +226,7 @@ def _norm_alone(
             continue
         progress(f"the norm alone, {' and '.join(ways)}, {passes}", 0, 1)
         begun = time.monotonic()
-        yield from norm.measured(ways, passes, until - for_model, only)
+        yield from norm.measured(cases, until - for_model)
         took = time.monotonic() - begun
 
 

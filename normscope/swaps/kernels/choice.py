@@ -12,20 +12,9 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
-from torch._C import (
-    _are_functorch_transforms_active,
-    _get_tracing_state,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch.autograd import forward_ad
 
 from normscope.errors import UsageError, unknown
-from normscope.runtime.launches import EAGER as EAGER
-from normscope.runtime.launches import TRITON as TRITON
-from normscope.runtime.launches import VARIABLE as VARIABLE
-from normscope.runtime.launches import cannot_be_met, why_no_launcher
+from normscope.runtime.launches import EAGER, TRITON, VARIABLE, cannot_be_met, why_no_launcher
 
 CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,8 +22,7 @@ LOOP_FROM = 2**13  # elements: for fewer, plain torch is faster than the call of
 _LOOP_DTYPES = (torch.float32, torch.bfloat16)
 _LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
-_PLAIN = (Tensor, nn.Parameter)
-# Python's own table behind os.environ: to find nothing in it takes a tenth of the time of nn.LayerNorm.
+# Python's own table behind os.environ, because a lookup in os.environ takes as long as a tenth of nn.LayerNorm.
 _TABLE = getattr(os.environ, "_data", os.environ)
 _KEY = os.environ.encodekey(VARIABLE) if hasattr(os.environ, "encodekey") else VARIABLE
 
@@ -103,10 +91,10 @@ def _loop() -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def asking_for(word: str) -> Iterator[None]:
+def asking_for(value: str) -> Iterator[None]:
     """Context in which ``NORMSCOPE_KERNELS`` has a value."""
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = word
+    os.environ[VARIABLE] = value
     try:
         yield
     finally:
@@ -124,24 +112,6 @@ def plain_torch() -> contextlib.AbstractContextManager[None]:
     False
     """
     return asking_for(EAGER)
-
-
-def unseen(*tensors: Tensor | None) -> bool:
-    """True if no dispatch mode, tensor subclass or functorch transform is active, so the operator may be bypassed.
-
-    >>> unseen(torch.ones(2), None)
-    True
-    """
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
-            return False
-    return not (
-        _len_torch_dispatch_stack()
-        or _len_torch_function_stack()
-        or _are_functorch_transforms_active()
-        or _get_tracing_state()
-        or forward_ad._current_level >= 0
-    )
 
 
 def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -167,8 +137,8 @@ def why_not_on(device: torch.device) -> str:
     return why_no_launcher() if device.type == "cuda" else ""
 
 
-# torch.compile cannot follow it, and need not: it does not change. This is what torch.compiler.assume_constant_result
-# sets, which would import the compiler, and Triton with it, for those too who compile nothing.
+# torch.compile cannot trace it, and its result is constant. torch.compiler.assume_constant_result sets this attribute,
+# but imports the compiler, and Triton with it, even if nothing is compiled.
 why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

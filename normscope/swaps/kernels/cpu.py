@@ -1,9 +1,9 @@
 """Point-wise functions on the CPU in one pass over memory: tanh, isru and erf in loops that numba vectorizes.
 
-Of the liberties that a compiler may take with floats it has one, ``contract``: a product and a sum may be one rounding
-instead of two. Nothing is reordered or assumed finite, so that NaN, infinities and the sign of zero stay what they are.
-The bounds count one relative error of at most ε = 2⁻²⁴ for each operation; where two become one they hold all the more.
-All compiled code is in this file: numba keeps what it compiled until this file changes, and sees no other.
+The compiler may contract a product and a sum into one rounding, but neither reorder operations nor assume finite
+numbers: NaN, infinities and the sign of zero are preserved. Error bounds count one relative error of at most ε = 2⁻²⁴
+per operation; contraction only lowers them. All compiled code is in this file, whose changes alone invalidate numba's
+cache.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from torch import Tensor
 
 from normscope.errors import UsageError
 from normscope.runtime.compiled_loops import compiled, threads
-from normscope.swaps.kernels.choice import unseen
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.eager import Parameters, unseen
 
 TANH, ISRU, ERF = 0, 1, 2
 _CURVES = {"tanh": TANH, "isru": ISRU, "erf": ERF}
-_A_THREAD = 2**17  # elements, at least: below it, a further thread costs more than it saves
-_NONE = np.full(1, -0.0, np.float32)  # a shift or bias that there is not
+_A_THREAD = 2**17  # elements, at least: with fewer, another thread costs more than it saves
+_NONE = np.full(1, -0.0, np.float32)  # in place of an absent shift or bias
 _AT_ONCE = 1024  # elements, at least, for which α, s, weight and bias are laid out: they stay in the first-level cache
 
 _f4, _i4 = np.float32, np.int32
@@ -35,12 +34,12 @@ _ONE, _TWO = _f4(1), _f4(2)
 _LOG2_E = _f4(1.4426950408889634)
 # ln 2 = high + low, where any whole number up to 32 times the first is exact: it has 15 bits.
 _LN_2_HIGH, _LN_2_LOW = _f4(0.693145751953125), _f4(1.42860677e-06)
-_WHOLE = _f4(1.5 * 2**23)  # next to it float32 has whole numbers alone: what is added is rounded, into the lowest bits
+_WHOLE = _f4(1.5 * 2**23)  # near it, float32 only has whole numbers: a summand is rounded into the lowest bits
 _TANH_IS_ALL = _f4(19)  # 2|u| beyond which tanh u is ±1
 _ROOT_IS_ALL = _f4(1e9)  # |u| beyond which u / √(1 + u²) is ±1, and whose square does not overflow
 _ERF_IS_ALL = _f4(3.92)  # |u| beyond which erf u is ±1
-# e^r − 1 ≈ r + r²·(c₀ + c₁r + …) for |r| ≤ ½ ln 2, and erf u ≈ u·P(u²)/Q(u²): of the smallest largest relative error.
-# scripts/kernel_coefficients.py makes these.
+# e^r − 1 ≈ r + r²·(c₀ + c₁r + …) for |r| ≤ ½ ln 2, and erf u ≈ u·P(u²)/Q(u²), with minimax relative error;
+# scripts/kernel_coefficients.py computes these.
 EXPM1 = (0.49999997, 0.16666539, 0.041667223, 0.00836718082, 0.00138824061)
 ERF_OVER = (1.12837911, 0.190407589, 0.0527488664, 0.00376566313, 0.000284883485, 2.05007541e-06)
 ERF_UNDER = (1.0, 0.502077043, 0.114109568, 0.0149693098, 0.00116254622, 3.80916317e-05)
@@ -70,12 +69,12 @@ def _float(typing_context: Any, bits: Any) -> Any:
 def _tanh(u: Any) -> Any:
     """Return tanh u as m/(m + 2), m = e^v − 1, v = 2|u|, to a relative error of 6.2ε at most; it is never beyond ±1.
 
-    v = k·ln 2 + r with whole k, and m = 2^k·p + (2^k − 1) with p = e^r − 1 = r + r²·q. What m is off by, relative,
-    counts by 2/(m + 2) in the quotient; the sum m + 2 and the quotient itself add ε each.
-    k = 0: r is exact, q is off by less than 2ε (its last sum and first coefficient), and r²·q, at most 0.15 of p, by
-    4ε. With p's own sum and the polynomial's 0.3ε that is less than 2ε: 4ε in all.
-    k ≥ 1: r is off by 0.35ε, p by 2ε·|p| besides, 2^k times as much is m, whose sum adds ε. That is the most where m is
-    the least of these, at k = 1 and r = −0.35: m = 0.41 is off by 5ε, which counts 4.2ε; then 6.2ε in all.
+    v = k·ln 2 + r with whole k, and m = 2^k·p + (2^k − 1) with p = e^r − 1 = r + r²·q. A relative error of m counts
+    2/(m + 2) in the quotient; the sum m + 2 and the quotient itself add ε each.
+    k = 0: r is exact, the error of q is below 2ε (its last sum and first coefficient), that of r²·q, at most 0.15 of p,
+    is 4ε. With p's own sum and the polynomial's 0.3ε, m contributes less than 2ε: 4ε in total.
+    k ≥ 1: r has an error of 0.35ε and p a further 2ε·|p|; m has 2^k times that, and its sum adds ε. The maximum is at
+    the smallest such m, k = 1 and r = −0.35: m = 0.41 has an error of 5ε, which counts 4.2ε; then 6.2ε in total.
     """
     bits: Any = _bits(u)  # type: ignore[call-arg]
     magnitude = _float(_i4(bits & _MAGNITUDE))
@@ -94,7 +93,7 @@ def _tanh(u: Any) -> Any:
 def _isru(u: Any) -> Any:
     """Return u / √(1 + u²) to a relative error of 3ε: half of those of u² and the sum, the root's, the quotient's.
 
-    It is never beyond ±1: the root of u², rounded, is |u| to the bit, and 1 more under it makes it no smaller.
+    It is never beyond ±1: the rounded root of u² is |u| to the bit, and adding 1 under it makes it no smaller.
     """
     u = _ROOT_IS_ALL if u > _ROOT_IS_ALL else (-_ROOT_IS_ALL if u < -_ROOT_IS_ALL else u)
     return u / _f4(math.sqrt(_ONE + u * u))
@@ -104,9 +103,9 @@ def _isru(u: Any) -> Any:
 def _erf(u: Any) -> Any:
     """Return erf u to a relative error of 19ε at most; it is never beyond ±1.
 
-    The formula is off by 0.32ε. All terms of both polynomials are positive: each sum and product adds ε times what it
-    holds of the whole, which is the most at the end, u² = 15.4, 6.9ε above and 7.7ε below the line. Coefficients add ½ε
-    each, u² as much in the quotient, the last product and the quotient ε each.
+    The formula's error is 0.32ε. All terms of both polynomials are positive: each sum and product adds ε times its
+    share of the whole, at most 6.9ε above and 7.7ε below the line, at u² = 15.4. Coefficients add ½ε each, u² as much
+    in the quotient, the last product and the quotient ε each.
     """
     u = _ERF_IS_ALL if u > _ERF_IS_ALL else (-_ERF_IS_ALL if u < -_ERF_IS_ALL else u)
     s = u * u
@@ -122,10 +121,10 @@ def _widened(number: Any) -> Any:
 
 
 def _narrowed(number: Any, into: Any) -> Any:
-    """Return what an array of float32, or of bfloat16's bits, takes of a float32 number: bfloat16 to the nearest."""
+    """Return a float32 number as an element of ``into``: float32, or the bits of the nearest bfloat16."""
 
 
-@overload(_widened, strict=False)  # types in a signature are none that numba knows
+@overload(_widened, strict=False)  # numba does not know the annotations' types
 def _of_widened(number: Any) -> Any:
     if number == types.float32:
         return lambda number: number
@@ -139,7 +138,7 @@ def _of_narrowed(number: Any, into: Any) -> Any:
 
     def narrowed(number: Any, into: Any) -> Any:
         bits: Any = _bits(number)  # type: ignore[call-arg]
-        half = _i4(_i4(0x7FFF) + _i4(_i4(bits >> _i4(16)) & _i4(1)))  # of two that are as near, the even one
+        half = _i4(_i4(0x7FFF) + _i4(_i4(bits >> _i4(16)) & _i4(1)))  # ties go to even
         nearest = _i4(_i4(bits + half) >> _i4(16))
         return np.int16(nearest) if _i4(bits & _MAGNITUDE) <= _INFINITY else np.int16(0x7FC0)
 

@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import (
+    _are_functorch_transforms_active,
+    _get_tracing_state,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
+from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass  # not frozen: that would double the time to make one, at every call
@@ -65,8 +74,25 @@ class Parameters:
         return begin, end
 
 
-@dataclass(frozen=True)
-class Strides:
+def unseen(*tensors: Tensor | None) -> bool:
+    """True if no dispatch mode, tensor subclass or functorch transform is active, so the operator may be bypassed.
+
+    >>> unseen(torch.ones(2), None)
+    True
+    """
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+            return False
+    return not (
+        _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _are_functorch_transforms_active()
+        or _get_tracing_state()
+        or forward_ad._current_level >= 0
+    )
+
+
+class Strides(NamedTuple):
     """The strides of one tensor, in elements."""
 
     outer: int
@@ -85,14 +111,9 @@ class Layout:
     strides: tuple[Strides, ...]  # of each tensor
 
 
-@dataclass(frozen=True)
-class _Axis:
+class _Axis(NamedTuple):
     size: int
-    strides: tuple[int, ...]
-
-    def spans(self, inner: _Axis) -> bool:
-        """True if this axis and the next inner one form one axis in memory, in every tensor."""
-        return all(stride == within * inner.size for stride, within in zip(self.strides, inner.strides, strict=True))
+    strides: tuple[int, ...]  # of each tensor
 
 
 def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
@@ -106,8 +127,7 @@ def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
     >>> layout_of([torch.empty(2, 3, 5)], begin=1, end=2)
     Layout(outers=2, others=5, channels=3, channels_in_columns=False, strides=(Strides(outer=15, other=1, channel=5),))
     """
-    by_axis = zip(*(tensor.stride() for tensor in tensors), strict=True)
-    axes = [_Axis(size, strides) for size, strides in zip(tensors[0].shape, by_axis, strict=True)]
+    axes = list(map(_Axis, tensors[0].shape, zip(*(tensor.stride() for tensor in tensors), strict=True)))
     channels = _merged(axes[begin:end])
     # An expanded tensor's strides of zero decide nothing.
     rest = _merged(sorted(axes[:begin] + axes[end:], key=lambda axis: max(axis.strides), reverse=True))
@@ -122,14 +142,15 @@ def layout_of(tensors: Sequence[Tensor], begin: int, end: int) -> Layout | None:
 
 
 def _merged(axes: Sequence[_Axis]) -> list[_Axis]:
-    """Drop axes of one element, and join neighbours that are one axis in memory."""
+    """Drop axes of one element, and join neighbours that form one axis in the memory of every tensor."""
     merged: list[_Axis] = []
-    for axis in axes:
-        if axis.size == 1:
+    for size, strides in axes:
+        if size == 1:
             continue
-        if merged and merged[-1].spans(axis):
-            axis = _Axis(merged.pop().size * axis.size, axis.strides)
-        merged.append(axis)
+        if merged and merged[-1].strides == tuple(stride * size for stride in strides):
+            merged[-1] = _Axis(merged[-1].size * size, strides)
+        else:
+            merged.append(_Axis(size, strides))
     return merged
 
 

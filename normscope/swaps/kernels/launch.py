@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ SINGLY = 16  # elements of a tile, at most, that a thread loads one by one: each
 ALL_REGISTERS = 255  # of a thread: said in so many words, ptxas does not spill some to get by with fewer
 
 
-@dataclass(frozen=True, eq=False)  # plans depend on which it is, and ask at every call
+@dataclass(frozen=True)
 class Tiling:
     """Distribution of a kernel over a GPU, chosen by counted instructions, not by timing."""
 
@@ -35,7 +35,7 @@ class Tiling:
 
     @property
     def options(self) -> dict[str, int | None]:
-        """Compile-time constants of a kernel."""
+        """Compiler options of a kernel."""
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
@@ -48,14 +48,11 @@ ADDING: dict[str, int | None] = {"num_warps": 4}
 
 def forward_launch(x: Tensor, y: Tensor, parameters: Parameters, layout: Layout, curve: str) -> KernelCall:
     """Return the call that fills y, of the shape, dtype and ``layout`` of a non-empty x; parameters are contiguous."""
-    constants = _constants(layout, FORWARD, [x, y])
-    blocks = _parts(layout.channels, constants["block_channels"])
-    tiles = _parts(layout.others, constants["block_others"])
-    arguments = {
-        **{"x": x, "y": y}, **vars(parameters), **_sizes(layout, "x y", constants["multiple"]),
-        **_each(parameters), **constants, "curve": curve,
-    }  # fmt: skip
-    options = FORWARD.options if constants["multiple"] > 1 else {**FORWARD.options, "maxnreg": ALL_REGISTERS}
+    shared = _shared(layout, FORWARD, parameters, {"x": x, "y": y})
+    blocks = _parts(layout.channels, shared["block_channels"])
+    tiles = _parts(layout.others, shared["block_others"])
+    arguments = {"x": x, "y": y, **vars(parameters), **shared, "curve": curve}
+    options = FORWARD.options if shared["multiple"] > 1 else {**FORWARD.options, "maxnreg": ALL_REGISTERS}
     return KernelCall(loops.forward, (blocks * tiles * layout.outers,), arguments, options)
 
 
@@ -73,45 +70,35 @@ def backward_launches(
     Parameters and their gradients are contiguous. ``layout`` is that of dy, x and the gradient by x; without that
     gradient, of x a second time. ``scratch`` is the memory for the slots; None allocates it.
     """
-    filled = [] if gradients.x is None else [gradients.x]
-    constants, each = _constants(layout, BACKWARD, [x, dy, *filled]), _each(parameters)
-    blocks = _parts(layout.channels, constants["block_channels"])
-    tiles = _parts(layout.others, constants["block_others"])
-    # Where each element is loaded by itself, its addresses take the registers of half of the steps.
-    most = BACKWARD.steps if constants["multiple"] > 1 else BACKWARD.steps // 2
+    dx, names, by_parameter = gradients.x, tuple(vars(parameters)), gradients._asdict()
+    shared = _shared(layout, BACKWARD, parameters, {"dy": dy, "x": x, "dx": x if dx is None else dx})
+    blocks = _parts(layout.channels, shared["block_channels"])
+    tiles = _parts(layout.others, shared["block_others"])
+    # Where elements are loaded one by one, their addresses occupy the registers of half of the steps.
+    most = BACKWARD.steps if shared["multiple"] > 1 else BACKWARD.steps // 2
     steps = _parts(tiles, _parts(tiles, most))  # spread evenly over the runs
     runs = _parts(tiles, steps) * layout.outers
     at_once = multiprocessors(x.device) * BACKWARD.per_multiprocessor
     programs = min(runs, max(1, at_once // blocks))  # one more would begin when all others end
-    by_parameter = gradients._asdict()
     sizes = {
-        f"{name}_slots": (torch.float32, programs * (layout.channels if each[f"{name}_each"] else blocks))
-        for name in vars(parameters)
+        f"{name}_slots": (torch.float32, programs * (layout.channels if shared[f"{name}_each"] else blocks))
+        for name in names
         if by_parameter[name] is not None
     }
-    slots = dict.fromkeys(f"{name}_slots" for name in vars(parameters)) | (
-        (scratch or Scratch(x.device))(sizes) if sizes else {}
-    )
-    arguments = {
-        **{"dy": dy, "x": x, "dx": gradients.x},
-        **{name: part for name, part in vars(parameters).items() if name != "bias"},
-        **slots, **_sizes(layout, "dy x dx", constants["multiple"]), "programs": programs,
-        **each, **constants, "curve": curve, "steps": steps, "shares": BACKWARD.shares,
-    }  # fmt: skip
+    slots: dict[str, Tensor | None] = {f"{name}_slots": None for name in names}
+    if sizes:
+        slots |= (scratch or Scratch(x.device))(sizes)
+    arguments = {"dy": dy, "x": x, "dx": dx, **vars(parameters), **slots, **shared, "programs": programs}
+    arguments |= {"curve": curve, "steps": steps, "shares": BACKWARD.shares}
+    del arguments["bias"]
     calls = [KernelCall(loops.backward, (programs * blocks,), arguments, BACKWARD.options)]
     if sizes:
+        each = {f"{name}_each": shared[f"{name}_each"] for name in names}
         columns = _parts(layout.channels, ADDED["block_channels"]) if any(each.values()) else 1
-        adding = {
-            **slots, **{f"d{name}": by_parameter[name] for name in vars(parameters)},
-            "programs": programs, "slots_in_all": programs * blocks, "channels": layout.channels,
-            **each, **ADDED,
-        }  # fmt: skip
-        calls.append(KernelCall(loops.add_slots, (columns, len(vars(parameters))), adding, ADDING))
+        adding = {**slots, **{f"d{name}": by_parameter[name] for name in names}, **each, **ADDED}
+        adding |= {"programs": programs, "slots_in_all": programs * blocks, "channels": layout.channels}
+        calls.append(KernelCall(loops.add_slots, (columns, len(names)), adding, ADDING))
     return calls
-
-
-def _each(parameters: Parameters) -> dict[str, bool]:
-    return {f"{name}_each": part is not None and part.numel() > 1 for name, part in vars(parameters).items()}
 
 
 def _parts(number: int, size: int) -> int:
@@ -129,23 +116,37 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
-def _constants(layout: Layout, tiling: Tiling, tensors: Sequence[Tensor]) -> dict[str, int | bool]:
-    dtype = tensors[0].dtype
-    vector = LOAD // dtype.itemsize
-    width, height = layout.others, layout.channels
-    if layout.channels_in_columns:
-        width, height = height, width
-    aligned = _aligned(layout, width, vector) and not any(tensor.data_ptr() % LOAD for tensor in tensors)
+def _shared(layout: Layout, tiling: Tiling, parameters: Parameters, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the arguments that both passes take: sizes, strides by tensor, and constants.
+
+    A row's size and the strides between rows are in units of ``multiple`` elements, which tells the compiler that they
+    are multiples; Triton itself only tests divisibility by 16.
+    """
+    dtype = tensors["x"].dtype
+    in_columns, vector = layout.channels_in_columns, LOAD // dtype.itemsize
+    width, height = (layout.channels, layout.others) if in_columns else (layout.others, layout.channels)
+    aligned = _aligned(layout, width, vector) and not any(tensor.data_ptr() % LOAD for tensor in tensors.values())
     share = tiling.loads * vector if aligned else min(tiling.loads * vector, SINGLY)
     rows, columns = tile(width, height, tiling.warps * LANES * share, LANES * vector)
-    return {
+    multiple = vector if aligned else 1
+    of_other, of_channel = (multiple, 1) if in_columns else (1, multiple)
+    arguments = {
+        "outers": layout.outers,
+        "others": layout.others // of_channel,
+        "channels": layout.channels // of_other,
         "precise": dtype == torch.float32,
         "portable": interpreted(),
-        "channels_in_columns": layout.channels_in_columns,
-        "multiple": vector if aligned else 1,
-        "block_others": rows if layout.channels_in_columns else columns,
-        "block_channels": columns if layout.channels_in_columns else rows,
+        "channels_in_columns": in_columns,
+        "multiple": multiple,
+        "block_others": rows if in_columns else columns,
+        "block_channels": columns if in_columns else rows,
     }
+    for name, strides in zip(tensors, layout.strides, strict=True):
+        arguments[f"{name}_outer"] = strides.outer // multiple
+        arguments[f"{name}_other"] = strides.other // of_other
+        arguments[f"{name}_channel"] = strides.channel // of_channel
+    each = {f"{name}_each": part is not None and part.numel() > 1 for name, part in vars(parameters).items()}
+    return arguments | each
 
 
 def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
@@ -168,29 +169,14 @@ def tile(width: int, height: int, elements: int, most: int) -> tuple[int, int]:
 
 def _aligned(layout: Layout, width: int, vector: int) -> bool:
     """True if all rows begin where a thread can load ``vector`` elements at once."""
-    for strides in layout.strides:
-        if not any(vars(strides).values()):  # one number, expanded
-            continue
-        column, row = strides.other, strides.channel
+    for outer, column, row in layout.strides:
         if layout.channels_in_columns:
             column, row = row, column
-        if column != 1 or row % vector or strides.outer % vector or max(row, strides.outer) >= 2**31:
+        if not (outer or column or row):  # one number, expanded
+            continue
+        if column != 1 or row % vector or outer % vector or max(row, outer) >= 2**31:
             return False
     return width % vector == 0 and width < 2**31  # the kernels multiply in the bits of what they are given
-
-
-def _sizes(layout: Layout, names: str, multiple: int) -> dict[str, int]:
-    """Return sizes and strides by name; a row's size and the strides between rows in units of ``multiple`` elements.
-
-    This tells the compiler that they are multiples; Triton itself only tests divisibility by 16.
-    """
-    of_other, of_channel = (multiple, 1) if layout.channels_in_columns else (1, multiple)
-    sizes = {"outers": layout.outers, "others": layout.others // of_channel, "channels": layout.channels // of_other}
-    for name, strides in zip(names.split(), layout.strides, strict=True):
-        sizes[f"{name}_outer"] = strides.outer // multiple
-        sizes[f"{name}_other"] = strides.other // of_other
-        sizes[f"{name}_channel"] = strides.channel // of_channel
-    return sizes
 
 
 def forward(x: Tensor, parameters: Parameters, curve: str, behind: int, plan: Any = None) -> Tensor:
@@ -266,7 +252,7 @@ def kind_of(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Hasha
     of_shift = shift is not None and (shift.shape, shift.dtype, shift.get_device(), shift.is_contiguous())
     of_bias = bias is not None and (bias.shape, bias.dtype, bias.get_device(), bias.is_contiguous())
     return (
-        curve, behind, FORWARD, BACKWARD, x.shape, x.stride(), x.dtype, x.device,
+        curve, behind, x.shape, x.stride(), x.dtype, x.device,
         alignment(x, alpha, shift, weight, bias), alpha.shape, alpha.dtype, alpha.get_device(), alpha.is_contiguous(),
         of_shift, weight.shape, weight.dtype, weight.get_device(), weight.is_contiguous(), of_bias,
     )  # fmt: skip

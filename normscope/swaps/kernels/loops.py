@@ -1,14 +1,14 @@
 """The curves, the forward pass, the backward pass and the sum of its partial sums, as Triton computes them.
 
-A tensor has outers × others × channels elements, with a stride for each: ``others`` is every axis but the channels',
-and what of it no common stride spans is ``outers``. A tile is ``block_others`` × ``block_channels`` of them; its
-columns, neighbours in memory, are channels where ``channels_in_columns``, and others where not. Offsets are 64 bits.
-What is None (a shift, a bias, a gradient that nobody wants) takes no instruction.
+A tensor has outers × others × channels elements, with one stride each: ``others`` are all axes but the channels', and
+``outers`` the part of them that shares no stride with the rest. A tile has ``block_others`` × ``block_channels``
+elements; its columns, neighbours in memory, are channels if ``channels_in_columns``, otherwise others. Offsets have 64
+bits. An argument that is None (a shift, a bias, a gradient that is not needed) costs no instruction.
 
-The curves and their derivatives are computed in float32. ``precise`` is for float32 tensors, whose kernels wait for
-memory anyhow. Half precision would wait for instructions, so its functions are cheaper, with errors below the rounding
-of what they are for (docs/kernels.md). ``portable`` replaces instructions that only PTX has by ordinary operations.
-Tensors stand before constants: in the interpreter of Triton 3.8 a constexpr times a tensor is a constexpr.
+The curves and their derivatives are computed in float32. ``precise`` is for float32 tensors, whose kernels are bound by
+memory. Half precision would be bound by instructions, so its functions are cheaper, with errors below its rounding
+(docs/kernels.md). ``portable`` replaces PTX instructions by ordinary operations. Tensors precede constants in products:
+in the interpreter of Triton 3.8 a constexpr times a tensor is a constexpr.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SLOPE_OF_ERF = tl.constexpr(1.1283791670955126)  # 2/√π
-# Up to |u| = NEAR, tanh u = u + u³·(c₀ + c₁u² + …), float32 of the smallest largest relative error. Beyond,
-# 1 − tanh|u| is so small that the errors of the two instructions which make it come to little in 1 − (1 − tanh|u|).
-# scripts/kernel_coefficients.py makes these and the next again.
+# Up to |u| = NEAR, tanh u = u + u³·(c₀ + c₁u² + …) with minimax relative error in float32. Beyond, 1 − tanh|u| is so
+# small that the errors of its two instructions hardly matter in 1 − (1 − tanh|u|).
+# scripts/kernel_coefficients.py computes these and the next.
 NEAR = tl.constexpr(1.2)
 NEAR_TANH = tl.constexpr(
     (
@@ -29,7 +29,7 @@ NEAR_TANH = tl.constexpr(
     )
 )  # fmt: skip
 ERF_AS_TANH = tl.constexpr((1.12831378, 0.10364224, -0.00161636551))  # erf u ≈ tanh(u·(c₀ + c₁u² + c₂u⁴))
-STRAIGHT = tl.constexpr(2.0**-7)  # |u| below which tanh u is u in half precision: off by 2·10⁻⁵, relative
+STRAIGHT = tl.constexpr(2.0**-7)  # |u| below which tanh u is u in half precision, with a relative error of 2·10⁻⁵
 ERF_IS_ALL = tl.constexpr(9.0)  # u² above which erf u is ±1 in half precision, and up to which the polynomial rises
 ROOT_IS_ALL = tl.constexpr(1e18)  # |u| above which u / √(1 + u²) is ±1, and whose square does not overflow
 
@@ -63,7 +63,7 @@ def _hardware_reciprocal(v: tl.tensor, portable: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _exp_and_reciprocal(u: tl.tensor, portable: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return e/(1 + e) and 1/(1 + e) of e = e^(−2|u|), of which tanh and its derivative are made."""
+    """Return e/(1 + e) and 1/(1 + e) for e = e^(−2|u|), from which tanh and its derivative are computed."""
     e = _hardware_exp2(tl.abs(u) * (-2 * LOG2_E), portable)
     q = _hardware_reciprocal(1 + e, portable)
     return e * q, q
@@ -122,10 +122,10 @@ def function(u: tl.tensor, curve: tl.constexpr, precise: tl.constexpr, portable:
 def function_beside(
     u: tl.tensor, curve: tl.constexpr, precise: tl.constexpr, shares: tl.constexpr, portable: tl.constexpr
 ) -> tl.tensor:
-    """Return f(u) where f′(u) is computed too: tanh of half precision, where it ``shares``, from the same exponential.
+    """Return f(u) where f′(u) is computed too; if it ``shares``, tanh of half precision uses the same exponential.
 
-    That is one instruction less for the unit of exponentials, roots and tanh, and a few more for the others. Its
-    relative error is at most 5·10⁻⁵; at STRAIGHT it jumps by that much.
+    This saves one instruction of the unit for exponentials, roots and tanh, and costs a few others. The relative error
+    is at most 5·10⁻⁵, with a jump of that size at STRAIGHT.
     """
     if shares and curve == "tanh" and not precise:
         rest, _ = _exp_and_reciprocal(u, portable)
@@ -138,7 +138,7 @@ def function_beside(
 
 @triton.jit
 def derivative(u: tl.tensor, curve: tl.constexpr, portable: tl.constexpr) -> tl.tensor:
-    """Return f′(u), in which nothing cancels; as accurate for float32 as for half precision."""
+    """Return f′(u) without cancellation, to the same accuracy in every dtype."""
     if curve == "isru":
         root = isru_root(within_reach(u))
         return root * root * root
@@ -160,7 +160,7 @@ def _along(values: tl.tensor, columns: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _widened(values: tl.tensor, portable: tl.constexpr) -> tl.tensor:
-    """Return values in float32. Two bfloat16 of one register take two instructions so, and three by themselves."""
+    """Return values in float32; two bfloat16 of one register take two instructions instead of three."""
     if values.dtype == tl.bfloat16 and not portable:
         halves: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         return tl.inline_asm_elementwise(halves, "=r,=r,r", [values], tl.float32, is_pure=True, pack=2)
@@ -170,7 +170,7 @@ def _widened(values: tl.tensor, portable: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _of_channels(parameter: tl.tensor, channel: tl.tensor, channels: tl.tensor, each: tl.constexpr) -> tl.tensor:
-    """Load a parameter of some channels, or the one that all of them share."""
+    """Load a parameter of some channels, or the single one that they share."""
     if each:
         return tl.load(parameter + channel, mask=channel < channels, other=0).to(tl.float32)
     else:
@@ -182,7 +182,7 @@ def _places(
     start: tl.tensor, outer: tl.tensor, first: tl.tensor, other: tl.tensor, place: tl.tensor,
     outer_stride: tl.tensor, other_stride: tl.tensor, channel_stride: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return where the elements of a tile are, whose others begin with the ``first``."""
+    """Return the addresses of a tile's elements, whose others begin with the ``first``."""
     tl.assume(other_stride >= 0)  # as all strides in torch: the product with it is one instruction then
     begin = start + (outer * outer_stride + first * other_stride)
     return begin + place.to(tl.int64) * channel_stride + other.to(tl.int64) * other_stride
@@ -190,7 +190,7 @@ def _places(
 
 @triton.jit
 def _parts(number: tl.tensor, size: tl.constexpr) -> tl.tensor:
-    """Return how many parts of some size there are of a number above zero: no sum on the way is larger than it."""
+    """Divide a number above zero and round up, without a sum that could overflow."""
     return (number - 1) // size + 1
 
 
@@ -198,7 +198,7 @@ def _parts(number: tl.tensor, size: tl.constexpr) -> tl.tensor:
 def _sizes_in_elements(
     others: tl.tensor, channels: tl.tensor, channels_in_columns: tl.constexpr, multiple: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the others and the channels; how many a row has was given in units of ``multiple``."""
+    """Return the numbers of others and channels; the size of a row is passed in units of ``multiple``."""
     if channels_in_columns:
         return others, channels * multiple
     else:
@@ -210,7 +210,7 @@ def _strides_in_elements(
     outer: tl.tensor, other: tl.tensor, channel: tl.tensor,
     channels_in_columns: tl.constexpr, multiple: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Return the strides of outers, others and channels; those between rows were given in units of ``multiple``."""
+    """Return the strides of outers, others and channels; those between rows are passed in units of ``multiple``."""
     if channels_in_columns:
         return outer * multiple, other * multiple, channel
     else:
@@ -219,7 +219,7 @@ def _strides_in_elements(
 
 @triton.jit
 def _start(tile: tl.tensor, tiles: tl.tensor, outers: tl.tensor) -> tl.tensor:
-    """Return the outer that a tile is in, and which tile of it."""
+    """Return the index of a tile's outer, and the tile's index within it."""
     if outers == 1:  # known when the kernel is compiled
         return tl.zeros((), tl.int64), tile.to(tl.int64)
     else:
@@ -236,7 +236,7 @@ def forward(
     curve: tl.constexpr, precise: tl.constexpr, portable: tl.constexpr, channels_in_columns: tl.constexpr,
     multiple: tl.constexpr, block_others: tl.constexpr, block_channels: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Fill y with weight · f(αx + s) + bias: a tile for each program."""
+    """Fill y with weight · f(αx + s) + bias, one tile per program."""
     others, channels = _sizes_in_elements(others, channels, channels_in_columns, multiple)
     x_outer, x_other, x_channel = _strides_in_elements(x_outer, x_other, x_channel, channels_in_columns, multiple)
     y_outer, y_other, y_channel = _strides_in_elements(y_outer, y_other, y_channel, channels_in_columns, multiple)
@@ -266,7 +266,7 @@ def _keep(
     slots: tl.tensor, sums: tl.tensor, program: tl.tensor, block: tl.tensor, blocks: tl.tensor,
     channel: tl.tensor, channels: tl.tensor, each: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Write what a program has summed for its channels: into its row of them, or as one sum into its one slot."""
+    """Write the sums of a program's channels: into its row of slots, or as one sum into its single slot."""
     if slots is not None:
         if each:
             tl.store(slots + program.to(tl.int64) * channels + channel, sums, mask=channel < channels)
@@ -289,9 +289,9 @@ def backward(
 ) -> None:  # fmt: skip
     """Fill dx, and each program's slots of the parameters' gradients.
 
-    A program looks after a block of channels, and there of every ``programs``-th run of ``steps`` tiles; all of a run
-    is loaded before any of it is used, so that enough loads are under way at once. Its sums stay in registers until it
-    has seen all, and no other program writes its slots: the same bits come out every time.
+    A program processes every ``programs``-th run of ``steps`` tiles within a block of channels. It loads a whole run
+    before it uses any of it, so that enough loads are in flight. Its sums stay in registers until the end, and no other
+    program writes its slots, so results are deterministic.
     """
     others, channels = _sizes_in_elements(others, channels, channels_in_columns, multiple)
     x_outer, x_other, x_channel = _strides_in_elements(x_outer, x_other, x_channel, channels_in_columns, multiple)
@@ -371,7 +371,7 @@ def _add_up(
             place = row.to(tl.int64) * number + channel
             sums += tl.load(slots + place, mask=(row < rows) & (channel < number), other=0).to(tl.float64)
             row += tile // width
-        # By float32: to half precision at once is not a conversion that every GPU has.
+        # Via float32, because not every GPU converts float64 to half precision.
         tl.store(gradient + channel, tl.sum(sums, 0)[None, :].to(tl.float32), mask=channel < number)
 
 

@@ -1,4 +1,4 @@
-"""Point-wise functions as operators of torch, which torch.compile, torch.export and autograd see as one piece each."""
+"""Point-wise functions as operators of torch, each opaque to torch.compile, torch.export and autograd."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
 from normscope.fits.curves.known import CURVES
+from normscope.runtime.launches import EAGER, VARIABLE
 from normscope.swaps.kernels import eager
-from normscope.swaps.kernels.choice import EAGER, VARIABLE, asked_for_plain_torch, by_kernels, unseen
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.choice import asked_for_plain_torch, by_kernels
+from normscope.swaps.kernels.eager import Parameters, unseen
 
-_GIVEN = 6  # of the operator's arguments, curve and behind are one argument of _Pointwise
 launches: Any = None  # normscope.swaps.kernels.launch, which imports Triton, from the first launch on
 
 
@@ -83,7 +83,7 @@ def pointwise_backward(
         parameters.channel_axes(x, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
         dx, *others = eager.pointwise_backward(dy, x, f, derivative, parameters, behind)
-        # An operator returns none of its inputs, and of one row of float64 the gradient by the bias is dy itself.
+        # An operator must not return its inputs, and for one row of float64 the gradient by the bias is dy itself.
         by_parameters = [None if gradient is None else gradient.clone() for gradient in others]
         gradients = (None if dx is None else torch.empty_like(x).copy_(dx), *by_parameters)
     return [
@@ -105,9 +105,9 @@ def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
     *parameters, _, behind, of_input, of_parameters = others
     _check_shape(dy, x)
     Parameters(*parameters).channel_axes(x, behind)
-    by_x = torch.empty_like(x) if of_input else x.new_empty(0)
-    needed = [part if of_parameters else None for part in parameters]
-    return [by_x, *(x.new_empty(0) if part is None else part.new_empty(part.shape) for part in needed)]
+    absent = x.new_empty(0)
+    by_parameters = [absent if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
+    return [torch.empty_like(x) if of_input else absent, *by_parameters]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
@@ -137,7 +137,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients by :func:`pointwise`'s arguments; UsageError in forward mode and for batched gradients."""
     check_no_tangents(dy)
-    # is_grads_batched=True has torch's older vmap, which no rule of batching that an operator registers is for.
+    # is_grads_batched=True uses torch's older vmap, for which an operator cannot register a batching rule.
     if torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
         raise _not_by_kernels("batched gradients (vmap, is_grads_batched=True)")
     of_input, *of_each = ctx.needs_input_grad[:5]
@@ -195,12 +195,11 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # The operator is what compilers see, and refuses gradients of gradients and batched gradients.
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_legacy_batchedtensor(dy):
-            return back(ctx, dy)[:_GIVEN]
         x, *parts = saved = ctx.saved_tensors
-        if not unseen(dy, *saved):
-            return back(ctx, dy)[:_GIVEN]
+        # Compilers see the operator, which refuses gradients of gradients and batched gradients.
+        seen = torch.compiler.is_compiling() or torch.is_grad_enabled() or is_legacy_batchedtensor(dy)
+        if seen or not unseen(dy, *saved):
+            return back(ctx, dy)[:-1]  # curve and behind are one argument here
         needed = ctx.needs_input_grad[:-1]
         return (*launches.backward(dy, x, Parameters(*parts), ctx.curve, ctx.behind, needed), None)
 

@@ -25,7 +25,6 @@ from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
 from normscope.swaps.standalone import RMSNorm
 from normscope.swaps.start import RMS_NORM
-from normscope.swaps.store.export import export
 from normscope.swaps.store.record import (
     ALSO,
     FILES,
@@ -36,6 +35,7 @@ from normscope.swaps.store.record import (
     SwapRecord,
     curve_named,
     damaged,
+    export,
     read_record,
 )
 
@@ -53,9 +53,9 @@ def save_swapped(
     """Write a swapped network as a folder that :func:`normscope.load_swapped` reads.
 
     The folder appears whole or not at all. It replaces a previous swap, but no folder with other files.
-    ``load_swapped`` reads ``model.safetensors`` and ``swap.json``. Processes without normscope import ``pointwise.py``,
-    plain PyTorch that builds the same network; its first lines are an example. Networks of transformers, timm and
-    diffusers get their library's ``config.json`` too.
+    ``load_swapped`` reads ``model.safetensors`` and ``swap.json``. Without normscope, ``pointwise.py`` builds the same
+    network in plain PyTorch; its first lines are an example. Networks of transformers, timm and diffusers get their
+    library's ``config.json`` too.
 
     Args:
         model: the network with point-wise functions in the place of norms, see :func:`normscope.swap`.
@@ -145,20 +145,19 @@ def _was_put(module: nn.Module) -> TypeGuard[PointwiseFunction | RMSNorm]:
 
 
 def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:
-    function = module if isinstance(module, PointwiseFunction) else None
+    shape, axis, bias = module.normalized_shape, module.channel_axis, module.bias is not None
+    if isinstance(module, RMSNorm):
+        affine, eps = module.weight is not None, module.variance_epsilon
+        return SwappedSite(path, module.in_place_of, RMS_NORM, shape, axis, False, False, affine, bias, False, eps)
     return SwappedSite(
-        name=path,
-        norm=module.in_place_of,
-        curve=RMS_NORM if function is None else _written(function.curve, path),
-        normalized_shape=module.normalized_shape,
-        channel_axis=module.channel_axis,
-        per_channel=function is not None and function.per_channel,
-        shift=function is not None and function.shift is not None,
-        elementwise_affine=module.weight is not None and (function is None or module.weight.numel() > 1),
-        bias=module.bias is not None,
-        activated=function is not None and function.activated,
-        eps=module.variance_epsilon if isinstance(module, RMSNorm) else None,
-        keeps="none" if function is None else function.keeps,
+        *(path, module.in_place_of, _written(module.curve, path), shape, axis),
+        per_channel=module.per_channel,
+        shift=module.shift is not None,
+        elementwise_affine=module.weight.numel() > 1,
+        bias=bias,
+        activated=module.activated,
+        eps=None,
+        keeps=module.keeps,
     )
 
 
@@ -184,7 +183,7 @@ def _written(curve: Curve, path: str) -> str:
 
 
 def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the state dict as safetensors takes it, each tensor once, and the second names of tensors.
+    """Return the state dict with each tensor once and contiguous, and the second names of tensors.
 
     safetensors' own save_model refuses several views of one storage, and writes other bytes of one network each time.
     """
@@ -203,7 +202,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             continue
         names[view] = name
         values = value.detach().cpu().contiguous()
-        kept[name] = values.clone() if storage in storages else values  # another part of it may have been kept already
+        kept[name] = values.clone() if storage in storages else values  # of a storage that is written already
         storages.add(storage)
     return kept, tied
 
@@ -266,15 +265,13 @@ def _module(
 
 def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Compare swap.json with the tensors before anything is made whose size only swap.json names."""
-    shape = site.normalized_shape
+    shape, is_norm = site.normalized_shape, site.curve == RMS_NORM
     alpha = shape if site.per_channel else (1,)
-    is_norm = site.curve == RMS_NORM
-    weight = shape if site.elementwise_affine else None if is_norm else (1,)
-    shift, bias = alpha if site.shift else None, shape if site.bias else None
-    expected = {"alpha": None if is_norm else alpha, "weight": weight, "shift": shift, "bias": bias}
+    expected = {} if is_norm else {"alpha": alpha, "weight": (1,)}
+    expected |= {"weight": shape} if site.elementwise_affine else {}
+    expected |= {"shift": alpha} if site.shift else {}
+    expected |= {"bias": shape} if site.bias else {}
     for name, sizes in expected.items():
-        if sizes is None:
-            continue
         tensor = tensors.get(f"{site.name}.{name}")
         if tensor is None or tensor.shape != sizes:
             what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {sizes}"

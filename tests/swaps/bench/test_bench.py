@@ -1,6 +1,5 @@
-"""What is timed, that nothing of the network is touched, and that nothing is claimed that the samples do not show."""
+"""Benchmarks time the cases that they name, leave the network untouched, and claim only what the samples show."""
 
-import copy
 import importlib.machinery
 import sys
 import time
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from networks import State
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -18,14 +18,27 @@ import normscope
 import normscope.swaps.bench.bench as bench_module
 from normscope.errors import DeviceError, ModelError, UsageError
 from normscope.inputs.batch import Batch
-from normscope.models.registry import find, list_models
 from normscope.pairs.norms.trace import find_norms
-from normscope.swaps.bench import whole_network
+from normscope.swaps.bench import timing
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
-from normscope.swaps.bench.timing import Measured, bytes_moved, judged, once
-from normscope.swaps.bench.whole_network import NormBench, commonest, fused, variants
+from normscope.swaps.bench.timing import (
+    NormBench,
+    blocks,
+    bytes_moved,
+    commonest,
+    flushed,
+    fused,
+    in_turns,
+    judged,
+    quantiles,
+    repeated,
+    replayed,
+    sets_beyond_cache,
+    settled,
+    variants,
+)
 from normscope.swaps.pointwise import DyT
-from normscope.swaps.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Case
+from normscope.swaps.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Timing
 
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -80,16 +93,19 @@ def compiled(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A sample of a norm is one call: what is timed does not hang on how fast the machine is."""
-    monkeypatch.setattr(whole_network, "blocks", once)
+    """A sample of a norm is one call: what is timed does not depend on how fast the machine is."""
+    monkeypatch.setattr(timing, "blocks", lambda run: [repeated(run)])
 
 
-def case(variant=NATIVE, way="eager", passes=FORWARD, timer="blocks", nbytes=8000, scope="norm"):
-    return Case(variant, way, scope, passes, "float32", timer, (10, 100), 3, nbytes)
+def row(samples, variant=NATIVE, way="eager", passes=FORWARD, timer="blocks", nbytes=8000, scope="norm"):
+    return Timing(variant, way, scope, passes, "float32", timer, (10, 100), 3, nbytes, tuple(samples))
 
 
-def verdict(own, native):
-    return judged([Measured(case(), native), Measured(case("dyt"), own)])[1].verdict
+def verdict(samples, native):
+    rows = [row(native), row(samples, "dyt")]
+    result = judged(rows)[1].verdict
+    assert settled(rows) == (result in (FASTER, SLOWER, NOT_RUN))
+    return result
 
 
 NATIVES = [10.0, 11.0, 12.0]
@@ -136,20 +152,23 @@ def test_a_verdict_the_other_way_round_is_the_opposite(own, native):
         assert min(own) < min(native) and np.median(own) < np.median(native)
 
 
-def test_a_row_is_set_beside_the_native_one_of_its_own_setting():
+def test_a_row_is_compared_with_the_native_one_of_its_own_setting():
     rows = judged(
         [
-            Measured(case(), [2.0] * 3),
-            Measured(case(way="compile"), [4.0] * 3),
-            Measured(case(passes=BOTH), [16.0] * 3),
-            Measured(case("dyt"), [1.0] * 3),
-            Measured(case("dyt", way="compile"), [1.0] * 3),
-            Measured(case("dyt", passes=BOTH), [1.0] * 3),
-            Measured(case("dyt, Liger", way="fused"), [1.0] * 3),
-            Measured(case("dyt", timer="graph"), [1.0] * 3),
+            row([2.0] * 3),
+            row([4.0] * 3, way="compile"),
+            row([16.0] * 3, passes=BOTH),
+            row([8.0] * 3, scope="model"),
+            row([1.0] * 3, "dyt"),
+            row([1.0] * 3, "dyt", way="compile"),
+            row([1.0] * 3, "dyt", way="compile + fused"),
+            row([1.0] * 3, "dyt", passes=BOTH),
+            row([1.0] * 3, "dyt, Liger", way="fused"),
+            row([1.0] * 3, "dyt", way="fused", scope="model"),
+            row([1.0] * 3, "dyt", timer="graph"),
         ]
     )
-    assert [row.ratio for row in rows] == [None, None, None, 1 / 2, 1 / 4, 1 / 16, 1 / 2, None]
+    assert [each.ratio for each in rows] == [*[None] * 4, 1 / 2, 1 / 4, 1 / 4, 1 / 16, 1 / 2, 1 / 8, None]
     assert rows[0].verdict == rows[-1].verdict == ""
 
 
@@ -158,11 +177,11 @@ def test_bytes_and_the_share_of_a_copy():
     assert bytes_moved(BOTH, 10, 2) == 80  # x, y, dy and dx
     native, both, copied, whole, identity = judged(
         [
-            Measured(case(), [1e-6, 2e-6, 9e-6]),
-            Measured(case("dyt", passes=BOTH, nbytes=16000), [8e-6]),
-            Measured(case(COPY), [1e-6] * 3),
-            Measured(case("dyt", scope="model", nbytes=None, timer="passes"), [1.0]),
-            Measured(case("identity"), [0.0] * 3),
+            row([1e-6, 2e-6, 9e-6]),
+            row([8e-6], "dyt", passes=BOTH, nbytes=16000),
+            row([1e-6] * 3, COPY),
+            row([1.0], "dyt", scope="model", nbytes=None, timer="passes"),
+            row([0.0] * 3, "identity"),
         ]
     )
     assert native.gb_per_s == pytest.approx(4.0) and native.share_of_copy == pytest.approx(0.5)
@@ -170,6 +189,77 @@ def test_bytes_and_the_share_of_a_copy():
     assert copied.gb_per_s == pytest.approx(8.0) and copied.ratio is None
     assert whole.gb_per_s is whole.share_of_copy is None
     assert (identity.gb_per_s, identity.ratio, identity.verdict) == (None, 0.0, FASTER)
+
+
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=40))
+def test_quantiles_are_numpys(samples):
+    result = quantiles(samples)
+    # The same sums of two in float64: one unit in the last place between n/2 and a lerp.
+    assert result["median"] == pytest.approx(np.quantile(samples, 0.5), rel=1e-15)
+    assert result["p20"] == np.quantile(samples, 0.2, method="lower")
+    assert result["p80"] == np.quantile(samples, 0.8, method="higher")
+    assert result["minimum"] == min(samples)
+
+
+def test_blocks_time_a_call_and_not_a_block():
+    # A sleep never ends early, and a block of these lasts no thousand times as long, whatever else the machine does.
+    samples = blocks(lambda: time.sleep(0.004))
+    assert samples and all(0.004 <= sample < 4 for sample in samples)
+
+
+def test_turns_begin_with_another_each_round():
+    order = []
+
+    def sampler(name):
+        return lambda: [float(len(order)) if order.append(name) is None else 0.0]
+
+    samples = in_turns({name: sampler(name) for name in "abc"}, at_least=4, at_most=4)
+    assert "".join(order) == "abcbcacababc"
+    assert list(samples) == ["a", "b", "c"]
+    assert samples["a"] == [1.0, 6.0, 8.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("until", "enough", "rounds"),
+    [(0.0, 9, 2), (25.0, 9, 2), (30.0, 9, 3), (39.0, 9, 3), (1000.0, 9, 6), (1000.0, 4, 4), (1000.0, 1, 2)],
+)
+def test_no_round_begins_that_would_end_too_late_or_change_nothing(until, enough, rounds):
+    at = [0.0]
+
+    def ten_seconds():
+        at[0] += 10
+        return [10.0]
+
+    samples = in_turns(
+        *({"a": ten_seconds},),
+        **{"at_least": 2, "at_most": 6, "until": until, "now": lambda: at[0]},
+        settled=lambda samples: len(samples["a"]) >= enough,
+    )
+    assert len(samples["a"]) == rounds
+
+
+@given(st.integers(1, 10**10), st.integers(1, 10**8))
+def test_buffers_are_beyond_four_caches_and_no_more_than_it_takes(nbytes, cache):
+    number = sets_beyond_cache(nbytes, cache)
+    assert number >= 4 and number * nbytes > 4 * cache
+    assert number == 4 or (number - 1) * nbytes <= 4 * cache
+
+
+def test_timers_of_triton_are_asked_for_every_sample_in_milliseconds(monkeypatch):
+    testing = pytest.importorskip("triton.testing", reason="Triton is made for Linux alone")
+    options, used = [], []
+    monkeypatch.setattr(testing, "do_bench", lambda run, **given: options.append(given) or [2.0, 1.0])
+    assert flushed(lambda: None) == flushed(lambda: None, 20) == [2e-3, 1e-3]
+    assert options == [{"warmup": warmup, "rep": rep, "return_mode": "all"} for warmup, rep in ((25, 100), (5, 20))]
+
+    def graph(run, return_mode):
+        assert return_mode == "all"
+        for _ in range(5):
+            run()
+        return [2.0, 1.0]
+
+    monkeypatch.setattr(testing, "do_bench_cudagraph", graph)
+    assert replayed(used.append, "abc") == [2e-3, 1e-3] and used == list("abcab")  # each call takes the next set
 
 
 def test_the_commonest_norm_at_its_real_shape(net, batch):
@@ -226,16 +316,10 @@ def test_the_network_is_left_as_it_was_found(net, batch, compiled, quick):
     net.first.eval()
     net.grow.weight.requires_grad_(False)
     net.shrink.weight.grad = torch.ones_like(net.shrink.weight)
-    before, modules = copy.deepcopy(net.state_dict()), dict(net.named_modules())
-    flags = {name: module.training for name, module in modules.items()}
-    wanted = {name: parameter.requires_grad for name, parameter in net.named_parameters()}
-    output, state = net(*batch.args), torch.get_rng_state()
+    before, output, state = State(net), net(*batch.args), torch.get_rng_state()
     bench(net, batch, ["dyt"], full=True, dtypes=["float32", "bfloat16"])
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    assert all(module is modules[name] for name, module in net.named_modules())
-    assert flags == {name: module.training for name, module in net.named_modules()}
-    assert wanted == {name: parameter.requires_grad for name, parameter in net.named_parameters()}
-    assert torch.equal(net.shrink.weight.grad, torch.ones(5, 16)) and net.first.weight.grad is None
+    before.assert_same(net)
+    assert torch.equal(net.shrink.weight.grad, torch.ones(5, 16))
     assert torch.equal(net(*batch.args), output) and torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled()
 
@@ -243,11 +327,11 @@ def test_the_network_is_left_as_it_was_found(net, batch, compiled, quick):
 def test_what_is_timed_is_the_norm_and_its_gradients(net, batch, monkeypatch):
     """By autograd on the module itself: what the timed call returns."""
     found = find_norms(net, batch)
-    timed = NormBench(net, variants(net, found.sites, ["dyt"]), commonest(found), torch.zeros(0))
+    bench_of_norm = NormBench(net, variants(net, found.sites, ["dyt"]), commonest(found), torch.zeros(0))
     returned = {}
-    monkeypatch.setattr(whole_network, "blocks", lambda run: [returned.setdefault(len(returned), run()) is None])
-    timed.measured(["eager"], BOTH, 0.0)
-    [buffers] = timed.buffers
+    monkeypatch.setattr(timing, "blocks", lambda run: [returned.setdefault(len(returned), run()) is None])
+    bench_of_norm.measured(bench_of_norm.cases(["eager"], BOTH), 0.0)
+    [buffers] = bench_of_norm.buffers
     first = returned[0]  # the native norm
     x = buffers.x.detach().clone().requires_grad_()
     (net.first(x) * buffers.dy).sum().backward()
@@ -293,8 +377,8 @@ def test_compiled_for_real(net, batch):
     found = find_norms(net, batch)
     timed = NormBench(net, variants(net, found.sites, "dyt")[::3], commonest(found), torch.zeros(0))
     with torch.no_grad(), compilations():
-        rows = timed.measured(["compile"], FORWARD, 0.0)
-    assert [row.case.variant for row in rows] == ["native", "dyt"]
+        rows = timed.measured(timed.cases(["compile"], FORWARD), 0.0)
+    assert [row.variant for row in rows] == ["native", "dyt"]
     # Compiling takes a second, a call of it 10 µs: what is compiled is in no sample.
     assert all(row.samples and max(row.samples) < row.compile_seconds for row in rows)
 
@@ -386,9 +470,9 @@ def test_what_cannot_be_timed_leaves_the_others_to_be(net, batch, monkeypatch):
         calls.append(run)
         if len(calls) == 5:
             raise RuntimeError("cannot be captured\nand more")
-        return once(run)
+        return [repeated(run)]
 
-    monkeypatch.setattr(whole_network, "blocks", refuse_the_fifth)
+    monkeypatch.setattr(timing, "blocks", refuse_the_fifth)
 
     def only(case):
         return (
@@ -420,10 +504,3 @@ def test_on_cuda_a_float32_network_is_timed_in_bfloat16():
         assert chosen(torch.float16, "cuda") == [torch.float16]
         assert chosen(torch.float32, "cuda", full=True)[0] == torch.float32
     assert chosen(torch.float32, "cpu") == [torch.float32]
-
-
-def test_every_embedded_model_has_a_full_size_sibling():
-    for entry in list_models():
-        if entry.embedded:
-            sibling = find(entry.sibling)
-            assert sibling.family == entry.family and not sibling.embedded

@@ -16,13 +16,13 @@ from torch._subclasses import FakeTensorMode
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
-from normscope.swaps.bench import whole_network
+from normscope.runtime.launches import EAGER, TRITON, VARIABLE
+from normscope.swaps.bench import timing
 from normscope.swaps.bench.bench import bench, published, without_kernels
-from normscope.swaps.bench.timing import Measured, judged, once
-from normscope.swaps.bench.whole_network import has_kernel
+from normscope.swaps.bench.timing import has_kernel, repeated
 from normscope.swaps.kernels import choice, cpu
 from normscope.swaps.pointwise import DyT, PointwiseFunction
-from normscope.swaps.reports import COPY, FUSED, NATIVE, NOT_RUN, Case
+from normscope.swaps.reports import COPY, FUSED, NOT_RUN
 
 pytestmark = pytest.mark.slow
 
@@ -49,9 +49,9 @@ def in_the_interpreter() -> dict:
 
     def recorded(run):
         before, results = len(launched), []
-        [seconds] = once(lambda: results.append(run()))
+        seconds = repeated(lambda: results.append(run()))
         timed.append((steps[-1], len(launched) - before, results[0]))
-        return [seconds]
+        return seconds
 
     def backend(graph, inputs):
         graphs.append((steps[-1], sorted({str(node.target) for node in graph.graph.nodes})))
@@ -63,8 +63,8 @@ def in_the_interpreter() -> dict:
 
     with (
         mock.patch.multiple(
-            whole_network,
-            **{"blocks": recorded, "once": recorded},
+            timing,
+            **{"blocks": lambda run: [recorded(run)], "repeated": recorded},
             **{"AT_LEAST": 1, "NORM_AT_LEAST": 1, "AT_MOST": 1, "_COMPILED_PASSES": 1},
         ),
         mock.patch.object(torch, "compile", lambda module, **how: compile(module, backend=backend, **how)),
@@ -99,7 +99,7 @@ def tables_of(report) -> str:
 def seen(tmp_path_factory):
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
     file = tmp_path_factory.mktemp("seen") / "bench.pt"
-    there = os.environ | {"TRITON_INTERPRET": "1", choice.VARIABLE: choice.TRITON}
+    there = os.environ | {"TRITON_INTERPRET": "1", VARIABLE: TRITON}
     done = subprocess.run([sys.executable, str(Path(__file__)), str(file)], env=there, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return torch.load(file, weights_only=True)
@@ -151,50 +151,28 @@ def test_what_is_compiled_is_plain_torch_unless_it_says_fused(seen, passes):
 
 
 def test_every_output_says_that_it_was_the_interpreter(seen):
-    said = "in Triton's interpreter on the CPU, not on a GPU"
-    assert all((said in row["note"]) == (row["way"] in FUSED) for row in seen["rows"])
-    assert said in seen["device"] and said in " ".join(seen["said"].split())
-
-
-def test_what_is_fused_is_set_beside_the_native_norm_that_has_no_kernel():
-    def row(variant, way, seconds, scope):
-        return Measured(Case(variant, way, scope, FORWARD, "float32", "passes", (2, 3), 1), [seconds] * 3)
-
-    for scope in ("norm", "model"):
-        judgements = judged(
-            [
-                row(NATIVE, "eager", 8.0, scope),
-                row("dyt", "fused", 2.0, scope),
-                row("dyt", "compile + fused", 3.0, scope),
-                row(NATIVE, "compile", 4.0, scope),
-            ]
-        )
-        assert [one.ratio for one in judgements] == [None, 1 / 4, 3 / 4, None]
+    warning = "in Triton's interpreter on the CPU, not on a GPU"
+    assert warning in seen["device"] and warning in " ".join(seen["said"].split())
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(whole_network, "blocks", once)
+    monkeypatch.setattr(timing, "blocks", lambda run: [repeated(run)])
 
 
-def test_on_the_cpu_there_are_none_and_nothing_is_said_of_them(quick, monkeypatch):
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+@pytest.mark.parametrize("asked", ["", EAGER])
+def test_nothing_is_fused_on_the_cpu_or_in_plain_torch_and_only_the_latter_is_explained(quick, monkeypatch, asked):
+    monkeypatch.setenv(VARIABLE, asked)
     report = bench(net(), batch(), ["dyt"], budget=0)
     assert {row.way for row in report.rows} == {"eager"}
-    assert "fused" not in f"{report.device} {report.left_out} {tables_of(report)}".lower()
-
-
-def test_who_asks_for_plain_torch_gets_no_other_rows_and_is_told(quick, monkeypatch):
-    monkeypatch.setenv(choice.VARIABLE, choice.EAGER)
-    report = bench(net(), batch(), ["dyt"], budget=0)
-    assert not {row.way for row in report.rows}.intersection(FUSED)
-    assert "Fused by normscope's kernels: NORMSCOPE_KERNELS=eager leaves them out." in report.left_out
-    assert os.environ[choice.VARIABLE] == choice.EAGER
+    assert ("Fused by normscope's kernels: NORMSCOPE_KERNELS=eager leaves them out." in report.left_out) == bool(asked)
+    assert asked or "fused" not in f"{report.device} {report.left_out} {tables_of(report)}".lower()
+    assert os.environ[VARIABLE] == asked
 
 
 def test_where_triton_cannot_launch_a_report_says_why_nothing_is_fused(monkeypatch):
     pytest.importorskip("triton", reason="Triton is made for Linux alone")
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
     monkeypatch.setattr(choice, "why_no_launcher", lambda: "Triton cannot build what launches its kernels (no gcc)")
     [line] = without_kernels(torch.device("cuda"))
@@ -207,7 +185,7 @@ def test_where_triton_cannot_launch_a_report_says_why_nothing_is_fused(monkeypat
 
 def test_on_the_cpu_the_loop_is_timed_where_it_computes(monkeypatch):
     """Forward, in an eager network, of as many elements as it takes; nowhere else is there anything fused."""
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(VARIABLE, raising=False)
     batch_of = Batch((torch.randn(choice.LOOP_FROM // 6 + 1, 3),))
     lines, forward = [], cpu.fill
     monkeypatch.setattr(cpu, "fill", lambda *args: (lines.append(args[-1]), forward(*args)))
@@ -227,12 +205,12 @@ def test_on_the_cpu_the_loop_is_timed_where_it_computes(monkeypatch):
 
 @pytest.mark.parametrize(("asked", "said"), [("triton", "cannot be met"), ("fast", "There is no NORMSCOPE_KERNELS")])
 def test_what_cannot_be_met_is_an_error_before_anything_is_timed(monkeypatch, asked, said):
-    monkeypatch.setenv(choice.VARIABLE, asked)
+    monkeypatch.setenv(VARIABLE, asked)
     steps = []
     with pytest.raises(UsageError, match=said):
         bench(net(), batch(), ["dyt"], budget=0, progress=lambda step, *_: steps.append(step))
     assert steps == ["looking for norms"]
-    assert os.environ[choice.VARIABLE] == asked
+    assert os.environ[VARIABLE] == asked
 
 
 def test_a_compiled_module_is_compiled_anew_where_the_choice_changes(monkeypatch):
@@ -246,8 +224,8 @@ def test_a_compiled_module_is_compiled_anew_where_the_choice_changes(monkeypatch
 
     torch._dynamo.reset()
     compiled, x = torch.compile(DyT(4).requires_grad_(False), backend=backend, fullgraph=True), torch.ones(2, 4)
-    for asked in (choice.TRITON, choice.EAGER, choice.TRITON):
-        monkeypatch.setenv(choice.VARIABLE, asked)
+    for asked in (TRITON, EAGER, TRITON):
+        monkeypatch.setenv(VARIABLE, asked)
         compiled(x)
     assert graphs == [True, False]
     torch._dynamo.reset()
@@ -259,31 +237,19 @@ def test_the_published_table_has_plain_torch_and_kernels_apart(monkeypatch):
         vocab_size=30, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
     # As on a GPU: kernels are there. They are not run here, plain torch stands in.
-    there, asked = [], []
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
-    monkeypatch.setattr(whole_network, "has_kernel", lambda module, *_: isinstance(module, PointwiseFunction))
-    monkeypatch.setattr(torch, "compile", lambda module, **how: module)
+    steps, choices = [], set()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(timing, "has_kernel", lambda module, *_: isinstance(module, PointwiseFunction))
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
     monkeypatch.setattr(
-        "normscope.swaps.pointwise.by_kernels", lambda *_: asked.append(os.environ.get(choice.VARIABLE)) or False
+        "normscope.swaps.pointwise.by_kernels",
+        lambda *_: choices.add(("fused norms" in steps[-1], os.environ.get(VARIABLE))) or False,
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    report = published(
-        model, tokens=2, n_passes=1, on_cpu=True, progress=lambda step, *_: (there.append(step), asked.append(step))
-    )
-    rows = [(row.variant, row.norms) for row in report.rows]
-    assert set(rows) == {
-        ("native", "eager"),
-        ("dyt", "eager"),
-        ("native", "compile"),
-        ("dyt", "compile"),
-        ("dyt", "fused"),
-    }
-    step = ""
-    for one in asked:
-        if one in there:
-            step = one
-        else:
-            assert one == (None if "fused norms" in step else choice.EAGER)
+    report = published(model, tokens=2, n_passes=1, on_cpu=True, progress=lambda step, *_: steps.append(step))
+    both = {(variant, norms) for variant in ("native", "dyt") for norms in ("eager", "compile")}
+    assert {(row.variant, row.norms) for row in report.rows} == {*both, ("dyt", "fused")}
+    assert choices == {(True, None), (False, EAGER)}
 
 
 if __name__ == "__main__":

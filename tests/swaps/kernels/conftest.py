@@ -1,9 +1,10 @@
-"""Who computes, and who is launched, as the tests of several files choose it."""
+"""Modes that record operators, and a driver that records launches, for tests of several files."""
 
 import importlib
 from pathlib import Path
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.swaps import pointwise
 from normscope.swaps.kernels.choice import CURVES
@@ -30,3 +31,19 @@ def driver(launches):
     """Whatever is launched is noted, and nothing computed."""
     with launches.recorded() as own:
         yield own
+
+
+@pytest.fixture
+def seen_by_dispatch():
+    """A dispatch mode that lists the operators that are called within it."""
+
+    class Mode(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    return Mode

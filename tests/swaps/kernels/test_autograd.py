@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
@@ -40,16 +39,6 @@ def used(layer, x):
 @pytest.fixture
 def known():
     return used(DyT(C), torch.randn(8, C, requires_grad=True))
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
 
 
 def kernels(driver):
@@ -128,14 +117,14 @@ class Subclass(torch.Tensor):
     pass
 
 
-def test_others_who_look_on_see_the_operator(known):
+def test_modes_and_subclasses_see_the_operator(known, seen_by_dispatch):
     layer, x = known
     assert not by_the_operator(layer, x)
-    with Seen() as seen:
+    with seen_by_dispatch() as seen:
         layer(x).sum().backward()
     assert {"normscope::pointwise", "normscope::pointwise_backward"} <= set(seen.names)
     y = layer(x)
-    with Seen() as seen:
+    with seen_by_dispatch() as seen:
         y.sum().backward()
     assert "normscope::pointwise_backward" in seen.names
     assert by_the_operator(layer, x.detach().as_subclass(Subclass))

@@ -129,23 +129,13 @@ def test_kernels_that_triton_has_compiled_are_followed_too(launches, tmp_path, m
         assert len({one.function for one in driver.launches}) == 3
 
 
-def with_metadata_of_each_launch(compiled):
-    """One that passes to its launcher what is not known before."""
-
-    class Other(compiled):
-        packed_metadata = property(lambda self: object(), lambda self, value: None)
-
-    return Other
-
-
-def test_a_triton_of_another_kind_launches_by_itself(launches, monkeypatch):
-    monkeypatch.setattr(launches, "Compiled", with_metadata_of_each_launch(launches.Compiled))
-    with launches.recorded() as driver:
-        x, own = torch.zeros(8, 64), parts()
-        expected = taken(driver, x, x, own, by_triton=True)[0]
-        for _ in range(3):
-            assert taken(driver, x, x, own)[0] == expected
-        assert planned() == [False, False]
+def test_a_triton_that_passes_other_arguments_launches_by_itself(driver, monkeypatch):
+    x, own = torch.zeros(8, 64), parts()
+    expected = taken(driver, x, x, own, by_triton=True)[0]
+    monkeypatch.setattr(cached, "_BEFORE_ARGUMENTS", 10)
+    for _ in range(3):
+        assert taken(driver, x, x, own)[0] == expected
+    assert planned() == [False, False]
 
 
 @contextlib.contextmanager

@@ -1,16 +1,15 @@
 """pointwise.py: processes without normscope have the same network, and no name becomes code in it."""
 
 import ast
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from networks import loaded_from
 from torch import nn
 
 import normscope
@@ -21,7 +20,7 @@ from normscope.fits.curves.known import CURVES
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps.kernels.choice import plain_torch
-from normscope.swaps.store.export import in_docstring, in_torch
+from normscope.swaps.store.record import in_docstring, in_torch
 
 EVALUATED = {"torch": torch, "math": __import__("math"), "number": lambda value: torch.tensor(value).double()}
 
@@ -42,14 +41,6 @@ given = list(given.values()) if isinstance(given, dict) else given
 torch.save(given[0] if isinstance(given, (list, tuple)) else given, folder + "/../given.pt")
 assert not names["network"].training
 """
-
-
-def loaded_from(folder):
-    """Import a folder's pointwise.py."""
-    spec = importlib.util.spec_from_file_location("pointwise", Path(folder, "pointwise.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_names_of_parameters_are_the_published_ones(tmp_path):

@@ -1,6 +1,5 @@
 """A swapped network and what its folder gives back are the same to the bit; anything else is a sentence."""
 
-import importlib.util
 import json
 import os
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from networks import loaded_from
 from safetensors import safe_open
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
@@ -62,14 +62,6 @@ def trained(make, seed=0):
     for parameter in model.parameters():
         parameter.data = parameter.data + 0.3 * torch.randn(parameter.shape)
     return model
-
-
-def loaded_from(folder):
-    """Import a folder's pointwise.py."""
-    spec = importlib.util.spec_from_file_location("pointwise", folder / "pointwise.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def put_in(model, x, curve, per="site"):
@@ -261,33 +253,9 @@ def test_no_json_does_anything_but_load_or_be_refused(folder, choices):
     text = (folder / "swap.json").read_text()
     document = json.loads(text)
     holder, key = choices.draw(st.sampled_from(list(places(document))))
-    scalars = (
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats()
-        | st.text()
-        | st.sampled_from(
-            [
-                "tanh",
-                "free",
-                "rmsnorm",
-                "mine=x",
-                "mine=1/x",
-                "",
-                "0",
-                "1",
-                "..",
-                "\0",
-                "\ud800",
-                2**70,
-                [8],
-                [[8]],
-                [0],
-                {},
-            ]
-        )
-    )
+    words = ["", "\0", "\ud800", *["tanh", "free", "rmsnorm", "mine=x", "mine=1/x", "0", "1", ".."]]
+    special = st.sampled_from([*words, 2**70, [8], [[8]], [0], {}])
+    scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | special
     if choices.draw(st.booleans()):
         holder[key] = choices.draw(scalars | st.lists(scalars, max_size=3))
     else:

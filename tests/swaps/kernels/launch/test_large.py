@@ -1,4 +1,4 @@
-"""Tensors as large as those of networks, more rows than a grid's other axes have, odd widths: on a GPU alone.
+"""Tensors as large as those of networks and beyond 2³¹ elements: on a GPU alone, at most 26 GB at once.
 
 A rehearsal runs tiny ones in the interpreter.
 """
@@ -7,10 +7,10 @@ import pytest
 import torch
 import truth
 from torch import Tensor
-from truth import BY_NUMPY, DEVICE, EVERY, GPU, check_forms, for_a_gpu, hold_in_pieces, numbers, parameters
+from truth import BY_NUMPY, DEVICE, EVERY, GPU, check_forms, fill, for_a_gpu, hold_in_pieces, numbers, parameters
 
 from normscope.swaps.kernels import launch
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.eager import Gradients, Parameters
 
 pytestmark = for_a_gpu
 ALL = "alpha shift weight bias"
@@ -86,3 +86,55 @@ def test_an_element_that_is_wrong_is_found(monkeypatch):
         with pytest.raises(AssertionError, match="of what is allowed"):
             hold_in_pieces("tanh", x, own, y, x, made, 0)
         wrong.view(-1)[-1] = before
+
+
+SENTINEL, BESIDE = 77.0, 4096
+FULL = 2**31 if GPU else 2**12
+FAR = {  # sizes, and those of the channels
+    "just under, one channel": ((FULL - 5, 1), (1,)),
+    "just under, of whole loads, channels alone": ((FULL - 8,), (1,)),
+    "beyond, of whole loads, channels alone": ((FULL + 40,), (1,)),
+    "beyond, channels alone": ((FULL + 37,), (1,)),
+    "beyond, one channel": ((FULL + 40, 1), (1,)),
+    "beyond, rows of five": ((FULL // 5 + 9, 5), (5,)),
+    "beyond, rows of 64": ((FULL // 64 + 3, 64), (64,)),
+}
+
+
+def filled(elements: int) -> tuple[Tensor, Tensor]:
+    """Return memory of sentinels, and what is to be filled of it: all but its beginning and its end."""
+    around = torch.full((elements + 2 * BESIDE,), SENTINEL, dtype=HALF, device=DEVICE)
+    return around, around[BESIDE:-BESIDE]
+
+
+def repeating(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Draw as much as is not drawn again at any power of two."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    some = torch.randn((FULL >> 7) + 3, generator=generator, device=DEVICE).mul_(2).to(HALF)
+    elements = torch.Size(shape).numel()
+    whole = torch.full((elements,), torch.nan, dtype=HALF, device=DEVICE)
+    for piece in whole.split(len(some)):
+        piece.copy_(some[: len(piece)])
+    return whole.view(shape)
+
+
+@pytest.fixture(autouse=True)
+def room():
+    """Let each test have the memory that those before it had."""
+    if GPU:
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_every_element_and_nothing_beside(name):
+    shape, channels = FAR[name]
+    curve = list(BY_NUMPY)[list(FAR).index(name) % 3]
+    own = parameters(curve, channels, HALF)
+    x, dy = repeating(shape, 0), repeating(shape, 1)
+    (around_y, y), (around_dx, dx) = filled(x.numel()), filled(x.numel())
+    y, dx = y.view(shape), dx.view(shape)
+    made = Gradients(dx, *(None if part is None else torch.full_like(part, torch.nan) for part in vars(own).values()))
+    fill(curve, x, own, 0, dy, y, made)
+    hold_in_pieces(curve, x, own, y, dy, made, 0)
+    for around in (around_y, around_dx):
+        assert (around[:BESIDE] == SENTINEL).all() and (around[-BESIDE:] == SENTINEL).all()

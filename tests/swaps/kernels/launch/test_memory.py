@@ -71,7 +71,7 @@ def hold_nan(storage: torch.UntypedStorage) -> None:
         assert all(piece.isnan().all() for piece in whole.split(2**28))
 
 
-in_the_interpreter = pytest.mark.skipif(GPU, reason="on a GPU test_far.py runs the whole of it")
+in_the_interpreter = pytest.mark.skipif(GPU, reason="on a GPU test_large.py runs the whole of it")
 
 
 def run_the_last_two(whole: KernelCall, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,17 +133,3 @@ def test_replayed_from_a_graph_with_other_numbers(name, curve):
         held = truth(curve, new_x, own, behind, new_dy, additions=64)
         for quantity, made in {"y": y, **gradients._asdict()}.items():
             agree(made, held[quantity], curve, x.dtype, quantity)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no second GPU")
-@each_shape
-def test_a_gpu_that_is_not_the_current_one(name):
-    x, dy, own, behind = given(name, "tanh")
-    expected = all_of(x, dy, own, "tanh", behind)
-    there = torch.device("cuda", 1)
-    assert torch.cuda.current_device() == 0
-    made = all_of(x.to(there), dy.to(there), own.each(lambda part: part.to(there)), "tanh", behind)
-    assert torch.cuda.current_device() == 0
-    assert all(tensor.device == there for tensor in made)
-    # As many multiprocessors, as many programs: the same bits.
-    assert same_bits([tensor.to(there) for tensor in expected], made)
