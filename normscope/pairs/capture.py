@@ -24,7 +24,7 @@ from normscope.runtime.network import captured_once, heard_by, left_as_found, me
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
 if TYPE_CHECKING:
-    from normscope.inputs.entries import Forward
+    from normscope.inputs.batch import Forward
 
 _ALL = Summing()
 
@@ -56,7 +56,7 @@ def capture(
         model: what :func:`normscope.load` returned; or any module on any device.
         batches: tensors, tuples of arguments, dicts of keyword arguments, or :class:`normscope.Batch`; on the model's
             device and in its dtype, samples along axis 0. Labels beside them, as a DataLoader gives them, are left out,
-            and a list of images is taken one by one, see :func:`normscope.inputs.entries.as_batches`. Taken one at a
+            and a list of images is taken one by one, see :func:`normscope.inputs.batch.as_batches`. Taken one at a
             time: any iterable, of any length; one that runs the model itself, as a sampler does, may do so, and nothing
             of that is recorded. Positions that a Batch marks as padding are in no sum, nor those that a mask among the
             arguments marks, where its tokens are normalized. A norm whose input has no axis of samples has no padding:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from normscope.errors import DataError
 from normscope.inputs import pool
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.pool import Pool, by_length, evenly, kept_in_memory
+from normscope.inputs.held_out import Pool, by_length, evenly, kept_in_memory
 
 MOST = 48
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from torch.nn import functional
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.images import Preprocessing, image_inputs
-from normscope.models.inputs.numbered_inputs import LazyInputs, TensorInputs
-from normscope.models.tasks import class_task
+from normscope.models.inputs.images import Preprocessing, class_task, image_inputs
+from normscope.models.inputs.numbered_inputs import TensorInputs
 from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 
 _DIGITS = 10  # classes
@@ -146,7 +144,7 @@ def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedM
     build, pretrained = embedded_module(architecture, "scikit-learn's digits", _network)
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
     inputs = _digit_inputs(options)
-    calibration = LazyInputs(partial(_training_digits, options)) if options.data is None else None
+    calibration = _training_digits(options) if options.data is None else None
     module, provenance = ready(module, provenance, options)
     task = Task("top-1") if options.data is None else class_task(inputs, _DIGITS)
     return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration, task=task)

@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Batch, tensors_at, tensors_of
-from normscope.inputs.entries import ForwardSignature, read, taken_once
+from normscope.inputs.batch import Batch, ForwardSignature, read, taken_once, tensors_at, tensors_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
@@ -214,7 +213,7 @@ def unpacked(
     """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
 
     A loaded model has all of them; ``batches``, ``about`` and ``outputs`` replace its own. ``forward`` runs the module
-    on an entry of the batches, see :func:`normscope.inputs.entries.as_batches`. Of a module, the output is the first
+    on an entry of the batches, see :func:`normscope.inputs.batch.as_batches`. Of a module, the output is the first
     tensor, see :func:`normscope.inputs.loaded_model.output_kind`.
 
     Raises:

@@ -17,8 +17,8 @@ from torch import nn
 
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.batch import Batch
+from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs
-from normscope.inputs.pool import Pool
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled

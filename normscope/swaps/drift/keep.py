@@ -11,8 +11,8 @@ from torch import nn
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch
+from normscope.inputs.held_out import Pool, evenly
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.inputs.pool import Pool, evenly
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.linalg import vector_norm
 
 from normscope.inputs.batch import Batch, joined, tensors_of
+from normscope.inputs.held_out import by_length
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.pool import by_length
 from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.distances import KL, kl_divergences, measure_of
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import as_batches
 from normscope.pairs.norms.trace import find_norms
 
 
