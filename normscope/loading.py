@@ -37,8 +37,8 @@ def load(
     """Load a network and inputs for it.
 
     Args:
-        name: a name of ``normscope models``, where NAME and the like in ``library:NAME`` stand for any name that the
-            library knows. ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
+        name: a name of ``normscope models``, where ``library:NAME`` is any name that the library knows.
+            ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
         weights: ``pretrained``; ``random`` for fresh ones under ``seed``; the path of a safetensors file or torch
             checkpoint that fits; or a folder written by :func:`normscope.save_swapped` or ``normscope swap``, whose
             point-wise functions then replace norms.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How to pass what a batch cannot be told from: lists of images, records, objects.
+# Remedy for entries that cannot become batches: lists of images, records, objects.
 BY_HAND = (
     "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
     "normscope.Batch(args=(x,), samples=(normscope.Sample('image 7', source_index=7, index=7),)) calls forward(x). "
@@ -466,7 +466,7 @@ class ForwardSignature:
         return [Batch(args, kwargs, (_UNNAMED,) * len(_counting(args, kwargs, number)))]
 
     def _in_places(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the entries of a tuple up to the first that forward takes none of, or only as what it is not."""
+        """Return the entries of a tuple for the parameters of forward, up to the first label that it does not take."""
         if self.positional is None or len(entries) <= self.required:
             return entries
         taken = self.required
@@ -547,7 +547,7 @@ def _kind(value: Any) -> str:
 
 
 def _n_samples(entry: Any) -> int:
-    """Return how many samples an entry of any kind holds: what its tensors agree on, else one."""
+    """Return the number of samples of an entry of any kind: the size on which its tensors agree, else one."""
     import torch
 
     if _all_images(entry) and _have_colours(entry):

@@ -134,7 +134,7 @@ class Inputs(ABC):
         batch_size: largest number of inputs read together; setting it has no effect on a user's own batches.
         left_out: unreadable and cut inputs of the latest iteration.
         normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
-        words: from token ids to what they stand for; None if unknown.
+        words: from token ids to their texts; None if unknown.
     """
 
     batch_size: int = 1

@@ -162,7 +162,7 @@ class FactoryBatches(Inputs):
 
 
 class _Once:
-    """Entries of an iterator, of which the first can be looked at before all are taken."""
+    """Entries of an iterator; the first can be read repeatedly before the rest."""
 
     def __init__(self, name: str, entries: Iterator[Any]) -> None:
         self._name, self._entries, self._beyond_first = name, entries, False

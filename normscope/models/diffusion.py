@@ -51,7 +51,7 @@ from normscope.runtime.network import memory_ended
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
 TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
-FEW_STEPS = 5  # of a full-size network's trajectory, where no timesteps are asked for that take more
+FEW_STEPS = 5  # of a full-size network's trajectory, unless the requested timesteps take more
 CALIBRATION_TIMESTEPS = 10  # unless they are named
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the latter without unpickling code
@@ -109,7 +109,7 @@ class _Description:
 
 
 class _UnreadPackage(ModuleType):
-    """A package whose modules can be imported one by one; its own code runs when something of it is asked for."""
+    """A package whose modules can be imported one by one; its own code runs when one of its attributes is requested."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
@@ -229,7 +229,7 @@ def _of_a_dit(name: str, pipeline: dict[str, Any] | None, config: dict[str, Any]
     if config is None:
         raise ModelError(f"{name} holds no transformer in the layout of diffusers: there is no config.json of one.")
     kind = config.get("_class_name")
-    # Until diffusers 0.28 the second class was all transformers; the published DiT-XL/2 still say so.
+    # Until diffusers 0.28 the second class was all transformers; the published DiT-XL/2 still name it.
     if kind not in _DITS or config.get("norm_type") != "ada_norm_zero":
         raise ModelError(
             f"The transformer of {name} is a {kind}. Those that are no DiT need the folder of their whole pipeline, "
@@ -245,7 +245,7 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
         raise ModelError(f"The scheduler of {name}, {kind} with predictions of {predicts}, has no DDIM steps.")
     try:
         scheduler: DDIMScheduler = DDIMScheduler.from_config(config)
-    except Exception as error:  # diffusers passes on whatever torch and Python make of wrong values
+    except Exception as error:  # of torch and of Python, at wrong values
         raise ModelError(f"The scheduler's configuration of {name} does not make a DDIMScheduler: {error}") from error
     return scheduler
 
@@ -253,7 +253,7 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
 def _build(name: str, kind: Any, config: dict[str, Any]) -> nn.Module:
     try:
         module: nn.Module = kind.from_config(config)
-    except Exception as error:  # diffusers passes on whatever torch and Python make of wrong values
+    except Exception as error:  # of torch and of Python, at wrong values
         raise ModelError(f"The configuration of {name} does not make a {kind.__name__}: {error}") from error
     return module
 
@@ -357,7 +357,7 @@ class PipelineCalls(NumberedInputs):
             yield from self._calls(number, timestep)
 
     def _calls(self, number: int, timestep: int) -> list[Batch]:
-        """Return the calls at a timestep; the first that is asked for takes no step beyond it."""
+        """Return the calls at a timestep; the first request takes no step beyond it."""
         kept = self._kept.setdefault(number, {})
         if timestep not in kept:
             kept.update(self._seen(number, until=self.timesteps[-1] if kept else timestep))
@@ -519,5 +519,5 @@ def _pretrained_in(name: str, kind: Any, folder: Path, part: Path) -> tuple[nn.M
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names that the forward method gives them."""
+    """Return the arguments of a call by the parameters of the forward method."""
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)

@@ -31,7 +31,7 @@ from normscope.runtime.files import sha256_of
 SILENCE = 20.0  # seconds without a byte after which a download has broken off
 _SERVER = "https://download.pytorch.org/torchaudio"
 _TAKEN = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
-_WITHOUT_CODE = {"weights_only": True, "map_location": "cpu"}  # torch.hub unpickles unless it is told not to
+_WITHOUT_CODE = {"weights_only": True, "map_location": "cpu"}  # torch.hub unpickles by default
 
 
 def find(name: str, architecture: str) -> Any:

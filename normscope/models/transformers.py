@@ -52,13 +52,13 @@ FAMILIES: dict[Takes, str] = {
 _READING = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 _SEEING_AND_READING = ("IMAGE_TEXT_TO_TEXT",)
 
-# What a head gives, and for which of the library's tasks it is.
+# The outputs of a head, and the library's tasks for which it is.
 HEADS: dict[Kind, tuple[str, ...]] = {
     "tokens": (*_READING, *_SEEING_AND_READING, "SPEECH_SEQ_2_SEQ"),
     "classes": ("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     "frames": ("CTC",),
 }
-_PIXELS = {"pixel_values", "pixel_attention_mask", "spatial_shapes"}  # all of which a processor gives
+_PIXELS = {"pixel_values", "pixel_attention_mask", "spatial_shapes"}  # which a processor makes
 _WAVES = ("input_values", "input_features")  # what recordings are called, as waveforms and as spectra
 
 
@@ -264,16 +264,16 @@ def _library(name: str) -> Any:
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
     """Keep transformers' own reports and progress bars from the terminal: what matters in them is raised."""
-    says = library.utils.logging
-    verbosity, bars = says.get_verbosity(), says.is_progress_bar_enabled()
-    says.set_verbosity(says.CRITICAL)
-    says.disable_progress_bar()
+    reports = library.utils.logging
+    verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
+    reports.set_verbosity(reports.CRITICAL)
+    reports.disable_progress_bar()
     try:
         yield
     finally:
-        says.set_verbosity(verbosity)
+        reports.set_verbosity(verbosity)
         if bars:
-            says.enable_progress_bar()
+            reports.enable_progress_bar()
 
 
 def _config(library: Any, name: str, repository: Repository, options: LoadOptions) -> Any:
@@ -284,8 +284,8 @@ def _config(library: Any, name: str, repository: Repository, options: LoadOption
     if content is None:
         raise ModelError(f"{repository.name!r} holds no config.json, and so no model of transformers.")
     if "auto_map" in content and content.get("model_type") in library.CONFIG_MAPPING:
-        known = content["model_type"]
-        logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, known)
+        kind = content["model_type"]
+        logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, kind)
         content = {key: value for key, value in content.items() if key != "auto_map"}
     refuse_code(name, "config.json", content)
     try:
@@ -412,7 +412,7 @@ def _with_dtypes(provenance: Provenance, dtypes: Mapping[str, torch.dtype], modu
 
 
 def _check(report: Mapping[str, Any], misfit: str, wrong: list[str] | None = None) -> None:
-    """Refuse weights of which anything was missing, left over or of another shape, as transformers reports it."""
+    """Refuse weights with missing, unexpected or misshapen tensors, which transformers reports."""
     misfits = list(wrong or [])
     misfits += [f"{key} is missing" for key in sorted(report["missing_keys"])]
     misfits += [f"{key} is not in the model" for key in sorted(report["unexpected_keys"])]
@@ -490,7 +490,7 @@ _POOLINGS: dict[str, Literal["mean", "first", "last"]] = {
 
 
 def _embedding_task(repository: Repository) -> Task:
-    """Read how sentence-transformers makes one embedding of those of tokens; their mean where nothing says it."""
+    """Return the pooling that sentence-transformers saved; the mean by default."""
     if repository.file("2_Dense/config.json") is not None:
         return Task(untold="its embeddings pass through a Dense layer of sentence-transformers, which is not run here")
     config = repository.json("1_Pooling/config.json") or {"pooling_mode": "mean"}

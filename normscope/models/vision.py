@@ -86,11 +86,11 @@ def _of_repository(name: str, repo: str) -> tuple[str, Callable[[], tuple[nn.Mod
     if hub.is_folder:
         raise ModelError(f"{name} names a folder, {repo!r}; {_OF_HUB}OWNER/NAME is a repository of the hub.")
     config = hub.json("config.json")
-    known = (config or {}).get("architecture")
-    if not isinstance(known, str):
+    family = (config or {}).get("architecture")
+    if not isinstance(family, str):
         raise ModelError(f"{repo} holds no network of timm: it has no config.json that names an architecture.")
-    if not timm.is_model(known):
-        raise ModelError(f"{repo} is a {known!r}, which timm {timm.__version__} does not know.")
+    if not timm.is_model(family):
+        raise ModelError(f"{repo} is a {family!r}, which timm {timm.__version__} does not know.")
     architecture = f"{_OF_HUB}{repo}@{hub.commit}"
     return architecture, partial(_created, name, architecture, hub)
 

@@ -111,7 +111,7 @@ def _square_in(size: tuple[int, int], generator: torch.Generator) -> tuple[int, 
 
 
 def _formats() -> list[str]:
-    """Name the formats to open: all but EPS, which Pillow gives to Ghostscript to run as a program."""
+    """Name the formats to open: all but EPS, which Ghostscript runs as a program."""
     Image.init()
     return [kind for kind in Image.OPEN if kind != "EPS"]
 

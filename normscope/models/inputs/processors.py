@@ -113,7 +113,7 @@ def _normalized_by(processor: Any) -> Normalized | None:
 
 
 def _in_order(pixels: Tensor, config: Any) -> Tensor:
-    """Number the patches, by which a masked autoencoder sorts them: int64, as half a dtype would hold ties."""
+    """Number the patches, by which a masked autoencoder sorts them: int64, as half precision has ties."""
     size = config.patch_size
     height, width = (size, size) if isinstance(size, int) else size
     patches = (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
@@ -240,7 +240,7 @@ class Hearing:
 
     @property
     def words(self) -> Words | None:
-        """From the decoder's token ids to what they stand for; None where there is no decoder."""
+        """From the decoder's token ids to their texts; None without a decoder."""
         return None if self.tokenizer is None else partial(words_of, self.tokenizer)
 
     def prepared(self, waveform: Tensor, transcript: str | None) -> Prepared:
@@ -320,9 +320,8 @@ class Hearing:
 def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
     """Return the recordings at ``options.data``, or the synthetic utterances, as a feature extractor makes them.
 
-    One recording a batch, whatever ``batch_size`` says: what pads the shorter ones of a batch would enter the
-    statistics of every norm that looks along time, and the layers before the frames have lengths of their own. A
-    decoder reads the text file of the same name.
+    One recording a batch, for any ``batch_size``: the padding of shorter ones would enter the statistics of every norm
+    along time, and the layers before the frames have other lengths. A decoder reads the text file of the same name.
     """
     hearing = Hearing(extractor, tokenizer, module, config)
     taken = hearing.taken

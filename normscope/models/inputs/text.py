@@ -120,7 +120,7 @@ class Reading:
         keywords: from token ids and attention mask, int64 ``(samples, positions)``, to keyword arguments.
         longest: tokens of one text, at most.
         pad_id: token id of padding.
-        multiple: number of positions to a multiple of which the model would pad.
+        multiple: the model pads to a multiple of this number of positions.
         remarks: further remarks of the description.
         words: from token ids to their texts, one by one; None if unknown.
     """
@@ -306,7 +306,7 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return what each token id stands for by itself, as the tokenizer writes it."""
+    """Decode each token id by itself."""
     return [str(tokenizer.decode([token])) for token in ids]
 
 

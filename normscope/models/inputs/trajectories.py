@@ -26,7 +26,7 @@ from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces, l
 from normscope.runtime.network import run
 from normscope.runtime.progress import StageProgress, report
 
-TIMESTEPS = 4  # of a trajectory to run the model at, unless told
+TIMESTEPS = 4  # of a trajectory to run the model at, by default
 _STAGE = "steps of trajectories"
 _LISTED = 8  # timesteps that a description names one by one
 
@@ -88,7 +88,7 @@ def _evenly(visited: Sequence[int], number: int) -> list[int]:
 
 
 STEPS = 50  # of a trajectory, as DiTPipeline takes them
-MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are asked for
+MOST_KEPT = 32 * 2**20  # bytes of latents, for later requests
 _TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a single one of DiT-XL has them
 
 
@@ -358,7 +358,7 @@ def denoising_batch(latents: Tensor, timestep: int, labels: Tensor, samples: Seq
 def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions, steps: Sequence[int] = (STEPS,)) -> list[int]:
     """Set the scheduler's timesteps, and return those that ``options.timesteps`` selects.
 
-    ``steps`` are numbers of them, ascending, of which the first is set that visits all; see :func:`select_timesteps`.
+    ``steps`` are numbers of them, ascending: the first that visits all of these is set; see :func:`select_timesteps`.
     """
     *fewer, most = (min(number, scheduler.config["num_train_timesteps"]) for number in steps)
     for number in fewer:
