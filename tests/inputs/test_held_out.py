@@ -197,6 +197,7 @@ NUMBERS = st.integers(0, 40)
 
 TAKEN = st.sets(NUMBERS)
 
+
 @given(st.lists(NUMBERS, unique=True), TAKEN, st.integers(1, 7))
 def test_shares_divide_what_is_left_in_its_order(order, taken, ranks):
     left = [number for number in order if number not in taken]

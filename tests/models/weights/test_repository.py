@@ -57,7 +57,7 @@ def silent_server():
 
 def assert_refusal(outcome, reason):
     assert outcome.result is not None, outcome.stderr
-    assert outcome.result["error"] == "ModelError"
+    assert outcome.result["error"] in ("ModelError", "NotFetchedError")
     assert reason in outcome.result["sentence"]
     assert outcome.result["sentence"].endswith(
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
