@@ -63,7 +63,7 @@ def assert_refusal(outcome, reason):
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
         "network: normscope plot demo_vit."
     )
-    assert outcome.seconds < 30  # the imports alone take 10 s of one core
+    assert "Retrying" not in outcome.stderr  # which huggingface_hub does for 20 s
 
 
 def test_weights_of_the_hub_are_the_weights_that_run(hub, python, tiny_vit, options):
@@ -139,7 +139,7 @@ def test_silent_hub_with_a_filled_cache(hub, silent_server, python):
     outcome = python(LOAD, HF_ENDPOINT=silent_server)
     assert outcome.result["about"]["weights"] == f"{REPO}@{COMMIT[:12]}"
     assert "is taken from the cache: ReadTimeout: " in outcome.stderr
-    assert outcome.seconds < 30  # three for the answer; the imports take 10 s of one core
+    assert "Retrying" not in outcome.stderr
 
 
 def test_newer_commit_of_the_hub_is_taken(hub, python):
@@ -183,7 +183,7 @@ def test_pickles_are_not_fetched(hub, python):
 
 def test_web_page_in_place_of_a_hub(hub, python):
     hub.commit = None
-    assert_refusal(python(FETCH, HF_ENDPOINT=hub.url), "FileMetadataError: ")
+    assert_refusal(python(FETCH, HF_ENDPOINT=hub.url), "LocalEntryNotFoundError: ")
 
 
 def test_damaged_weights_on_the_hub(hub, python):
