@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import normscope
 from normscope.fits.curves.expressions import curves_named
-from normscope.inputs.pool import by_length
+from normscope.inputs.held_out import by_length
 from normscope.runtime.network import run
 from normscope.swaps.distances import distances, output_by_sample
 from normscope.swaps.start import fitted

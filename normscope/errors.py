@@ -84,3 +84,13 @@ def first_few(names: Sequence[str]) -> str:
     'a, b, c, and 2 more'
     """
     return ", ".join(names[:3]) + (f", and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the class of an error and the first line of its message, without the stop at its end.
+
+    >>> first_line(ValueError("too long:\\nsee below"))
+    'ValueError: too long'
+    """
+    line = str(error).strip().partition("\n")[0].rstrip(".:")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__

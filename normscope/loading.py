@@ -1,4 +1,4 @@
-"""From a name to a network and its inputs, as it was published or with point-wise functions swapped in."""
+"""From a name to a network and its inputs, as published or with point-wise functions in place of norms."""
 
 from __future__ import annotations
 
@@ -37,37 +37,35 @@ def load(
     """Load a network and inputs for it.
 
     Args:
-        name: a name of ``normscope models``, where NAME and the like in ``library:NAME`` stand for what the library
-            knows. ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
-        weights: ``pretrained``; ``random`` for freshly initialized ones under ``seed``; the path of a safetensors
-            file or torch checkpoint that fits the model; or a folder that :func:`normscope.save_swapped` or
-            ``normscope swap`` wrote: the network has in its norms' places what was put there.
-        data: a file, or a folder that is read recursively: images (labelled, where each class has a sub-folder),
-            recordings or text, as the model takes, images with the texts that lie beside them (NAME.jpg and NAME.txt),
-            a file of latents, or for embeddings of texts a ``.tsv`` or ``.csv`` file of pairs of sentences with
-            scores; None for the model's own default inputs.
-        limit: take at most so many samples; of a diffusion model, so many trajectories.
-        batch_size: samples per batch, at most; ``auto`` for as many as there is memory for, which runs the network on
-            the first one. Recordings, and prompts that hold an image, are taken one at a time.
-        seed: of random weights and of the choice of default inputs. torch's global random state is left as it is.
+        name: a name of ``normscope models``, where ``library:NAME`` is any name that the library knows.
+            ``py:FILE_OR_MODULE:FACTORY`` runs code of yours.
+        weights: ``pretrained``; ``random`` for fresh ones under ``seed``; the path of a safetensors file or torch
+            checkpoint that fits; or a folder written by :func:`normscope.save_swapped` or ``normscope swap``, whose
+            point-wise functions then replace norms.
+        data: a file, or a folder that is read recursively: images (labelled by sub-folders of classes), recordings or
+            text, as the model takes; images with texts beside them (NAME.jpg and NAME.txt); a file of latents; for
+            embeddings of texts a ``.tsv`` or ``.csv`` file of pairs of sentences with scores. None for default inputs.
+        limit: number of samples at most; of trajectories for a diffusion model.
+        batch_size: samples per batch, at most; ``auto`` for as many as memory has room for, which runs the network on
+            the first one. Recordings, and prompts with an image, are taken one at a time.
+        seed: of random weights and of the choice of default inputs; torch's global random state is unaffected.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``, or a :class:`torch.device`.
-        dtype: of weights and inputs: ``float32``, ``bfloat16`` or ``float16``, ``fp32``, ``bf16`` or ``fp16`` for
-            short, or a :class:`torch.dtype`. ``keep``, the default for a network of your own, leaves weights as they
-            were made, and inputs of a dtype that some weights have; other inputs get that of the first weights. The
-            default of other networks is ``float32``. The provenance names a conversion.
-        guidance: of a diffusion model: the scale of classifier-free guidance, 1 for none; None for the model's own.
-        timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or those named
+        dtype: of weights and inputs: ``float32`` (the default), ``bfloat16`` or ``float16``, ``fp32``, ``bf16`` or
+            ``fp16`` for short, or a :class:`torch.dtype`. ``keep``, the default for a network of your own, converts no
+            weights, and no inputs of a dtype that some weights have; others get that of the first weights.
+        guidance: scale of a diffusion model's classifier-free guidance, 1 for none; None for the model's own.
+        timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or a list of them
             (``"980,500,0"``, ``"980,"``).
         workers: processes that read inputs; 0 for this one alone, None for as many as suit the device.
-        shuffle: take the inputs in an order that is drawn with ``seed``, before ``limit``.
+        shuffle: take the inputs in a random order under ``seed``, before ``limit``.
         device_map: ``auto`` to spread a network that one device has no room for over the GPUs, the CPU's memory and
-            the disk, through accelerate; ``device`` is then left at ``auto``. It can be captured, and not swapped.
+            the disk, through accelerate. It can be captured, but not swapped.
 
     Raises:
-        UsageError: if ``data`` is empty, or another argument cannot be understood or does not apply to the model.
-        ModelError: if there is no such model, its weights cannot be had or do not fit, or accelerate is missing.
-        DataError: if ``data`` is missing or holds nothing that the model takes.
-        DeviceError: if the device is not there.
+        UsageError: if an argument cannot be understood, or does not apply to the model.
+        ModelError: if there is no such model, its weights cannot be had or do not fit, or a library is missing.
+        DataError: if ``data`` is missing or contains nothing that the model takes.
+        DeviceError: if there is no such device.
         MemoryEndedError: if ``batch_size`` is ``auto``, and there is no memory for a single sample.
 
     >>> model = load("demo_vit", weights="random", limit=2, device="cpu")
@@ -93,7 +91,7 @@ def load(
     registry.check_library(entry)
     from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 
-    # The weights that cost nothing, where a swap brings its own; a factory alone knows how to make its network.
+    # A swap brings its own weights: make others at no cost, except where a factory makes them.
     unread = "pretrained" if entry.library == _CODE else "random"
     given |= {
         "weights": weights if record is None else unread,
@@ -120,17 +118,16 @@ def load(
 def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:
     """Load a network that :func:`normscope.save_swapped` or ``normscope swap`` wrote, and inputs for it.
 
-    No code of the folder is run, and none that it names: a network of your own is loaded by its own name,
+    No code of the folder runs. A network of your own is loaded by its name,
     ``normscope.load("py:FILE:FACTORY", weights=folder)``.
 
     Args:
-        folder: what was written.
-        **options: those of :func:`normscope.load`, less ``weights``: ``data``, ``limit``, ``device``, …; ``dtype`` is
-            what the network gets, whatever it was saved in.
+        folder: of the swap.
+        **options: those of :func:`normscope.load`, except ``weights``; ``dtype`` need not be the saved one.
 
     Raises:
-        ModelError: if there is no swap there, it is damaged, or it is of a network of your own; and whatever
-            :func:`normscope.load` raises.
+        ModelError: if there is no swap, it is damaged, or it is of a network of your own; and as
+            :func:`normscope.load`.
 
     >>> import normscope, tempfile
     >>> network = normscope.load("demo_vit", limit=8, device="cpu")
@@ -153,7 +150,7 @@ def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:
 
 
 def _swap_in(weights: str | Path) -> SwapRecord | None:
-    """Read what a folder of a swap says of itself; None where the weights are none."""
+    """Read the record of a folder of a swap; None if the weights are no swap."""
     if weights in ("pretrained", "random") or not Path(weights).is_dir():
         return None
     from normscope.swaps.store.record import RECORD, read_record
@@ -163,15 +160,8 @@ def _swap_in(weights: str | Path) -> SwapRecord | None:
 
 def _check_model(name: str, record: SwapRecord, folder: Path) -> None:
     """Refuse a swap of another model; a file or a folder may have moved."""
-    mine = registry.find(name).source
-    try:
-        theirs = registry.find(record.model).source
-    except ModelError:
-        theirs = record.model
-    library, _, place = mine.partition(":")
-    their_library, _, their_place = theirs.partition(":")
-    moved = library == their_library and Path(place).name == Path(their_place).name
-    if mine != theirs and not (moved and (library == _CODE or Path(place).exists())):
+    model, of_swap = (registry.find(each).source.partition(":") for each in (name, record.model))
+    if (model[0], Path(model[2]).name) != (of_swap[0], Path(of_swap[2]).name):
         raise ModelError(f"The swap in {folder} is of {record.model}, not of {name}.")
 
 
@@ -179,6 +169,6 @@ def _restored(network: LoadedModel, folder: Path) -> LoadedModel:
     from normscope.swaps.store.store import restored
 
     record = restored(network.module, folder)
-    # What was random before a swap still is, and has to be said so.
+    # Random weights stay random in a swap.
     kind: Literal["random", "file"] = "random" if "random weights" in record.weights else "file"
     return replace(network, provenance=Provenance(kind, f"swap {folder.resolve().name} ({record.description})"))

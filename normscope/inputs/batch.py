@@ -1,22 +1,26 @@
-"""Batches of a network's inputs, with the origin of each sample: what models make and pairs consume."""
+"""Batches of a network's inputs, with the origin of each sample; also from the entries of a user's own loader."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from normscope.errors import count
+from normscope.errors import DataError, count
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    Forward = Callable[[nn.Module, Any], Any]
 
 logger = logging.getLogger(__name__)
 
-# How to pass what a batch cannot be told from: lists of images, records, objects.
+# Remedy for entries that cannot become batches: lists of images, records, objects.
 BY_HAND = (
     "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
     "normscope.Batch(args=(x,), samples=(normscope.Sample('image 7', source_index=7, index=7),)) calls forward(x). "
@@ -27,16 +31,15 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class Sample:
-    """Identity of one sample. Intervals are honest only if samples of one source stay together.
+    """Identity of one sample.
 
     Attributes:
-        source: what is statistically independent of other sources: a photograph, a speaker, a text. The crops of
-            one photograph are several samples of one source.
+        source: name of the statistically independent unit: a photograph (of several crops), a speaker, a text.
+            Intervals are honest only if samples of one source stay together.
         source_index: number of the source within the data set.
         index: number of the sample within the data set.
-        data: what tells the data set from others; sources of the same name in two data sets are two sources.
-        label: what the sample is known to be, where it is: the number of its class, its word, or the score of the pair
-            of sentences that it is one of.
+        data: identity of the data set; sources of the same name in two data sets are two sources.
+        label: number of its class, its word, or the score of its pair of sentences, if known.
     """
 
     source: str
@@ -48,17 +51,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of one forward pass, and the samples that they hold along axis 0 of their tensors.
+    """Arguments of one forward pass, and the samples along axis 0 of their tensors.
 
     Attributes:
         args: positional arguments of ``module.forward``.
         kwargs: keyword arguments of ``module.forward``.
         samples: one :class:`Sample` for each entry of axis 0.
-        valid: which positions of each sample are data and not padding: bool ``(samples, positions)``; None for all.
-        part: what a capture can keep apart besides the whole, ``timestep 980`` for example; empty for nothing.
+        valid: True at positions of data, False at padding: bool ``(samples, positions)``; None for data alone.
+        part: name under which a capture may keep the batch apart, ``timestep 980`` for example; may be empty.
         forward: runs the module on them, as ``forward(module, *args, **kwargs)``; None for ``module.forward`` itself.
-        valid_within: the same as ``valid`` for parts of the network that count other positions, by the path of the
-            module: of an encoder that hears, beside a decoder that writes.
+        valid_within: ``valid`` of parts of the network with other positions, by the path of the module: of an audio
+            encoder beside a text decoder.
     """
 
     args: tuple[Any, ...] = ()
@@ -70,7 +73,7 @@ class Batch:
     valid_within: Mapping[str, Tensor | None] = field(default_factory=dict)
 
     def valid_at(self, path: str) -> Tensor | None:
-        """Return which positions are data where the network counts as the module of this path does; None for all.
+        """Return :attr:`valid` for the module of a path; None for data alone.
 
         >>> import torch
         >>> batch = Batch(valid=torch.ones(1, 4), valid_within={"encoder": torch.ones(1, 9)})
@@ -81,20 +84,19 @@ class Batch:
         return self.valid_within[max(around, key=len)] if around else self.valid
 
     def first_sample(self) -> Batch:
-        """Return the batch that holds this batch's first sample alone."""
+        """Return a batch of the first sample alone."""
         return self.first(1)
 
     def first(self, number: int) -> Batch:
-        """Return the batch that holds the first ``number`` of this batch's samples, or all where there are fewer."""
-        return self._of(slice(number))
+        """Return a batch of the first ``number`` samples, or of all if there are fewer."""
+        return self.take(range(min(number, len(self.samples))))
 
     def take(self, numbers: Sequence[int]) -> Batch:
-        """Return the batch that holds some of this batch's samples, by their numbers within it; a range copies none."""
+        """Return a batch of some samples, by their numbers within this one; a range copies none."""
+        which: slice | list[int] = list(numbers)
         if isinstance(numbers, range) and numbers.step == 1:
-            return self._of(slice(numbers.start, numbers.stop))
-        return self._of(list(numbers))
+            which = slice(numbers.start, numbers.stop)
 
-    def _of(self, which: slice | list[int]) -> Batch:
         def part(tensor: Tensor) -> Tensor:
             return tensor[which] if tensor.ndim > 0 and len(tensor) == len(self.samples) else tensor
 
@@ -102,10 +104,10 @@ class Batch:
         return replace(self._each(part, of_lists=self.forward is not None), samples=samples)
 
     def copied(self) -> Batch:
-        """Return the batch with copies of its arguments, so that it stays as it is whatever a network does to them.
+        """Return the batch with copies of its arguments, which a network may then modify in place.
 
-        One tensor that stands in several places is one in the copy too. No gradient flows back to what was copied, and
-        modules, and objects that cannot be copied, stay the same.
+        A tensor in several arguments is one in the copy too, and detached. Modules, and objects that cannot be copied,
+        stay the same.
 
         >>> import torch
         >>> x = torch.ones(2)
@@ -126,8 +128,7 @@ class Batch:
     def divisible(self) -> bool:
         """True if every argument can be divided by samples, or serves any of them.
 
-        A tensor that counts the samples has one; a number, a text or a tensor of another length serves any. A list of
-        images, or an object of the user's own, is in no part.
+        A number, a text or a tensor of another length serves any; a list of images, or an object, cannot be divided.
         """
         import torch
 
@@ -139,9 +140,9 @@ class Batch:
         return any(map(counts, values)) and all(isinstance(value, serving) for value in values)
 
     def to(self, device: torch.device, dtype: torch.dtype | None, kept: Container[torch.dtype] = ()) -> Batch:
-        """Move every tensor to ``device``, and floating-point ones to ``dtype``; without waiting where pinned.
+        """Move every tensor to ``device``, without waiting if pinned, and floating-point ones to ``dtype`` unless None.
 
-        Those of a dtype in ``kept`` stay in theirs, and all do where ``dtype`` is None.
+        Tensors of a dtype in ``kept`` are not converted.
         """
 
         def move(tensor: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ class Batch:
         return self._each(move)
 
     def pin_memory(self) -> Batch:
-        """Copy every tensor into memory from which a GPU can fetch it while the CPU goes on."""
+        """Copy every tensor into pinned memory, for asynchronous copies to a GPU."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Callable[[Tensor], Tensor], *, of_lists: bool = False) -> Batch:
@@ -173,7 +174,7 @@ class Batch:
 
 
 def leaves(values: Iterable[Any], *, of_lists: bool = False) -> Iterator[Any]:
-    """Yield the values within arguments: the entries of mappings, of lists of numbers, and on request of all lists."""
+    """Yield the values within arguments: of mappings, of lists of numbers, and with ``of_lists`` of all lists."""
     for value in values:
         if isinstance(value, Mapping):
             yield from leaves(value.values(), of_lists=of_lists)
@@ -186,7 +187,7 @@ def leaves(values: Iterable[Any], *, of_lists: bool = False) -> Iterator[Any]:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """List the tensors of a batch, or of a value: of tuples, lists and mappings, those within."""
+    """List the tensors of a batch, or within tuples, lists and mappings."""
     if isinstance(value, Batch):
         value = [value.args, value.kwargs, value.valid, value.valid_within]
     return [tensor for _, tensor in tensors_at(value)]
@@ -211,7 +212,7 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def joined(batches: Sequence[Batch]) -> list[Batch]:
-    """Make one batch of several where their tensors allow it; else leave them as they are.
+    """Join several batches into one if their tensors allow it; else return them as they are.
 
     >>> import torch
     >>> one = Batch((torch.zeros(1, 3),), samples=(Sample("a", 0, 0),))
@@ -292,7 +293,7 @@ _T = TypeVar("_T")
 
 
 class Halving:
-    """Batches in pieces that memory has room for: halved where it ends, and halves of them, then and from then on.
+    """Batches in pieces that memory has room for: halved where it ends, and so from then on.
 
     >>> import torch
     >>> halving = Halving("taken")
@@ -308,13 +309,13 @@ class Halving:
     """
 
     def __init__(self, verb: str) -> None:
-        """Keep what is done with the pieces, as the warning says it."""
+        """Note the participle of what happens to pieces, for the warning."""
         self._verb = verb
         self._at_most: int | None = None
         self._left: list[tuple[Batch, Any]] = []
 
     def pieces(self, batch: Batch, note: _T) -> Iterator[tuple[Batch, _T]]:
-        """Yield the pieces of a batch in order, with the note of what they were cut from."""
+        """Yield the pieces of a batch in order, each with a note of the caller's."""
         self._left = [(batch, note)]  # the next one last
         while self._left:
             piece, note = self._left.pop()
@@ -335,3 +336,260 @@ class Halving:
             self._verb,
             self._at_most,
         )
+
+
+# Words in the names of optional parameters that take a whole number for each sample: what looks like a label is none.
+_WHOLE_NUMBERS = ("label", "target", "class", "length", "time", "step", "ids", "index", "position", "size", "num")
+_COLOURS = (1, 3, 4)
+
+
+def as_batches(
+    batches: Iterable[Any], model: nn.Module | None = None, forward: Forward | None = None
+) -> Iterator[Batch]:
+    """Yield a :class:`Batch` for each tensor, tuple of arguments, dict of keyword arguments, or Batch.
+
+    ``model.forward`` gets as many entries of a tuple as it takes, and those of a dict that it has names for: labels
+    beside the inputs are omitted, with one warning. A list of images becomes a batch for each.
+
+    Samples without a Batch are numbered, each as a source of its own; a hash of the first batch identifies the data.
+
+    Args:
+        batches: any iterable, a DataLoader for example.
+        model: its ``forward`` selects the entries; None to pass all of them.
+        forward: runs the model on any entry: ``forward(model, entry)``. Axis 0 counts samples if all tensors of an
+            entry agree on it; otherwise, and for a list of images, an entry is one sample.
+
+    Raises:
+        DataError: if an entry is none of these, contains no sample, its tensors disagree on the number of samples, or
+            one of them is nested.
+
+    >>> import torch
+    >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
+    [1, 3]
+    >>> labelled = [{"image": torch.zeros(2, 3), "label": torch.tensor([0, 1])}]
+    >>> [(len(batch.args), list(batch.kwargs)) for batch in as_batches(labelled, torch.nn.Linear(3, 3))]
+    [(1, [])]
+    """
+    return read(batches, ForwardSignature.of(model), forward)
+
+
+def read(batches: Iterable[Any], signature: ForwardSignature, forward: Forward | None) -> Iterator[Batch]:
+    """Yield batches as :func:`as_batches` does, for a network of this signature; warn once of omitted entries."""
+    seen, data = 0, ""
+    for number, entry in enumerate(batches):
+        if isinstance(entry, Batch):
+            _refuse_nested(entry.args, entry.kwargs, number)
+            read: Iterable[Batch] = [entry]
+        elif forward is not None:
+            _refuse_nested((entry,), {}, number)
+            read = [Batch((entry,), samples=(_UNNAMED,) * _n_samples(entry), forward=forward)]
+        else:
+            read = signature.read(entry, number)
+        for batch in read:
+            if not batch.samples:
+                raise DataError(f"Batch {number} holds no sample.")
+            if batch.samples[0] is _UNNAMED:
+                data = data or _digest(batch)
+                named = (Sample(f"sample {i}", i, i, data) for i in range(seen, seen + len(batch.samples)))
+                batch = replace(batch, samples=tuple(named))
+                seen += len(batch.samples)
+            yield batch
+
+
+_UNNAMED = Sample("", -1, -1)
+
+
+def taken_once(batches: Iterable[Any]) -> bool:
+    """True if batches can be iterated only once, as a generator can, or wrap such batches."""
+    return isinstance(batches, Iterator) or bool(getattr(batches, "taken_once", False))
+
+
+@dataclass
+class ForwardSignature:
+    """Signature of a network's forward.
+
+    Attributes:
+        name: of the network's class; empty if unknown.
+        positional: parameters for a tuple's entries, in order; None for any number.
+        required: number of them without a default.
+        named: parameters for a dict's entries; None for any name.
+        warned: True after the warning about omitted entries.
+    """
+
+    name: str = ""
+    positional: Sequence[str] | None = None
+    required: int = 0
+    named: frozenset[str] | None = None
+    warned: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module | None) -> ForwardSignature:
+        """Read the signature of ``model.forward``."""
+        model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        try:
+            parameters = inspect.signature(model.forward).parameters.values()  # type: ignore[union-attr]
+        except (AttributeError, TypeError, ValueError):  # no network, or a forward that is not written in Python
+            return cls()
+        kinds = {parameter.kind for parameter in parameters}
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        names = (p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+        return cls(
+            type(model).__name__,
+            None if inspect.Parameter.VAR_POSITIONAL in kinds else [p.name for p in places],
+            sum(p.default is p.empty for p in places),
+            None if inspect.Parameter.VAR_KEYWORD in kinds else frozenset(names),
+        )
+
+    def read(self, entry: Any, number: int) -> Iterable[Batch]:
+        """Return the batches that an entry holds, their samples without names."""
+        import torch
+
+        if (images := _images(entry)) is not None:
+            if len(entry) > 1 and entry is not images:
+                self._leave_out("what comes beside the images")
+            return [Batch(([image],), samples=(_UNNAMED,)) for image in images]
+        args: tuple[Any, ...] = ()
+        kwargs: Mapping[str, Any] = {}
+        match entry:
+            case torch.Tensor():
+                args = (entry,)
+            case tuple() | list():
+                args = self._in_places(tuple(entry))
+            case Mapping():
+                args, kwargs = self._in_place(self._by_name(entry))
+            case _:
+                raise DataError(
+                    f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
+                    f"or a dict of keyword arguments. {BY_HAND}"
+                )
+        _refuse_nested(args, kwargs, number)
+        return [Batch(args, kwargs, (_UNNAMED,) * len(_counting(args, kwargs, number)))]
+
+    def _in_places(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the entries of a tuple for the parameters of forward, up to the first label that it does not take."""
+        if self.positional is None or len(entries) <= self.required:
+            return entries
+        taken = self.required
+        for name, value in zip(self.positional[taken:], entries[taken:], strict=False):
+            if _looks_like_labels(value) and not any(word in name.lower() for word in _WHOLE_NUMBERS):
+                break
+            taken += 1
+        if taken < len(entries):
+            self._leave_out(", ".join(f"entry {i} ({_kind(entries[i])})" for i in range(taken, len(entries))))
+        return entries[:taken]
+
+    def _by_name(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entries of a dict without labels that forward has no name for."""
+        if self.named is None:
+            return entry
+        labels = [name for name, value in entry.items() if name not in self.named and _looks_like_labels(value)]
+        if labels:
+            self._leave_out(", ".join(map(repr, labels)))
+        return {name: value for name, value in entry.items() if name not in labels} if labels else entry
+
+    def _in_place(self, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the one entry that forward has no name for as its one argument, and the others by name."""
+        if self.named is None or self.required != 1 or self.positional is None or self.positional[0] in entry:
+            return (), entry
+        unnamed = [name for name in entry if name not in self.named]
+        if len(unnamed) != 1:
+            return (), entry
+        return (entry[unnamed[0]],), {name: value for name, value in entry.items() if name != unnamed[0]}
+
+    def _leave_out(self, what: str) -> None:
+        if not self.warned and self.name:
+            takes = " and ".join(self.positional or sorted(self.named or ())[:3]) or "what it takes"
+            logger.warning(
+                "Of each batch %s is left out: the forward of %s takes %s. To pass more, say how: "
+                "forward=lambda model, batch: model(…).",
+                what,
+                self.name,
+                takes,
+            )
+        self.warned = True
+
+
+def _images(entry: Any) -> Sequence[Tensor] | None:
+    """Return the images of a list of them, by themselves or before their targets, as detection takes them."""
+    if not isinstance(entry, (list, tuple)) or not entry:
+        return None
+    if _all_images(entry[0]):
+        images: Sequence[Tensor] = entry[0]
+        return images
+    # Of one size they are alike to arguments, which a list may hold as well.
+    several_sizes = isinstance(entry, list) and _all_images(entry) and len({image.shape[1:] for image in entry}) > 1
+    return entry if several_sizes and _have_colours(entry) else None
+
+
+def _all_images(values: Any) -> bool:
+    import torch
+
+    listed = isinstance(values, (list, tuple)) and len(values) > 0
+    return listed and all(isinstance(value, torch.Tensor) and value.ndim == 3 for value in values)
+
+
+def _have_colours(images: Sequence[Tensor]) -> bool:
+    return len({len(image) for image in images}) == 1 and len(images[0]) in _COLOURS
+
+
+def _looks_like_labels(value: Any) -> bool:
+    """True for whole numbers, one a sample, or values that are no tensor: classes, captions, boxes in dicts."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.ndim <= 1 and not value.is_floating_point()
+    return isinstance(value, (int, str, list, tuple, Mapping))
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else f"{str(value.dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+def _n_samples(entry: Any) -> int:
+    """Return the number of samples of an entry of any kind: the size on which its tensors agree, else one."""
+    import torch
+
+    if _all_images(entry) and _have_colours(entry):
+        return 1
+    sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves([entry], of_lists=True) if isinstance(leaf, torch.Tensor)}
+    return sizes.pop() if len(sizes) == 1 and sizes != {0} else 1
+
+
+def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:
+    """Refuse tensors that have no axes to tell samples and positions by."""
+    import torch
+
+    if any(isinstance(value, torch.Tensor) and value.is_nested for value in leaves((*args, kwargs), of_lists=True)):
+        raise DataError(
+            f"Batch {number} holds a nested tensor, of which norms see tokens of no known sample. Pad it, "
+            "padded = x.to_padded_tensor(0.0), and say which positions are data, bool (samples, positions): "
+            "normscope.Batch(args=(padded,), samples=samples, valid=valid), with a normscope.Sample for each sample."
+        )
+
+
+def _counting(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> Tensor:
+    """Return the tensor whose axis 0 counts samples."""
+    import torch
+
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
+    if not tensors:
+        raise DataError(f"Batch {number} holds no tensor whose axis 0 counts samples. {BY_HAND}")
+    counting = [tensor for tensor in tensors if len(tensor) != 1] or tensors  # an axis of one serves every sample
+    if len({len(tensor) for tensor in counting}) > 1:
+        sizes = " and ".join(str(size) for size in dict.fromkeys(len(tensor) for tensor in counting))
+        raise DataError(
+            f"The tensors of batch {number} have {sizes} entries along axis 0, so that it cannot be told how many "
+            f"samples it holds. {BY_HAND}"
+        )
+    return counting[0]
+
+
+def _digest(batch: Batch) -> str:
+    """Return a hash of the first tensor of a batch that counts its samples, or of the first, if there is any."""
+    values = list(leaves([*batch.args, batch.kwargs], of_lists=True))
+    values += [value for record in values for value in leaves(getattr(record, "__dict__", {}).values(), of_lists=True)]
+    tensors = tensors_of(values)
+    counting = [tensor for tensor in tensors if tensor.ndim and len(tensor) == len(batch.samples)] or tensors
+    content = b"".join(map(tensor_bytes, counting[:1]))
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -9,8 +9,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import Batch, Sample, as_batches
 from normscope.inputs.previews import Normalized, Preview, Words, preview_of
 
 if TYPE_CHECKING:
@@ -21,17 +20,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Inputs that are read together, as batches, and what was left out of them.
+    """Inputs that are read together.
 
     Attributes:
         numbers: of the inputs.
-        batches: what they became, to be taken once, in order; made while they are taken, where the network makes them.
-            None, where not one of the inputs could be read.
+        batches: to be iterated once, in order; made lazily if the network makes its inputs; may be empty.
         unreadable: ``name: reason`` of each input that could not be read, by its number.
-        cut: how many inputs are longer than the network takes, and were cut.
-        heard: called, by whoever has run a module on a batch as it came and before the next is asked for, with the
-            module and what it gave: where the network makes its inputs, it then takes no second pass for that. None
-            where nobody needs it.
+        cut: number of inputs that were cut to the network's maximum length.
+        heard: call it with the module and its result after running a batch and before requesting the next one, which
+            saves a network that makes its inputs a second pass; None if not needed.
     """
 
     numbers: Sequence[int]
@@ -47,11 +44,7 @@ class Chunk:
 
 @dataclass
 class LeftOut:
-    """Inputs omitted by reading so far.
-
-    Attributes:
-        unreadable: ``name: reason`` of each input that could not be read, by its number.
-        cut: how many inputs were cut.
+    """Unreadable and cut inputs so far, as in :class:`Chunk`.
 
     >>> left_out = LeftOut()
     >>> left_out.add(Chunk([3, 4], [], {4: "b.png: truncated"}))
@@ -69,12 +62,12 @@ class LeftOut:
 
     @property
     def lines(self) -> list[str]:
-        """Return what could not be read, in the order of the inputs' numbers."""
+        """``name: reason`` of each unreadable input, in the order of their numbers."""
         return [self.unreadable[number] for number in sorted(self.unreadable)]
 
 
 class Done:
-    """Flags of inputs already read: a byte an input, so that the size is fixed from the start.
+    """Numbers of the inputs already processed, at a byte per input.
 
     >>> done = Done()
     >>> done.add([0, 2])
@@ -83,11 +76,11 @@ class Done:
     """
 
     def __init__(self, flags: bytes = b"") -> None:
-        """Start with what has been taken before, as :attr:`flags` gave it."""
+        """Start with the :attr:`flags` of an earlier run."""
         self._flags = bytearray(flags)
 
     def add(self, numbers: Iterable[int]) -> None:
-        """Note that these inputs have been taken."""
+        """Mark inputs as processed."""
         for number in numbers:
             if number >= len(self._flags):
                 self._flags.extend(bytes(number + 1 - len(self._flags)))
@@ -101,20 +94,18 @@ class Done:
 
     @property
     def numbers(self) -> Iterator[int]:
-        """Yield the inputs that have been taken, in the order of their numbers."""
+        """Numbers of the processed inputs, ascending."""
         return (number for number, flag in enumerate(self._flags) if flag)
 
     @property
     def flags(self) -> bytes:
-        """Return one byte for each input up to the last that was taken: 1 or 0."""
+        """One byte, 1 or 0, for each input up to the last processed one."""
         return bytes(self._flags)
 
 
 @dataclass(frozen=True)
 class Share:
-    """One process's share of some inputs: every ``ranks``-th chunk of the remaining ones, from its own rank on.
-
-    No input is taken twice and none is left out, whatever the numbers: nothing is padded to make shares even.
+    """One process's share of some inputs: every ``ranks``-th of the remaining chunks, from its own rank on, unpadded.
 
     >>> [list(Share(rank, 2).of("abcde")) for rank in range(2)]
     [['a', 'c', 'e'], ['b', 'd']]
@@ -125,11 +116,11 @@ class Share:
     done: Container[int] = ()
 
     def of(self, chunks: Iterable[_T]) -> Iterator[_T]:
-        """Yield this process's own of the chunks of what is left."""
+        """Yield this process's chunks."""
         return islice(chunks, self.rank, None, self.ranks)
 
     def left(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Yield the inputs that have not been taken."""
+        """Yield the inputs that have not been processed."""
         return (number for number in numbers if number not in self.done)
 
 
@@ -140,11 +131,10 @@ class Inputs(ABC):
     """Batches to run a network on, on its device and in its dtype; iterating again yields the same batches.
 
     Attributes:
-        batch_size: largest number of inputs read together. Setting it changes what comes next, or nothing where
-            batches come from a user's own loader.
-        left_out: inputs that the latest iteration could not read, or has cut.
+        batch_size: largest number of inputs read together; setting it has no effect on a user's own batches.
+        left_out: unreadable and cut inputs of the latest iteration.
         normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
-        words: from token ids to what they stand for; None if unknown.
+        words: from token ids to their texts; None if unknown.
     """
 
     batch_size: int = 1
@@ -197,7 +187,7 @@ class Inputs(ABC):
 
 
 class Entries(Inputs):
-    """Entries of a user's own iterable, see :func:`normscope.inputs.entries.as_batches`; each counts as one input."""
+    """Entries of a user's own iterable, see :func:`normscope.inputs.batch.as_batches`; each counts as one input."""
 
     description = "inputs"
 
@@ -233,7 +223,7 @@ def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]
     """Return the first sample of all inputs, whoever takes it, and the chunks of one process's share.
 
     Args:
-        batches: :class:`Inputs`, or any iterable that :func:`normscope.inputs.entries.as_batches` takes.
+        batches: :class:`Inputs`, or any iterable that :func:`normscope.inputs.batch.as_batches` takes.
         share: of this process.
 
     Raises:

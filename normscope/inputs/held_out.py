@@ -1,37 +1,39 @@
-"""Inputs divided into those to learn from and those held out."""
+"""Inputs divided into those to learn from and those held out, as iterables or kept in memory."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from normscope.errors import DataError, count
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch, Sample, as_batches, taken_once, tensor_bytes, tensors_of
 from normscope.inputs.chunks import ALL, Chunk, Inputs, LeftOut, Share, as_inputs
-from normscope.inputs.entries import as_batches, taken_once
 from normscope.inputs.previews import Preview
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+MOST_BYTES = 2**30  # of inputs that are learned from
+_MOST_JUDGED = 100  # samples that decide what is kept
 _ONE_IN = 4  # consecutive sources is held out
 
 _Key = tuple[str, str | int]
 
 
 class Part(Inputs):
-    """Some of the samples of other inputs, in batches: of the inputs' own chunks, the samples of this part.
+    """Some of the samples of other inputs, in the inputs' own chunks.
 
     Attributes:
         inputs: all of them.
-        by: what was kept together: ``source`` or ``sample``.
+        by: unit of the division: ``source`` or ``sample``.
     """
 
     def __init__(self, inputs: Inputs, samples: Sequence[Sample], by: str, keys: frozenset[_Key], which: str) -> None:
-        """Note which of all samples belong to the part; ``which`` describes them."""
+        """Select the samples whose keys are in ``keys``; ``which`` describes them."""
         self.inputs, self.by, self._keys = inputs, by, keys
         self._n_samples = sum(_key(sample, by) in keys for sample in samples)
         of_one = "" if by == "source" else ", all of one source"
@@ -39,7 +41,7 @@ class Part(Inputs):
 
     @property
     def description(self) -> str:
-        """Describe the inputs, and the part."""
+        """Description of the inputs and the part."""
         return self._description
 
     @property
@@ -94,10 +96,7 @@ class Part(Inputs):
 
     @property
     def ends(self) -> Callable[..., Iterator[tuple[Sequence[Sample], Tensor]]] | None:
-        """Return a function that runs this part's trajectories, or a share of them, to their ends.
-
-        None where the inputs are no trajectories, or are a single one's.
-        """
+        """Function that walks this part's trajectories to their ends; None for other inputs or a single trajectory."""
         walk = getattr(self.inputs, "ends", None)
         if walk is None or self.by != "source":
             return None
@@ -119,14 +118,9 @@ class Part(Inputs):
 
 
 def divided(inputs: Inputs, calibration: Inputs | None = None) -> tuple[Inputs, Inputs]:
-    """Return what to learn from, and what to judge by: calibration and inputs, or two parts of the inputs.
+    """Return inputs to learn from and to judge by: a loaded model's calibration and inputs, or two parts of the latter.
 
-    Args:
-        inputs: of a :class:`normscope.inputs.loaded_model.LoadedModel`.
-        calibration: likewise.
-
-    Raises:
-        DataError: see :func:`learned_and_held_out`.
+    DataError as for :func:`learned_and_held_out`.
     """
     return learned_and_held_out(inputs) if calibration is None else (calibration, inputs)
 
@@ -134,17 +128,14 @@ def divided(inputs: Inputs, calibration: Inputs | None = None) -> tuple[Inputs, 
 def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
     """Divide inputs: one source of every four is held out, and the last one where there are fewer than four.
 
-    Its place among the four differs from block to block, so that in periodic data no kind of sources is held out alone.
-
-    Of a single source the samples are divided instead, and the descriptions say so. Unreadable samples are in neither
-    part.
+    Its place among the four varies pseudo-randomly, so that periodic data are sampled evenly. A single source is
+    divided by samples, which the descriptions report. Unreadable samples are in neither part.
 
     Args:
-        inputs: batches as :func:`normscope.capture` takes them, that can be iterated more than once: a list, or the
-            inputs of a :class:`normscope.inputs.loaded_model.LoadedModel`.
+        inputs: batches as :func:`normscope.capture` takes them, which can be iterated repeatedly.
 
     Raises:
-        DataError: if there are fewer than two samples, or if the inputs cannot be iterated again.
+        DataError: if there are fewer than two samples, or if the inputs can be iterated only once.
 
     >>> import torch
     >>> learned, held_out = learned_and_held_out([torch.zeros(4, 8), torch.zeros(4, 8)])
@@ -178,7 +169,7 @@ def samples_of(inputs: Iterable[Any]) -> list[Sample]:
 
 @functools.lru_cache(maxsize=4096)
 def permutation(n: int, key: str) -> list[int]:
-    """Return the numbers below n in an order that depends on nothing but the key: the same in every process.
+    """Return the numbers below n in an order that depends on the key alone.
 
     >>> permutation(4, "block 0"), permutation(4, "block 1")
     ([0, 3, 1, 2], [2, 0, 3, 1])
@@ -188,3 +179,135 @@ def permutation(n: int, key: str) -> list[int]:
 
 def _key(sample: Sample, by: str) -> _Key:
     return sample.data, sample.source if by == "source" else sample.index
+
+
+def kept_in_memory(inputs: Iterable[Any]) -> tuple[list[Batch], int]:
+    """Collect batches, in order, up to a gibibyte, and count the omitted samples; DataError if there is no batch."""
+    kept: list[Batch] = []
+    size = left_out = 0
+    for batch in as_batches(inputs):
+        size += sum(tensor.nbytes for tensor in tensors_of(batch))
+        if kept and size > MOST_BYTES:
+            left_out += len(batch.samples)
+        else:
+            kept.append(batch)
+    if not kept:
+        raise DataError("There is no batch to learn from.")
+    return kept, left_out
+
+
+def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
+    """Select every second, third … sample of some batches up to a number; whole batches if they cannot be divided.
+
+    Texts may be sorted by length: a few whole batches would be of a few lengths.
+
+    >>> import torch
+    >>> from normscope.inputs.batch import Sample
+    >>> samples = [Sample("a", 0, number) for number in range(6)]
+    >>> threes = [Batch((torch.zeros(3, 1),), samples=tuple(part)) for part in (samples[:3], samples[3:])]
+    >>> [[sample.index for sample in batch.samples] for batch in evenly(threes, 3)]
+    [[0, 2], [4]]
+    """
+    taken, first = list[Batch](), 0
+    stride = math.ceil(sum(len(batch.samples) for batch in batches) / most)
+    for number, batch in enumerate(batches):
+        rows = range(-first % stride, len(batch.samples), stride)
+        first += len(batch.samples)
+        if not batch.divisible:
+            taken += [batch] if number % stride == 0 else []
+        elif rows:
+            taken.append(batch if stride == 1 else batch.take(list(rows)))
+    return taken
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Inputs in memory: batches to learn from, and batches of other sources that decide on the result.
+
+    Attributes:
+        learned: batches to learn from.
+        judged: batches to decide by.
+        left_out: number of samples beyond :data:`MOST_BYTES`.
+    """
+
+    learned: Sequence[Batch]
+    judged: Sequence[Batch]
+    left_out: int
+
+    @classmethod
+    def of(cls, inputs: Iterable[Any]) -> Pool:
+        """Collect inputs, in order, up to a gibibyte, and divide them; DataError for fewer than two samples."""
+        kept, left_out = kept_in_memory(inputs)
+        learned, judged = learned_and_held_out(kept)
+        rest: list[Batch] = []
+        while judged.n_samples > _MOST_JUDGED:
+            batches = list(judged)
+            more, judged = learned_and_held_out(batches)
+            rest += more
+        return cls([*learned, *rest], list(judged), left_out)
+
+    def by_length(self) -> Pool:
+        """Divide padded batches, so that each pass takes samples of about one length (:func:`by_length`)."""
+        learned, judged = (
+            [part for batch in batches for part in by_length(batch, len(batch.samples))]
+            for batches in (self.learned, self.judged)
+        )
+        return Pool(learned, judged, self.left_out)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the inputs, by which a checkpoint recognizes them."""
+        content = hashlib.blake2b(digest_size=16)
+        for name, batches in ((b"", self.learned), (b"judged", self.judged)):
+            content.update(name)
+            for tensor in (tensor for batch in batches for tensor in tensors_of(batch)):
+                content.update(tensor_bytes(tensor))
+        return content.hexdigest()
+
+
+_MUCH_LONGER, _LONGER = 1.3, 16  # than the shortest sample of a pass, by which factor and so many positions besides
+
+
+def by_length(batch: Batch, most: int) -> list[Batch]:
+    """Divide a padded batch into several of samples of about one length, and cut off padding common to all of each.
+
+    Only if every tensor with several axes has the shape of ``valid``, as a tokenizer returns them; other batches stay
+    as they are. Parts have ``most`` samples or fewer.
+
+    >>> import torch
+    >>> from normscope.inputs.batch import Sample
+    >>> valid = torch.arange(90) < torch.tensor([20, 90, 25, 30])[:, None]
+    >>> texts = Batch((torch.ones(4, 90),), samples=tuple(Sample("a", 0, n) for n in range(4)), valid=valid)
+    >>> [(batch.args[0].shape, [sample.index for sample in batch.samples]) for batch in by_length(texts, 8)]
+    [(torch.Size([3, 30]), [0, 2, 3]), (torch.Size([1, 90]), [1])]
+    """
+    valid = batch.valid
+    if valid is None or batch.valid_within or batch.forward is not None:
+        return [batch]
+    given = [tensor for tensor in tensors_of([batch.args, batch.kwargs]) if tensor.ndim > 1]
+    nested = any(isinstance(value, (Mapping, tuple, list)) for value in (*batch.args, *batch.kwargs.values()))
+    if nested or not given or any(tensor.shape != valid.shape for tensor in given):
+        return [batch]
+    lengths = valid.sum(1)
+    most = math.ceil(len(lengths) / math.ceil(len(lengths) / most))  # so that parts are about equally large
+    parts: list[list[int]] = []
+    for index in lengths.argsort(stable=True).tolist():
+        last = parts[-1] if parts else []
+        if last and len(last) < most and lengths[index] <= _MUCH_LONGER * lengths[last[0]] + _LONGER:
+            last.append(index)
+        else:
+            parts.append([index])
+    return [_cut(batch.take(part)) for part in parts]
+
+
+def _cut(batch: Batch) -> Batch:
+    """Leave out the positions that are padding in all samples."""
+    if batch.valid is None:
+        return batch
+    data, shape = batch.valid.any(0).nonzero().flatten(), batch.valid.shape
+
+    def cut(value: Any) -> Any:
+        return value[:, data.to(value.device)] if getattr(value, "shape", None) == shape else value
+
+    kwargs = {name: cut(value) for name, value in batch.kwargs.items()}
+    return replace(batch, args=tuple(map(cut, batch.args)), kwargs=kwargs, valid=cut(batch.valid))

@@ -22,10 +22,7 @@ Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
 
 
 def first_tensor(result: Any, batch: Batch) -> Tensor:
-    """Return the tensor itself, or the first floating-point one of a tuple, of a mapping, or of a library's record.
-
-    Raises:
-        ModelError: if there is none.
+    """Return the first floating-point tensor of an output, which may be a tuple, a mapping or a record; or ModelError.
 
     >>> import torch
     >>> from normscope.inputs.batch import Batch
@@ -46,12 +43,9 @@ def first_tensor(result: Any, batch: Batch) -> Tensor:
 
 
 def without_variances(result: Any, batch: Batch) -> Tensor:
-    """Return what a diffusion transformer predicts, without the variances that some learn behind those channels.
+    """Return a diffusion transformer's prediction, without the variances in the channels behind it.
 
-    Args:
-        result: its ``sample``, by itself or in a tuple or record: ``(samples, channels, …)``, at least the channels of
-            the latents.
-        batch: whose keyword ``hidden_states`` are the latents: ``(samples, channels, …)``.
+    ``batch`` has the latents as keyword ``hidden_states``, ``(samples, channels, …)``.
 
     >>> import torch
     >>> from normscope.inputs.batch import Batch
@@ -66,11 +60,10 @@ class Outputs:
     """Reader of the outputs of a forward pass.
 
     Attributes:
-        kind: what the tensor holds: logits of ``classes`` ``(samples, classes)``; logits of the next (or hidden)
-            ``tokens`` ``(samples, positions, vocabulary)``; ``frames`` ``(samples, frames, features)``; the
-            ``prediction`` of a diffusion model, like its latents; or a ``tensor`` of which nothing is known but that
-            axis 0 counts samples.
-        read: from what the module returned, and the batch, to that tensor.
+        kind: logits of ``classes`` ``(samples, classes)``; logits of the next (or hidden) ``tokens``
+            ``(samples, positions, vocabulary)``; ``frames`` ``(samples, frames, features)``; the ``prediction`` of a
+            diffusion model, like its latents; or any other ``tensor`` whose axis 0 counts samples.
+        read: from the module's result and the batch to that tensor.
     """
 
     kind: Kind = "tensor"
@@ -82,17 +75,15 @@ class Task:
     """Task of a network, from its head and the labels of its inputs; its quality is measured by it.
 
     Attributes:
-        measure: ``top-1`` of classes, by the samples' labels; ``words`` that are spelled rightly from frames, likewise;
-            ``perplexity`` of a causal and ``pseudo-perplexity`` of a masked language model, by the text itself;
-            ``spearman`` of embeddings, by the scores of pairs of sentences; ``denoising`` of latents, by the noise that
-            was added; None where nothing tells.
-        untold: why nothing does, as a clause.
-        letters: of words: what each output of a frame stands for, the first for none.
-        mask_id: of a masked language model: the token that stands for a hidden one.
+        measure: ``top-1`` of classes and ``words`` spelled from frames, by the samples' labels; ``perplexity`` of a
+            causal and ``pseudo-perplexity`` of a masked language model; ``spearman`` of embeddings, by the scores of
+            pairs of sentences; ``denoising`` of latents, by the added noise; None if unknown.
+        untold: reason why it is unknown, as a clause.
+        letters: of words: the letter of each output of a frame, the first for none.
+        mask_id: of a masked language model: the token in place of a hidden one.
         unmasked: token ids that are never hidden: those that the tokenizer puts around and between texts.
-        pooling: from the embeddings of tokens to that of a text: their mean, or that of the first or last token.
-        truth: of denoising: what a perfect network would predict of some samples, on the CPU: ``(samples, …)``, or None
-            for samples that it does not know.
+        pooling: from the embeddings of tokens to that of a text.
+        truth: of denoising: returns the perfect prediction for some samples, ``(samples, …)`` on the CPU, or None.
 
     >>> Task("spearman", pooling="first").untold
     ''
@@ -118,10 +109,9 @@ class Provenance:
     """Origin of a network's weights.
 
     Attributes:
-        kind: ``pretrained`` from a hub, ``random``, ``file``, ``embedded`` in this package, or ``custom``: as a
-            factory of the user's made them.
-        description: one line that every table, figure and file prints, with the revision or hash that makes the
-            weights findable again.
+        kind: ``pretrained`` from a hub, ``random``, ``file``, ``embedded`` in this package, or ``custom``: made by the
+            user's factory.
+        description: one line of every table, figure and file, with the revision or hash of the weights.
 
     >>> Provenance.random(seed=0)
     Provenance(kind='random', description='random weights, seed 0')
@@ -138,12 +128,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Everything that :func:`normscope.load` was asked for, checked, except which model.
-
-    Attributes:
-        batch_size: samples per batch, at most: a number.
-        dtype: of weights and inputs; None to leave them as the library or the user's function makes them.
-    """
+    """The checked options of :func:`normscope.load`; a ``dtype`` of None converts nothing."""
 
     weights: str | Path
     data: str | None
@@ -161,19 +146,18 @@ class LoadOptions:
 
 @dataclass(repr=False)
 class LoadedModel:
-    """A network that is ready to run, and what to run it on.
+    """A network that is ready to run, and its inputs.
 
     Attributes:
-        name: the name it was loaded by.
-        module: in eval mode, on the asked-for device and in the asked-for dtype.
+        name: as passed to :func:`normscope.load`.
+        module: in eval mode, on the requested device and in the requested dtype.
         inputs: batches on the same device, floating-point tensors in a dtype that the module takes.
-        provenance: where the weights come from.
-        outputs: how to read what the module returns.
-        calibration: inputs to learn from, apart from ``inputs``: what a swap's start values are fitted to, and what it
-            is healed on; None where there are none but ``inputs``.
-        fitting: how many inputs a batch takes and why, where that was found out by running it; else empty.
-        family: what kind of network it is, as ``normscope models`` lists it, where the name alone does not tell.
-        task: what the network is for, by which its quality is measured before and after a swap.
+        provenance: origin of the weights.
+        outputs: reader of the module's results.
+        calibration: inputs apart from ``inputs``, on which swaps are initialized and healed; None if there are none.
+        fitting: size of batches and the reason for it, if it was measured; else empty.
+        family: of the network, as ``normscope models`` lists it, if the name alone does not determine it.
+        task: by which the network's quality is measured before and after a swap.
     """
 
     name: str
@@ -192,7 +176,7 @@ class LoadedModel:
 
     @property
     def about(self) -> dict[str, str]:
-        """Return what every output names: the model, its weights, and the data; and its family, where that is known."""
+        """Description of model, weights and data, and of the family if known, for every output."""
         return {
             "model": self.name,
             "weights": self.provenance.description,
@@ -202,7 +186,7 @@ class LoadedModel:
 
 
 def module_of(model: nn.Module | LoadedModel) -> nn.Module:
-    """Return the module itself, or that of a loaded model; UsageError if it is neither."""
+    """Return the module itself, or that of a loaded model; or UsageError."""
     module = model.module if isinstance(model, LoadedModel) else model
     if not hasattr(module, "state_dict"):
         raise UsageError(f"model is {module!r:.60}. Pass a torch.nn.Module, or what normscope.load returned.")

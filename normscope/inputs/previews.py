@@ -26,19 +26,16 @@ Normalized = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """Preview of one sample, which may have several of these parts.
-
-    Raises:
-        DataError: if pixels or envelope are of another shape or dtype.
+    """Preview of one sample; DataError if pixels or envelope are of another shape or dtype.
 
     Attributes:
-        pixels: uint8 ``(height, width, channels)`` of a thumbnail, 1 channel for grey or 3 for colour; None without.
-        size: of what the thumbnail shows, as the network takes it: its height and width in pixels.
-        along_width: whether the picture is a spectrogram, whose frames follow each other along its width.
-        envelope: least and largest value of neighbouring spans of the waveform: float32 ``(2, spans)``; None without.
+        pixels: uint8 ``(height, width, channels)`` of a thumbnail, with 1 channel (grey) or 3.
+        size: height and width of the network's input, in pixels.
+        along_width: True for a spectrogram, with time along its width.
+        envelope: smallest and largest value of successive spans of the waveform: float32 ``(2, spans)``.
         length: of the waveform, in samples.
-        words: what each position of a text holds.
-        note: how the pixels were made of the network's input, where they are not simply it.
+        words: one for each position of a text.
+        note: on the conversion of the network's input to pixels, unless they are the same.
     """
 
     pixels: Tensor | None = None
@@ -68,7 +65,7 @@ class Preview:
 
     @property
     def kind(self) -> str:
-        """Name what there is, for people: ``thumbnail``, ``spectrogram``, ``waveform``, ``text``.
+        """Names of the parts: ``thumbnail``, ``spectrogram``, ``waveform``, ``text``.
 
         >>> Preview(words=("a", "b")).kind
         'text'
@@ -81,17 +78,17 @@ class Preview:
 def preview_of(
     batch: Batch, place: int, normalized_by: Normalized | None = None, words: Words | None = None
 ) -> Preview | None:
-    """Return what can be looked at of one sample of a batch; None where its arguments are nothing of the kind.
+    """Return a preview of one sample of a batch; None if its arguments are no picture, waveform or text.
 
     A picture is a floating-point tensor ``(samples, channels, height, width)``; a waveform ``(samples, time)`` or
     ``(samples, 1 or 2, time)``; token ids are integers ``(samples, positions)``.
 
     Args:
-        batch: as the network takes it.
-        place: of the sample within it.
-        normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None where they are not known,
-            and each channel is then stretched from its smallest value to its largest, as the note says.
-        words: from token ids to what they stand for; None to show the ids themselves.
+        batch: of the network.
+        place: index of the sample within it.
+        normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None to stretch each channel
+            from its smallest value to its largest, which the note reports.
+        words: from token ids to their texts; None to show the ids.
 
     >>> import torch
     >>> from normscope.inputs.batch import Sample
@@ -127,7 +124,7 @@ def _of_numbers(name: str, given: Tensor, normalized_by: Normalized | None) -> d
     picture = len(shape) == 3 and min(shape[1:]) > 1
     spectrogram = len(shape) == 2 and name in _SPECTROGRAMS and min(shape) > _MOST_CHANNELS
     waveform = len(shape) <= 2 and shape[-1] >= _SHORTEST_WAVEFORM and math.prod(shape[:-1]) <= _MOST_CHANNELS
-    # By its shape first: what shows nothing is not fetched from a GPU for every sample.
+    # By its shape first: other tensors are not fetched from a GPU.
     if not given.is_floating_point() or not (picture or spectrogram or waveform):
         return {}
     tensor = given.float().cpu()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -17,10 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import DataError, ModelError, NormscopeError, UsageError, count, unknown
-from normscope.inputs.batch import Batch
+from normscope.errors import DataError, ModelError, NormscopeError, UsageError, count, first_line, unknown
+from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.chunks import Chunk, Inputs, LeftOut, Share
-from normscope.inputs.entries import as_batches
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
 from normscope.models.inputs.numbered_inputs import drawn
 from normscope.models.weights.checkpoints import load_file, ready, seeded
@@ -32,12 +30,12 @@ _END = object()
 
 @dataclass
 class UserCode:
-    """The user's code as it is run: its own random numbers, its prints on stderr, sentences for what it raises.
+    """The user's code: with random numbers of its own, prints on stderr, and its exceptions as sentences.
 
     Attributes:
-        name: what errors call the model.
-        file: where the user's code begins.
-        random_state: torch's on the CPU, where the user's code left it.
+        name: of the model, in errors.
+        file: in which the user's code begins.
+        random_state: of torch on the CPU, as the user's code left it.
     """
 
     name: str
@@ -46,16 +44,13 @@ class UserCode:
 
     @contextmanager
     def running(self, what: str, kind: type[NormscopeError] = ModelError) -> Iterator[None]:
-        """Run the block as the user's code; what it raises becomes an error of ``kind`` that says so of ``what``."""
+        """Run the block as the user's code; its exceptions become an error of ``kind`` about ``what``."""
         with torch.random.fork_rng(devices=[]), redirect_stdout(sys.stderr):  # stdout is for results
             torch.default_generator.set_state(self.random_state)
             try:
                 yield
             except (Exception, SystemExit) as error:
-                said = error.msg if isinstance(error, SyntaxError) else str(error)
-                line = said.strip().partition("\n")[0].rstrip(".")
-                message = f"{type(error).__name__}: {line}" if line else type(error).__name__
-                raise kind(f"{what} raised {message}{self._place(error)}.") from error
+                raise kind(f"{what} raised {first_line(error)}{self._place(error)}.") from error
             finally:
                 self.random_state = torch.default_generator.get_state()
 
@@ -73,19 +68,16 @@ class UserCode:
             yield entry
 
     def _place(self, error: BaseException) -> str:
-        """Name the last line of the user's own file that was at work, or the last one of what it called."""
-        if isinstance(error, SyntaxError):
-            return f" ({error.filename}, line {error.lineno})"
+        """Name the last line of the user's own file in a traceback, or the last one outside of it."""
+        if isinstance(error, SyntaxError):  # whose message names it
+            return ""
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
         in_file = [frame for frame in frames if frame.filename == self.file]
         return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in (in_file or frames)[-1:])
 
 
 class FactoryBatches(Inputs):
-    """The batches that a factory returned, on the model's device and in dtypes that it has; each is an input.
-
-    Nothing is left out: what goes wrong in the user's code is raised.
-    """
+    """The batches of a factory, on the model's device and in dtypes that it has."""
 
     def __init__(
         self,
@@ -99,19 +91,16 @@ class FactoryBatches(Inputs):
         """Look at the first batch, and count those of a list; tensors of the dtypes in ``kept`` are not converted.
 
         Raises:
-            UsageError: if batches are to be shuffled that can only be taken in their own order.
-            DataError: if there is none, or it is no batch.
+            UsageError: if ``options.shuffle`` is set and the batches are no list.
+            DataError: if there is no batch, or the first is none.
         """
-        self.left_out = LeftOut()
-        self._name, self._model, self._batches, self._code = name, model, batches, code
-        self._options, self._kept = options, kept
         if options.shuffle and not isinstance(batches, list):
             raise UsageError(f"{name} returned batches that can be taken only in their order: to shuffle takes a list.")
+        self.left_out = LeftOut()
+        self._name, self._model, self._code, self._options, self._kept = name, model, code, options, kept
         sizes = [len(batch.samples) for batch in as_batches(batches, model)] if isinstance(batches, list) else None
         self._sizes = None if sizes is None else [sizes[i] for i in self._order(len(sizes))]
-        self._once = code.over(batches) if isinstance(batches, Iterator) else None
-        self._first = _END if self._once is None else next(self._once, _END)
-        self._beyond_first = False
+        self._batches = _Once(name, code.over(batches)) if isinstance(batches, Iterator) else batches
         self.first_sample()
 
     @property
@@ -127,31 +116,27 @@ class FactoryBatches(Inputs):
 
     @property
     def n_samples(self) -> int | None:
-        """Number of samples at most; None where only iterating would tell."""
+        """Number of samples at most; None if only iterating would show it."""
         total = None if self._sizes is None else sum(self._sizes)
         return min((number for number in (total, self._options.limit) if number is not None), default=None)
 
     @property
     def n_inputs(self) -> int | None:
-        """Number of batches taken; None where only iterating would tell."""
+        """Number of batches; None if only iterating would show it."""
         if self._sizes is None or self._options.limit is None:
             return None if self._sizes is None else len(self._sizes)
         before = accumulate(self._sizes, initial=0)
         return sum(seen < self._options.limit for seen, _ in zip(before, self._sizes, strict=False))
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield each batch of a share as a chunk; those of the others are gone through, as only the factory can skip.
-
-        Raises:
-            DataError: if one is no batch, the user's code raises, or an iterator is to be taken a second time.
-        """
-        left = ((number, batch) for number, batch in self._taken() if number not in share.done)
+        """Yield each batch of a share as a chunk; batches of other shares are passed over."""
+        left = ((number, batch) for number, batch in self._selected() if number not in share.done)
         for number, batch in share.of(left):
             yield Chunk([number], [self._placed(batch)])
 
     def first_sample(self) -> Batch:
         """Return the first sample of the first batch; DataError if there is none."""
-        for _, batch in self._taken():
+        for _, batch in self._selected():
             return self._placed(batch.first_sample())
         raise DataError(f"{self._name} returned no batch to run its module on.")
 
@@ -159,38 +144,38 @@ class FactoryBatches(Inputs):
         dtype = next(iter(self._kept), self._options.dtype)
         return batch.to(self._options.device, dtype, self._kept)
 
-    def _taken(self) -> Iterator[tuple[int, Batch]]:
+    def _selected(self) -> Iterator[tuple[int, Batch]]:
         """Yield the batches with their numbers, up to the limit."""
+        entries = self._batches if isinstance(self._batches, _Once) else self._code.over(self._batches)
+        batches: Iterable[tuple[int, Batch]] = enumerate(as_batches(entries, self._model))
+        if self._options.shuffle:
+            batches = list(batches)
+            batches = [batches[number] for number in self._order(len(batches))]
         left = self._options.limit
-        for number, batch in self._in_order():
+        for number, batch in batches:
             yield number, batch if left is None else batch.first(left)
-            if left is not None:
-                left -= len(batch.samples)
-                if left <= 0:
-                    return
-
-    def _in_order(self) -> Iterable[tuple[int, Batch]]:
-        numbered = enumerate(as_batches(self._entries(), self._model))
-        if not self._options.shuffle:
-            return numbered
-        batches = list(numbered)
-        return [batches[number] for number in self._order(len(batches))]
+            if left is not None and (left := left - len(batch.samples)) <= 0:
+                return
 
     def _order(self, number: int) -> Sequence[int]:
         return drawn(number, replace(self._options, limit=None))  # which counts samples, and not batches
 
-    def _entries(self) -> Iterator[Any]:
-        if self._once is None:
-            yield from self._code.over(self._batches)
-            return
-        if self._first is not _END:
-            yield self._first
+
+class _Once:
+    """Entries of an iterator; the first can be read repeatedly before the rest."""
+
+    def __init__(self, name: str, entries: Iterator[Any]) -> None:
+        self._name, self._entries, self._beyond_first = name, entries, False
+        self._first = list(islice(entries, 1))
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._first
         if self._beyond_first:
             raise DataError(
                 f"The batches of {self._name} are an iterator, which can be taken only once, and are asked for again. "
                 "Return a list, or an object whose __iter__ starts anew."
             )
-        for entry in self._once:
+        for entry in self._entries:
             self._beyond_first = True
             yield entry
 
@@ -199,24 +184,24 @@ def _is_ours(filename: str) -> bool:
     return filename in _IMPORTLIB or Path(filename).parent == Path(__file__).parent
 
 
-_DEFAULT_BATCH_SIZE = 8
-
-
 def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load what a function of the user's returns: ``(module, batches)``.
 
     ``architecture`` is ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it. The
-    function takes no arguments. Batches are an iterable of tensors, tuples of arguments, dicts of keyword arguments, or
-    :class:`normscope.Batch`, best a list. As ``python FILE`` would, this puts FILE's folder in front of ``sys.path``,
-    or the current folder where a module is named. torch's random numbers are under ``options.seed`` while the function
-    or its batches run, and afterwards as they were.
-
-    Raises:
-        UsageError: if an option is given that is the function's to decide.
-        ModelError: if there is no such function, it raises, or returns something else, or weights do not fit.
-        DataError: if what it returns as batches are none.
+    function takes no arguments. Batches are as :func:`normscope.inputs.batch.as_batches` takes them, best a list. As
+    ``python FILE`` would, this puts FILE's folder in front of ``sys.path``, or the current folder for a module. torch's
+    random numbers are under ``options.seed`` while the function or its batches run, and unaffected afterwards.
     """
-    _refuse(name, options)
+    for refused, why in (
+        (options.data is not None, "brings its own batches: data can have no effect on it"),
+        (options.batch_size != 8, "decides how large its batches are: batch_size can have no effect on it"),
+        (
+            options.weights == "random",
+            "decides on its weights: leave --weights out, or name a file that fits its module",
+        ),
+    ):
+        if refused:
+            raise UsageError(f"{name} {why}.")
     place, _, function_name = architecture.rpartition(":")
     if not place or not function_name:
         raise ModelError(f"{name!r} names no function. Write py:FILE.py:FUNCTION or py:MODULE:FUNCTION.")
@@ -239,20 +224,10 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     return LoadedModel(name, module, inputs, provenance)
 
 
-def _refuse(name: str, options: LoadOptions) -> None:
-    """Refuse what only the factory can decide."""
-    if options.data is not None:
-        raise UsageError(f"{name} brings its own batches: data can have no effect on it.")
-    if options.batch_size != _DEFAULT_BATCH_SIZE:
-        raise UsageError(f"{name} decides how large its batches are: batch_size can have no effect on it.")
-    if options.weights == "random":
-        raise UsageError(f"{name} decides on its weights: leave --weights out, or name a file that fits its module.")
-
-
 def _dtypes_kept(module: nn.Module, options: LoadOptions) -> list[torch.dtype]:
-    """List the dtypes of the network's floating-point parameters, the first one's first; none where it is converted.
+    """List the dtypes of the network's floating-point parameters in order; none if the network is converted.
 
-    Inputs in one of them are as the function means them: which part of the network takes them, it alone knows.
+    Inputs in one of them stay as they are: only the function knows which part of the network takes them.
     """
     if options.dtype is not None:
         return []
@@ -303,19 +278,11 @@ def _function(name: str, source: ModuleType, dotted: str) -> Callable[[], Any]:
     function: Any = source
     for attribute in dotted.split("."):
         if not hasattr(function, attribute):
-            known = [key for key, value in vars(function).items() if callable(value) and not key.startswith("_")]
-            raise ModelError(f"{name}: {unknown('function', attribute, known or ['none'])}")
+            names = [key for key, value in vars(function).items() if callable(value) and not key.startswith("_")]
+            raise ModelError(f"{name}: {unknown('function', attribute, names or ['none'])}")
         function = getattr(function, attribute)
     if not callable(function):
         raise ModelError(f"{name} is no function but of type {type(function).__name__}.")
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ModelError(
-            f"{name} is called without arguments, and its signature does not allow that: {error}."
-        ) from error
-    except ValueError:  # a builtin without a signature
-        pass
     return cast("Callable[[], Any]", function)
 
 

@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -20,7 +20,7 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from diffusers.utils.import_utils import is_accelerate_available
 from torch import Tensor, nn
 
-from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
+from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count, first_line
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
@@ -34,25 +34,24 @@ from normscope.models.inputs.trajectories import (
     read_latents,
     select_timesteps,
 )
-from normscope.models.weights import downloads
 from normscope.models.weights.checkpoints import (
     cast,
-    converted,
     dtypes_by_name,
     dtypes_of_files,
     embedded_module,
     load_file,
     read_embedded,
     ready,
+    with_dtypes,
     with_weights,
 )
-from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
+from normscope.models.weights.repository import Repository, refuse_code
 from normscope.runtime.files import sha256_of
 from normscope.runtime.network import memory_ended
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
 TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
-FEW_STEPS = 5  # of a full-size network's trajectory, where no timesteps are asked for that take more
+FEW_STEPS = 5  # of a full-size network's trajectory, unless the requested timesteps take more
 CALIBRATION_TIMESTEPS = 10  # unless they are named
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the latter without unpickling code
@@ -94,13 +93,13 @@ _DEMO: dict[str, Any] = {"guidance": 1.0, "trajectories": DEMO_TRAJECTORIES}  # 
 
 @dataclass(frozen=True)
 class _Description:
-    """The facts of a model that are known before its weights are.
+    """Configuration of a model.
 
     Attributes:
         config: of the transformer, as diffusers saves it.
         scheduler: of training.
         folder: of the transformer's files within its repository; empty, or with a slash at its end.
-        remark: what the description of the inputs says of the scheduler.
+        remark: on the scheduler, for the description of the inputs.
     """
 
     config: dict[str, Any]
@@ -110,7 +109,7 @@ class _Description:
 
 
 class _UnreadPackage(ModuleType):
-    """A package whose modules can be imported one by one; its own code runs when something of it is asked for."""
+    """A package whose modules can be imported one by one; its own code runs when one of its attributes is requested."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
@@ -140,18 +139,11 @@ def dit_class() -> Any:
 def load_diffusers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load a diffusion transformer in diffusers' format.
 
-    The default inputs of a class-conditional DiT are its own DDIM trajectories. Any other transformer runs on what its
-    own pipeline gives it, see :class:`normscope.models.diffusion.PipelineCalls`, and takes the folder of all of
-    that.
+    The default inputs of a class-conditional DiT are its own DDIM trajectories. Any other transformer needs the folder
+    of its whole pipeline, and runs on :class:`PipelineCalls`.
 
-    ``architecture`` is a folder of a pipeline or of its transformer alone, or a repository of the hub with such a
-    content. The configurations of DiT-XL/2 are known without a network.
-
-    Raises:
-        UsageError: if guidance or timesteps cannot be understood.
-        ModelError: if there is no such model, if there is no way to feed it, or if its weights cannot be had or do
-            not fit.
-        DataError: if ``options.data`` is no file of latents that fit.
+    ``architecture`` is a folder of a pipeline or of its transformer alone, or such a repository of the hub. The
+    configurations of DiT-XL/2 are built in.
     """
     repository = Repository(architecture)
     components = repository.json("model_index.json") if repository.is_folder else None
@@ -172,14 +164,9 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
 
 
 def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the embedded DiT, which makes digits of 8×8 pixels without an autoencoder.
+    """Load the embedded DiT, which makes digits of 8×8 pixels, from −1 to 1, without an autoencoder.
 
     To learn from there are its trajectories from the next seed, at more timesteps.
-
-    Raises:
-        UsageError: if guidance or timesteps cannot be understood.
-        ModelError: if a weights file does not fit.
-        DataError: if ``options.data`` is no file of latents ``(n, 1, 8, 8)``, which are pixels from −1 to 1.
     """
     build, pretrained = embedded_module(
         architecture, "scikit-learn's digits", lambda facts: dit_class()(**facts["config"])
@@ -200,17 +187,17 @@ def _loaded(
     name: str, module: nn.Module, inputs: Callable[[nn.Module], Inputs], provenance: Provenance, options: LoadOptions
 ) -> LoadedModel:
     module, provenance = ready(module, provenance, options)
-    own = inputs(module)
+    inputs_of_module = inputs(module)
     task = Task(untold="the latents are of the network's own trajectories, of which no true noise is known")
-    if isinstance(own, NoisedLatents):
-        task = Task("denoising", truth=own.truth)
-    return LoadedModel(name, module, own, provenance, Outputs("prediction", without_variances), task=task)
+    if isinstance(inputs_of_module, NoisedLatents):
+        task = Task("denoising", truth=inputs_of_module.truth)
+    return LoadedModel(name, module, inputs_of_module, provenance, Outputs("prediction", without_variances), task=task)
 
 
 def _inputs(
     config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: Mapping[str, Any]
 ) -> Callable[[nn.Module], Inputs]:
-    """Return what makes the inputs of a module, having refused all that would fail once it is loaded."""
+    """Return a function from a module to its inputs, after all checks that need no module."""
     defaults = inspect.signature(dit_class()).parameters
     channels, size, classes = (
         config.get(key, defaults[key].default) for key in ("in_channels", "sample_size", "num_embeds_ada_norm")
@@ -225,16 +212,10 @@ def _inputs(
 def _describe(name: str, repository: Repository) -> _Description:
     if repository.name in _PUBLISHED and not repository.is_folder:
         return _Description(_PUBLISHED[repository.name], _scheduler(name, _DIT_SCHEDULER), "transformer/")
-    try:
-        pipeline = repository.json("model_index.json")
-        folder = "" if pipeline is None else "transformer/"
-        config = repository.json(f"{folder}config.json")
-        scheduler = repository.json("scheduler/scheduler_config.json")
-    except HubSilentError as error:
-        raise ModelError(
-            f"The configuration of {name} cannot be had: {error.reason}. Name a folder that save_pretrained of "
-            "diffusers wrote, diffusers:DIR, or dit_xl, whose configuration is known."
-        ) from error
+    pipeline = repository.json("model_index.json")
+    folder = "" if pipeline is None else "transformer/"
+    config = repository.json(f"{folder}config.json")
+    scheduler = repository.json("scheduler/scheduler_config.json")
     config = _of_a_dit(name, pipeline, config)
     if scheduler is None:
         return _Description(config, _scheduler(name, _DIT_SCHEDULER), folder, "with the noise schedule of DiT-XL/2")
@@ -242,13 +223,13 @@ def _describe(name: str, repository: Repository) -> _Description:
 
 
 def _of_a_dit(name: str, pipeline: dict[str, Any] | None, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the transformer's configuration, having refused all but DiT by the class that it names."""
+    """Return the transformer's configuration; ModelError if its class is no DiT."""
     if pipeline is not None and "transformer" not in pipeline:
         raise ModelError(f"{name} is a {pipeline.get('_class_name')}, which has no transformer.")
     if config is None:
         raise ModelError(f"{name} holds no transformer in the layout of diffusers: there is no config.json of one.")
     kind = config.get("_class_name")
-    # Until diffusers 0.28 the second class was all transformers; the published DiT-XL/2 still say so.
+    # Until diffusers 0.28 the second class was all transformers; the published DiT-XL/2 still name it.
     if kind not in _DITS or config.get("norm_type") != "ada_norm_zero":
         raise ModelError(
             f"The transformer of {name} is a {kind}. Those that are no DiT need the folder of their whole pipeline, "
@@ -258,14 +239,13 @@ def _of_a_dit(name: str, pipeline: dict[str, Any] | None, config: dict[str, Any]
 
 
 def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
-    """Return a DDIM scheduler that has a configuration's betas and predictions, whichever scheduler it is of."""
+    """Return a DDIM scheduler with the betas and predictions of any scheduler's configuration."""
     kind, predicts = config.get("_class_name", "DDIMScheduler"), config.get("prediction_type", "epsilon")
-    known = [scheduler.name for scheduler in KarrasDiffusionSchedulers]
-    if kind not in known or predicts not in _PREDICTIONS:
+    if kind not in KarrasDiffusionSchedulers.__members__ or predicts not in _PREDICTIONS:
         raise ModelError(f"The scheduler of {name}, {kind} with predictions of {predicts}, has no DDIM steps.")
     try:
         scheduler: DDIMScheduler = DDIMScheduler.from_config(config)
-    except Exception as error:  # diffusers passes on whatever torch and Python make of wrong values
+    except Exception as error:  # of torch and of Python, at wrong values
         raise ModelError(f"The scheduler's configuration of {name} does not make a DDIMScheduler: {error}") from error
     return scheduler
 
@@ -273,7 +253,7 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
 def _build(name: str, kind: Any, config: dict[str, Any]) -> nn.Module:
     try:
         module: nn.Module = kind.from_config(config)
-    except Exception as error:  # diffusers passes on whatever torch and Python make of wrong values
+    except Exception as error:  # of torch and of Python, at wrong values
         raise ModelError(f"The configuration of {name} does not make a {kind.__name__}: {error}") from error
     return module
 
@@ -288,8 +268,7 @@ def _pretrained(name: str, repository: Repository, description: _Description) ->
             "with --weights FILE, or take --weights random."
         )
     module = _build(name, dit_class(), description.config)
-    with damage_named(path):
-        read = load_file(module, path, name)
+    read = load_file(module, path, name)
     if repository.is_folder:
         return module, Provenance(read.kind, f"{repository.name}: {read.description}")
     return module, Provenance("pretrained", f"{repository.name}@{repository.commit[:12]}")
@@ -301,8 +280,13 @@ PROMPTS = (
     "the workbench of a watchmaker, seen from above",
     "a mountain village under snow at night",
 )
-_FROM_HERE = {"use_safetensors": True, "local_files_only": True}
 OTHERWISE = "Write a function that returns the transformer and batches for it, and name it as py:FILE:FACTORY."
+
+
+def _from_here() -> dict[str, bool]:
+    """Arguments of ``from_pretrained``; diffusers loads classes with parts in float32 through accelerate alone."""
+    through_accelerate: bool = is_accelerate_available()  # type: ignore[no-untyped-call]
+    return {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": through_accelerate}
 
 
 class _EnoughError(Exception):
@@ -310,13 +294,12 @@ class _EnoughError(Exception):
 
 
 class PipelineCalls(NumberedInputs):
-    """The calls that a pipeline makes to its transformer, at some timesteps, as it samples for each prompt.
+    """Calls of a pipeline to its transformer at some timesteps, as it samples for each prompt; kept in memory.
 
-    Everything is as the pipeline has it by default: number of steps, guidance unless given, size. Calls are kept. Each
-    prompt is a chunk of its own, whatever ``batch_size`` is set to.
+    Number of steps, size and, by default, guidance are the pipeline's own. Each prompt is a chunk.
 
     Attributes:
-        pipeline: on the asked-for device, in the asked-for dtype.
+        pipeline: on the requested device, in the requested dtype.
         timesteps: rounded to integers, in the order of sampling.
     """
 
@@ -324,10 +307,6 @@ class PipelineCalls(NumberedInputs):
 
     def __init__(self, pipeline: Any, options: LoadOptions) -> None:
         """Encode the first prompt, which sets the pipeline's timesteps, and choose among them.
-
-        Args:
-            pipeline: see the attributes.
-            options: those that say which prompts are taken, ``seed``, ``guidance`` and ``timesteps`` are read.
 
         Raises:
             UsageError: if guidance or timesteps do not apply.
@@ -378,21 +357,21 @@ class PipelineCalls(NumberedInputs):
             yield from self._calls(number, timestep)
 
     def _calls(self, number: int, timestep: int) -> list[Batch]:
-        """Return the calls at a timestep; the first that is asked for takes no step beyond it."""
+        """Return the calls at a timestep; the first request takes no step beyond it."""
         kept = self._kept.setdefault(number, {})
         if timestep not in kept:
             kept.update(self._seen(number, until=self.timesteps[-1] if kept else timestep))
         return kept[timestep]
 
     def _seen(self, number: int, until: int) -> dict[int, list[Batch]]:
-        wanted = {self._visited.index(timestep): timestep for timestep in self.timesteps if timestep >= until}
-        seen: dict[int, list[Batch]] = {timestep: [] for timestep in wanted.values()}
+        positions = {self._visited.index(timestep): timestep for timestep in self.timesteps if timestep >= until}
+        seen: dict[int, list[Batch]] = {timestep: [] for timestep in positions.values()}
 
         def keep(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if position > max(wanted):
+            if position > max(positions):
                 raise _EnoughError
-            if position in wanted:
-                calls = seen[wanted[position]]
+            if position in positions:
+                calls = seen[positions[position]]
                 calls.append(self._batch(number, position, len(calls), args, kwargs))
 
         self._sample(number, keep)
@@ -408,12 +387,7 @@ class PipelineCalls(NumberedInputs):
         return Batch(kwargs=copies, samples=tuple(samples), part=f"timestep {self._visited[position]}")
 
     def _sample(self, number: int, observe: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Run the pipeline, and tell ``observe`` of each call of its transformer and at which step it is.
-
-        Raises:
-            ModelError: if the pipeline raises anything.
-            MemoryEndedError: if memory ends meanwhile.
-        """
+        """Run the pipeline, and pass each call of its transformer to ``observe``, with the number of its step."""
         transformer: nn.Module = self.pipeline.transformer
         timesteps: list[float] = []
 
@@ -453,12 +427,10 @@ class PipelineCalls(NumberedInputs):
                 f"A {name} takes more memory as it samples than there is. Take another device, or a smaller --dtype."
             )
         if not step:
-            return ModelError(
-                f"A {name} does not sample from a prompt alone: {downloads.first_line(error)}. {OTHERWISE}"
-            )
+            return ModelError(f"A {name} does not sample from a prompt alone: {first_line(error)}. {OTHERWISE}")
         return ModelError(
             f"A {name} raised an error in step {step} of sampling for the prompt {PROMPTS[number]!r}: "
-            f"{downloads.first_line(error)}. {OTHERWISE}"
+            f"{first_line(error)}. {OTHERWISE}"
         )
 
     def _takes(self, argument: str) -> bool:
@@ -468,14 +440,10 @@ class PipelineCalls(NumberedInputs):
 def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], options: LoadOptions) -> LoadedModel:
     """Load a pipeline from a folder; its transformer is the model, and its own sampling makes the inputs.
 
-    Args:
-        name: what outputs and errors call it.
-        folder: that ``save_pretrained`` of the pipeline wrote.
-        components: what its model_index.json holds.
-        options: which weights the transformer has, and where to put the pipeline.
+    ``components`` is the content of its model_index.json.
 
     Raises:
-        UsageError: if data are given, or guidance or timesteps do not apply.
+        UsageError: if data are passed, or guidance or timesteps do not apply.
         ModelError: if the pipeline asks for code of its own, does not load, or takes other things than a prompt.
     """
     if options.data is not None:
@@ -493,15 +461,13 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
         build=lambda: _build(name, kind, kind.load_config(part)),
         pretrained=lambda: _pretrained_in(name, kind, folder, part),
     )
-    others = [_kind(value) for key, value in components.items() if key != "transformer" and isinstance(value, list)]
-    by_accelerate = _by_accelerate(name, others)
     try:
         # The class itself knows that its transformer is a component; DiffusionPipeline would load another over ours.
         pipeline = getattr(diffusers, components["_class_name"]).from_pretrained(
-            folder, transformer=module, low_cpu_mem_usage=by_accelerate, **_FROM_HERE
+            folder, transformer=module, **_from_here()
         )
     except Exception as error:  # of any component
-        raise ModelError(f"The pipeline of {name} does not load: {downloads.first_line(error)}.") from error
+        raise _does_not_load(f"The pipeline of {name} does not load", error) from error
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline  # seconds, which no DiT needs
 
     if not isinstance(pipeline, DiffusionPipeline):
@@ -510,9 +476,9 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
         if isinstance(component, nn.Module) and component is not module:
             if any(tensor.is_meta for tensor in component.parameters()):
                 raise ModelError(f"The pipeline of {name} does not load: its {part_name} lacks weights.")
-            cast(component, options.dtype, _in_float32(type(component)) or ())
+            cast(component, options.dtype, _in_float32(type(component)))
             nn.Module.to(component, options.device)
-    module, provenance = ready(module, provenance, options, _in_float32(kind) or ())
+    module, provenance = ready(module, provenance, options, _in_float32(kind))
     inputs = PipelineCalls(pipeline, options)
     task = Task(untold="the latents are of the pipeline's own trajectories, of which no true noise is known")
     return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
@@ -525,50 +491,33 @@ def _known(component: list[Any]) -> bool:
     return library in (None, "transformers") or hasattr(diffusers.pipelines, str(library))
 
 
-def _kind(component: list[Any]) -> Any:
-    library, kind = component
-    return getattr(diffusers, str(kind)) if library == "diffusers" else None
-
-
-def _in_float32(kind: Any) -> list[str] | None:
-    """Name the parts that a class of diffusers keeps in float32 in any dtype; None of one that does not speak of it."""
+def _in_float32(kind: Any) -> list[str]:
+    """Name the parts that a class of diffusers keeps in float32 in any dtype."""
     if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
-        return None
+        return []
     named: list[str] | str | None = kind._keep_in_fp32_modules
-    return [named] if isinstance(named, str) else named
+    return [named] if isinstance(named, str) else named or []
 
 
-def _by_accelerate(name: str, kinds: Iterable[Any]) -> bool:
-    """True if accelerate loads the network, as diffusers requires for classes with parts in float32.
-
-    Raises:
-        ModelError: if it is not installed then.
-    """
-    keeping = next((kind for kind in kinds if _in_float32(kind) is not None), None)  # an empty list counts too
-    if keeping is not None and not is_accelerate_available():  # type: ignore[no-untyped-call]
-        raise ModelError(
-            f"The {keeping.__name__} of {name} keeps parts in float32, and diffusers loads such a class through "
-            "accelerate alone, which is not installed. Install it: pip install 'normscope[accelerate]'."
-        )
-    return keeping is not None
+def _does_not_load(what: str, error: Exception) -> ModelError:
+    installed: bool = is_accelerate_available()  # type: ignore[no-untyped-call]
+    remedy = "" if installed else " It may need accelerate: pip install 'normscope[accelerate]'."
+    return ModelError(f"{what}: {first_line(error)}.{remedy}")
 
 
 def _pretrained_in(name: str, kind: Any, folder: Path, part: Path) -> tuple[nn.Module, Provenance]:
-    by_accelerate = _by_accelerate(name, [kind])
     try:
-        module, report = kind.from_pretrained(
-            part, output_loading_info=True, low_cpu_mem_usage=by_accelerate, **_FROM_HERE
-        )
+        module, report = kind.from_pretrained(part, output_loading_info=True, **_from_here())
     except Exception as error:  # of diffusers, of safetensors
-        raise ModelError(f"The transformer's weights of {name} do not load: {downloads.first_line(error)}.") from error
+        raise _does_not_load(f"The transformer's weights of {name} do not load", error) from error
     wrong = [key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[keys]]
     if wrong:
         raise ModelError(f"The transformer's weights of {name} do not fit it: {', '.join(map(str, wrong[:3]))}.")
     files = sorted(part.glob("*.safetensors"))
     provenance = Provenance("file", f"{folder}: transformer (sha256 {sha256_of(files)[:12]})")
-    return module, converted(provenance, dtypes_of_files(files), dtypes_by_name(module.named_parameters()))
+    return module, with_dtypes(provenance, dtypes_of_files(files), dtypes_by_name(module.named_parameters()))
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names that the forward method gives them."""
+    """Return the arguments of a call by the parameters of the forward method."""
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)

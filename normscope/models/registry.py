@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     # From what outputs and errors call a model, its library's name for it, and which weights and inputs to load where.
     Loader = Callable[[str, str, LoadOptions], LoadedModel]
 
-_LARGEST_INT = 2**63 - 1  # of torch and of Python's own sequences
+_MOST = 2**63 - 1  # of torch and of Python's own sequences
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class ModelEntry:
     """One line of ``normscope models``.
 
     Attributes:
-        name: what the user types; in a name like ``timm:NAME``, NAME stands for whatever the library knows.
-        family: what kind of network it is; of a library that has several, all of them: the network says which.
+        name: as the user types it; in a name like ``timm:NAME``, NAME stands for any name that the library knows.
+        family: of the network; all of them, separated by commas, for a library that has several.
         description: one line.
         source: ``library:architecture`` that the weights belong to; the library ``embedded`` is this package.
-        sibling: name of the full-size model whose norms and placements an embedded one has in small: speed is
-            measured on that, with random weights, as it does not depend on trained ones; empty for all others.
+        sibling: name of the full-size model with the norms and placements of an embedded one, on which speed is
+            measured with random weights; empty for all others.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ModelEntry:
 
     @property
     def families(self) -> list[str]:
-        """List the kinds that it may be."""
+        """Families that the network may be of."""
         return self.family.split(", ")
 
     @property
@@ -156,10 +156,7 @@ def embedded_models() -> list[str]:
 
 
 def loader_of(entry: ModelEntry) -> Loader:
-    """Return the function that loads a model of this kind, from its name, its architecture and LoadOptions.
-
-    Raises:
-        ModelError: if a library that it needs cannot be imported.
+    """Return the function that loads a model; ModelError if its library cannot be imported.
 
     >>> loader_of(find("demo_vit")).__name__
     'load_demo_vit'
@@ -173,7 +170,7 @@ def loader_of(entry: ModelEntry) -> Loader:
 
 
 def find(name: str) -> ModelEntry:
-    """Return the entry of a model; one of a library under the name it was asked for, known there or not.
+    """Return the entry of a model; a model of a library need not exist there.
 
     Raises:
         ModelError: if there is no such model and no such library.
@@ -197,14 +194,22 @@ def find(name: str) -> ModelEntry:
 
 
 def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str | int | None) -> None:
-    """Raise UsageError if what only applies to diffusion models is asked of another one."""
+    """Raise UsageError if an option of diffusion models is passed for another one."""
     if entry.family != "diffusion" and (guidance is not None or timesteps is not None):
         given = "guidance" if guidance is not None else "timesteps"
         raise UsageError(f"{entry.name} is no diffusion model: {given} can have no effect on it.")
 
 
+def check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
+    """Raise UsageError if a number is out of range."""
+    ranges = (("limit", limit, 1), ("batch_size", batch_size, 1), ("workers", workers, 0), ("seed", seed, -_MOST - 1))
+    for option, value, least in ranges:
+        if value is not None and not least <= value <= _MOST:
+            raise UsageError(f"{option} is {value}; it has to be between {least} and {_MOST}.")
+
+
 def check_data(data: str | Path | None) -> None:
-    """Raise UsageError if the path is empty, DataError if there is nothing."""
+    """Raise UsageError if the path is empty, DataError if nothing is there."""
     if data == "":
         raise UsageError("data is an empty path. Name a file or a folder, or leave it out.")
     if data is not None and not Path(data).exists():
@@ -212,7 +217,7 @@ def check_data(data: str | Path | None) -> None:
 
 
 def check_device_map(device_map: str | None, device: str) -> None:
-    """Raise UsageError if a network cannot be spread as asked for, ModelError if accelerate is not there for it."""
+    """Raise UsageError if a network cannot be spread like that, ModelError if accelerate is missing."""
     if device_map is None:
         return
     if device_map != "auto":
@@ -228,13 +233,13 @@ def check_device_map(device_map: str | None, device: str) -> None:
 
 
 def check_library(entry: ModelEntry) -> None:
-    """Raise ModelError if a speech model is asked for where torchaudio cannot be imported."""
+    """Raise ModelError for a speech model where torchaudio cannot be imported."""
     if entry.family == "speech":
         loader_of(entry)
 
 
 def fault_of_torchaudio(entry: ModelEntry, error: BaseException) -> ModelError | None:
-    """Return the error to raise in place of another one that torchaudio caused; None if it did not.
+    """Return a ModelError if ``error`` occurred because torchaudio cannot be imported, else None.
 
     transformers, and diffusers with it, imports any torchaudio that is installed, and fails if that fails.
     """
@@ -243,26 +248,11 @@ def fault_of_torchaudio(entry: ModelEntry, error: BaseException) -> ModelError |
     while cause is not None:
         if isinstance(cause, ModuleNotFoundError) and cause.name == "torchaudio":
             return ModelError(f"{entry.name} needs torchaudio, which is not installed. {help_}")
-        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(cause.__traceback__)]
-        if any(module.partition(".")[0] == "torchaudio" for module in modules):
-            reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+        if any(frame.f_globals.get("__name__") == "torchaudio" for frame, _ in traceback.walk_tb(cause.__traceback__)):
             return ModelError(
                 f"{entry.name} cannot be loaded, because torchaudio cannot be imported beside torch "
-                f"{metadata.version('torch')} ({reason}). "
+                f"{metadata.version('torch')} ({type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}). "
                 + (help_ if entry.family == "speech" else "Remove it: pip uninstall torchaudio.")
             )
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
-    """Raise UsageError if a number is none that inputs can be taken by."""
-    for option, value in (("limit", limit), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise UsageError(f"{option} is {value}; it has to be 1 or more.")
-        if value is not None and value > _LARGEST_INT:
-            raise UsageError(f"{option} is {value}; it has to be {_LARGEST_INT} or less.")
-    if workers is not None and workers < 0:
-        raise UsageError(f"workers is {workers}; it has to be 0 or more.")
-    if not -_LARGEST_INT - 1 <= seed <= _LARGEST_INT:
-        raise UsageError(f"seed is {seed}; it has to be between {-_LARGEST_INT - 1} and {_LARGEST_INT}.")

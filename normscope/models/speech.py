@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,25 +19,23 @@ from torchaudio import pipelines
 from torchaudio.models import ConvTasNet, HDemucs, SquimObjective, Wav2Vec2Model, squim_objective_base, wav2vec2_model
 from torchaudio.pipelines._wav2vec2 import utils
 
-from normscope.errors import ModelError, UsageError, unknown
+from normscope.errors import ModelError, UsageError, first_line, unknown
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
-from normscope.models.inputs.numbered_inputs import LazyInputs, TensorInputs
-from normscope.models.weights import downloads
+from normscope.models.inputs.numbered_inputs import TensorInputs
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
+from normscope.models.weights.repository import ways_on
 from normscope.runtime.files import sha256_of
 
+SILENCE = 20.0  # seconds without a byte after which a download has broken off
 _SERVER = "https://download.pytorch.org/torchaudio"
 _TAKEN = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
-_WITHOUT_CODE = {"weights_only": True, "map_location": "cpu"}  # torch.hub unpickles unless it is told not to
+_WITHOUT_CODE = {"weights_only": True, "map_location": "cpu"}  # torch.hub unpickles by default
 
 
 def find(name: str, architecture: str) -> Any:
-    """Return the bundle that torchaudio calls ``architecture``; ``name`` is what messages call it.
-
-    Raises:
-        ModelError: if there is none of that name, or its network cannot run on a waveform alone.
+    """Return torchaudio's bundle; ModelError if there is none, or its network takes more than a waveform.
 
     >>> find("torchaudio:HUBERT_BASE", "HUBERT_BASE").sample_rate
     16000
@@ -83,51 +84,51 @@ def wrap(module: nn.Module, normalize_waveform: bool, aligns: bool = False) -> n
 
 
 def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Module, Provenance]:
-    """Return a bundle's network with its published weights; an error names ``embedded`` as a model to take instead.
-
-    Raises:
-        ModelError: if the weights cannot be had, or do not load.
-    """
+    """Return a bundle's network with its published weights; an error suggests the model ``embedded`` instead."""
     url, cached = _published(bundle)
-
-    def download() -> nn.Module:
-        if isinstance(bundle, pipelines.Wav2Vec2Bundle):
-            whole: nn.Module = bundle.get_model(dl_kwargs=_WITHOUT_CODE)
-            return whole
-        # The others' get_model() leaves it to the environment whether to unpickle.
-        torchaudio.utils._download_asset(url.removeprefix(f"{_SERVER}/"))
-        module = build(bundle)
-        load_file(module, cached, architecture)
-        return module
-
-    module = downloads.fetch(url, cached, download, embedded=embedded)
+    try:
+        # torch.hub reports a download on stdout, where the results of normscope go, and waits without end.
+        with redirect_stdout(sys.stderr), _socket_timeout(SILENCE):
+            if isinstance(bundle, pipelines.Wav2Vec2Bundle):
+                module: nn.Module = bundle.get_model(dl_kwargs=_WITHOUT_CODE)
+            else:  # whose get_model() leaves it to the environment whether to unpickle
+                torchaudio.utils._download_asset(url.removeprefix(f"{_SERVER}/"))
+                module = build(bundle)
+                load_file(module, cached, architecture)
+    except Exception as error:  # of urllib, of the disk, of torch
+        what, remedy = f"The weights {url} cannot be fetched", ways_on(embedded)
+        if cached.exists():  # which no interrupted download leaves
+            what = f"The file {str(cached)!r} in torch.hub's cache does not load"
+            remedy = "Delete it, and the next run fetches it again."
+        raise ModelError(f"{what}: {first_line(error)}. {remedy}") from error
     digest = sha256_of([cached])[:12]
     return module, Provenance("pretrained", f"torchaudio {architecture}: {cached.name} (sha256 {digest})")
 
 
+@contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
 def _published(bundle: Any) -> tuple[str, Path]:
     """Return where a bundle's weights are published, and in which file of torch.hub's cache torchaudio keeps them."""
+    cache = Path(torch.hub.get_dir())
     if isinstance(bundle, pipelines.Wav2Vec2Bundle):
         url = bundle._path if bundle._path.startswith("https") else f"{_SERVER}/models/{bundle._path}"
-        return url, downloads.cache() / "checkpoints" / Path(url).name
+        return url, cache / "checkpoints" / Path(url).name
     key = bundle._model_path if isinstance(bundle, pipelines.SourceSeparationBundle) else f"models/{bundle._path}"
-    return f"{_SERVER}/{key}", downloads.cache() / "torchaudio" / key
+    return f"{_SERVER}/{key}", cache / "torchaudio" / key
 
 
 def load_weights(module: nn.Module, path: Path, name: str, *, unused_rows: tuple[int, ...] = ()) -> Provenance:
     """Load a file in the format that torchaudio publishes, or in that of the module's own ``state_dict()``.
 
-    The published one is that of the network without its wrapper. Where it was fine-tuned to recognize speech, its last
-    layer has rows that torchaudio drops.
-
-    Args:
-        module: of :func:`build`.
-        path: a safetensors file, or a torch checkpoint.
-        name: what error messages call the model.
-        unused_rows: those rows.
-
-    Raises:
-        ModelError: if the file cannot be read, or fits neither way.
+    The published format has no wrapper, and for fine-tuned networks ``unused_rows`` in the last layer.
     """
     network = unwrapped(module)
     if network is module and not unused_rows:
@@ -164,8 +165,8 @@ def unwrapped(module: nn.Module) -> Any:
 def outputs_of(module: nn.Module) -> Outputs:
     """Return the reader of a torchaudio network's outputs.
 
-    Features, logits or log-probabilities of ``frames`` of a wav2vec 2.0 and its like; three scores ``(samples, 3)`` of
-    one that judges speech; waveforms ``(samples, sources, channels, time)`` of one that separates them.
+    ``frames`` of a wav2vec 2.0 and its like; three scores ``(samples, 3)`` of one that judges speech; waveforms
+    ``(samples, sources, channels, time)`` of one that separates them.
     """
     match unwrapped(module):
         case Wav2Vec2Model():
@@ -177,7 +178,7 @@ def outputs_of(module: nn.Module) -> Outputs:
 
 
 def audio_format(module: nn.Module, sample_rate: float) -> AudioFormat:
-    """Return what a network of torchaudio takes: ``sample_rate`` in Hz, and what its layers say."""
+    """Return the format of a network's recordings: ``sample_rate`` in Hz, and the shortest that its layers take."""
     network = unwrapped(module)
     match network:
         case ConvTasNet():
@@ -203,13 +204,7 @@ _UNTOLD = Task(untold="the recordings come without what is said in them")
 
 
 def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the network of a torchaudio bundle, by torchaudio's name for it: ``WAV2VEC2_LARGE``.
-
-    Raises:
-        ModelError: if torchaudio does not know it, it takes no waveform, or its weights cannot be had or do not fit.
-        UsageError: if it cannot run in the asked-for dtype.
-        DataError: if there is no recording at ``options.data``.
-    """
+    """Load the network of a torchaudio bundle, by torchaudio's name for it: ``WAV2VEC2_LARGE``."""
     bundle = find(name, architecture)
     if architecture.startswith("HDEMUCS") and options.dtype not in (None, torch.float32):
         raise UsageError(f"{name} runs in float32 only: torch has no Fourier transform in {str(options.dtype)[6:]}.")
@@ -226,32 +221,18 @@ def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> Loade
 
 
 def load_demo_wav2vec2(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the embedded wav2vec 2.0; its default inputs are words of voices that were held out from its training.
-
-    To learn from there are words of its training.
-
-    Raises:
-        ModelError: if a weights file does not fit.
-        DataError: if there is no recording at ``options.data``.
-    """
+    """Load the embedded wav2vec 2.0 with held-out words of other voices, and words of its training to learn from."""
     _, facts, _ = read_embedded(f"{architecture}.safetensors")
     build, pretrained = embedded_module(
-        architecture, "synthetic words", lambda facts: wav2vec2_model(**facts["config"])
+        architecture,
+        "synthetic words",
+        lambda facts: wrap(wav2vec2_model(**facts["config"]), facts["normalize_waveform"]),
+        within=unwrapped,
     )
-
-    def wrapped(module: nn.Module) -> nn.Module:
-        return wrap(module, normalize_waveform=facts["normalize_waveform"])
-
-    def wrapped_pretrained() -> tuple[nn.Module, Provenance]:
-        module, provenance = pretrained()
-        return wrapped(module), provenance
-
-    module, provenance = with_weights(
-        name, options, build=lambda: wrapped(build()), pretrained=wrapped_pretrained, from_file=load_weights
-    )
+    module, provenance = with_weights(name, options, build=build, pretrained=pretrained, from_file=load_weights)
     taken = audio_format(module, facts["sample_rate"])
     inputs = _held_out_words(options) if options.data is None else audio_inputs(taken, options)
-    calibration = LazyInputs(partial(_training_words, options)) if options.data is None else None
+    calibration = _training_words(options) if options.data is None else None
     module, provenance = ready(module, provenance, options)
     task = _UNTOLD if options.data is not None else Task("words", letters="".join(facts["labels"]))
     return LoadedModel(name, module, inputs, provenance, outputs_of(module), calibration, task=task)

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError, NormscopeError, first_few
+from normscope.errors import ModelError, NormscopeError, first_few, first_line
 from normscope.inputs.batch import Batch
-from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions, Outputs, Provenance
-from normscope.models.inputs.images import suffixes
+from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions, Outputs, Provenance, Task
+from normscope.models.inputs.images import class_task, suffixes
 from normscope.models.inputs.processors import (
     has_processor,
     images_with_texts,
@@ -27,20 +27,18 @@ from normscope.models.inputs.processors import (
     processed_images,
     prompts,
 )
-from normscope.models.inputs.text import load_tokenizer, pairs_or_texts, reading_of, text_inputs
-from normscope.models.tasks import transformers_task
-from normscope.models.weights import downloads
+from normscope.models.inputs.text import SentencePairs, load_tokenizer, pairs_or_texts, reading_of, text_inputs
 from normscope.models.weights.checkpoints import (
-    converted,
     dtypes_by_name,
     dtypes_of_files,
     placed,
+    provenance_of_file,
     read_state_dict,
+    with_dtypes,
     with_weights,
 )
 from normscope.models.weights.devices import offload_folder, quiet
-from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
-from normscope.runtime.files import sha256_of
+from normscope.models.weights.repository import NotFetchedError, Repository, refuse_code
 
 Takes = Literal["texts", "images", "recordings", "images with texts", "prompts"]
 
@@ -54,13 +52,13 @@ FAMILIES: dict[Takes, str] = {
 _READING = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM")
 _SEEING_AND_READING = ("IMAGE_TEXT_TO_TEXT",)
 
-# What a head gives, and for which of the library's tasks it is.
+# The outputs of a head, and the library's tasks for which it is.
 HEADS: dict[Kind, tuple[str, ...]] = {
     "tokens": (*_READING, *_SEEING_AND_READING, "SPEECH_SEQ_2_SEQ"),
     "classes": ("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION"),
     "frames": ("CTC",),
 }
-_PIXELS = {"pixel_values", "pixel_attention_mask", "spatial_shapes"}  # all of which a processor gives
+_PIXELS = {"pixel_values", "pixel_attention_mask", "spatial_shapes"}  # which a processor makes
 _WAVES = ("input_values", "input_features")  # what recordings are called, as waveforms and as spectra
 
 
@@ -80,19 +78,14 @@ def has_head(library: Any, kind: str) -> bool:
 
 
 def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: str | None) -> Takes:
-    """Return the kind of inputs of ``kind``, a class of transformers.
+    """Return the kind of inputs of ``kind``, a class of transformers; ModelError if there is none for it.
 
-    A network that reads texts and sees images is run on texts alone if ``data`` has no images, or the repository no
-    processor.
-
-    Raises:
-        ModelError: if the inputs are of another kind.
-        ImportError: if torchaudio is missing, which reads recordings.
+    A network for texts and images gets texts alone if ``data`` has no images, or the repository no processor.
     """
     modalities = {kind.input_modalities} if isinstance(kind.input_modalities, str) else {*kind.input_modalities}
-    parameters = [one for one in inspect.signature(kind.forward).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    names = {one.name for one in parameters}
-    needed = {one.name for one in parameters if one.default is one.empty} - {"self"}
+    parameters = [p for p in inspect.signature(kind.forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = {p.name for p in parameters}
+    needed = {p.name for p in parameters if p.default is p.empty} - {"self"}
     main = kind.main_input_name
     reads = main == "input_ids" and (modalities == {"text"} or is_for(library, kind.__name__, _READING))
     if main == "input_ids" and "image" in modalities and is_for(library, kind.__name__, _SEEING_AND_READING):
@@ -111,9 +104,9 @@ def taken_by(library: Any, name: str, repository: Repository, kind: Any, data: s
         import torchaudio  # noqa: F401 - reads recordings, and is missed before weights are loaded
 
         return "recordings"
-    wanted = " and ".join([f"{main} ({' and '.join(sorted(modalities))})", *sorted(needed - {main} - _PIXELS)])
+    takes = " and ".join([f"{main} ({' and '.join(sorted(modalities))})", *sorted(needed - {main} - _PIXELS)])
     raise ModelError(
-        f"{name} is a {kind.__name__}, which takes {wanted}: texts, images, recordings, or images with texts are not "
+        f"{name} is a {kind.__name__}, which takes {takes}: texts, images, recordings, or images with texts are not "
         "enough. Make it and its inputs in a function of yours, and name that: py:FILE:FACTORY."
     )
 
@@ -134,11 +127,7 @@ def _writes(network: Any) -> bool:
 def readers_of(
     library: Any, name: str, repository: Repository, kind: Any, takes: Takes, tokenizer: Callable[[], Any]
 ) -> tuple[Any, ...]:
-    """Return a tokenizer (``tokenizer`` loads it), a processor, or both, which make inputs of data.
-
-    Raises:
-        ModelError: if something is missing, damaged, or asks for code of its own.
-    """
+    """Return the tokenizer, the processor, or both, which make inputs of data; ``tokenizer`` loads the former."""
     match takes:
         case "texts":
             return (tokenizer(),)
@@ -155,11 +144,7 @@ def readers_of(
 def inputs_of(
     library: Any, takes: Takes, readers: tuple[Any, ...], module: nn.Module, config: Any, options: LoadOptions
 ) -> Inputs:
-    """Return the inputs of a network, as its own ``readers`` make them of data.
-
-    Raises:
-        DataError: if there is nothing at ``options.data`` that the network takes.
-    """
+    """Return the inputs of a network, as its own ``readers`` make them of data."""
     match takes:
         case "texts":
             reading = reading_of(module, config, *readers)
@@ -170,7 +155,7 @@ def inputs_of(
             (processor,) = readers
             return processed_images(processor, module, config, options)
         case "recordings":
-            from normscope.models.inputs.features import heard_inputs  # which needs torchaudio
+            from normscope.models.inputs.processors import heard_inputs
 
             extractor, tokenizer = readers
             return heard_inputs(extractor, tokenizer, module, config, options)
@@ -183,10 +168,7 @@ def inputs_of(
 
 
 def both_embeddings(result: Any, batch: Batch) -> Tensor:
-    """Return what a network that looks at images and texts apart makes of each pair: ``(samples, 2 · features)``.
-
-    Raises:
-        ModelError: if it returned no such embeddings.
+    """Return the embeddings of each image and its text, ``(samples, 2 · features)``; ModelError if there are none.
 
     >>> both_embeddings({"image_embeds": torch.zeros(3, 8), "text_embeds": torch.ones(3, 8)}, Batch()).shape
     torch.Size([3, 16])
@@ -233,15 +215,9 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
 def load_transformers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load a model of transformers, from a folder or a repository of the hub.
 
-    The head is the one that the configuration names, if it gives tokens, classes or frames, and left out otherwise; of
-    a model that cuts out what is asked for (SAM), the part that sees. An encoder–decoder model gets the same text on
-    both sides. Weights are made in the asked-for dtype at once; the few tensors that transformers keeps in float32 in
-    any dtype stay so.
-
-    Raises:
-        ModelError: if transformers is not installed or does not know the model, the model takes what is not to be had
-            here or asks for code of its own, or its weights, tokenizer or processor cannot be had or do not fit.
-        DataError: if there is nothing at ``options.data`` that the model takes.
+    The head is that of the configuration if it outputs tokens, classes or frames, and left out otherwise; SAM is
+    reduced to its vision encoder. An encoder–decoder reads the same text on both sides. Weights are made in the
+    requested dtype, except for the few tensors that transformers keeps in float32.
     """
     library = _library(name)
     folder = Path(architecture).expanduser()
@@ -265,7 +241,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
         raise
     except Exception as error:  # of any processor, at what is run by default
         raise ModelError(
-            f"What lies beside {name} makes no inputs for it: {downloads.first_line(error)}. Name data with --data, or "
+            f"What lies beside {name} makes no inputs for it: {first_line(error)}. Name data with --data, or "
             "another folder."
         ) from error
     if not hasattr(module, "hf_device_map"):  # spread while it was read
@@ -280,7 +256,7 @@ def _library(name: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise ModelError(
-            f"{name} is a model of transformers, which cannot be imported ({downloads.first_line(error)}). "
+            f"{name} is a model of transformers, which cannot be imported ({first_line(error)}). "
             "Install it: pip install 'normscope[transformers]'."
         ) from error
 
@@ -288,46 +264,35 @@ def _library(name: str) -> Any:
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
     """Keep transformers' own reports and progress bars from the terminal: what matters in them is raised."""
-    says = library.utils.logging
-    verbosity, bars = says.get_verbosity(), says.is_progress_bar_enabled()
-    says.set_verbosity(says.CRITICAL)
-    says.disable_progress_bar()
+    reports = library.utils.logging
+    verbosity, bars = reports.get_verbosity(), reports.is_progress_bar_enabled()
+    reports.set_verbosity(reports.CRITICAL)
+    reports.disable_progress_bar()
     try:
         yield
     finally:
-        says.set_verbosity(verbosity)
+        reports.set_verbosity(verbosity)
         if bars:
-            says.enable_progress_bar()
+            reports.enable_progress_bar()
 
 
 def _config(library: Any, name: str, repository: Repository, options: LoadOptions) -> Any:
     if _built_in(repository) and options.weights != "pretrained":
         model_type, facts = _BUILT_IN[repository.name]
         return library.AutoConfig.for_model(model_type, **facts)
-    try:
-        content = repository.json("config.json")
-    except HubSilentError as error:
-        if options.weights == "pretrained":
-            raise
-        raise ModelError(
-            f"The configuration of {name} cannot be had: {error.reason}. Name a folder that holds config.json and "
-            "tokenizer.json: transformers:DIR."
-        ) from error
+    content = repository.json("config.json")
     if content is None:
         raise ModelError(f"{repository.name!r} holds no config.json, and so no model of transformers.")
     if "auto_map" in content and content.get("model_type") in library.CONFIG_MAPPING:
-        known = content["model_type"]
-        logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, known)
+        kind = content["model_type"]
+        logger.warning("%s comes with code of its own, which is not run: transformers has %s itself.", name, kind)
         content = {key: value for key, value in content.items() if key != "auto_map"}
     refuse_code(name, "config.json", content)
-    with damage_named(repository.file("config.json")):
-        try:
-            return library.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
-        except Exception as error:  # of any configuration's checks
-            raise ModelError(
-                f"transformers {library.__version__} cannot make a model of {name}'s config.json: "
-                f"{downloads.first_line(error)}."
-            ) from error
+    try:
+        return library.AutoConfig.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
+    except Exception as error:  # of any configuration's checks
+        what = f"transformers {library.__version__} cannot make a model of {name}'s config.json"
+        raise repository.failure(what, error) from error
 
 
 def _built_in(repository: Repository) -> bool:
@@ -337,8 +302,8 @@ def _built_in(repository: Repository) -> bool:
 def _tokenizer(library: Any, name: str, repository: Repository, options: LoadOptions) -> Any:
     """Return the tokenizer; None for bytes where it cannot be had and the weights are random anyway."""
     try:
-        return load_tokenizer(library, name, repository, str(options.weights))
-    except HubSilentError:
+        return load_tokenizer(library, name, repository)
+    except NotFetchedError:
         if _built_in(repository) and options.weights == "random":
             return None
         raise
@@ -354,7 +319,7 @@ def _kind(library: Any, name: str, config: Any) -> tuple[Any, Any]:
     except KeyError as error:
         raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
     classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
-    kind = next((known for known in classes if known.__name__ == named), classes[0])
+    kind = next((each for each in classes if each.__name__ == named), classes[0])
     if config.model_type in _OF_PROMPTS:
         return _kind(library, name, config.vision_config)
     if masks(config):
@@ -382,18 +347,17 @@ class _Network:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
         files = repository.weights()
         what = f"The model of {repository.name}"
-        with damage_named(*files):
-            if self.device_map is None:
-                module, report = self._loaded(repository.name, what, **repository.where())
-            else:  # each part is read into its place, and the whole is nowhere
-                with quiet(), offload_folder() as (folder, kept_by):
-                    spread = {"device_map": self.device_map, "offload_folder": folder}
-                    module, report = self._loaded(repository.name, what, **repository.where(), **spread)
-                    kept_by(module)
+        if self.device_map is None:
+            module, report = self._loaded(repository, what, **repository.where())
+        else:  # each part is read into its place, and the whole is nowhere
+            with quiet(), offload_folder() as (folder, kept_by):
+                spread = {"device_map": self.device_map, "offload_folder": folder}
+                module, report = self._loaded(repository, what, **repository.where(), **spread)
+                kept_by(module)
         if left_out := sorted(report["unexpected_keys"]):
             logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, first_few(left_out))
         _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")
-        return module, _converted(repository.provenance(files), dtypes_of_files(files), module)
+        return module, _with_dtypes(repository.provenance(files), dtypes_of_files(files), module)
 
     def of_file(self, path: Path) -> tuple[nn.Module, Provenance]:
         """Load the weights of a file, which has to hold those of this class and no others, except for a head's."""
@@ -405,14 +369,13 @@ class _Network:
             f"The weights file {str(path)!r} does not fit {self.name}",
             _not_floating(state_dict, module),
         )
-        provenance = Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
-        return module, _converted(provenance, dtypes_by_name(state_dict.items()), module)
+        return module, _with_dtypes(provenance_of_file(path), dtypes_by_name(state_dict.items()), module)
 
-    def _loaded(self, source: str | None, what: str, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
+    def _loaded(self, source: Repository | None, what: str, **arguments: Any) -> tuple[nn.Module, dict[str, Any]]:
         """Return the module, and transformers' report on what did not fit."""
         try:
             module, report = self.kind.from_pretrained(
-                source,
+                None if source is None else source.name,
                 config=self.config,
                 **self._in_dtype("auto"),
                 use_safetensors=True,
@@ -423,9 +386,8 @@ class _Network:
                 **arguments,
             )
         except Exception as error:  # of safetensors, of torch, of any model's own conversion
-            raise ModelError(
-                f"{what} does not load with transformers {self.library.__version__}: {downloads.first_line(error)}."
-            ) from error
+            what += f" does not load with transformers {self.library.__version__}"
+            raise (source.failure(what, error) if source else ModelError(f"{what}: {first_line(error)}.")) from error
         return module, report
 
     def _in_dtype(self, otherwise: str | None) -> dict[str, Any]:
@@ -439,24 +401,24 @@ class _Network:
         return {"add_pooling_layer": False} if takes_it and self.kind.__name__ not in saved else {}
 
 
-def _converted(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: nn.Module) -> Provenance:
+def _with_dtypes(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: nn.Module) -> Provenance:
     """Report converted dtypes; a network with a head has a prefix before the names of its parameters."""
     prefix = f"{getattr(module, 'base_model_prefix', '')}."
     before, after = (
         {name.removeprefix(prefix): dtype for name, dtype in named.items()}
         for named in (dtypes, dtypes_by_name(module.named_parameters()))
     )
-    return converted(provenance, before, after)
+    return with_dtypes(provenance, before, after)
 
 
 def _check(report: Mapping[str, Any], misfit: str, wrong: list[str] | None = None) -> None:
-    """Refuse weights of which anything was missing, left over or of another shape, as transformers reports it."""
+    """Refuse weights with missing, unexpected or misshapen tensors, which transformers reports."""
     misfits = list(wrong or [])
     misfits += [f"{key} is missing" for key in sorted(report["missing_keys"])]
     misfits += [f"{key} is not in the model" for key in sorted(report["unexpected_keys"])]
     misfits += [
-        f"{key} is {tuple(shape)} and should be {tuple(wanted)}"
-        for key, shape, wanted in sorted(report["mismatched_keys"])
+        f"{key} is {tuple(shape)} and should be {tuple(expected)}"
+        for key, shape, expected in sorted(report["mismatched_keys"])
     ]
     if misfits:
         raise ModelError(f"{misfit}: {first_few(misfits)}.")
@@ -479,3 +441,61 @@ def _not_floating(state_dict: Mapping[str, Tensor], module: nn.Module) -> list[s
         for key, value in state_dict.items()
         if not value.is_floating_point() and key.removeprefix(prefix) in floating
     ]
+
+
+def transformers_task(
+    library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs, outputs: Outputs
+) -> Task:
+    """Return the task of a model of transformers: texts by :func:`language_task`, images by the names of their folders.
+
+    ``tokenizer`` is None for a network that does more than read.
+    """
+    if module.main_input_name == "input_ids" and module.input_modalities in ("text", ("text",)):
+        return language_task(library, module, tokenizer, repository, inputs)
+    if outputs.kind == "classes" and module.main_input_name == "pixel_values":
+        names = module.config.id2label
+        return class_task(inputs, module.config.num_labels, [names[number] for number in sorted(names)])
+    return Task(untold="no labels are known of what it sees or hears (in Python, pass quality=)")
+
+
+def language_task(library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs) -> Task:
+    """Return the task of a model of transformers that reads text; ``tokenizer`` is None where bytes are its tokens."""
+    automatic, kind = library.models.auto.modeling_auto, type(module).__name__
+    if module.config.is_encoder_decoder:
+        return Task(untold="an encoder–decoder is given the same text on both sides, where nothing is left to predict")
+    if kind in automatic.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        mask_id = getattr(tokenizer, "mask_token_id", None)
+        if mask_id is None:
+            return Task(untold="the tokenizer has no mask token to hide words behind")
+        between = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        return Task("pseudo-perplexity", mask_id=mask_id, unmasked=between)
+    if kind in automatic.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return Task("perplexity")
+    if not isinstance(inputs, SentencePairs):
+        return Task(
+            untold="embeddings are judged by pairs of sentences, and there are none (name a .tsv or .csv file of "
+            "sentence1, sentence2, score)"
+        )
+    return _embedding_task(repository)
+
+
+_POOLINGS: dict[str, Literal["mean", "first", "last"]] = {
+    "mean": "mean",
+    "pooling_mode_mean_tokens": "mean",
+    "cls": "first",
+    "pooling_mode_cls_token": "first",
+    "lasttoken": "last",
+    "pooling_mode_lasttoken": "last",
+}
+
+
+def _embedding_task(repository: Repository) -> Task:
+    """Return the pooling that sentence-transformers saved; the mean by default."""
+    if repository.file("2_Dense/config.json") is not None:
+        return Task(untold="its embeddings pass through a Dense layer of sentence-transformers, which is not run here")
+    config = repository.json("1_Pooling/config.json") or {"pooling_mode": "mean"}
+    chosen = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
+    mode = config.get("pooling_mode") or " and ".join(chosen)  # one word lately, a switch for each mode before
+    if mode not in _POOLINGS:
+        return Task(untold=f"its embeddings are pooled by {mode or 'nothing'}, which is not known here")
+    return Task("spearman", pooling=_POOLINGS[mode])

@@ -24,7 +24,7 @@ from normscope.runtime.network import captured_once, heard_by, left_as_found, me
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
 if TYPE_CHECKING:
-    from normscope.inputs.entries import Forward
+    from normscope.inputs.batch import Forward
 
 _ALL = Summing()
 
@@ -56,7 +56,7 @@ def capture(
         batches: any iterable, taken one at a time, of tensors, tuples of arguments, dicts of keyword arguments, or
             :class:`normscope.Batch`; on the model's device and in its dtype, samples along axis 0. Labels, as a
             DataLoader returns them, are omitted, and a list of images is taken one by one, see
-            :func:`normscope.inputs.entries.as_batches`. Passes that the iterable itself runs, as a sampler does, are
+            :func:`normscope.inputs.batch.as_batches`. Passes that the iterable itself runs, as a sampler does, are
             not recorded. Positions that a Batch or a mask among the arguments marks as padding are in no sum, where
             their tokens are normalized. All tokens of a norm whose input has no axis of samples count, once for each
             batch; they belong to no sample, and the site has no folds. None for a loaded model's own inputs.

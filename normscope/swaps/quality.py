@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from normscope.errors import DataError, MemoryEndedError, UsageError, count
-from normscope.inputs.batch import Batch, Halving, Sample
-from normscope.inputs.entries import as_batches, taken_once
+from normscope.inputs.batch import Batch, Halving, Sample, as_batches, taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.pairs.ranks import Ranks
 from normscope.runtime.network import KeptBuffers, left_as_found, run

@@ -15,7 +15,7 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.fits.comparison import compare, compared, match
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import as_batches
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.sampling import SourcesSeen
 

@@ -13,7 +13,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.fits.curves.known import CURVES
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import as_batches
 from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 from normscope.pairs.sums.sampling import SourcesSeen

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from normscope.errors import DataError
-from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import Batch, Sample, as_batches
 
 
 def test_only_tensors_of_samples_are_narrowed():

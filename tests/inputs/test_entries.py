@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import normscope
 from normscope.errors import DataError, ModelError
-from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import Batch, Sample, as_batches
 
 WIDTH = 8
 

@@ -11,8 +11,6 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import ALL, Chunk, Done, LeftOut, Share, shared
 from normscope.inputs.held_out import learned_and_held_out
-from normscope.inputs.loaded_model import LoadOptions
-from normscope.models.inputs.numbered_inputs import TensorInputs
 
 _of_batches = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=5)
 
@@ -199,21 +197,6 @@ NUMBERS = st.integers(0, 40)
 
 TAKEN = st.sets(NUMBERS)
 
-CPU, FLOAT = torch.device("cpu"), torch.float32
-
-
-def digits(number, **options):
-    """Make inputs whose tensors are their own numbers, numbered as they lie."""
-    samples = [Sample(f"{i}", i, i, "numbers") for i in range(number)]
-    tensors = [torch.tensor([float(i)]) for i in range(number)]
-    given = {"limit": None, "batch_size": 8, "seed": 0, **options}
-    return TensorInputs(tensors, samples, "numbers", LoadOptions("random", None, device=CPU, dtype=FLOAT, **given))
-
-
-def numbers_and_values(chunks):
-    """Take chunks; of each, the inputs' numbers beside what its batches hold."""
-    return [(list(c.numbers), [x for batch in c.batches for x in batch.args[0].flatten().tolist()]) for c in chunks]
-
 
 @given(st.lists(NUMBERS, unique=True), TAKEN, st.integers(1, 7))
 def test_shares_divide_what_is_left_in_its_order(order, taken, ranks):
@@ -222,32 +205,6 @@ def test_shares_divide_what_is_left_in_its_order(order, taken, ranks):
     parts = [list(share.of(share.left(order))) for share in shares]
     assert [parts[i % ranks][i // ranks] for i in range(len(left))] == left
     assert sum(map(len, parts)) == len(left)
-
-
-@given(
-    number=st.integers(1, 30),
-    taken=st.sets(st.integers(0, 29)),
-    ranks=st.integers(1, 6),
-    batch_size=st.integers(1, 7),
-    shuffle=st.booleans(),
-    limit=st.none() | st.integers(1, 30),
-)
-def test_chunks_are_the_same_whatever_the_number_of_processes(number, taken, ranks, batch_size, shuffle, limit):
-    def chunks(rank, size):
-        inputs = digits(number, batch_size=batch_size, shuffle=shuffle, limit=limit, workers=0)
-        return numbers_and_values(inputs.chunks(Share(rank, size, done)))
-
-    done = Done()
-    done.add(taken)
-    alone, parts = chunks(0, 1), [chunks(rank, ranks) for rank in range(ranks)]
-    assert [parts[i % ranks][i // ranks] for i in range(len(alone))] == alone
-    assert sum(map(len, parts)) == len(alone)
-    assert all(numbers == values for numbers, values in alone)  # the numbers are the inputs' own, shuffled or not
-    assert all(len(numbers) == batch_size for numbers, _ in alone[:-1])
-    everyone = sorted(n for numbers, _ in alone for n in numbers)
-    assert len(set(everyone)) == len(everyone) and not taken.intersection(everyone)
-    if limit is None:
-        assert everyone == sorted(set(range(number)) - taken)
 
 
 @given(st.integers(1, 12), st.sets(st.integers(0, 11)), st.integers(1, 4))
@@ -271,7 +228,7 @@ def test_samples_are_numbered_through_all_shares():
 
 def test_what_is_taken_may_become_known_after_the_first_sample():
     """As a checkpoint's inputs do: the sites are known from the first sample, and the sums' sites from the sites."""
-    for batches in ([torch.zeros(1, 2)] * 4, digits(4, batch_size=1)):
+    for batches in ([torch.zeros(1, 2)] * 4, normscope.load("demo_vit", limit=4, batch_size=1, device="cpu").inputs):
         done = Done()
         _, chunks = shared(batches, Share(0, 1, done))
         done.add([0, 2])

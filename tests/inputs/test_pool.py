@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.errors import DataError
-from normscope.inputs import pool
+from normscope.inputs import held_out
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.pool import Pool, by_length, evenly, kept_in_memory
+from normscope.inputs.held_out import Pool, by_length, evenly, kept_in_memory
 
 MOST = 48
 
@@ -41,7 +41,7 @@ def test_no_more_decide_than_are_needed():
 
 
 def test_what_does_not_fit_into_memory_is_left_out_and_counted(monkeypatch):
-    monkeypatch.setattr(pool, "MOST_BYTES", 3 * 8 * 4 * 4)  # three batches of float32
+    monkeypatch.setattr(held_out, "MOST_BYTES", 3 * 8 * 4 * 4)  # three batches of float32
     kept, left_out = kept_in_memory(batches(5))
     assert len(kept) == 3 and left_out == 16 and Pool.of(batches(5)).left_out == 16
 

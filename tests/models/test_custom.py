@@ -216,7 +216,7 @@ def test_module_of_the_current_folder_and_dotted_function(mine, tmp_path, monkey
         ("Factories.none", ModelError, "There is no function 'none'."),
         ("divides", ModelError, f"raised ZeroDivisionError: division by zero (FILE, line {line_of('helper.divide')})."),
         ("leaves", ModelError, f"raised SystemExit: 3 (FILE, line {line_of('SystemExit')})."),
-        ("takes", ModelError, "its signature does not allow that: missing a required argument: 'size'."),
+        ("takes", ModelError, "raised TypeError: takes() missing 1 required positional argument: 'size'."),
         ("module_alone", ModelError, "returned a Sequential; it has to return two: a torch.nn.Module and its batches."),
         ("three", ModelError, "returned 3 values; it has to return two"),
         ("no_module", ModelError, "returned a str where a torch.nn.Module has to be."),

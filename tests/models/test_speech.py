@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 from http.client import HTTPConnection
+from pathlib import Path
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 import pytest
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.batch import Batch
 from normscope.loading import load
-from normscope.models.weights import downloads
 
 torchaudio = pytest.importorskip("torchaudio", exc_type=Exception)
 
@@ -248,7 +248,7 @@ def test_published_weights_are_those_of_torchaudios_own_loading(
     assert model.provenance.kind == "pretrained"
     assert model.about["weights"] == f"torchaudio {architecture}: {filename} (sha256 {digest})"
     assert (tmp_path / "torch" / "hub" / "checkpoints" / filename).read_bytes() == content
-    assert download_server.requests == [f"HEAD /{url_path}", f"GET /{url_path}"]
+    assert download_server.requests == [f"GET /{url_path}"]
     assert capsys.readouterr().out == ""
 
     assert_same(load(f"torchaudio:{architecture}", device="cpu", limit=1), model)
@@ -256,7 +256,7 @@ def test_published_weights_are_those_of_torchaudios_own_loading(
     (batch,) = model.inputs
     with torch.no_grad():
         assert torch.equal(outputs(model)[0], expected(*batch.args)[0])
-    assert len(download_server.requests) == 2, "what the cache holds is asked of nobody"
+    assert len(download_server.requests) == 1, "what the cache holds is asked of nobody"
 
 
 @pytest.mark.slow
@@ -281,7 +281,7 @@ def test_published_code_is_not_run(download_server, monkeypatch, tmp_path, archi
     monkeypatch.setenv("MALICE", str(tmp_path / "malice"))
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     download_server.files = {f"torchaudio/models/{filename}/": serialized({"weight": Malice()})}
-    with pytest.raises(ModelError, match=f"{filename}.* is damaged, or holds Python objects besides tensors"):
+    with pytest.raises(ModelError, match=f"{filename}.*(UnpicklingError|Python objects)"):
         load(f"torchaudio:{architecture}", device="cpu")
     assert not (tmp_path / "malice").exists()
 
@@ -298,26 +298,25 @@ def test_a_broken_download_is_named_and_can_be_got_rid_of(download_server, archi
     for _ in range(2):
         with pytest.raises(ModelError) as caught:
             load(f"torchaudio:{architecture}", device="cpu")
-        (cached,) = downloads.cache().glob(f"*/**/{filename}")
+        (cached,) = Path(torch.hub.get_dir()).glob(f"*/**/{filename}")
         assert repr(str(cached)) in str(caught.value)
         assert str(caught.value).endswith("Delete it, and the next run fetches it again.")
-    assert len(download_server.requests) == 2
+    assert len(download_server.requests) == 1
     cached.unlink()
     with pytest.raises(ModelError):
         load(f"torchaudio:{architecture}", device="cpu")
-    assert len(download_server.requests) == 4
+    assert len(download_server.requests) == 2
 
 
-def test_weights_that_cannot_be_had(download_server, tmp_path):
+@pytest.mark.usefixtures("download_server")
+def test_weights_that_cannot_be_had():
     with pytest.raises(ModelError) as caught:
         load("wav2vec2_large", device="cpu")
     assert str(caught.value) == (
-        "The weights https://download.pytorch.org/torchaudio/models/wav2vec2_fairseq_large_ls960.pth cannot be had: "
-        "asking the hub at download.pytorch.org failed with HTTPError: HTTP Error 404: Not Found. Name a file with "
-        "--weights FILE, take --weights random, or use an embedded model, which needs no network: normscope plot "
-        "demo_wav2vec2."
+        "The weights https://download.pytorch.org/torchaudio/models/wav2vec2_fairseq_large_ls960.pth cannot be "
+        "fetched: HTTPError: HTTP Error 404: Not Found. Name a file with --weights FILE, take --weights random, or "
+        "use an embedded model, which needs no network: normscope plot demo_wav2vec2."
     )
-    assert not (tmp_path / "torch").exists()
 
 
 @pytest.mark.parametrize("name", ["demo_wav2vec2", "wav2vec2_base", RECOGNIZER, "torchaudio:MMS_FA"])

@@ -12,8 +12,8 @@ from PIL import Image
 from sklearn.metrics import accuracy_score
 
 import normscope
+from normscope.models.inputs.images import class_task
 from normscope.models.inputs.trajectories import LatentSpace, read_latents
-from normscope.models.tasks import class_task
 from normscope.swaps.pointwise import DyT
 
 

@@ -152,7 +152,7 @@ class _Calibrations:
 
 def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> dict[str, float]:
     """Measure and print the drift of the calibrated network on held-out inputs."""
-    from normscope.inputs.entries import as_batches
+    from normscope.inputs.batch import as_batches
     from normscope.runtime.network import left_as_found
     from normscope.swaps.distances import output_errors
     from normscope.swaps.reports import Quantiles

@@ -1,9 +1,8 @@
-"""The tiny ViT that is embedded in this package: its network, its digits, and what it is for."""
+"""The tiny ViT that is embedded in this package: its network, digits and task."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ from torch.nn import functional
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.images import Preprocessing, image_inputs
-from normscope.models.inputs.numbered_inputs import LazyInputs, TensorInputs
-from normscope.models.tasks import class_task
+from normscope.models.inputs.images import Preprocessing, class_task, image_inputs
+from normscope.models.inputs.numbered_inputs import TensorInputs
 from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 
 _DIGITS = 10  # classes
@@ -29,8 +27,7 @@ _POOLING = ("class_token", "global_pool", "fc_norm")
 class VisionTransformer(nn.Module):
     """A pre-norm ViT without a class token: timm's class of this name, as far as ``demo_vit`` needs it.
 
-    Parameters have the same names, and outputs the same bits. Importing all of timm for it would take longer than all
-    that a first figure of it takes besides.
+    Parameters have the same names, and outputs the same bits. Importing timm takes longer than a first figure.
 
     >>> VisionTransformer(8, 2, in_chans=1, num_classes=10, embed_dim=8, depth=1, num_heads=2, init_values=0.1)(
     ...     torch.zeros(3, 1, 8, 8)
@@ -135,18 +132,11 @@ class _Mlp(nn.Module):
 
 
 def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the embedded ViT; its default inputs are digits that were held out from its training.
-
-    To learn from there are the digits of its training.
-
-    Raises:
-        ModelError: if a weights file does not fit.
-        DataError: if there is no image at ``options.data``.
-    """
+    """Load the embedded ViT with digits that were held out from its training, and its training digits to learn from."""
     build, pretrained = embedded_module(architecture, "scikit-learn's digits", _network)
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
     inputs = _digit_inputs(options)
-    calibration = LazyInputs(partial(_training_digits, options)) if options.data is None else None
+    calibration = _training_digits(options) if options.data is None else None
     module, provenance = ready(module, provenance, options)
     task = Task("top-1") if options.data is None else class_task(inputs, _DIGITS)
     return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration, task=task)

@@ -18,7 +18,7 @@ from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.models.inputs.numbered_inputs import FileKind, files_or
 
-# What libsndfile opens, and MP4 is not among it. A single file is tried whatever its name.
+# Suffixes that libsndfile opens, MP4 not among them. A single file may have any name.
 SUFFIXES = frozenset(
     ".aif .aifc .aiff .au .caf .flac .mp3 .nist .oga .ogg .opus .rf64 .snd .sph .voc .w64 .wav .wave".split()  # noqa: SIM905
 )
@@ -44,11 +44,8 @@ class AudioFormat:
 def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
     """Return the recordings at ``options.data``, or the synthetic utterances of this package where it is None.
 
-    One recording a batch, whatever ``batch_size`` says or is set to: what pads the shorter ones of a batch would enter
+    One recording a batch, for any ``batch_size``: the padding of shorter ones would enter
     the statistics of every norm that looks along time.
-
-    Raises:
-        DataError: if there is no recording to be found.
 
     >>> options = LoadOptions("random", None, 2, 1, 0, torch.device("cpu"), torch.float32)
     >>> audio_inputs(AudioFormat(16_000, shortest=400), options).description
@@ -64,7 +61,7 @@ def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
 
 
 def utterances(taken: AudioFormat) -> tuple[list[Sample], list[Tensor], list[str], str]:
-    """Return the samples, waveforms, transcripts and a description of what voices of espeak-ng said, a source each."""
+    """Return the samples, waveforms, transcripts and a description of the embedded utterances, a source each."""
     folder = files("normscope.models") / "embedded" / "speech"
     names = sorted(file.name.removesuffix(".flac") for file in folder.iterdir() if file.name.endswith(".flac"))
     return (

@@ -1,9 +1,10 @@
-"""Images to run a vision model on: crops of the photograph that matplotlib ships, or the user's own files."""
+"""Images for a vision model, and their classes: crops of matplotlib's photograph, or the user's own files."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from normscope.errors import DataError, count
+from normscope.errors import DataError, count, first_few
 from normscope.inputs.batch import Sample
-from normscope.inputs.loaded_model import Inputs, LoadOptions
+from normscope.inputs.loaded_model import Inputs, LoadOptions, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.numbered_inputs import FileKind, Prepared, files_or
+from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, files_or, name_in
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of the photograph's short edge: a face or a badge, not one button
@@ -30,11 +31,9 @@ class Preprocessing:
 
     Attributes:
         mode: PIL mode that images are converted to first: ``RGB`` or ``L``.
-        transform: from an image of that mode to a float32 tensor (channels, height, width), or to what a processor
-            makes of it.
-        remarks: what the description of files says besides.
-        normalized_by: mean and standard deviation of each channel that pixels from 0 to 1 are normalized by; None where
-            nothing tells.
+        transform: from an image of that mode to a float32 tensor (channels, height, width), or to a processor's result.
+        remarks: further remarks in the description of files.
+        normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
     """
 
     mode: str
@@ -44,11 +43,7 @@ class Preprocessing:
 
 
 def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
-    """Return the images at ``options.data``, or crops of matplotlib's photograph where it is None.
-
-    Raises:
-        DataError: if there is no image to be found.
-    """
+    """Return the images at ``options.data``, or crops of matplotlib's photograph where it is None."""
 
     def read(path: Path) -> Tensor | Prepared:
         return preprocessing.transform(read_image(path, preprocessing.mode))
@@ -74,21 +69,20 @@ def read_image(path: Path, mode: str) -> Image.Image:
         OSError: if the file cannot be opened.
     """
     try:
-        return _read(path, mode)
+        with Image.open(path, formats=_formats()) as image:
+            upright = ImageOps.exif_transpose(image)
     except UnidentifiedImageError as error:
         raise DataError("not an image that Pillow can read") from error
+    return _in_8_bits(upright).convert(mode)
 
 
 def crops_of_photograph(mode: str, options: LoadOptions) -> tuple[list[Image.Image], list[Sample], str]:
-    """Return square crops of grace_hopper.jpg (512×600), placed by ``options.seed``, their samples and a description.
+    """Return square crops of grace_hopper.jpg (512×600), their samples, all of one source, and a description.
 
-    All crops are of one source.
-
-    Raises:
-        DataError: if matplotlib's sample data are not installed.
+    ``options.seed`` places them. DataError if matplotlib's sample data are not installed.
     """
     path = _photograph()
-    photograph = _read(path, mode)
+    photograph = read_image(path, mode)
     generator = torch.Generator().manual_seed(options.seed)
     number = min(CROPS, options.limit or CROPS)
     crops = [photograph.crop(_square_in(photograph.size, generator)) for _ in range(number)]
@@ -117,31 +111,62 @@ def _square_in(size: tuple[int, int], generator: torch.Generator) -> tuple[int, 
 
 
 def _formats() -> list[str]:
-    """Name the formats to open: all but EPS, which Pillow gives to Ghostscript to run as a program."""
+    """Name the formats to open: all but EPS, which Ghostscript runs as a program."""
     Image.init()
     return [kind for kind in Image.OPEN if kind != "EPS"]
 
 
-def _read(path: Path, mode: str) -> Image.Image:
-    with Image.open(path, formats=_formats()) as image:
-        upright = ImageOps.exif_transpose(image)
-    return _in_8_bits(upright).convert(mode)
-
-
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """Scale 16-bit greyscale to 8 bits; Pillow's own conversion clips it to white.
-
-    Pillow opens 16-bit images as ``I;16`` of some byte order, or, PGM among them, as 32-bit ``I``.
-    """
+    """Scale 16-bit greyscale, Pillow's ``I;16…`` or ``I``, to 8 bits; Pillow's own conversion clips it to white."""
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
-    values = np.asarray(image)
-    if not np.isfinite(values).any():
-        raise DataError("it holds no finite number")
-    if image.mode == "F":
-        raise DataError("32-bit pixels have no defined white point")
-    pixels = values.astype(np.int64)
-    if np.min(pixels) < 0 or np.max(pixels) > _WHITE_16:
+    pixels = np.asarray(image)
+    if image.mode == "F" or pixels.min() < 0 or pixels.max() > _WHITE_16:
         raise DataError("32-bit pixels have no defined white point")
     per_step = _WHITE_16 // 255
-    return Image.fromarray(((pixels + per_step // 2) // per_step).astype(np.uint8))
+    return Image.fromarray(((pixels.astype(np.int64) + per_step // 2) // per_step).astype(np.uint8))
+
+
+_WORDNET_ID = re.compile(r"n\d{8}")
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+
+
+def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
+    """Label images by their sub-folders, and return top-1 as the task; or the reason why there are no labels.
+
+    All sub-folders have to be named like classes of the network, or by the numbers of classes, counted from 0; or they
+    are WordNet ids, as many as there are classes, which ImageNet sorts.
+
+    Args:
+        inputs: of the network; the samples of files get their labels here.
+        number: of classes.
+        names: of the classes, in order, if known.
+    """
+    if not isinstance(inputs, Files):
+        return Task(
+            untold="the crops of the photograph have no labels (name a folder with a sub-folder for each class)"
+        )
+    places = [Path(name_in(inputs.root, path)).parts for path in inputs.paths]
+    if any(len(parts) < 2 for parts in places):
+        return Task(untold=f"not every image at {str(inputs.root)!r} lies in a sub-folder that would name its class")
+    folders = sorted({parts[0] for parts in places})
+    classes = _numbered(folders, number, names)
+    if classes is None:
+        return Task(
+            untold=f"it cannot be told which of the {number:,} classes the sub-folders {first_few(folders)} of "
+            f"{str(inputs.root)!r} mean (name them by number, from 0)"
+        )
+    inputs.classes = classes
+    return Task("top-1")
+
+
+def _numbered(folders: Sequence[str], number: int, names: Sequence[str]) -> dict[str, int] | None:
+    """Return the class of each folder; None where it would be a guess."""
+    known = {name: index for index, name in enumerate(names)}
+    if len(known) == len(names) == number and all(folder in known for folder in folders):
+        return {folder: known[folder] for folder in folders}
+    if all(_NUMBER.fullmatch(folder) and int(folder) < number for folder in folders):
+        return {folder: int(folder) for folder in folders}
+    if len(folders) == number and all(map(_WORDNET_ID.fullmatch, folders)):
+        return {folder: index for index, folder in enumerate(folders)}
+    return None

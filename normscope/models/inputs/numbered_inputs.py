@@ -32,13 +32,10 @@ MOST_BY_DEFAULT = 8  # processes that read for one GPU
 
 
 def number_of_workers(options: LoadOptions, chunks: int) -> int:
-    """Return how many processes read, 0 for the one that runs the network; never more than there are chunks.
+    """Return the number of processes that read, at most one per chunk; 0 for the one that runs the network.
 
-    Unless told: none where the network runs on the CPU, whose cores compute already; otherwise as many as there are
-    cores for each of the processes that torchrun has started on this machine, 8 at most.
-
-    Raises:
-        UsageError: if there is to be one, and this system cannot fork.
+    By default 0 on the CPU, whose cores compute already; otherwise the number of cores per process that torchrun has
+    started on this machine, at most 8. UsageError if workers are requested where the system cannot fork.
     """
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if options.workers and not can_fork:
@@ -55,16 +52,16 @@ def number_of_workers(options: LoadOptions, chunks: int) -> int:
 def read_ahead(
     read: Callable[[Sequence[int]], Chunk], plan: Iterator[list[int]], workers: int, device: torch.device
 ) -> Iterator[Chunk]:
-    """Yield what ``read`` makes of each entry of a plan, in its order, whatever the number of workers.
+    """Yield the chunk that ``read`` makes of each list of numbers in ``plan``, in order.
 
     Args:
-        read: from the numbers of some inputs to their chunk, on the CPU; runs in forked processes.
-        plan: the numbers of each chunk.
-        workers: how many processes read, each two chunks ahead; 0 reads in this one, when a chunk is asked for.
-        device: that the chunks go to next; for CUDA they come in pinned memory.
+        read: returns a chunk on the CPU; runs in forked processes if there are ``workers``.
+        plan: numbers of the inputs of each chunk.
+        workers: processes, each of which reads two chunks ahead; 0 reads in this one, when a chunk is requested.
+        device: that the chunks go to next; for CUDA they are in pinned memory.
 
     Raises:
-        DataError: if a worker ends before its work does.
+        DataError: if a worker ends early.
     """
     with _signals_as_they_were(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, as was asked for
@@ -108,14 +105,14 @@ def _as_it_is(chunk: Any) -> Any:
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave it to the main process to end: a terminal and a batch system signal all processes at once."""
+    """Leave it to the main process to end: terminals and batch systems signal all processes at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager
 def _signals_as_they_were() -> Iterator[None]:
-    """Undo torch's handler for dead children, which raises wherever the program is; asking for a chunk sees it too."""
+    """Undo torch's handler for dead children, which raises anywhere; requesting a chunk reports them too."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         yield
         return
@@ -127,11 +124,11 @@ def _signals_as_they_were() -> Iterator[None]:
 
 
 class NumberedInputs(Inputs):
-    """Inputs with numbers, any of which can be read at any time, ahead of the network and in processes of their own.
+    """Numbered inputs, which can be read in any order, ahead of the network and in other processes.
 
     Attributes:
-        order: numbers of the selected inputs, in the order in which they are taken.
-        kept: True if they lie in memory, so that reading them is no work for another process.
+        order: numbers of the selected inputs, in order.
+        kept: True if they are in memory, so that reading them is no work for another process.
         by_network: True if the network itself makes its inputs, on its device and in its dtype.
     """
 
@@ -152,18 +149,18 @@ class NumberedInputs(Inputs):
         cut_to: str = "",
         besides: Sequence[str] = (),
     ) -> None:
-        """Choose among ``total`` inputs.
+        """Select among ``total`` inputs by the ``limit``, ``shuffle`` and ``seed`` of ``options``.
 
         Args:
             total: size of the data set.
-            options: ``limit``, ``shuffle``, ``seed`` and those that say how to batch are read.
-            one_by_one: True if each is a chunk of its own, whatever ``batch_size`` is set to.
+            options: as above, and for batching.
+            one_by_one: True if each input is a chunk of its own, for any ``batch_size``.
             at: name of the data in descriptions and errors.
             noun: for errors.
             of: number and kind of all inputs in words, for the description.
-            remarks: what the description says besides.
-            cut_to: length of an input that is longer than the model takes.
-            besides: remarks on what is not among the inputs.
+            remarks: further remarks of the description.
+            cut_to: length to which the network cuts long inputs.
+            besides: remarks on omitted files.
         """
         self.order = drawn(total, options)
         self.left_out = LeftOut()
@@ -262,11 +259,9 @@ class NumberedInputs(Inputs):
 
 
 def drawn(total: int, options: LoadOptions) -> Sequence[int]:
-    """Return which of ``total`` inputs are taken, in which order.
+    """Return the numbers of the selected inputs among ``total``, in order: the first ``options.limit``.
 
-    Args:
-        total: how many there are.
-        options: with ``shuffle`` the order is that of torch.randperm under ``seed``; the first ``limit`` are taken.
+    With ``options.shuffle`` the order is that of torch.randperm under ``options.seed``.
 
     >>> options = LoadOptions("random", None, 3, 8, 0, torch.device("cpu"), torch.float32)
     >>> drawn(5, options), list(drawn(5, replace(options, shuffle=True)))
@@ -291,19 +286,14 @@ def in_pieces(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One input, as a processor prepared it.
-
-    Attributes:
-        batch: it alone, without a name.
-        cut: whether it was longer than the model takes.
-    """
+    """One input as a processor prepared it: a batch without a sample, and True in ``cut`` if it was too long."""
 
     batch: Batch
     cut: bool = False
 
 
 def alike_together(samples: Sequence[tuple[Sample, Prepared]]) -> list[Batch]:
-    """Put inputs of one shape into one batch, so that none is padded for another's sake.
+    """Put inputs of one shape into one batch, so that none is padded.
 
     >>> made = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
     >>> batches = alike_together([(Sample("a", 0, i), prepared) for i, prepared in enumerate(made)])
@@ -318,7 +308,7 @@ def alike_together(samples: Sequence[tuple[Sample, Prepared]]) -> list[Batch]:
 
 
 class TensorInputs(NumberedInputs):
-    """Samples that are small and few enough to be kept."""
+    """Samples that are kept in memory."""
 
     kept = True
 
@@ -332,12 +322,9 @@ class TensorInputs(NumberedInputs):
         one_by_one: bool = False,
         cut_to: str = "",
     ) -> None:
-        """Keep all samples of a data set.
+        """Keep all samples of a data set; ``total`` is their number and kind in words.
 
-        Args, besides those of :class:`NumberedInputs`:
-            tensors: one for each sample, without an axis for samples, of one shape unless taken one by one. Or what a
-                processor made of each.
-            total: number and kind of all samples in words.
+        ``tensors`` have no axis for samples, and one shape unless read one by one; or they are a processor's results.
         """
         super().__init__(len(samples), options, one_by_one=one_by_one, of=total, cut_to=cut_to)
         self._tensors, self._samples = tensors, samples
@@ -351,33 +338,17 @@ class TensorInputs(NumberedInputs):
         return (self._samples[number] for number in self.order)
 
 
-class LazyInputs(TensorInputs):
-    """Samples that are read when something is first asked of them, and not when the model is loaded."""
-
-    def __init__(self, read: Callable[[], TensorInputs]) -> None:
-        self._read = read
-
-    def __getattr__(self, name: str) -> Any:
-        """Become what is read; called for what is not set yet, which is all of it before."""
-        if "_read" not in vars(self):
-            raise AttributeError(f"{type(self).__name__} has no {name}.")
-        vars(self).update({**vars(self._read()), **vars(self)})
-        del self._read
-        return getattr(self, name)
-
-
 @dataclass(frozen=True)
 class FileKind:
     """The files that a model takes.
 
     Attributes:
-        noun: what messages call one of them: ``image``.
-        suffixes: of file names, lower case with the dot; how a folder's other files are told apart.
-        read: from a path to the sample's tensor, or to what a processor made of it; whatever it raises makes the file
-            unreadable.
-        cut_to: how much is left of one that is longer than the model takes.
-        beside: suffix of a file of the same name that is read with it, where it is there.
-        remarks: what the description says besides.
+        noun: singular, for messages: ``image``.
+        suffixes: of file names, lower case with the dot; other files of a folder are omitted.
+        read: returns a file's tensor, or a processor's result; its exceptions make the file unreadable.
+        cut_to: length to which the model cuts long inputs.
+        beside: suffix of a file of the same name that is read with it, where there is one.
+        remarks: further remarks of the description.
     """
 
     noun: str
@@ -389,19 +360,15 @@ class FileKind:
 
 
 class Files(NumberedInputs):
-    """One file, or those of a folder in sorted order; opened batch by batch, each a source of its own.
+    """One file, or those of a folder in sorted order, each a source of its own.
 
     Attributes:
-        paths: all that there are.
-        classes: the number of the class that each sub-folder of the root holds, where that is known.
+        paths: all files of the data set.
+        classes: class number of each sub-folder of the root, if known.
     """
 
     def __init__(self, root: Path, kind: FileKind, options: LoadOptions, *, one_by_one: bool = False) -> None:
-        """Find the files at ``root`` without opening them.
-
-        Raises:
-            DataError: if ``root`` is missing, or a folder without a single file of that kind.
-        """
+        """Find the files at ``root`` without opening them; DataError if there is none."""
         self.root, self.kind = root, kind
         self.classes: Mapping[str, int] = {}
         self.paths, others = find_files(root, kind.noun, kind.suffixes)
@@ -450,11 +417,7 @@ def files_or(
     normalized_by: Normalized | None = None,
     words: Words | None = None,
 ) -> Files | TensorInputs:
-    """Return the files at ``options.data``, or what ``default`` makes where it is None: see :class:`TensorInputs`.
-
-    Raises:
-        DataError: if there is no such file.
-    """
+    """Return the files at ``options.data``, or by default :class:`TensorInputs` of what ``default`` returns."""
     inputs: Files | TensorInputs
     if options.data is None:
         inputs = TensorInputs(*default(), options, one_by_one=one_by_one, cut_to=kind.cut_to)
@@ -476,11 +439,7 @@ def _chunk(numbers: Sequence[int], samples: Sequence[tuple[Sample, Any]], unread
 
 
 def text_beside(path: Path) -> str | None:
-    """Return what stands in the text file of the same name, as one line; None where there is none.
-
-    Raises:
-        DataError: if it is no UTF-8.
-    """
+    """Return the content of the text file of the same name as one line, or None; DataError if it is no UTF-8."""
     beside = path.with_suffix(".txt")
     if not beside.is_file():
         return None
@@ -494,22 +453,15 @@ def listing_digest(root: Path, paths: Iterable[Path]) -> str:
     """Identify a data set by its files' names and sizes, in any folder and for any part of it."""
     digest = hashlib.blake2b(digest_size=8)
     for path in paths:
-        digest.update(f"{name_in(root, path)}\0{_size(path)}\0".encode("utf-8", "surrogateescape"))
+        size = path.stat().st_size if path.exists() else None  # of a link to nothing
+        digest.update(f"{name_in(root, path)}\0{size}\0".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
 
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:  # a link to nothing, or a file that has just gone: it is told when it is to be read
-        return None
-
-
 def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Path], int]:
-    """Return the files at ``root`` whose names end so, and how many others there are; a single file in any case.
+    """Return the files at ``root`` with these suffixes, or the one that it is, and the number of other files.
 
-    Links to nothing are among them, to be told as unreadable; hidden ones are not, which editors lock files with.
-    Hidden files, and what an unfinished capture keeps there, are no others: they come and go while it runs.
+    Broken links count, and turn out unreadable. Hidden files, and an unfinished capture's, do not: they come and go.
 
     Raises:
         DataError: if ``root`` is missing, or a folder without a single such file.
@@ -518,20 +470,18 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
         return [root], 0
     if not root.is_dir():
         raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
-    files = sorted((path for path in root.rglob("*") if path.is_file() or _leads_nowhere(path)), key=Path.as_posix)
+    files = sorted(
+        (path for path in root.rglob("*") if not path.is_dir() and not _passing(root, path)), key=Path.as_posix
+    )
     matching = [path for path in files if path.suffix.lower() in suffixes]
-    others = sum(path.suffix.lower() not in suffixes and not _passing(path.relative_to(root)) for path in files)
+    others = len(files) - len(matching)
     if not matching:
         raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(others, 'other file')}.")
     return matching, others
 
 
-def _leads_nowhere(path: Path) -> bool:
-    return path.is_symlink() and not path.exists() and not path.name.startswith(".")
-
-
-def _passing(path: Path) -> bool:
-    return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.parts)
+def _passing(root: Path, path: Path) -> bool:
+    return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.relative_to(root).parts)
 
 
 def name_in(root: Path, path: Path) -> str:

@@ -25,15 +25,13 @@ from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Words
 from normscope.models.inputs.numbered_inputs import NumberedInputs, find_files, listing_digest, name_in, reason
-from normscope.models.weights import downloads
-from normscope.models.weights.repository import HubSilentError, Repository, damage_named, refuse_code
+from normscope.models.weights.repository import Repository, refuse_code
 
 _BYTE_ORDER_MARK = "\ufeff"
-_NOT_OPENED = 0  # in place of a line's number, which are counted from 1
 
 
 class TextLines:
-    """The lines that are not blank; 24 bytes are kept of each. A file that cannot be opened counts as one.
+    """The lines that are not blank; 24 bytes are kept of each.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -45,16 +43,16 @@ class TextLines:
     """
 
     def __init__(self, documents: Sequence[tuple[str, Traversable]]) -> None:
-        """Find the beginnings of lines in all documents, each given with its name."""
+        """Find the beginnings of lines in all documents, each with its name; DataError if one cannot be opened."""
         self._documents = documents
-        self._states = [_state(document) for _, document in documents]
         self._where = array("q"), array("q"), array("q")  # document, offset in bytes, number of the line
         for index, (_, document) in enumerate(documents):
             try:
-                for offset, number in _found(document):
-                    self._note(index, offset, number)
-            except OSError:
-                self._note(index, 0, _NOT_OPENED)
+                for entry in _lines_of(document):
+                    for kept, value in zip(self._where, (index, *entry), strict=True):
+                        kept.append(value)
+            except OSError as error:
+                raise DataError(f"{str(document)!r} cannot be read: {reason(error)}.") from error
 
     def __len__(self) -> int:
         return len(self._where[0])
@@ -69,41 +67,29 @@ class TextLines:
 
     def place(self, line: int) -> str:
         """Name the document of a line and the line's number in it."""
-        number = self._where[2][line]
-        return self.document(line) if number == _NOT_OPENED else f"{self.document(line)} line {number}"
+        return f"{self.document(line)} line {self._where[2][line]}"
 
     def read(self, lines: Sequence[int]) -> list[str | Exception]:
-        """Return the text of each line, or why it cannot be read, in their order."""
+        """Return the text of each line, or the error of reading it, in their order."""
         contents: list[str | Exception] = []
-        for index, of_document in groupby(lines, self.document_index):
-            contents += self._of_document(index, list(of_document))
+        for index, group in groupby(lines, self.document_index):
+            of_document = list(group)
+            try:
+                with cast(BinaryIO, self._documents[index][1].open("rb")) as file:
+                    contents += [self._line(file, line) for line in of_document]
+            except OSError as error:
+                contents += [error] * len(of_document)
         return contents
-
-    def _of_document(self, index: int, lines: Sequence[int]) -> Sequence[str | Exception]:
-        _, document = self._documents[index]
-        try:
-            with cast(BinaryIO, document.open("rb")) as file:
-                if _state(document) != self._states[index]:
-                    raise DataError("the file has changed since its lines were counted")
-                return [self._line(file, line) for line in lines]
-        except (OSError, DataError) as error:
-            return [error] * len(lines)
 
     def _line(self, file: BinaryIO, line: int) -> str | Exception:
         _, offsets, numbers = self._where
-        if numbers[line] == _NOT_OPENED:
-            return DataError("it could not be opened when its lines were counted")
         file.seek(offsets[line])
         text = _decoded(file.readline(), numbers[line])
         return DataError("not UTF-8") if text is None else text
 
-    def _note(self, index: int, offset: int, number: int) -> None:
-        for kept, value in zip(self._where, (index, offset, number), strict=True):
-            kept.append(value)
 
-
-def _found(document: Traversable) -> Iterator[tuple[int, int]]:
-    """Yield where each line that is not blank begins, and its number; of one that is not UTF-8 too."""
+def _lines_of(document: Traversable) -> Iterator[tuple[int, int]]:
+    """Yield the offset and the number of each line that is not blank, or not UTF-8."""
     offset = 0
     with document.open("rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -114,21 +100,11 @@ def _found(document: Traversable) -> Iterator[tuple[int, int]]:
 
 
 def _decoded(raw: bytes, number: int) -> str | None:
-    """Return what a line says; None where it is not UTF-8."""
     try:
         text = raw.decode().rstrip("\r\n")
     except UnicodeDecodeError:
         return None
     return text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text
-
-
-def _state(document: Traversable) -> tuple[int, int] | None:
-    """Return what changes when a file does; None where it is none of the user's, or is not there."""
-    try:
-        state = document.stat() if isinstance(document, Path) else None
-    except OSError:
-        return None
-    return None if state is None else (state.st_size, state.st_mtime_ns)
 
 
 LONGEST = 512  # tokens of one text, at most
@@ -137,17 +113,16 @@ _PAGE = files("normscope.models") / "embedded" / "page.txt"
 
 @dataclass(frozen=True)
 class Reading:
-    """The way in which a model reads texts.
+    """Conversion of texts to a model's batches.
 
     Attributes:
-        tokenize: from a text to its token ids, and whether it had to be cut; whatever it raises makes the text
-            unreadable.
-        keywords: from token ids and attention mask, int64 ``(samples, positions)``, to what the model takes.
+        tokenize: from a text to its token ids, and True if it was cut; its exceptions make the text unreadable.
+        keywords: from token ids and attention mask, int64 ``(samples, positions)``, to keyword arguments.
         longest: tokens of one text, at most.
-        pad_id: the token id at positions that hold no token.
-        multiple: the model pads to a multiple of so many positions itself, unless they are one.
-        remarks: what the description says besides.
-        words: from token ids to what they stand for, each by itself; None where nothing tells.
+        pad_id: token id of padding.
+        multiple: the model pads to a multiple of this number of positions.
+        remarks: further remarks of the description.
+        words: from token ids to their texts, one by one; None if unknown.
     """
 
     tokenize: Callable[[str], tuple[list[int], bool]]
@@ -215,19 +190,16 @@ class Texts(_Tokenized):
         source_is_line: bool,
         besides: Sequence[str] = (),
     ) -> None:
-        """Note where each text begins, without keeping it.
+        """Find the beginning of each text; DataError if there is none.
 
         Args:
             name: of all documents, in the description.
             documents: each with its name; UTF-8.
-            reading: how texts become batches.
+            reading: from texts to batches.
             options: limit, order, batch size, device and dtype.
             data: identity of the data set, see :class:`normscope.inputs.batch.Sample`.
             source_is_line: True if each line is a source of its own, False for each document.
-            besides: what the description says of other files.
-
-        Raises:
-            DataError: if there is no text.
+            besides: remarks on other files.
         """
         self._data, self._source_is_line, self._lines = data, source_is_line, TextLines(documents)
         if not len(self._lines):
@@ -248,12 +220,9 @@ class Texts(_Tokenized):
 
 
 def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
-    """Return the texts at ``options.data``, or the page of our own where it is None.
+    """Return the lines of texts at ``options.data``, by default of the embedded page.
 
-    Each line is a text. In one file each is a source of its own; in a folder each file is one.
-
-    Raises:
-        DataError: if there is no text to be found.
+    In one file each line is a source of its own; in a folder each file is one.
     """
     if options.data is None:
         return Texts("normscope's page", [("page.txt", _PAGE)], reading, options, data="page", source_is_line=True)
@@ -271,7 +240,7 @@ def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
 
 
 def lines_of_page(number: int) -> list[str]:
-    """Return so many lines of the page of our own, from the first again where it has no more.
+    """Return the first ``number`` lines of the embedded page, repeated as needed.
 
     >>> len(lines_of_page(13)), lines_of_page(1)[0][:13]
     (13, 'The ferry lef')
@@ -304,31 +273,16 @@ _SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
 
-def load_tokenizer(library: Any, name: str, repository: Repository, weights: str) -> Any:
-    """Return the tokenizer beside a model; if the hub is silent, ``weights`` decides which remedy the error names.
-
-    Raises:
-        HubSilentError: if the hub cannot be asked for it.
-        ModelError: if there is none, or it asks for code of its own.
-    """
-    try:
-        paths = [repository.file(filename) for filename in _FILES]
-    except HubSilentError as error:
-        if weights == "pretrained":
-            raise
-        raise HubSilentError(
-            f"The tokenizer of {name} cannot be had: {error.reason}. Name a folder that holds config.json and "
-            "tokenizer.json: transformers:DIR.",
-            error.reason,
-        ) from error
+def load_tokenizer(library: Any, name: str, repository: Repository) -> Any:
+    """Return the tokenizer beside a model; ModelError if there is none, or it asks for code of its own."""
+    paths = [repository.file(filename) for filename in _FILES]
     if paths[-1] is None:
         raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
-    with damage_named(*paths):
-        try:
-            return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
-        except Exception as error:  # of tokenizers, of transformers
-            raise ModelError(f"The tokenizer of {name} cannot be loaded: {downloads.first_line(error)}.") from error
+    try:
+        return library.AutoTokenizer.from_pretrained(repository.name, trust_remote_code=False, **repository.where())
+    except Exception as error:  # of tokenizers, of transformers
+        raise repository.failure(f"The tokenizer of {name} cannot be loaded", error) from error
 
 
 def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
@@ -352,7 +306,7 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return what each token id stands for by itself, as the tokenizer writes it."""
+    """Decode each token id by itself."""
     return [str(tokenizer.decode([token])) for token in ids]
 
 
@@ -450,11 +404,7 @@ class SentencePairs(_Tokenized):
 
 
 def pairs_or_texts(reading: Reading, options: LoadOptions) -> Inputs:
-    """Return pairs of sentences where ``options.data`` is a .tsv or .csv file, and texts otherwise.
-
-    Raises:
-        DataError: if such a file holds anything but pairs, or there is no text to be found.
-    """
+    """Return pairs of sentences if ``options.data`` is a .tsv or .csv file, and texts otherwise."""
     path = Path(options.data or "")
     if path.suffix.lower() in _TABLES and path.is_file():
         return SentencePairs(path, reading, options)

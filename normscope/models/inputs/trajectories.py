@@ -26,29 +26,26 @@ from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces, l
 from normscope.runtime.network import run
 from normscope.runtime.progress import StageProgress, report
 
-TIMESTEPS = 4  # of a trajectory to run the model at, unless told
+TIMESTEPS = 4  # of a trajectory to run the model at, by default
 _STAGE = "steps of trajectories"
 _LISTED = 8  # timesteps that a description names one by one
 
 
-def select_timesteps(visited: Sequence[int], wanted: str | int | None = None) -> list[int]:
-    """Pick timesteps of a trajectory.
+def select_timesteps(visited: Sequence[int], request: str | int | None = None) -> list[int]:
+    """Return timesteps of a trajectory, in its order, each once.
 
     Args:
         visited: the timesteps of the trajectory, in its order.
-        wanted: a lone number for that many of them, evenly along the trajectory, its ends included; timesteps
-            separated by commas (``"980,"`` is that one alone); None for 4.
-
-    Returns:
-        They in the order of the trajectory, each once.
+        request: a lone number for that many of them, evenly along the trajectory, its ends included; timesteps
+            separated by commas (``"980,"`` for one); None for 4.
 
     Raises:
-        UsageError: if ``wanted`` is neither, or names a timestep that the trajectory does not visit.
+        UsageError: if ``request`` is neither, or names a timestep that the trajectory does not visit.
 
     >>> select_timesteps(range(980, -1, -20)), select_timesteps(range(980, -1, -20), "0,980,500")
     ([980, 660, 320, 0], [980, 500, 0])
     """
-    text = str(TIMESTEPS if wanted is None else wanted)
+    text = str(TIMESTEPS if request is None else request)
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(re.fullmatch(r"[+-]?\d{1,18}", part, re.ASCII) for part in parts):
         raise UsageError(
@@ -91,7 +88,7 @@ def _evenly(visited: Sequence[int], number: int) -> list[int]:
 
 
 STEPS = 50  # of a trajectory, as DiTPipeline takes them
-MOST_KEPT = 32 * 2**20  # bytes of latents, for the next time that they are asked for
+MOST_KEPT = 32 * 2**20  # bytes of latents, for later requests
 _TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a single one of DiT-XL has them
 
 
@@ -102,7 +99,7 @@ class LatentSpace:
     Attributes:
         channels: of a latent.
         size: height and width of a latent.
-        classes: how many there are; the label ``classes`` stands for none of them.
+        classes: their number, which is also the label of no class.
     """
 
     channels: int
@@ -121,18 +118,17 @@ class _Given:
 class Trajectories(NumberedInputs):
     """DDIM trajectories without added noise (η = 0), from noise, with a class label for each.
 
-    With guidance each latent runs twice in a batch, once with its label and once with the null label, and a step
-    follows without + guidance · (with − without). Trajectories are walked once, as far as latents are asked for, and
-    the first of them kept: the first batch at the first timestep takes no forward pass, and none goes beyond the last
-    of ``timesteps``. What the module gave for a batch, if the chunk is told, is the next step's own pass. Tiny ones are
-    walked in larger batches than they come in, and in passes of their own.
+    With guidance each latent runs twice in a batch, with its label and with the null label, and a step follows
+    without + guidance · (with − without). Trajectories are walked once, as far as latents are requested, and kept up to
+    ``MOST_KEPT`` bytes. The module's output for a batch, if the chunk hears of it, saves the next step's pass. Tiny
+    latents are walked in larger batches, in passes of their own.
 
     Attributes:
-        module: the transformer, which both makes the trajectories and is run on them by whoever takes the batches.
+        module: the transformer, which makes the trajectories and is then run on them.
         scheduler: of training; its timesteps are set.
-        noise: where trajectories start: float32 ``(trajectories, channels, height, width)``, on the CPU.
+        noise: starts of the trajectories: float32 ``(trajectories, channels, height, width)``, on the CPU.
         labels: class of each trajectory: int64 ``(trajectories,)``.
-        timesteps: where to run the module, in the order of the trajectory.
+        timesteps: at which to run the module, in the order of the trajectory.
     """
 
     by_network = True
@@ -184,10 +180,7 @@ class Trajectories(NumberedInputs):
         return None if batch.samples[place].index % 2 else super().preview(batch, place)
 
     def ends(self, share: Share = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
-        """Walk each trajectory from its noise to its end, with the module as it is now: nothing is taken, nothing kept.
-
-        Args:
-            share: which of the chunks to walk.
+        """Walk the trajectories of a share from noise to their ends, with the module as it is now, keeping nothing.
 
         Yields:
             samples, one a trajectory; clean latents: float32 ``(trajectories, channels, height, width)``, on the CPU.
@@ -212,8 +205,7 @@ class Trajectories(NumberedInputs):
     def _walks(self, chunks: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
         """Return the trajectories that are walked as one batch, for each batch that these chunks need.
 
-        Those of a chunk; tiny ones also with others, and with the same ones whoever's share they are in: matrix
-        products of other shapes round otherwise.
+        Tiny ones are grouped alike in every share: matrix products of other shapes round differently.
         """
         size = self._in_a_walk()
         if size <= self._at_once():
@@ -223,18 +215,15 @@ class Trajectories(NumberedInputs):
         return [self.order[walk * size : (walk + 1) * size] for walk in sorted(walks)]
 
     def _in_a_walk(self) -> int:
-        """Return how many tiny ones are walked as one batch, in whole batches of those that come together."""
+        """Return the number of tiny trajectories that are walked as one batch: whole chunks."""
         return _TOGETHER // self.noise[0].numel() // self._at_once() * self._at_once()
 
     def _at_once(self) -> int:
-        """Return how many trajectories run together.
-
-        A latent that runs twice counts as two samples of a batch; both are in one, also where ``batch_size`` is 1.
-        """
+        """Return the number of trajectories in a chunk; both samples of a guided latent are in one batch."""
         return max(1, self.batch_size // self._runs)
 
     def _taken(self, numbers: Sequence[int], given: _Given, progress: StageProgress | None) -> Iterator[Batch]:
-        """Yield some trajectories at each of the timesteps, walking on from one to the next as they are asked for."""
+        """Yield some trajectories at each of the timesteps, walking on as they are requested."""
         for timestep in self.timesteps:
             if not self._knows(numbers, timestep):
                 for walk in self._walks([numbers]):
@@ -250,7 +239,7 @@ class Trajectories(NumberedInputs):
     def _walk_on(self, numbers: Sequence[int], timestep: int, given: _Given, progress: StageProgress | None) -> None:
         """Walk to a timestep from the last one that is known, and keep the latents there.
 
-        Those of later trajectories, when many are kept, only until others are walked.
+        Beyond ``MOST_KEPT`` bytes they are kept only until other trajectories are walked.
         """
         steps = self._steps_to(timestep, numbers)
         if steps[0] == self._visited[0]:
@@ -266,9 +255,9 @@ class Trajectories(NumberedInputs):
         (self._kept if kept else self._latest).update(zip(keys, latents, strict=True))
 
     def _steps_to(self, timestep: int, numbers: Sequence[int]) -> list[int]:
-        """The timesteps at which steps are to be taken for the latents at one."""
+        """Return the timesteps at which steps lead to the latents at ``timestep``."""
         known = [earlier for earlier in self.timesteps if self._knows(numbers, earlier)]
-        begin = max((self._visited.index(one) for one in known), default=0)
+        begin = max(map(self._visited.index, known), default=0)
         return self._visited[begin : self._visited.index(timestep)]
 
     def _knows(self, numbers: Sequence[int], timestep: int) -> bool:
@@ -322,19 +311,19 @@ def from_noise(
     steps: Sequence[int] = (STEPS,),
     remark: str = "",
 ) -> Callable[[nn.Module], Trajectories]:
-    """Return a function from a module that is ready to run to its trajectories under ``options.seed``.
+    """Return a function from a module to its trajectories under ``options.seed``.
 
-    Their labels go through all classes, in an order that the seed chooses, before one comes again. Their noise is what
-    DiTPipeline draws from one generator of that seed, given for each image. Of more trajectories these are the first.
+    Their labels go through all classes, in a random order, before one recurs. Their noise is what DiTPipeline draws
+    for each image from one generator of that seed.
 
     Args:
-        space: what the module takes.
+        space: of the latents.
         scheduler: of training.
-        options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those that say how to batch are read.
+        options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those of batching are read.
         guidance: the model's own, where ``options`` has none.
-        trajectories: how many, at most ``options.limit``.
-        steps: of a trajectory: of these numbers the first that visits the timesteps asked for.
-        remark: what the description says besides.
+        trajectories: their number, at most ``options.limit``.
+        steps: of a trajectory: the first of these numbers that visits the requested timesteps.
+        remark: for the description.
 
     Raises:
         UsageError: if ``options.guidance`` or ``options.timesteps`` cannot be understood.
@@ -367,15 +356,9 @@ def denoising_batch(latents: Tensor, timestep: int, labels: Tensor, samples: Seq
 
 
 def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions, steps: Sequence[int] = (STEPS,)) -> list[int]:
-    """Set the scheduler's timesteps, and return those that ``options.timesteps`` asks for.
+    """Set the scheduler's timesteps, and return those that ``options.timesteps`` selects.
 
-    Args:
-        scheduler: of training.
-        options: ``timesteps`` is read.
-        steps: numbers of them, ascending: the first is taken that visits what is asked for.
-
-    Raises:
-        UsageError: see :func:`select_timesteps`; of the last of the numbers.
+    ``steps`` are numbers of them, ascending: the first that visits all of these is set; see :func:`select_timesteps`.
     """
     *fewer, most = (min(number, scheduler.config["num_train_timesteps"]) for number in steps)
     for number in fewer:
@@ -448,10 +431,7 @@ class NoisedLatents(NumberedInputs):
         return Chunk(numbers, batches)
 
     def truth(self, samples: Sequence[Sample]) -> Tensor | None:
-        """Return what a perfect network would predict of some samples: ε, x₀ or v, as the scheduler says.
-
-        Args:
-            samples: of :meth:`known_samples`.
+        """Return the perfect prediction for some samples: ε, x₀ or v, as the scheduler has it.
 
         Returns:
             float32 ``(samples, channels, height, width)``, on the CPU; None if any sample is of other inputs.
@@ -481,17 +461,13 @@ class NoisedLatents(NumberedInputs):
 def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> NoisedLatents:
     """Return the latents of a file, each to be run once at each timestep, with its own class or the null class.
 
-    Args:
-        path: a ``.npy`` file of floats ``(latents, channels, height, width)``; or a ``.safetensors`` file that holds
-            such a tensor ``latents``, and may hold integers ``class_labels``, ``(latents,)``. Latents are as the model
-            takes them: an autoencoder's, times its scaling factor.
-        space: what the model takes.
-        scheduler: of training.
-        options: ``limit``, ``shuffle``, ``seed``, ``timesteps`` and those that say how to batch are read.
+    A ``.npy`` file contains floats ``(latents, channels, height, width)``; a ``.safetensors`` file such a tensor
+    ``latents``, and optionally integers ``class_labels``, ``(latents,)``. Latents of an autoencoder are multiplied by
+    its scaling factor.
 
     Raises:
-        UsageError: if ``options.guidance`` is given: nothing is guided; or if ``options.timesteps`` is wrong.
-        DataError: if the file cannot be read, or what it holds is not in ``space``.
+        UsageError: if ``options.guidance`` is set, as nothing is guided; or if ``options.timesteps`` is wrong.
+        DataError: if the file cannot be read, or its content is not in ``space``.
     """
     if options.guidance is not None:
         raise UsageError(
@@ -526,11 +502,11 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _checked_shape(path: Path, latents: Tensor, space: LatentSpace) -> Tensor:
-    wanted = (space.channels, space.size, space.size)
-    if latents.ndim != 4 or tuple(latents.shape[1:]) != wanted or not len(latents):
+    expected = (space.channels, space.size, space.size)
+    if latents.ndim != 4 or tuple(latents.shape[1:]) != expected or not len(latents):
         raise DataError(
             f"The latents in {str(path)!r} are {tuple(latents.shape)}; the model takes (latents, "
-            f"{', '.join(map(str, wanted))}), at least one."
+            f"{', '.join(map(str, expected))}), at least one."
         )
     if not latents.is_floating_point():
         dtype = str(latents.dtype).removeprefix("torch.")
@@ -538,11 +514,11 @@ def _checked_shape(path: Path, latents: Tensor, space: LatentSpace) -> Tensor:
     return latents
 
 
-def _checked_labels(path: Path, labels: Tensor, wanted: int, classes: int) -> Tensor:
-    if labels.shape != (wanted,) or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+def _checked_labels(path: Path, labels: Tensor, number: int, classes: int) -> Tensor:
+    if labels.shape != (number,) or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
         raise DataError(
             f"The class_labels in {str(path)!r} are {str(labels.dtype).removeprefix('torch.')} of shape "
-            f"{tuple(labels.shape)}; they have to be integers, one for each of the {wanted} latents."
+            f"{tuple(labels.shape)}; they have to be integers, one for each of the {number} latents."
         )
     labels = labels.long()
     if ((labels < 0) | (labels > classes)).any():

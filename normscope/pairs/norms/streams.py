@@ -20,8 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Batch, tensors_at, tensors_of
-from normscope.inputs.entries import ForwardSignature, read, taken_once
+from normscope.inputs.batch import Batch, ForwardSignature, read, taken_once, tensors_at, tensors_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
@@ -216,7 +215,7 @@ def unpacked(
     """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
 
     ``batches``, ``about`` and ``outputs`` replace those of a loaded model. ``forward`` runs the module on an entry of
-    the batches, see :func:`normscope.inputs.entries.as_batches`. The output of a plain module is its first tensor, see
+    the batches, see :func:`normscope.inputs.batch.as_batches`. The output of a plain module is its first tensor, see
     :func:`normscope.inputs.loaded_model.output_kind`.
 
     Raises:

@@ -91,7 +91,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
         UsageError: if a module comes without a batch.
         ModelError: if the model calls no norm that is known, or if it is TorchScript or from torch.export.
 
-    >>> from normscope.inputs.entries import as_batches
+    >>> from normscope.inputs.batch import as_batches
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> report = find_norms(model, next(as_batches([torch.zeros(2, 4)])))
     >>> [(site.name, site.kind, site.d) for site in report.sites]

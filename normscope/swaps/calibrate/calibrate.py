@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from normscope.errors import UsageError, count, unknown
 from normscope.fits.curves.known import Curve
 from normscope.inputs.batch import Batch
+from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
-from normscope.inputs.pool import Pool
 from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms

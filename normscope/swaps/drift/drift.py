@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError, unknown
-from normscope.inputs.entries import taken_once
-from normscope.inputs.held_out import divided, samples_of
+from normscope.inputs.batch import taken_once
+from normscope.inputs.held_out import divided, kept_in_memory, samples_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.inputs.pool import kept_in_memory
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled

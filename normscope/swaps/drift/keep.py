@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import DataError, UsageError
+from normscope.inputs.held_out import Pool, evenly
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.inputs.pool import Pool, evenly
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent

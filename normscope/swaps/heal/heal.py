@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, UsageError, unknown
-from normscope.inputs.batch import Batch, tensor_bytes
-from normscope.inputs.entries import as_batches, taken_once
-from normscope.inputs.held_out import divided
+from normscope.inputs.batch import Batch, as_batches, taken_once, tensor_bytes
+from normscope.inputs.held_out import Pool, by_length, divided, evenly, kept_in_memory
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.inputs.pool import Pool, by_length, evenly, kept_in_memory
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled

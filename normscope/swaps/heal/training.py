@@ -19,8 +19,8 @@ from torch.linalg import vector_norm
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, joined, tensors_of
+from normscope.inputs.held_out import by_length
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.pool import by_length
 from normscope.runtime.network import KeptBuffers, run
 from normscope.runtime.progress import Progress
 from normscope.runtime.sealed_files import read_checked, write_checked

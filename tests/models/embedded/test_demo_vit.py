@@ -59,21 +59,15 @@ def test_it_reads_the_held_out_digits_as_its_card_says(demo):
     assert f"**Held-out accuracy: {right}/{len(held_out)} (" in CARD
 
 
-def test_what_outputs_print(demo):
+def test_default_inputs_and_a_limit(demo):
     assert demo.provenance.kind == "embedded"
     assert demo.about["weights"].startswith("embedded demo_vit (trained on scikit-learn's digits, sha256 ")
     assert demo.about["data"] == "64 held-out digits"
-
-
-def test_each_digit_is_a_source(demo):
     seen = [sample for batch in demo.inputs for sample in batch.samples]
     assert [sample.source_index for sample in seen] == [sample.index for sample in seen] == list(range(64))
-
-
-def test_limit_takes_the_first_digits():
-    demo = load("demo_vit", limit=5, device="cpu")
-    assert sum(len(batch.samples) for batch in demo.inputs) == 5
-    assert demo.about["data"] == "the first 5 of 64 held-out digits"
+    few = load("demo_vit", limit=5, device="cpu")
+    assert sum(len(batch.samples) for batch in few.inputs) == 5
+    assert few.about["data"] == "the first 5 of 64 held-out digits"
 
 
 def test_pictures_of_digits_are_read_as_digits(tmp_path, digits, demo):

@@ -47,20 +47,14 @@ def test_it_recognizes_as_many_words_of_held_out_voices_as_its_card_says(demo, f
     assert f"({100 * facts['held_out_accuracy']:.1f} %)" in card
 
 
-def test_what_outputs_print(demo):
+def test_default_inputs_and_a_limit(demo, words):
     assert demo.provenance.kind == "embedded"
     assert demo.about["weights"].startswith("embedded demo_wav2vec2 (trained on synthetic words, sha256 ")
     assert demo.about["data"] == f"{demo.inputs.n_samples} held-out words of 12 synthetic voices"
-
-
-def test_each_voice_is_a_source(demo, words):
     seen = [sample for batch in demo.inputs for sample in batch.samples]
     assert [sample.source_index for sample in seen] == words[0]["speakers"].tolist()
     assert len({(sample.source, sample.source_index) for sample in seen}) == 12
     assert [sample.index for sample in seen] == list(range(len(words[1]["words"])))
-
-
-def test_limit_takes_the_first_words(demo):
     few = load("demo_wav2vec2", limit=5, device="cpu")
     assert few.about["data"] == f"the first 5 of {demo.about['data']}"
     for batch, expected in zip(few.inputs, list(demo.inputs)[:5], strict=True):

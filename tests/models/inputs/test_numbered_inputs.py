@@ -15,7 +15,7 @@ from PIL import Image
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Sample
-from normscope.inputs.chunks import ALL, LeftOut, Share
+from normscope.inputs.chunks import ALL, Done, LeftOut, Share
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.loading import load
 from normscope.models.inputs.images import Preprocessing, image_inputs
@@ -94,8 +94,9 @@ _some = st.integers(1, 40)
 def test_the_shares_are_every_input_that_is_left_once_in_the_same_batches(
     n, batch_size, ranks, done, limit, shuffle, seed
 ):
-    inputs = numbers_as_inputs(n, batch_size=batch_size, limit=limit, shuffle=shuffle, seed=seed)
-    shares = [contents(inputs, Share(rank, ranks, done)) for rank in range(ranks)]
+    inputs, taken = numbers_as_inputs(n, batch_size=batch_size, limit=limit, shuffle=shuffle, seed=seed), Done()
+    taken.add(done)
+    shares = [contents(inputs, Share(rank, ranks, taken)) for rank in range(ranks)]
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist() if shuffle else list(range(n))
     left = [number for number in order[:limit] if number not in done]
     in_turn = [shares[position % ranks][position // ranks] for position in range(-(-len(left) // batch_size))]

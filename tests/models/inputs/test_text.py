@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from normscope.errors import DataError
-from normscope.models.inputs.text import Reading, TextLines, padded, text_inputs
+from normscope.models.inputs.text import Reading, padded, text_inputs
 
 
 def of_bytes(text):
@@ -92,13 +92,11 @@ def test_files_of_a_folder_are_sources(tmp_path, options):
     assert {sample.data for sample in samples} == {hashlib.blake2b(listing, digest_size=8).hexdigest()}
 
 
-def test_links_to_nothing_are_unreadable(tmp_path, options):
+def test_links_to_nothing_are_refused(tmp_path, options):
     (tmp_path / "a.txt").write_text("a1\n")
     (tmp_path / "b.txt").symlink_to("gone.txt")
-    inputs = text_inputs(READING, options(data=str(tmp_path)))
-    assert texts_of(inputs) == ["a1"]
-    assert inputs.unreadable == ["b.txt: a link to gone.txt, which does not exist"]
-    assert inputs.description == f"{tmp_path}: 2 texts (1 unreadable)"
+    with pytest.raises(DataError, match=r"b\.txt' cannot be read: a link to gone\.txt, which does not exist\."):
+        text_inputs(READING, options(data=str(tmp_path)))
 
 
 def test_file_that_vanished_is_unreadable(tmp_path, options):
@@ -166,22 +164,3 @@ def test_any_text_is_found_again_in_any_order_and_by_any_worker(tmp_path, option
         assert [(sample.source, sample.index) for sample in seen] == [(lines[i][0], i) for i in readable]
         assert [sample.index for sample in inputs.known_samples()] == order
         assert f"50 of {len(lines)} texts, drawn with seed 5" in inputs.description
-
-
-def test_a_file_that_changed_is_unreadable(tmp_path, options):
-    (tmp_path / "a.txt").write_text("a1\na2\n")
-    (tmp_path / "b.txt").write_text("b1\n")
-    inputs = text_inputs(READING, options(data=str(tmp_path)))
-    (tmp_path / "a.txt").write_text("a1\n")
-    assert texts_of(inputs) == ["b1"]
-    assert inputs.unreadable == [
-        f"a.txt line {number}: the file has changed since its lines were counted" for number in (1, 2)
-    ]
-
-
-def test_a_file_that_cannot_be_opened_counts_as_one(tmp_path):
-    lines = TextLines([("gone.txt", tmp_path / "gone.txt"), ("a.txt", tmp_path / "a.txt")])
-    assert (len(lines), lines.place(0)) == (2, "gone.txt")
-    assert all(isinstance(content, FileNotFoundError) for content in lines.read([0, 1]))
-    (tmp_path / "gone.txt").write_text("back\n")
-    assert [str(content) for content in lines.read([0])] == ["the file has changed since its lines were counted"]

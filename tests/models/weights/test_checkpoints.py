@@ -143,7 +143,7 @@ def serialized(value):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is empty."),
+        (b"", "cannot be read: it is no torch checkpoint"),
         (b"hello world, this is no checkpoint", "cannot be read: it is no torch checkpoint, or a damaged one"),
         *((serialized(value), "The weights file .*file.pth' ") for value in ([1, 2], {"epoch": 3}, {}, torch.zeros(3))),
         (None, "are a folder. Name the checkpoint file in it"),

@@ -1,21 +1,17 @@
 """Loading through the hub's own protocol, spoken by a server on this machine."""
 
-import hashlib
 import json
-import os
 import re
+import shutil
 import socket
-from pathlib import Path
 
 import pytest
 import timm
 import torch
 from safetensors.torch import save
 
-from normscope.errors import ModelError
 from normscope.models.inputs.images import image_inputs
 from normscope.models.vision import _timm_preprocessing
-from normscope.models.weights import repository as hubs
 
 pytestmark = pytest.mark.slow
 
@@ -61,13 +57,13 @@ def silent_server():
 
 def assert_refusal(outcome, reason):
     assert outcome.result is not None, outcome.stderr
-    assert outcome.result["error"] == "ModelError"
+    assert outcome.result["error"] in ("ModelError", "NotFetchedError")
     assert reason in outcome.result["sentence"]
     assert outcome.result["sentence"].endswith(
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
         "network: normscope plot demo_vit."
     )
-    assert outcome.seconds < 30  # the imports alone take 10 s of one core
+    assert "Retrying" not in outcome.stderr  # which huggingface_hub does for 20 s
 
 
 def test_weights_of_the_hub_are_the_weights_that_run(hub, python, tiny_vit, options):
@@ -87,7 +83,7 @@ def test_weights_of_the_hub_are_the_weights_that_run(hub, python, tiny_vit, opti
     hub.stop()
     second = python(LOAD, HF_ENDPOINT=hub.url)
     assert second.result == first.result
-    assert "is taken from the cache: asking the hub at 127.0.0.1" in second.stderr
+    assert "is taken from the cache: ConnectError: " in second.stderr
     assert second.seconds < first.seconds + 10  # the hub is asked once, and not waited for
 
 
@@ -142,8 +138,8 @@ def test_silent_hub_with_a_filled_cache(hub, silent_server, python):
     assert python(FETCH, HF_ENDPOINT=hub.url).result == {"commit": COMMIT}
     outcome = python(LOAD, HF_ENDPOINT=silent_server)
     assert outcome.result["about"]["weights"] == f"{REPO}@{COMMIT[:12]}"
-    assert "did not answer within 3 s" in outcome.stderr
-    assert outcome.seconds < 30  # three for the answer; the imports take 10 s of one core
+    assert "is taken from the cache: ReadTimeout: " in outcome.stderr
+    assert "Retrying" not in outcome.stderr
 
 
 def test_newer_commit_of_the_hub_is_taken(hub, python):
@@ -161,42 +157,33 @@ def test_offline_with_a_filled_cache_asks_nobody(hub, python):
     assert hub.requests == []
 
 
-def test_silent_hub(silent_server, python):
-    assert_refusal(python(FETCH, HF_ENDPOINT=silent_server), "did not answer within 3 s")
-
-
-def test_closed_port(python):
-    port = closed_port()
-    assert_refusal(
-        python(LOAD, HF_ENDPOINT=f"http://127.0.0.1:{port}"),
-        f"127.0.0.1:{port} failed with ConnectError: [Errno 111] Connection refused",
-    )
-
-
-def test_unresolvable_name(python):
-    outcome = python(FETCH, HF_ENDPOINT="http://hub.invalid")
-    assert_refusal(outcome, "asking the hub at hub.invalid failed with ConnectError")
-
-
-def test_offline_with_an_empty_cache(python):
-    assert_refusal(python(FETCH, HF_HUB_OFFLINE="1"), "HF_HUB_OFFLINE is set, and the cache in ")
-
-
 @pytest.mark.parametrize("status", [401, 403, 404, 503])
 def test_refusing_hub(hub, python, status):
     hub.files, hub.status = {}, status
     assert_refusal(python(FETCH, HF_ENDPOINT=hub.url), f"{status} ")
 
 
+def test_hubs_that_do_not_answer(hub, silent_server, python):
+    assert_refusal(python(LOAD, HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}"), "[Errno 111] Connection refused")
+    assert_refusal(python(FETCH, HF_ENDPOINT="http://hub.invalid"), "ConnectError: ")
+    assert_refusal(python(FETCH, HF_HUB_OFFLINE="1"), "unset the `HF_HUB_OFFLINE` environment variable")
+    silent = python(FETCH, HF_ENDPOINT=silent_server)
+    assert_refusal(silent, "model.safetensors of timm/test_vit.r160_in1k cannot be fetched: ReadTimeout: ")
+    assert silent.seconds < 15
+    hub.delay = 4.0
+    assert python(FETCH, HF_ENDPOINT=hub.url, HF_HUB_ETAG_TIMEOUT="30").result == {"commit": COMMIT}
+
+
 def test_pickles_are_not_fetched(hub, python):
     hub.files = {f"{REPO}/pytorch_model.bin": b"a pickle"}
-    assert_refusal(python(FETCH, HF_ENDPOINT=hub.url), "there is no model.safetensors on 127.0.0.1")
+    outcome = python(LOAD, HF_ENDPOINT=hub.url)
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in outcome.result["sentence"]
     assert not any("pytorch_model.bin" in request for request in hub.requests)
 
 
 def test_web_page_in_place_of_a_hub(hub, python):
     hub.commit = None
-    assert_refusal(python(FETCH, HF_ENDPOINT=hub.url), "is no model hub")
+    assert_refusal(python(FETCH, HF_ENDPOINT=hub.url), "LocalEntryNotFoundError: ")
 
 
 def test_damaged_weights_on_the_hub(hub, python):
@@ -206,80 +193,15 @@ def test_damaged_weights_on_the_hub(hub, python):
     assert f"The weights of timm:test_vit from {REPO} at {COMMIT[:12]} do not load" in outcome.result["sentence"]
 
 
-def removed_as_told(sentence):
-    """Do what a sentence about a damaged file says."""
-    files = re.findall("'([^']+)'", sentence.partition("damaged: remove ")[2])
-    for path in files:
-        Path(path).unlink()
-    return files
-
-
 def test_broken_weights_in_the_cache_are_got_rid_of_as_the_sentence_says(hub, python, tmp_path):
     whole = python(LOAD, HF_ENDPOINT=hub.url)
     (weights,) = (tmp_path / "hf").glob("hub/models--*/snapshots/*/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:5000])
-    broken = python(LOAD, HF_ENDPOINT=hub.url)
-    sentence = broken.result["sentence"]
+    sentence = python(LOAD, HF_ENDPOINT=hub.url).result["sentence"]
     assert f"The weights of timm:test_vit from {REPO} at {COMMIT[:12]} do not load" in sentence
-    assert removed_as_told(sentence) == [str(weights.resolve())]
+    (folder,) = re.findall("If it is damaged, remove '([^']+)'", sentence)
+    shutil.rmtree(folder)
     assert python(LOAD, HF_ENDPOINT=hub.url).result == whole.result
-
-
-def cached_file(folder, content, name):
-    """Lay a file out as huggingface_hub does: a link in a snapshot to a blob that is called by its hash."""
-    blob, link = folder / "blobs" / name, folder / "snapshots" / COMMIT / "config.json"
-    for path in (blob, link):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    blob.write_bytes(content)
-    link.symlink_to(os.path.relpath(blob, link.parent))
-    return link
-
-
-def said_of(path):
-    with pytest.raises(ModelError) as caught, hubs.damage_named(path):
-        raise ModelError("It does not load")
-    return str(caught.value)
-
-
-def test_files_are_held_to_the_hash_that_they_are_called_by(tmp_path, monkeypatch):
-    """The first name is what ``git hash-object`` says of these bytes; the hub gives it for small files."""
-    monkeypatch.setattr(hubs.constants, "HF_HUB_CACHE", str(tmp_path))
-    content = b"hello\n"
-    names = ["ce013625030ba8dba906f756967f9e9ca394464a", hashlib.sha256(content).hexdigest()]
-    for number, name in enumerate(names):
-        whole = cached_file(tmp_path / f"{number}", content, name)
-        assert said_of(whole) == "It does not load"
-        whole.write_bytes(content[:3])
-        assert said_of(whole) == (
-            "It does not load. The hub's cache may be damaged: remove "
-            f"{str(whole.resolve())!r}, and the next run fetches it again."
-        )
-
-
-def test_a_plain_file_is_removed_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(hubs.constants, "HF_HUB_CACHE", str(tmp_path))
-    plain = tmp_path / "config.json"  # where a file system has no links
-    plain.write_bytes(b"{")
-    assert said_of(plain).endswith(f"damaged: remove {str(plain)!r}, and the next run fetches it again.")
-
-
-def test_a_blob_that_caches_share_is_removed_with_the_link_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(hubs.constants, "HF_HUB_CACHE", str(tmp_path))
-    link = cached_file(tmp_path / "repo", b"{", "0" * 64)
-    blob, store = link.resolve(), tmp_path / "store" / ("1" * 64)
-    store.parent.mkdir()
-    blob.rename(store)
-    blob.symlink_to(store)
-    assert f"remove {str(blob)!r} and {str(store)!r}, and" in said_of(link)
-
-
-def test_a_slow_hub_has_the_time_that_its_own_variable_gives(hub, silent_server, python):
-    hub.delay = 4.0
-    assert python(FETCH, HF_ENDPOINT=hub.url, HF_HUB_ETAG_TIMEOUT="30").result == {"commit": COMMIT}
-    sets = "(HF_HUB_ETAG_TIMEOUT sets how long it is waited for)"
-    for given, seconds in (({"HF_HUB_ETAG_TIMEOUT": "1"}, "1 s"), ({}, "3 s")):
-        outcome = python(FETCH, HF_ENDPOINT=silent_server, HF_HOME="/nowhere", **given)
-        assert_refusal(outcome, f"did not answer within {seconds} {sets}. Name")
 
 
 FULL = "import huggingface_hub.file_download as into\ndef http_get(*args, **kwargs): raise OSError(28, 'full')\n"
@@ -293,9 +215,7 @@ FORBIDDEN = "import os\ndef makedirs(path, *args, **kwargs): raise OSError(13, '
         (FORBIDDEN + "os.makedirs = makedirs", "[Errno 13] no: '/"),
     ],
 )
-def test_a_cache_that_cannot_take_a_file(hub, python, tmp_path, broken, reason):
+def test_a_cache_that_cannot_take_a_file(hub, python, broken, reason):
     """Stand in for disks: whoever runs the tests may be allowed to write anywhere."""
     outcome = python(f"{broken}\n{FETCH}", HF_ENDPOINT=hub.url)
-    sentence = outcome.result["sentence"]
-    assert f"from {REPO} to {tmp_path / 'hf' / 'hub'} broke off: " in sentence and reason in sentence
-    assert "HF_HOME, or HF_HUB_CACHE, sets another folder." in sentence
+    assert_refusal(outcome, reason)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope.errors import ModelError
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import as_batches
 from normscope.pairs.norms import recognition
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.known import NORMS

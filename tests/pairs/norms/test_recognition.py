@@ -10,7 +10,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import as_batches
 from normscope.pairs.capture import capture
 from normscope.pairs.norms.recognition import is_norm, register_norm, rms_norm
 from normscope.pairs.norms.trace import find_norms

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3Model
 
 import normscope
-from normscope.inputs.entries import as_batches
+from normscope.inputs.batch import as_batches
 from normscope.pairs.norms.trace import _QUERY_OR_KEY, find_norms
 
 

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 import normscope
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.held_out import divided
+from normscope.inputs.held_out import Pool, divided
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.pool import Pool
 from normscope.pairs.norms.streams import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate

@@ -11,7 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import ModelError
-from normscope.inputs.pool import Pool
+from normscope.inputs.held_out import Pool
 from normscope.swaps.calibrate import neighbours, refitting
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.calibrate.closed_form import PENALTIES

@@ -16,8 +16,8 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample, joined
+from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import Outputs
-from normscope.inputs.pool import Pool
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
 from normscope.swaps.distances import output_errors

@@ -1,8 +1,7 @@
 """Repositories of the hub, spoken to by processes of their own; the hub is a server on this machine."""
 
 import json
-import re
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
@@ -78,7 +77,7 @@ def test_hub_and_then_its_cache(hub, served, load_each, tokenizer, texts, lines)
     hub.stop()
     (second,), outcome = load_each(tiny, HF_ENDPOINT=hub.url)
     assert second == first
-    assert outcome.stderr.count("is taken from the cache: asking the hub at 127.0.0.1") == 1
+    assert outcome.stderr.count("is taken from the cache: ConnectError: ") == 1
 
 
 def test_repositories_that_cannot_be_loaded(hub, served, load_each):
@@ -118,12 +117,10 @@ def test_without_a_hub(hub, load_each, lines, folders):
     assert random["about"]["data"] == (
         f"{lines}: the first 1 of 4 texts (UTF-8 bytes as tokens, for want of its tokenizer)"
     )
-    assert pretrained["sentence"].startswith(
-        "The weights of openai-community/gpt2 cannot be had: asking the hub at 127."
-    )
-    assert of_file["sentence"].startswith("The tokenizer of gpt2 cannot be had: asking the hub")
-    assert unknown["sentence"].startswith(f"The configuration of transformers:{REPO} cannot be had: asking the hub")
-    assert of_file["sentence"].endswith("config.json and tokenizer.json: transformers:DIR.")
+    for result in (pretrained, unknown):
+        assert "config.json of " in result["sentence"] and " cannot be fetched: ConnectError: " in result["sentence"]
+    assert "tokenizer_config.json of openai-community/gpt2 cannot be fetched: ConnectError: " in of_file["sentence"]
+    assert "Name a folder of this machine that contains it." in of_file["sentence"]
 
 
 BREAK = """
@@ -136,7 +133,7 @@ for filename in ("config.json", "tokenizer.json", "model-00001-of-{parts}.safete
     try:
         load("transformers:{repo}", device="cpu", limit=1)
     except NormscopeError as error:
-        results.append([str(snapshot / filename), str(error)])
+        results.append(str(error))
     (snapshot / filename).write_bytes(content)
 print(json.dumps(results))
 """
@@ -150,11 +147,7 @@ def test_broken_files_in_the_cache_are_named(hub, served, load_each, python, tmp
     outcome = python(code, HF_ENDPOINT=hub.url)
     assert outcome.result is not None, outcome.stderr
     assert len(outcome.result) == 3
-    for path, sentence in outcome.result:
-        assert f"cache may be damaged: remove {str(Path(path).resolve())!r}, and" in sentence
-        assert sentence.count("damaged: remove") == 1
-
-    for path, sentence in outcome.result:
-        Path(path).write_bytes(b"")
-        Path(re.search("damaged: remove '([^']+)'", sentence)[1]).unlink()
+    (cache,) = (tmp_path / "hf").glob("hub/models--*")
+    assert all(sentence.count(f"If it is damaged, remove {str(cache)!r}") == 1 for sentence in outcome.result)
+    shutil.rmtree(cache)
     assert load_each(tiny, HF_ENDPOINT=hub.url)[0] == [whole]
