@@ -21,7 +21,7 @@ from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
-from normscope.pairs.norms.trace import NormReport, input_of, with_input
+from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
 from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
@@ -127,8 +127,12 @@ class Recorder:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Observe the norms of the sites in the block."""
+        """Observe the norms of the sites in the block, and note those that only later samples call."""
         with contextlib.ExitStack() as hooks:
+            for idle in self.report.skipped:
+                if idle.reason == NOT_CALLED:
+                    norm, hook = self.model.get_submodule(idle.name), heard_by(self.lock, self._late(idle))
+                    hooks.callback(norm.register_forward_pre_hook(hook).remove)
             for site in self.sites:
                 hook = self._hook(site, self.report.kinds[site.name], self.report.shapes[site.name])
                 norm = self.model.get_submodule(site.name)
@@ -227,6 +231,16 @@ class Recorder:
         if heard is not None:
             heard(self.model, output)
         return True
+
+    def _late(self, norm: SkippedNorm) -> Callable[..., None]:
+        late = replace(norm, reason="not called by the first sample, only by later ones")
+
+        def hook(*_: Any) -> None:
+            skipped = self.progress.capture.skipped
+            if late not in skipped:
+                skipped.append(late)
+
+        return hook
 
     def _with_own_input(self, name: str, hook: ForwardHook) -> tuple[ForwardPreHook, ForwardHook]:
         """Return a hook that keeps a copy of a norm's input, and another that runs ``hook`` with it."""

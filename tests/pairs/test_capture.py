@@ -1,7 +1,6 @@
 """Captures against raw pairs computed independently, and the network left as it was found."""
 
 import contextlib
-import inspect
 import itertools
 import re
 
@@ -419,7 +418,3 @@ def test_progress_counts_samples():
     told.clear()
     normscope.capture(network.module, iter(list(network.inputs)), progress=lambda *step: told.append(step))
     assert told == [("samples", done, None) for done in (0, 8, 16, 20)]
-
-
-def test_what_only_commands_need_is_no_option_of_the_public_function():
-    assert not {"ranks", "checkpoints", "observe"} & set(inspect.signature(normscope.capture).parameters)

@@ -3,10 +3,8 @@
 This file is also the program of each of them: one launch does everything, and writes what came of it.
 """
 
-import ast
 import dataclasses
 import functools
-import inspect
 import json
 import os
 import socket
@@ -25,7 +23,6 @@ from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import Preview
-from normscope.pairs import ranks as ranks_module
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, joined, merge_left_out
@@ -299,14 +296,6 @@ def test_a_rank_that_is_lost_is_told_in_a_sentence(folder, said):
     for rank in range(SIZE - 1):
         told = (folder / f"lost {rank}.txt").read_text()
         assert told.startswith("Another rank ended before its part was done. ") and "--resume" in told
-
-
-def test_no_collective_of_objects_is_called():
-    """They unpickle what another process sends; of the modules that this process runs, none does."""
-    calls = [node for node in ast.walk(ast.parse(inspect.getsource(ranks_module))) if isinstance(node, ast.Attribute)]
-    collectives = {node.attr for node in calls if isinstance(node.value, ast.Name) and node.value.id == "dist"}
-    assert {"all_gather", "broadcast"} <= collectives
-    assert not [name for name in collectives if "object" in name]
 
 
 def test_alone_nothing_is_told_to_anybody():

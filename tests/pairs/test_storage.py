@@ -122,14 +122,6 @@ def test_the_header_says_what_it_is(file):
     assert header["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
-def test_a_capture_and_its_file_are_not_merged(seen, file):
-    with pytest.raises(DataError, match=r"Cannot merge two captures: both hold .* would be counted twice"):
-        seen.merge(load_capture(file))
-    other = dataclasses.replace(seen, about={**seen.about, "weights": "others"})
-    with pytest.raises(DataError, match="different weights: 'ours' and 'others'"):
-        seen.merge(other)
-
-
 def changed(name, value, part=None, site=False, sources=False):
     """Replace a member of the header, of a part, of that part's first site, or of the sources of that site."""
 
