@@ -114,11 +114,9 @@ def unpack_sums(site: NormSite, sources: SourcesSeen, seed: int, tensors: Mappin
     for name in _DENSE:
         getattr(stats, name).copy_(stored(name, getattr(stats, name)))
     for sample, capacity in _SAMPLES.items():
-        number = min(len(tensors[f"{sample}.key"]), capacity)
-        empty = {
-            name: values.new_empty(number, *values.shape[1:]) for name, values in vars(getattr(stats, sample)).items()
-        }
-        setattr(stats, sample, TokenSample(**{name: stored(f"{sample}.{name}", like) for name, like in empty.items()}))
+        number, empty = min(len(tensors[f"{sample}.key"]), capacity), vars(getattr(stats, sample))
+        like = {name: values.new_empty(number, *values.shape[1:]) for name, values in empty.items()}
+        setattr(stats, sample, TokenSample(**{name: stored(f"{sample}.{name}", like[name]) for name in like}))
     sparse = _sparse(stats)
     for numbers, dense in sparse.items():
         cells = tensors[numbers].long()

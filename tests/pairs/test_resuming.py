@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from captures import with_every_fold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import OneNorm
@@ -30,8 +31,6 @@ from normscope.pairs import storage
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
 from normscope.pairs.recorder import Recorder, Summing
-from normscope.pairs.sums.binning import PAIR_GRID
-from normscope.pairs.sums.sampling import FOLDS
 from normscope.runtime.sealed_files import read_checked, write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -294,23 +293,11 @@ def of_version_4(header, version=4):
     }
 
 
-def of_version_1(tensors):
-    """Hold every fold of a bin that holds pairs, as checkpoints did before, and captures of format version 4."""
-    older = {name: own for name, own in tensors.items() if "moments" not in name}
-    for name in [name for name in tensors if name.endswith(".moments")]:
-        moments = torch.zeros(FOLDS * PAIR_GRID.size, 6, dtype=torch.float64)
-        moments[tensors[f"{name}.cells"].long()] = tensors[name].T
-        moments = moments.view(FOLDS, -1, 6).mT
-        bins = moments[:, 0].sum(0).nonzero().squeeze(1)
-        older |= {name: moments[:, :, bins].contiguous(), f"{name}.bins": bins.int()}
-    return older
-
-
 def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
     header, tensors = read_checked(path, checkpoints_module.FORMAT, (5,))
-    write_checked(path, of_version_4(header, 1), of_version_1(tensors))
+    write_checked(path, of_version_4(header, 1), with_every_fold(tensors))
     with pytest.raises(UsageError, match="its diagonal is False, not True"):
         run(tmp_path, diagonal=True)
     assert_as_if_nothing_happened(run(tmp_path), whole[2])

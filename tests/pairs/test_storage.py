@@ -5,6 +5,7 @@ import zlib
 
 import pytest
 import torch
+from captures import with_every_fold
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -71,32 +72,12 @@ def assert_same(again, seen):
                 assert a.stride() == b.stride() and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def of_version_4(capture, path):
-    """Write what normscope wrote before: every fold of a bin that holds pairs, and the whole beside its parts."""
-    header, tensors = pack(dataclasses.replace(capture, parts={}))
-    header["parts"] = []
-    for number, (name, part) in enumerate(capture.parts.items()):
-        of_part, sums = pack(part)
-        header["parts"].append({"name": name, **{key: of_part[key] for key in ("about", "n_samples", "sites")}})
-        tensors |= {f"{number}/{key}": tensor for key, tensor in sums.items()}
-    tensors = {name: own for name, own in tensors.items() if "moments" not in name}
-    for prefix, one in [("", capture), *((f"{number}/", part) for number, part in enumerate(capture.parts.values()))]:
-        for site in one.sites:
-            stats, start = one.stats[site.name], f"{prefix}{site.index}"
-            bins = stats.moments[:, 0].sum(0).nonzero().squeeze(1)
-            tensors[f"{start}.moments.bins"] = bins.int()
-            for name in ("moments", "gamma_moments", "diagonal_moments"):
-                if (own := getattr(stats, name)) is not None:
-                    tensors[f"{start}.{name}"] = own[:, :, bins].contiguous()
-            cells = stats.channel_moments[0].flatten().nonzero().squeeze(1)
-            tensors[f"{start}.channel_moments"] = stats.channel_moments.flatten(1)[:, cells]
-            tensors[f"{start}.channel_moments.cells"] = cells.int()
-    write_checked(path, {"format": "normscope-capture", "version": 4, **header}, tensors)
-    return path
-
-
 def test_a_file_of_version_4_is_read_and_was_larger(seen, file, tmp_path):
-    older = of_version_4(seen, tmp_path / "older.safetensors")
+    """It contains every fold of a bin with pairs, and the whole beside its parts."""
+    header, tensors = pack(seen)
+    tensors |= pack(dataclasses.replace(seen, parts={}))[1]
+    older = tmp_path / "older.safetensors"
+    write_checked(older, {"format": "normscope-capture", "version": 4, **header}, with_every_fold(tensors))
     again = load_capture(older)
     assert_same(again, seen)
     for name, part in seen.parts.items():
