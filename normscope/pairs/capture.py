@@ -163,8 +163,7 @@ def captured(
         raise
     if isinstance(getattr(batches, "left_out", None), LeftOut):
         batches.left_out = recorder.progress.left_out
-    late = {norm.name: norm for norm in recorder.progress.capture.skipped}
-    return recorder.captured({**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped])
+    return recorder.captured({**about, **_described(batches)})
 
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:

@@ -118,17 +118,21 @@ def first_inputs(inputs: Iterable[KeptInput], number: int | None = None) -> list
 
 
 class InputKeeper:
-    """Records the tokens of a few inputs while batches run."""
+    """Records the tokens of a few inputs while batches run.
+
+    Attributes:
+        running: samples of the running batch that are kept, with their place in it.
+    """
 
     def __init__(self, number: int, previews: Previews) -> None:
         """Keep ``number`` inputs of each part of the data: those of least number that have a preview."""
         self._number, self._previews = number, previews
-        self._running: list[tuple[int, KeptInput]] = []
+        self.running: list[tuple[int, KeptInput]] = []
         self._samples = 1
 
     def begin(self, batch: Batch, kept: Sequence[KeptInput]) -> list[KeptInput]:
         """Return the kept inputs with those of a batch; an input of a pass that ran in part keeps its tokens."""
-        self._running, self._samples = [], len(batch.samples)
+        self.running, self._samples = [], len(batch.samples)
         for place, sample in enumerate(batch.samples if self._number else ()):
             key = batch.part, sample.data, sample.index
             if not any(earlier.key == key for earlier in kept):
@@ -138,13 +142,8 @@ class InputKeeper:
                 if (preview := self._previews(batch, place)) is None:
                     continue
                 kept = first_inputs([*kept, KeptInput(sample, batch.part, preview)], self._number)
-            self._running += [(place, running) for running in kept if running.key == key]
+            self.running += [(place, running) for running in kept if running.key == key]
         return list(kept)
-
-    @property
-    def running(self) -> bool:
-        """True if any sample of the running batch is kept."""
-        return bool(self._running)
 
     def add(self, site: NormSite, rows: Tensor, lines: Lines, layout: Sequence[int], valid: Tensor | None) -> None:
         """Record the tokens of one call of a norm.
@@ -159,7 +158,7 @@ class InputKeeper:
         # The first axis is longer than the samples where a network puts windows there; axes of size 1 are omitted.
         shape = tuple(size for size in (layout[0] // self._samples, *layout[1:]) if size != 1) or (1,)
         per_sample = math.prod(shape)
-        for place, kept in self._running:
+        for place, kept in self.running:
             within = slice(place * per_sample, (place + 1) * per_sample)
             x = rows[within].float().double()
             shift, rstd = (of_rows.flatten() for of_rows in lines.of(x, within))

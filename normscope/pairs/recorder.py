@@ -167,7 +167,7 @@ class Recorder:
             else:
                 self._halving.halve(piece, summed | under_way.calls)
 
-    def captured(self, about: Mapping[str, str], skipped: list[SkippedNorm]) -> Capture:
+    def captured(self, about: Mapping[str, str]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""
         if self.summing.sample is not None:
             sample = f"a sample of {count(self.summing.sample, 'token')} of each"
@@ -178,7 +178,8 @@ class Recorder:
             for name in part.stats:  # one site after another, so that no second copy of all is made
                 part.stats[name] = part.stats[name].to("cpu")
         stats = sums_of(self.sites, [part.stats for part in parts.values()])
-        skipped = skipped + [
+        late = {norm.name: norm for norm in recorded.skipped}
+        skipped = [late.get(norm.name, norm) for norm in self.report.skipped] + [
             SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again")
             for site in self.sites
             if site.name not in stats
