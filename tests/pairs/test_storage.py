@@ -103,18 +103,18 @@ def test_the_header_says_what_it_is(file):
     assert header["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
 
 
-def changed(name, value, part=None, site=False, sources=False):
-    """Replace a member of the header, of a part, of that part's first site, or of the sources of that site."""
-
+def changed(value, *path):
     def change(header, tensors):
-        place = header if part is None else header["parts"][part]
-        place = place["sites"][0] if site or sources else place
-        (place["sources"] if sources else place)[name] = value
+        place = header
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = value
         return header, tensors
 
     return change
 
 
+SITE = ("parts", 0, "sites", 0)
 NOT_A_CAPTURE = {
     "older version": (lambda h, t: (h | {"version": 3}, t), "format version 3; this normscope reads version 4 and 5"),
     "newer version": (lambda h, t: (h | {"version": 99}, t), "format version 99"),
@@ -123,7 +123,7 @@ NOT_A_CAPTURE = {
         lambda h, t: (h | {"grids": h["grids"] | {"tokens": [3, -27, 19]}}, t),
         r"was summed on another grid: tokens \[3, -27, 19\], not \[",
     ),
-    "no grid": (changed("grids", {}), "was summed on another grid: pairs None"),
+    "no grid": (changed({}, "grids"), "was summed on another grid: pairs None"),
 }
 DAMAGED = {
     "a missing tensor": lambda h, t: (h, {k: v for k, v in t.items() if k != "0/0.density"}),
@@ -134,25 +134,16 @@ DAMAGED = {
     "a moment less": lambda h, t: (h, t | {"0/0.moments": t["0/0.moments"][:5].clone()}),
     "more tokens than are drawn": lambda h, t: (h, t | {"0/0.tokens.key": torch.zeros(10**5, dtype=torch.int64)}),
     "bins beyond the grid": lambda h, t: (h, t | {"0/0.moments.cells": t["0/0.moments.cells"] + 400_000}),
-    "a huge d": changed("channels", 2**40, part=0, site=True),
-    **{
-        f"{name} {value!r:.20}": changed(name, value)
-        for name, value in {"seed": "5", "n_samples": None, "skipped": [3], "about": [], "versions": []}.items()
-    },
-    **{f"parts {value!r}": changed("parts", value) for value in (None, [None], [{"name": 3}])},
-    **{f"grids {value!r}": changed("grids", value) for value in (None, 3)},
-    **{
-        f"of a site, {name} {value!r:.20}": changed(name, value, part=0, site=True)
-        for name, value in {
-            **{"index": 1.0, "name": None, "normalized_shape": 8, "channel_axis": "last", "channels": 7},
-            **{"eps": float("nan"), "affine": "yes", "calls": 10**400, "sources": []},
-        }.items()
-    },
-    **{
-        f"of sources, {name} {value!r}": changed(name, value, part=0, sources=True)
-        for name, value in {"number": "two", "data": None, "mapped": 1, "assignment": "by hand"}.items()
-    },
 }
+MALFORMED = [
+    *[("5", "seed"), (None, "n_samples"), ([3], "skipped"), ([], "about"), ([], "versions"), (None, "grids")],
+    *[(None, "parts"), ([None], "parts"), ([{"name": 3}], "parts")],
+    *[(1.0, *SITE, "index"), (None, *SITE, "name"), (8, *SITE, "normalized_shape"), ("last", *SITE, "channel_axis")],
+    *[(7, *SITE, "channels"), (2**40, *SITE, "channels"), (float("nan"), *SITE, "eps"), ("yes", *SITE, "affine")],
+    *[(10**400, *SITE, "calls"), ([], *SITE, "sources"), ("two", *SITE, "sources", "number")],
+    *[(1, *SITE, "sources", "mapped"), ("by hand", *SITE, "sources", "assignment")],
+]
+DAMAGED |= {f"{path[-1]} {value!r:.20}": changed(value, *path) for value, *path in MALFORMED}
 
 
 @pytest.mark.parametrize(
