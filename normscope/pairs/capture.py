@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,12 +14,12 @@ from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import Layers, SkippedNorm, select
+from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.norms.trace import NOT_CALLED, find_norms
+from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, agree_on_batches, check_alike, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
-from normscope.runtime.network import captured_once, heard_by, left_as_found, memory_for
+from normscope.runtime.network import captured_once, left_as_found, memory_for, uncompiled
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
 if TYPE_CHECKING:
@@ -132,33 +131,20 @@ def captured(
     agree_on_batches(batches, ranks)
     taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested
     first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))
-    model = getattr(model, "_orig_mod", model)
+    model = uncompiled(model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
-    unnamed = {
-        "model": type(model).__name__,
-        "weights": "not named",
-        "data": "not named",
-        "dtype": dtype or "not named",
-    }
-    about = {**unnamed, **about}
+    unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
+    about = {"model": type(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
     with captured_once(model):
         report = find_norms(model, first)
-        recorder = Recorder(
-            model, summing, report, select(report.sites, layers), getattr(batches, "preview", preview_of)
-        )
+        sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)
+        recorder = Recorder(model, summing, report, sites, previews)
         settings = _settings(recorder, batches, first, about)
         check_alike(ranks, settings)
         if checkpoints is not None:
             taken.add(checkpoints.begin(recorder, ranks, settings).numbers)
-        idle = [norm for norm in report.skipped if norm.reason == NOT_CALLED]
         samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
-        with (
-            left_as_found(model),
-            recorder.hooked(),
-            _watched(recorder, idle),
-            memory_for("inputs were made ready"),
-            reporting(progress),
-        ):
+        with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
             for chunk in chunks:
                 for batch in chunk.batches:
                     recorder.run(batch, chunk.numbers[0], chunk.heard)
@@ -177,8 +163,7 @@ def captured(
         raise
     if isinstance(getattr(batches, "left_out", None), LeftOut):
         batches.left_out = recorder.progress.left_out
-    late = {norm.name: norm for norm in recorder.progress.capture.skipped}
-    return recorder.captured({**about, **_described(batches)}, [late.get(norm.name, norm) for norm in report.skipped])
+    return recorder.captured({**about, **_described(batches)})
 
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
@@ -194,27 +179,6 @@ def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: M
         **summing,
         "layers": [site.name for site in recorder.sites],
     }
-
-
-@contextlib.contextmanager
-def _watched(recorder: Recorder, idle: Iterable[SkippedNorm]) -> Iterator[None]:
-    """Record the norms that the first sample did not call and a later one does, as skipped for another reason."""
-
-    def hook_of(norm: SkippedNorm) -> Callable[..., None]:
-        late = replace(norm, reason="not called by the first sample, only by later ones")
-
-        def hook(module: nn.Module, args: Any) -> None:
-            skipped = recorder.progress.capture.skipped
-            if late not in skipped:
-                skipped.append(late)
-
-        return heard_by(recorder.lock, hook)
-
-    with contextlib.ExitStack() as hooks:
-        for norm in idle:
-            module = recorder.model.get_submodule(norm.name)
-            hooks.callback(module.register_forward_pre_hook(hook_of(norm)).remove)
-        yield
 
 
 def _described(batches: object) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
 
 _T = TypeVar("_T")
-_AND = " + "
 _MIXED = " · folds of two assignments, so no intervals and no ceiling"
 
 
@@ -59,13 +58,18 @@ class Capture(Tabled):
     def only(self, layers: Layers) -> Capture:
         """Return the capture of some of the sites, see :func:`normscope.pairs.norms.sites.select`."""
         names = {site.name for site in select(self.sites, layers)}
-        parts = {name: part._limited_to(names) for name, part in self.parts.items()}
-        return replace(self._limited_to(names), parts=parts)
 
-    def _limited_to(self, names: set[str]) -> Capture:
-        sites = [site for site in self.sites if site.name in names]
-        stats = {site.name: self.stats[site.name] for site in sites}
-        return replace(self, sites=sites, stats=stats, inputs=[kept.only(names) for kept in self.inputs])
+        def limited(capture: Capture) -> Capture:
+            sites = [site for site in capture.sites if site.name in names]
+            return replace(
+                capture,
+                sites=sites,
+                stats={site.name: capture.stats[site.name] for site in sites},
+                parts={name: limited(part) for name, part in capture.parts.items()},
+                inputs=[kept.only(names) for kept in capture.inputs],
+            )
+
+        return limited(self)
 
     def merge(self, other: Capture) -> Capture:
         """Return the capture of both sets of inputs.
@@ -162,24 +166,21 @@ def _joined(mine: str, theirs: str) -> str:
     >>> _joined("digits + letters", "letters")
     'digits + letters'
     """
-    return _AND.join(dict.fromkeys([*mine.split(_AND), *theirs.split(_AND)]))
+    return " + ".join(dict.fromkeys([*mine.split(" + "), *theirs.split(" + ")]))
 
 
 def _difference_of_sites(mine: Sequence[NormSite], theirs: Sequence[NormSite]) -> str | None:
     names = [{site.name for site in sites} for sites in (mine, theirs)]
     if alone := [site.name for site in (*mine, *theirs) if site.name in names[0] ^ names[1]]:
         return f"{alone[0]} is in one alone"
-    for ours, others in zip(map(_of_any_length, mine), map(_of_any_length, theirs), strict=True):
-        for what in (f.name for f in fields(NormSite)):
-            if (value := getattr(ours, what)) != (differing := getattr(others, what)):
-                return f"the {what} of {ours.name} is {value!r} and {differing!r}"
+    for ours, others in zip(mine, theirs, strict=True):
+        for name, value in vars(ours).items():
+            differing = getattr(others, name)
+            if name == "normalized_shape" and ours.grouped:  # which depends on the length of the first sample
+                value, differing = value[:1], differing[:1]
+            if name != "tokens_per_sample" and value != differing:
+                return f"the {name} of {ours.name} is {value!r} and {differing!r}"
     return None
-
-
-def _of_any_length(site: NormSite) -> NormSite:
-    """Remove what depends on the length of the first sample and not on the network."""
-    shape = site.normalized_shape[:1] if site.grouped else site.normalized_shape
-    return replace(site, tokens_per_sample=0, normalized_shape=shape)
 
 
 def versions() -> dict[str, str]:

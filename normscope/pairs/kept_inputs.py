@@ -16,7 +16,7 @@ from normscope.inputs.previews import Preview
 from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import FloatGrid
-from normscope.runtime.records import converted, is_shape
+from normscope.runtime.records import converted
 
 Previews = Callable[[Batch, int], Preview | None]
 _Key = tuple[str, str, int]
@@ -24,7 +24,7 @@ _Key = tuple[str, str, int]
 SIZE_GRID = FloatGrid(mantissa_bits=2, low=-8, high=10)
 # Bins of |x|: the first contains what is below the grid, the last what is beyond.
 _SIZES = SIZE_GRID.size - SIZE_GRID.centre
-_TENSORS = {"shift": torch.float32, "sigma": torch.float32, "sizes": torch.int32}
+_PER_TOKEN = ("shift", "sigma", "sizes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class KeptTokens:
 
     def joined(self, later: KeptTokens) -> KeptTokens:
         """Append the tokens of a later call of the norm; calls of one layout are numbered along a first axis."""
-        both = {name: torch.cat([getattr(self, name), getattr(later, name)]) for name in _TENSORS}
+        both = {name: torch.cat([getattr(self, name), getattr(later, name)]) for name in _PER_TOKEN}
         calls, rest = divmod(len(both["sigma"]), math.prod(later.shape))
         alike = not rest and later.shape == self.shape[-len(later.shape) :]
         return KeptTokens((calls, *later.shape) if alike else (len(both["sigma"]),), **both)
@@ -118,17 +118,21 @@ def first_inputs(inputs: Iterable[KeptInput], number: int | None = None) -> list
 
 
 class InputKeeper:
-    """Records the tokens of a few inputs while batches run."""
+    """Records the tokens of a few inputs while batches run.
+
+    Attributes:
+        running: samples of the running batch that are kept, with their place in it.
+    """
 
     def __init__(self, number: int, previews: Previews) -> None:
         """Keep ``number`` inputs of each part of the data: those of least number that have a preview."""
         self._number, self._previews = number, previews
-        self._running: list[tuple[int, KeptInput]] = []
+        self.running: list[tuple[int, KeptInput]] = []
         self._samples = 1
 
     def begin(self, batch: Batch, kept: Sequence[KeptInput]) -> list[KeptInput]:
         """Return the kept inputs with those of a batch; an input of a pass that ran in part keeps its tokens."""
-        self._running, self._samples = [], len(batch.samples)
+        self.running, self._samples = [], len(batch.samples)
         for place, sample in enumerate(batch.samples if self._number else ()):
             key = batch.part, sample.data, sample.index
             if not any(earlier.key == key for earlier in kept):
@@ -138,13 +142,8 @@ class InputKeeper:
                 if (preview := self._previews(batch, place)) is None:
                     continue
                 kept = first_inputs([*kept, KeptInput(sample, batch.part, preview)], self._number)
-            self._running += [(place, running) for running in kept if running.key == key]
+            self.running += [(place, running) for running in kept if running.key == key]
         return list(kept)
-
-    @property
-    def running(self) -> bool:
-        """True if any sample of the running batch is kept."""
-        return bool(self._running)
 
     def add(self, site: NormSite, rows: Tensor, lines: Lines, layout: Sequence[int], valid: Tensor | None) -> None:
         """Record the tokens of one call of a norm.
@@ -159,7 +158,7 @@ class InputKeeper:
         # The first axis is longer than the samples where a network puts windows there; axes of size 1 are omitted.
         shape = tuple(size for size in (layout[0] // self._samples, *layout[1:]) if size != 1) or (1,)
         per_sample = math.prod(shape)
-        for place, kept in self._running:
+        for place, kept in self.running:
             within = slice(place * per_sample, (place + 1) * per_sample)
             x = rows[within].float().double()
             shift, rstd = (of_rows.flatten() for of_rows in lines.of(x, within))
@@ -174,7 +173,6 @@ class InputKeeper:
 
 
 _DRAWN = ("pixels", "envelope")
-_SHOWN = ("size", "along_width", "length", "words", "note")
 
 
 @dataclass(frozen=True)
@@ -198,47 +196,38 @@ def pack_inputs(
     entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for number, kept in enumerate(inputs):
+        shown = dict(vars(kept.preview))
+        drawn = {name: shown.pop(name) for name in _DRAWN}
+        tensors |= {f"input/{number}.{name}": tensor for name, tensor in drawn.items() if tensor is not None}
         tokens = {str(site.index): kept.tokens[site.name] for site in sites if site.name in kept.tokens}
-        shown = {name: getattr(kept.preview, name) for name in _SHOWN}
-        shapes = {index: tokens_of_site.shape for index, tokens_of_site in tokens.items()}
+        for index, of_site in tokens.items():
+            tensors |= {f"input/{number}/{index}.{name}": getattr(of_site, name) for name in _PER_TOKEN}
+        shapes = {index: of_site.shape for index, of_site in tokens.items()}
         entries.append(asdict(_Stored(kept.sample, kept.part, **shown, tokens=shapes)))
-        named = {f".{name}": getattr(kept.preview, name) for name in _DRAWN}
-        named |= {f"/{index}.{name}": getattr(tokens[index], name) for index in tokens for name in _TENSORS}
-        tensors |= {f"input/{number}{name}": value.contiguous() for name, value in named.items() if value is not None}
-    return entries, tensors
+    return entries, {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def unpack_inputs(entries: Sequence[Any], sites: Sequence[NormSite], tensors: Mapping[str, Tensor]) -> list[KeptInput]:
     """Rebuild the inputs of :func:`pack_inputs`.
 
     Raises:
-        ValueError: if a value is none that a kept input can have; KeyError if one is missing.
+        ValueError: if the page could not draw such an input; KeyError if a tensor or a site is missing.
     """
     names = {str(site.index): site.name for site in sites}
     inputs = []
     for number, entry in enumerate(entries):
         stored = converted(_Stored, entry, "kept input")
-        if min(stored.size) < 0 or max(stored.size) >= 2**20 or stored.length < 0:
-            raise ValueError(f"a kept input has the size {stored.size} and length {stored.length}")
-        shown: dict[str, Any] = {name: getattr(stored, name) for name in _SHOWN}
-        shown |= {name: tensors.get(f"input/{number}.{name}") for name in _DRAWN}
+        if max(stored.size) >= 2**20:  # a grid of patches is searched for in it
+            raise ValueError(f"a kept input has the size {stored.size}")
+        shown: dict[str, Any] = {name: tensors.get(f"input/{number}.{name}") for name in _DRAWN}
+        shown |= {name: value for name, value in vars(stored).items() if name not in ("sample", "part", "tokens")}
         try:
             preview = Preview(**shown)
         except DataError as error:
             raise ValueError(str(error)) from None
         tokens = {
-            names[index]: KeptTokens(shape, **_checked(f"input/{number}/{index}", shape, tensors))
+            names[index]: KeptTokens(shape, *(tensors[f"input/{number}/{index}.{name}"] for name in _PER_TOKEN))
             for index, shape in stored.tokens.items()
         }
         inputs.append(KeptInput(stored.sample, stored.part, preview, tokens))
     return inputs
-
-
-def _checked(prefix: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    stored = {name: tensors[f"{prefix}.{name}"] for name in _TENSORS}
-    n, shapes = math.prod(shape), [tuple(tensor.shape) for tensor in stored.values()]
-    if not is_shape(shape) or shapes != [(n,), (n,), (n, _SIZES)]:
-        raise ValueError(f"{prefix} contains tensors of the shapes {shapes} for tokens of the layout {shape}")
-    if any(stored[name].dtype != dtype for name, dtype in _TENSORS.items()) or bool((stored["sizes"] < 0).any()):
-        raise ValueError(f"{prefix} contains tensors of other dtypes, or negative counts")
-    return stored

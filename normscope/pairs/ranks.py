@@ -13,10 +13,9 @@ import functools
 import itertools
 import json
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "normscope-checkpoint"
 FORMAT_VERSIONS = (1, 2, 3, 4, 5)  # that are read; the last one is written
 _AGAIN = "remove it to capture its inputs again"
-_PARTIAL = re.compile(r"\.\d+\.safetensors\.\w{8}\.safetensors|\.tmp\w{6}")  # of files.whole_file, and of safetensors
+_PARTIAL = (".*.safetensors", ".tmp*")  # of files.whole_file, and of safetensors
 # Ranks wait for the slowest, whose share of recordings may be the longest; torchrun notices a lost one.
 _PATIENCE = timedelta(days=7)
 _joins = itertools.count()  # of this process: a command joins once for each model, as all ranks do
@@ -64,31 +63,25 @@ class Ranks:
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in the order of ranks; they may differ in size along axis 0 alone."""
-        if self.size == 1:
-            return [tensor]
-        here = tensor.to(self.device).contiguous()
-        lengths = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        _together(dist.all_gather, lengths, torch.tensor(len(here), device=self.device))
-        longest = max(int(length) for length in lengths)
-        padded = here.new_zeros(longest, *here.shape[1:])
-        padded[: len(here)] = here
-        everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        _together(dist.all_gather, everyone, padded)
-        return [rows[: int(length)].to(tensor.device) for rows, length in zip(everyone, lengths, strict=True)]
+        mine = tensor.cpu().numpy()
+        shape = -1, *tensor.shape[1:]
+        arrays = (np.frombuffer(data, mine.dtype).reshape(shape).copy() for data in self.each(mine.tobytes()))
+        return [torch.from_numpy(array).to(tensor.device) for array in arrays]
 
     def told(self, message: Any) -> list[Any]:
         """Return every rank's message, any JSON value, in the order of ranks."""
         if self.size == 1:
             return [message]
-        texts = self.gathered(_tensor_of(json.dumps(message).encode()))
-        return [json.loads(text.cpu().numpy().tobytes()) for text in texts]
+        return [json.loads(text) for text in self.each(json.dumps(message).encode())]
 
     def each(self, data: bytes) -> Iterator[bytes]:
         """Yield every rank's bytes, in the order of ranks, one rank at a time."""
         if self.size == 1:
             yield data
             return
-        for rank, size in enumerate(self.told(len(data))):
+        sizes = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        _together(dist.all_gather, sizes, torch.tensor(len(data), device=self.device))
+        for rank, size in enumerate(map(int, sizes)):
             sent = _tensor_of(data if rank == self.rank else bytes(size)).to(self.device)
             if size:
                 _together(dist.broadcast, sent, src=rank)
@@ -137,9 +130,9 @@ def agree_on_batches(batches: object, ranks: Ranks) -> None:
     """
     if ranks.size == 1:
         return
-    batch_size = getattr(batches, "batch_size", None)
+    batch_size = getattr(batches, "batch_size", None)  # a DataLoader's cannot be set
     sizes = [size for size in ranks.told(batch_size) if size is not None]
-    if batch_size is not None and batch_size != min(sizes):  # a DataLoader's cannot be set
+    if batch_size is not None and batch_size != min(sizes):
         batches.batch_size = min(sizes)  # type: ignore[attr-defined]
 
 
@@ -165,8 +158,9 @@ class _Stored:
 
 def _pack_progress(progress: Progress) -> tuple[dict[str, Any], dict[str, Tensor]]:
     header, tensors = pack(progress.capture)
-    stored = _Stored(progress.first, list(progress.left_out.unreadable.items()), progress.left_out.cut)
-    return header | asdict(stored), tensors | {"done": _tensor_of(progress.done.flags)}
+    unreadable = list(progress.left_out.unreadable.items())
+    header |= {"first": progress.first, "unreadable": unreadable, "cut": progress.left_out.cut}
+    return header, tensors | {"done": _tensor_of(progress.done.flags)}
 
 
 def _unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Progress:
@@ -206,6 +200,7 @@ def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
                 )
 
 
+@dataclass
 class Checkpoints:
     """Files in which a capture saves its progress.
 
@@ -216,10 +211,10 @@ class Checkpoints:
         stopping: asked between two chunks; True to stop.
     """
 
-    def __init__(
-        self, folder: Path, every: float, resume: bool = False, stopping: Callable[[], bool] = lambda: False
-    ) -> None:
-        self.folder, self.every, self.resume, self.stopping = folder, every, resume, stopping
+    folder: Path
+    every: float
+    resume: bool = False
+    stopping: Callable[[], bool] = lambda: False
 
     def check(self) -> None:
         """Refuse to start over where another run left checkpoints, or where none could be written; UsageError."""
@@ -240,16 +235,16 @@ class Checkpoints:
         self._recorder, self._ranks, self._settings = recorder, ranks, settings
         self._path = self.folder / f"{ranks.rank}.safetensors"
         self._begun = self._last = time.monotonic()
-        if self.resume and ranks.rank == 0 and (files := self._files()):
-            for progress in _disjoint({path: self._read(path) for path in files}):
-                recorder.progress = recorder.progress.merge(progress)
-            if files != [self._path]:  # before another rank takes the place of one of them
-                self._write()
-                for path in files:
-                    if path != self._path:
-                        path.unlink(missing_ok=True)
         if ranks.rank == 0:  # before another rank begins to write
             self._remove_partial()
+            files = self._files() if self.resume else []
+            recorder.progress = functools.reduce(
+                Progress.merge, _disjoint({path: self._read(path) for path in files}), recorder.progress
+            )
+            if merged := [path for path in files if path != self._path]:
+                self._write()
+                for path in merged:
+                    path.unlink(missing_ok=True)
         parts = recorder.progress.capture.parts.values()
         before = [stats.sources.assignment for part in parts for stats in part.stats.values()]
         recorder.assignment = ranks.told((before or [recorder.assignment])[0])[0]
@@ -304,9 +299,8 @@ class Checkpoints:
     def _remove_partial(self) -> None:
         """Remove the partial files of runs that were killed while writing: each is as large as a checkpoint."""
         with contextlib.suppress(OSError):
-            for path in self.folder.glob(".*"):
-                if _PARTIAL.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
+            for path in itertools.chain.from_iterable(map(self.folder.glob, _PARTIAL)):
+                path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         header, tensors = _pack_progress(self._recorder.progress)
@@ -346,12 +340,12 @@ def _disjoint(stored: Mapping[Path, Progress]) -> list[Progress]:
     kept: dict[Path, set[int]] = {}
     for path, progress in sorted(stored.items(), key=lambda entry: len(entry[1].done), reverse=True):
         numbers = set(progress.done.numbers)
-        overlaps = [(larger, done) for larger, done in kept.items() if numbers & done]
-        if not overlaps:
+        larger = next((earlier for earlier, done in kept.items() if numbers & done), None)
+        if larger is None:
             kept[path] = numbers
-        elif not all(numbers <= done for _, done in overlaps):
+        elif not numbers <= kept[larger]:
             raise DataError(
-                f"{path} and {overlaps[0][0]} hold some of the same inputs, so that they are not of one run. "
-                "Remove one of them to capture its inputs again."
+                f"{path} and {larger} hold some of the same inputs, so that they are not of one run. Remove one of "
+                "them to capture its inputs again."
             )
     return [stored[path] for path in kept]

@@ -21,7 +21,7 @@ from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
-from normscope.pairs.norms.trace import NormReport, input_of, with_input
+from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
 from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
@@ -82,6 +82,20 @@ class Summing:
     observe: Observer | None = None
 
 
+@dataclass
+class _Pass:
+    """A batch that runs through the network, and the calls of its norms so far, by site."""
+
+    batch: Batch
+    summed: Counter[str]  # calls that are in the sums since an earlier pass, whose memory ended
+    padded: bool  # once a pass, as every hook that asked would wait for the GPU
+    calls: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)  # of one sample
+    summing_at: str = ""
+    inseparable: str = ""  # a site whose tokens are in the sums and belong to no sample
+    inputs: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)  # also by thread; that norms overwrite
+
+
 class Recorder:
     """Runs a network with hooks on its norms, and sums up their pairs.
 
@@ -105,23 +119,20 @@ class Recorder:
         self.assignment: Assignment = "permuted"
         self.lock = threading.RLock()
         self._keeper = InputKeeper(summing.keep_inputs, previews)
-        self._batch: Batch | None = None
+        self._halving = Halving("taken")
         self._part = self.progress.capture
-        self._padded = False
-        self._tokens_so_far: dict[str, int] = {}
+        self._pass: _Pass | None = None
         self._position_axes: dict[str, int] = {}
         self._serving_all: set[str] = set()  # sites whose input has no axis of samples
-        self._calls: Counter[str] = Counter()
-        self._summed: Counter[str] = Counter()
-        self._summing_at = ""
-        self._nobodys = ""
-        self._inputs: dict[tuple[str, int], list[Tensor]] = {}  # by norm and thread; of norms that change their own
-        self._halving = Halving("taken")
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Observe the norms of the sites in the block."""
+        """Observe the norms of the sites in the block, and note those that only later samples call."""
         with contextlib.ExitStack() as hooks:
+            for idle in self.report.skipped:
+                if idle.reason == NOT_CALLED:
+                    norm, hook = self.model.get_submodule(idle.name), heard_by(self.lock, self._late(idle))
+                    hooks.callback(norm.register_forward_pre_hook(hook).remove)
             for site in self.sites:
                 hook = self._hook(site, self.report.kinds[site.name], self.report.shapes[site.name])
                 norm = self.model.get_submodule(site.name)
@@ -150,149 +161,159 @@ class Recorder:
         """
         self._part = self.progress.part(batch.part if self.summing.by_part else "", number)
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
-            if self._fits(piece, summed, heard if piece is batch else None):
+            under_way = _Pass(piece, summed, piece.padded)
+            if self._fits(under_way, heard if piece is batch else None):
                 self._part.n_samples += len(piece.samples)
             else:
-                self._halving.halve(piece, summed | self._calls)
+                self._halving.halve(piece, summed | under_way.calls)
 
-    def captured(self, about: Mapping[str, str], skipped: list[SkippedNorm]) -> Capture:
+    def captured(self, about: Mapping[str, str]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""
         if self.summing.sample is not None:
             sample = f"a sample of {count(self.summing.sample, 'token')} of each"
             about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
-        progress, inputs = self.progress, first_inputs(self.progress.capture.inputs, self.summing.keep_inputs)
-        parts = dict(sorted(progress.capture.parts.items(), key=lambda named: progress.first[named[0]]))
+        recorded, first = self.progress.capture, self.progress.first
+        parts = dict(sorted(recorded.parts.items(), key=lambda named: first[named[0]]))
         for part in parts.values():
             for name in part.stats:  # one site after another, so that no second copy of all is made
                 part.stats[name] = part.stats[name].to("cpu")
         stats = sums_of(self.sites, [part.stats for part in parts.values()])
-        never = [site for site in self.sites if site.name not in stats]
-        skipped = skipped + [
-            SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again") for site in never
+        late = {norm.name: norm for norm in recorded.skipped}
+        skipped = [late.get(norm.name, norm) for norm in self.report.skipped] + [
+            SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again")
+            for site in self.sites
+            if site.name not in stats
         ]
+        inputs, installed = first_inputs(recorded.inputs, self.summing.keep_inputs), versions()
 
-        def finished(stats: dict[str, PairStats], n_samples: int, part: str = "") -> Capture:
-            sites = [site for site in self.sites if site.name in stats]
+        def finished(capture: Capture, part: str = "") -> Capture:
             named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
-            kept = [each for each in inputs if part in ("", each.part)]
-            return Capture(
-                {**about, **named}, sites, skipped, stats, n_samples, self.summing.seed, versions(), inputs=kept
+            return replace(
+                capture,
+                about={**about, **named},
+                sites=[site for site in self.sites if site.name in capture.stats],
+                skipped=skipped,
+                versions=installed,
+                inputs=[kept for kept in inputs if part in ("", kept.part)],
             )
 
-        whole = finished(stats, sum(part.n_samples for part in parts.values()))
-        named = {
-            name: finished(part.stats, part.n_samples, name) for name, part in parts.items() if name and part.stats
-        }
-        return replace(whole, parts=named)
+        n_samples = sum(part.n_samples for part in parts.values())
+        parts = {name: finished(part, name) for name, part in parts.items() if name and part.stats}
+        return finished(replace(recorded, stats=stats, n_samples=n_samples, parts=parts))
 
-    def _fits(self, batch: Batch, summed: Counter[str], heard: Callable[[nn.Module, Any], None] | None = None) -> bool:
-        """Run the batch; return False if memory ended, with the network's buffers as they were before."""
+    def _fits(self, under_way: _Pass, heard: Callable[[nn.Module, Any], None] | None) -> bool:
+        """Run a batch; return False if memory ended, with the network's buffers as they were before."""
+        batch, kept = under_way.batch, self.progress.capture
         buffers = KeptBuffers(self.model) if self.report.keeps_state else None
-        with self._recording(batch, summed):
-            try:
+        kept.inputs = self._keeper.begin(batch, kept.inputs)
+        self._pass = under_way
+        try:
+            with passes_by(self.lock):
                 output = run(self.model, batch)
-            except MemoryEndedError as error:
-                if self._summing_at:
-                    raise MemoryEndedError(
-                        f"Memory ended while the pairs of {self._summing_at} were summed up, so that its sums are "
-                        "lost. Take smaller batches: --batch-size."
-                    ) from error
-                if self._nobodys:
-                    raise MemoryEndedError(
-                        f"Memory ended with {count(len(batch.samples), 'sample')} in a batch, which cannot be split: "
-                        f"the tokens of {self._nobodys}, summed up by then, cannot be told apart by sample. Take "
-                        "smaller batches: --batch-size."
-                    ) from error
-                if len(batch.samples) == 1 or not batch.divisible:
-                    raise
-                if buffers is not None:
-                    buffers.put_back()
-                return False
+        except MemoryEndedError as error:
+            if under_way.summing_at:
+                raise MemoryEndedError(
+                    f"Memory ended while the pairs of {under_way.summing_at} were summed up, so that its sums are "
+                    "lost. Take smaller batches: --batch-size."
+                ) from error
+            if under_way.inseparable:
+                raise MemoryEndedError(
+                    f"Memory ended with {count(len(batch.samples), 'sample')} in a batch, which cannot be split: the "
+                    f"tokens of {under_way.inseparable}, summed up by then, cannot be told apart by sample. Take "
+                    "smaller batches: --batch-size."
+                ) from error
+            if len(batch.samples) == 1 or not batch.divisible:
+                raise
+            if buffers is not None:
+                buffers.put_back()
+            return False
+        finally:
+            self._pass = None  # whatever makes the batches may run the model too
         if heard is not None:
             heard(self.model, output)
         return True
 
-    @contextlib.contextmanager
-    def _recording(self, batch: Batch, summed: Counter[str]) -> Iterator[None]:
-        """Attribute the pairs of the block to the batch; whatever makes the batches may run the model too."""
-        self._batch, self._tokens_so_far, self._calls, self._summed = batch, {}, Counter(), summed
-        self._summing_at = self._nobodys = ""
-        self._inputs.clear()  # a pass whose memory ended leaves one behind
-        kept = self.progress.capture
-        kept.inputs = self._keeper.begin(batch, kept.inputs)
-        self._padded = batch.padded  # once a batch: a hook that asked would wait for the GPU at each norm
-        try:
-            with passes_by(self.lock):
-                yield
-        finally:
-            self._batch = None
+    def _late(self, norm: SkippedNorm) -> Callable[..., None]:
+        late = replace(norm, reason="not called by the first sample, only by later ones")
+
+        def hook(*_: Any) -> None:
+            skipped = self.progress.capture.skipped
+            if late not in skipped:
+                skipped.append(late)
+
+        return hook
 
     def _with_own_input(self, name: str, hook: ForwardHook) -> tuple[ForwardPreHook, ForwardHook]:
         """Return a hook that keeps a copy of a norm's input, and another that runs ``hook`` with it."""
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = input_of(args, kwargs)
-            if x is not None and self._batch is not None:
-                self._inputs.setdefault((name, threading.get_ident()), []).append(x.detach().clone())
+            if x is not None and self._pass is not None:
+                self._pass.inputs.setdefault((name, threading.get_ident()), []).append(x.detach().clone())
 
         def with_it(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if inputs := self._inputs.get((name, threading.get_ident())):
+            if self._pass is not None and (inputs := self._pass.inputs.get((name, threading.get_ident()))):
                 args, kwargs = with_input(args, kwargs, inputs.pop())
             hook(module, args, kwargs, output)
 
         return keep, with_it
 
     def _hook(self, site: NormSite, kind: NormKind, of_one_sample: torch.Size) -> Callable[..., None]:
+        by_gamma, sample = self.summing.by_gamma, self.summing.sample
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if self._batch is None:
+            under_way = self._pass
+            if under_way is None:
                 return
             x = input_of(args, kwargs)
             if x is None:
                 raise DataError(f"The norm {site.name} was called without a tensor.")
-            samples = self._batch.samples
-            axis = self._axis_of_samples(site.name, of_one_sample, x.shape)
-            valid = self._valid_tokens(site, kind, module, x, axis)
+            samples, mask = under_way.batch.samples, under_way.batch.valid_at(site.name)
+            axis = self._axis_of_samples(site.name, of_one_sample, x.shape, len(samples), mask)
+            valid = (
+                None if mask is None or not under_way.padded else self._valid_tokens(site, kind, module, x, axis, mask)
+            )
             rows = kind.rows(module, x.detach(), axis or 0)
-            first = self._tokens_so_far.get(site.name, 0)
-            self._tokens_so_far[site.name] = first + len(rows) // (1 if axis is None else len(samples))
-            if self._calls[site.name] < self._summed[site.name]:
-                self._calls[site.name] += 1
+            first = under_way.tokens[site.name]
+            under_way.tokens[site.name] += len(rows) // (1 if axis is None else len(samples))
+            if under_way.calls[site.name] < under_way.summed[site.name]:
+                under_way.calls[site.name] += 1
                 return
             if self.summing.verify:
                 check(kind, site.name, module, x, output, batch_axis=axis or 0, valid=valid)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows, valid = rows.cpu(), None if valid is None else valid.cpu()
-            eps = kind.eps_of(module, x.dtype)
-            lines, stats = kind.lines(module, rows, eps), self._stats(site, rows.device)
+            lines, stats = kind.lines(module, rows, kind.eps_of(module, x.dtype)), self._stats(site, rows.device)
             if self._keeper.running and axis is not None and kind.groups is None:
                 sizes = [x.shape[place] for place in token_axes(x, kind.axes(module, x.ndim), axis)]
                 self._keeper.add(site, rows, lines, sizes, valid)
-            self._summing_at = site.name
-            taken = stats.update(
+            under_way.summing_at = site.name
+            drawn = stats.update(
                 rows,
                 lines,
                 samples,
                 first,
-                kind.gamma(module, site.channels) if self.summing.by_gamma else None,
+                kind.gamma(module, site.channels) if by_gamma else None,
                 groups=None if kind.groups is None else kind.groups(module),
                 valid=valid,
-                sample=self.summing.sample,
+                sample=sample,
                 divided=axis is not None,
             )
-            self._calls[site.name] += 1
+            under_way.calls[site.name] += 1
             if axis is None:
-                self._nobodys = site.name
+                under_way.inseparable = site.name
             if self.summing.observe is not None:
                 y = lines.y(rows).float()
-                self.summing.observe(site, *((rows, y) if taken is None else (rows[taken], y[taken])))
-            self._summing_at = ""
+                self.summing.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
+            under_way.summing_at = ""
 
         return hook
 
     def _stats(self, site: NormSite, device: torch.device) -> PairStats:
-        stats = self._part.stats
-        if site.name not in stats:
-            stats[site.name] = PairStats.empty(
+        """Return the sums of a site in the part of the data under way, on a device."""
+        stats = self._part.stats.get(site.name)
+        if stats is None:
+            stats = PairStats.empty(
                 site.channels,
                 self.summing.seed,
                 device,
@@ -301,19 +322,19 @@ class Recorder:
                 per_channel=self.summing.per_channel,
                 diagonal=self.summing.diagonal and site.has_diagonal,
             )
-            stats[site.name].sources = SourcesSeen(assignment=self.assignment)
-        if stats[site.name].channel_sums.device != device:  # read from a checkpoint
-            stats[site.name] = stats[site.name].to(device)
-        return stats[site.name]
+            stats.sources = SourcesSeen(assignment=self.assignment)
+        elif stats.channel_sums.device != device:  # read from a checkpoint
+            stats = stats.to(device)
+        self._part.stats[site.name] = stats
+        return stats
 
-    def _axis_of_samples(self, name: str, of_one_sample: torch.Size, shape: torch.Size) -> int | None:
+    def _axis_of_samples(
+        self, name: str, of_one_sample: torch.Size, shape: torch.Size, n_samples: int, mask: Tensor | None
+    ) -> int | None:
         """Find the axis of samples; None where there is none, or it cannot be identified.
 
         Tokens of a norm without it belong to no sample and no fold, once for each batch.
         """
-        assert self._batch is not None  # noqa: S101 - as the hooks do nothing without one
-        n_samples = len(self._batch.samples)
-        mask = self._batch.valid_at(name)
         positions = None if mask is None else mask.shape[1]
         axis = batch_axis(of_one_sample, shape, n_samples, positions)
         if n_samples == 1:
@@ -326,12 +347,9 @@ class Recorder:
         return None if name in self._serving_all else axis
 
     def _valid_tokens(
-        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None
+        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
     ) -> Tensor | None:
-        """Return the mask of rows that are data and not padding: bool ``(tokens,)``, or None for all."""
-        valid = self._batch.valid_at(site.name) if self._padded and self._batch is not None else None
-        if valid is None:
-            return None
+        """Return the mask of rows that are data, of a mask of positions: bool ``(tokens,)``, or None for all."""
         if site.name in self.report.of_weights or site.name in self._serving_all:
             return None
         valid = valid.to(x.device)
@@ -346,14 +364,12 @@ class Recorder:
             along = axes[:1]
         if len(along) == 1:
             self._position_axes[site.name] = along[0]
-        if batch_axis is None or self._position_axes.get(site.name) not in along:
+        positions = self._position_axes.get(site.name)
+        if batch_axis is None or positions not in along:
             raise DataError(
                 f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding, of "
                 f"{valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1), "
                 f"or say it in the valid_within of a normscope.Batch: {{{site.name!r}: …}}."
             )
-        shape = [
-            size if axis in (batch_axis, self._position_axes[site.name]) else 1
-            for axis, size in zip(axes, sizes, strict=True)
-        ]
+        shape = [size if axis in (batch_axis, positions) else 1 for axis, size in zip(axes, sizes, strict=True)]
         return valid.view(shape).expand(sizes).flatten()

@@ -19,8 +19,7 @@ from torch import Tensor
 from normscope.errors import DataError, UsageError
 from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.kept_inputs import pack_inputs, unpack_inputs
-from normscope.pairs.norms.formulas import FORMS
-from normscope.pairs.norms.sites import PLACEMENTS, NormSite, SkippedNorm
+from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS
 from normscope.pairs.sums.binning import (
     CHANNEL_GRID,
@@ -41,7 +40,7 @@ from normscope.pairs.sums.sampling import (
 )
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import file_stem, umask, write_tensors
-from normscope.runtime.records import converted, is_shape
+from normscope.runtime.records import converted
 from normscope.runtime.sealed_files import HEADER, read_checked, refusing_damage, write_checked
 
 FORMAT = "normscope-capture"
@@ -59,11 +58,7 @@ _GRIDS = {
 }
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 _MOMENTS = ("moments", *OPTIONAL_MOMENTS)
-_COUNTS = ("density", "token_offsets", "token_scales", "nonfinite_tokens")
-_FINITE = ("channel_sums", "channel_extremes", "diagonal_moments", "pairs.", "tokens.", "largest.")
 _SAMPLES = {"tokens": UNIFORM_TOKENS, "largest": LARGEST_TOKENS}
-_MOST = 2**53  # pairs that float64 counts one by one
-_LARGEST_SQUARE = torch.finfo(torch.float32).max ** 2
 
 
 def pack_sums(stats: PairStats) -> dict[str, Tensor]:
@@ -96,7 +91,7 @@ def unpack_sums(site: NormSite, sources: SourcesSeen, seed: int, tensors: Mappin
     """Rebuild the sums of :func:`pack_sums`.
 
     Raises:
-        ValueError: if no finite pairs leave such a tensor; KeyError if one is missing.
+        ValueError: if a tensor has another shape or dtype than the sums of the site; KeyError if one is missing.
     """
     if tensors["channel_sums"].shape != (2, site.channels):  # before anything of the size in the header is allocated
         raise ValueError(f"channel_sums is {tuple(tensors['channel_sums'].shape)}, not (2, {site.channels})")
@@ -109,77 +104,31 @@ def unpack_sums(site: NormSite, sources: SourcesSeen, seed: int, tensors: Mappin
         diagonal="diagonal_moments" in tensors,
     )
     stats.sources = sources
-    if "moments.bins" in tensors:
-        tensors = {**tensors, **_of_version_4(tensors)}
+
+    def stored(name: str, like: Tensor) -> Tensor:
+        tensor = tensors[name]
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {like.dtype} {tuple(like.shape)}")
+        return tensor
+
     for name in _DENSE:
-        getattr(stats, name).copy_(_like(getattr(stats, name), tensors[name], name))
-    for name, capacity in _SAMPLES.items():
-        setattr(stats, name, _token_sample(getattr(stats, name), capacity, name, tensors))
+        getattr(stats, name).copy_(stored(name, getattr(stats, name)))
+    for sample, capacity in _SAMPLES.items():
+        number, empty = min(len(tensors[f"{sample}.key"]), capacity), vars(getattr(stats, sample))
+        like = {name: values.new_empty(number, *values.shape[1:]) for name, values in empty.items()}
+        setattr(stats, sample, TokenSample(**{name: stored(f"{sample}.{name}", like[name]) for name in like}))
     sparse = _sparse(stats)
     for numbers, dense in sparse.items():
+        cells = tensors[numbers].long()
         for name, values in dense.items():
-            cells = _within(tensors[numbers].long(), values.shape[-1])
-            values[..., cells] = _like(values[..., cells], tensors[name], name)
+            values[..., cells] = stored(name, values[..., cells])
     binned = {
         name: values.view(len(MOMENTS), FOLDS, -1).movedim(0, 1) for name, values in sparse["moments.cells"].items()
     }
     pairs = {name[6:]: values.view(PAIRS_PER_BIN, -1) for name, values in sparse["pairs.places"].items()}
     density = sparse["density.cells"]["density"].view(DENSITY_X_GRID.size, -1)
     stats.bins = stats.bins.replaced({**binned, **pairs, "density": density})
-    _check(stats, tensors)
     return stats
-
-
-def _of_version_4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert moments of format version 4, which contain every fold of a bin, ``(folds, 6, bins)``."""
-    bins = _within(tensors["moments.bins"].long(), PAIR_GRID.size)
-    cells = torch.arange(FOLDS)[:, None] * PAIR_GRID.size + bins
-    moments = {name: tensors[name].movedim(1, 0).flatten(1) for name in _MOMENTS if name in tensors}
-    return {**moments, "moments.cells": cells.flatten()}
-
-
-def _check(stats: PairStats, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for numbers that finite pairs never give, on which a fit or a figure would fail."""
-    moments, n = tensors["moments"], tensors["moments"][0]
-    channel = tensors["pairs.channel"]
-    low, high = stats.channel_extremes
-    untouched = low.isposinf() & high.isneginf() & (stats.channel_sums == 0).all(0)  # until the first token comes
-    finite = {name: tensor for name, tensor in tensors.items() if name.startswith(_FINITE)}
-    if stats.grouped or not n.any():  # a group's tokens come without the others'
-        finite["channel_extremes"] = stats.channel_extremes[:, ~untouched]
-    possible = {
-        "counts of pairs": (n.ge(0) & n.eq(n.floor())).all() and n.sum() <= _MOST,
-        "sums": (moments.abs() <= n * _LARGEST_SQUARE).all(),
-        **{name: (tensors[name] >= 0).all() for name in _COUNTS},
-        "channels of pairs": (channel.ge(0) & channel.lt(stats.channels)).all(),
-        "positions of tokens": (stats.tokens.position >= 0).all() and (stats.largest.position >= 0).all(),
-        **{name: values.isfinite().all() for name, values in finite.items()},
-    }
-    for name, holds in possible.items():
-        if not holds:
-            raise ValueError(f"its {name} are not those of finite pairs")
-
-
-def _token_sample(empty: TokenSample, capacity: int, name: str, tensors: Mapping[str, Tensor]) -> TokenSample:
-    number = len(tensors[f"{name}.key"])
-    if number > capacity:
-        raise ValueError(f"{name} contains {number} tokens, more than {capacity}")
-    expected = {key: values.new_empty(number, *values.shape[1:]) for key, values in vars(empty).items()}
-    return TokenSample(**{key: _like(own, tensors[f"{name}.{key}"], f"{name}.{key}") for key, own in expected.items()})
-
-
-def _like(expected: Tensor, tensor: Tensor, name: str) -> Tensor:
-    if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {expected.dtype} {tuple(expected.shape)}"
-        )
-    return tensor
-
-
-def _within(cells: Tensor, size: int) -> Tensor:
-    if cells.ndim != 1 or bool(((cells < 0) | (cells >= size)).any()):
-        raise ValueError("it names bins that do not exist")
-    return cells
 
 
 @dataclass(frozen=True)
@@ -251,26 +200,39 @@ def _adds_up(capture: Capture) -> bool:
 
 
 def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
-    """Rebuild the capture of :func:`pack`.
+    """Rebuild the capture of :func:`pack`, or of the same in an earlier format version.
 
     Raises:
-        ValueError: if a value is none that a capture can have; of damaged headers and tensors also other errors, see
+        ValueError: if it was summed on another grid; of malformed headers and tensors also other errors, see
             :func:`normscope.runtime.sealed_files.refusing_damage`.
     """
-    json.dumps(header, ensure_ascii=False).encode("utf-8", "surrogateescape")  # fails on what no path or name holds
     stored = converted(_Header, header, "capture")
     for name, grid in _GRIDS.items():
         if stored.grids.get(name) != grid:
             raise ValueError(f"it was summed on another grid: {name} {stored.grids.get(name)!r}, not {grid!r}")
+    tensors = _of_older_versions(stored, tensors)
     of_sites: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         site, _, name = full_name.partition(".")
         of_sites.setdefault(site, {})[name] = tensor
-    parts = {part.name: _capture(part, stored, of_sites, f"{number}/") for number, part in enumerate(stored.parts)}
-    if len(parts) != len(stored.parts):
-        raise ValueError("it names a part twice")
-    derived = all("/" in name for name in tensors)
-    whole = _capture(stored, stored, of_sites, "", [part.stats for part in parts.values()] if derived else ())
+    parts: dict[str, Capture] = {}
+
+    def capture_of(part: _Part, prefix: str | None) -> Capture:
+        sites = [converted(NormSite, entry, "norm site") for entry in part.sites]
+        if prefix is None:
+            stats = sums_of(sites, [part.stats for part in parts.values()])
+        else:
+            sources = [converted(SourcesSeen, entry["sources"], "sources of a site") for entry in part.sites]
+            stats = {
+                site.name: unpack_sums(site, seen, stored.seed, of_sites[f"{prefix}{site.index}"])
+                for site, seen in zip(sites, sources, strict=True)
+            }
+        about = {key: str(value) for key, value in part.about.items()}
+        return Capture(about, sites, stored.skipped, stats, part.n_samples, stored.seed, stored.versions)
+
+    for number, entry in enumerate(stored.parts):
+        parts[entry.name] = capture_of(entry, f"{number}/")
+    whole = capture_of(stored, "" if any("/" not in name for name in tensors) else None)
     sites = {site.index: site for part in (*parts.values(), whole) for site in part.sites}
     inputs = unpack_inputs(stored.inputs, list(sites.values()), tensors)
     for name, part in parts.items():
@@ -278,41 +240,17 @@ def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
     return replace(whole, parts=parts, inputs=inputs)
 
 
-def _capture(
-    part: _Part,
-    header: _Header,
-    of_sites: Mapping[str, Mapping[str, Tensor]],
-    prefix: str,
-    parts: Sequence[Mapping[str, PairStats]] = (),
-) -> Capture:
-    """Rebuild a part, or the whole, whose sums may be those of the parts."""
-    if part.n_samples < 0:
-        raise ValueError(f"it has {part.n_samples} samples")
-    sites = [_site(entry) for entry in part.sites]
-    if not len({site.name for site in sites}) == len({site.index for site in sites}) == len(sites):
-        raise ValueError("it names a norm site twice")
-    stats = sums_of(sites, parts)
-    for site, entry in zip(sites, part.sites, strict=True):
-        # Files of before the field contain no other assignment.
-        sources = converted(SourcesSeen, {"assignment": "modulo", **entry["sources"]}, f"sources of {site.name}")
-        if not parts:
-            stats[site.name] = unpack_sums(site, sources, header.seed, of_sites.get(f"{prefix}{site.index}", {}))
-        whole = stats[site.name]
-        if (site.channels, site.grouped, sources) != (whole.channels, whole.grouped, whole.sources):
-            raise ValueError(f"{site.name} is not the sum of its parts")
-    about = {key: str(value) for key, value in part.about.items()}
-    return Capture(about, sites, header.skipped, stats, part.n_samples, header.seed, header.versions)
-
-
-def _site(entry: Mapping[str, Any]) -> NormSite:
-    site = converted(NormSite, entry, "norm site")
-    sizes = (site.index, site.channels - 1, site.eps, site.calls, site.tokens_per_sample)
-    words = site.form in (None, *FORMS) and site.placement in (None, *PLACEMENTS)
-    if min(sizes) < 0 or not is_shape(site.normalized_shape) or not words:
-        raise ValueError(f"the norm site {site.name} is {entry!r:.200}")
-    if not site.grouped and site.d != site.channels:
-        raise ValueError(f"the tokens of {site.name} have {site.d} elements, but {site.channels} channels")
-    return site
+def _of_older_versions(header: _Header, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add the sources' assignment, which versions 4 and 5 lack; convert moments ``(folds, 6, bins)`` of version 4."""
+    for site in (site for part in (header, *header.parts) for site in part.sites):
+        site["sources"].setdefault("assignment", "modulo")
+    newer = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".moments.bins")]:
+        site_name, bins = name.removesuffix("moments.bins"), newer.pop(name).long()
+        newer[f"{site_name}moments.cells"] = (torch.arange(FOLDS)[:, None] * PAIR_GRID.size + bins).flatten()
+        for moments in {f"{site_name}{kind}" for kind in _MOMENTS} & tensors.keys():
+            newer[moments] = tensors[moments].movedim(1, 0).flatten(1)
+    return newer
 
 
 def save_capture(capture: Capture, path: str | Path) -> Path:
@@ -346,14 +284,7 @@ def load_capture(path: str | Path) -> Capture:
     path = Path(path)
     header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, _AGAIN)
     with refusing_damage(path, FORMAT, _AGAIN):
-        capture = unpack(header, tensors)
-        names = {site.name for site in capture.sites}
-        for part in (capture, *capture.parts.values()):
-            if not part.sites or not {site.name for site in part.sites} <= names:
-                raise ValueError("it has no norm site, or its parts have others")
-            if missing := {"model", "weights", "data"} - part.about.keys():
-                raise ValueError(f"it does not name its {missing.pop()}")
-    return capture
+        return unpack(header, tensors)
 
 
 def raw_bytes(sites: Sequence[NormSite], n_samples: int, sample: int | None = None) -> int:

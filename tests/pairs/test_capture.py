@@ -1,7 +1,6 @@
 """Captures against raw pairs computed independently, and the network left as it was found."""
 
 import contextlib
-import inspect
 import itertools
 import re
 
@@ -64,6 +63,7 @@ def raw_pairs(network: nn.Module, batches: list[torch.Tensor]) -> dict[str, tupl
 
 def test_sums_equal_those_of_the_raw_pairs():
     network, batches = Network(), inputs()
+    network.first.weight.data[:] = torch.linspace(0, 2, 24)  # y is before the affine step, also where γ is zero
     seen = normscope.capture(network, batches)
     for name, (x, y) in raw_pairs(network, batches).items():
         stats = seen.stats[name]
@@ -109,29 +109,6 @@ def test_sums_by_gamma_and_per_channel_equal_those_of_the_raw_pairs():
     np.testing.assert_array_equal(per_channel[0], np.full(24, len(x)))
     np.testing.assert_allclose(per_channel[3], (x * x).sum(0), rtol=1e-12)
     np.testing.assert_allclose(per_channel[4], (x * y).sum(0), rtol=1e-12)
-
-
-def test_gamma_is_what_the_affine_step_makes_of_the_weight():
-    double = seen = None
-    for times in (1, 2):
-        network = Network()
-        network.second.weight.data[:] = float(times)
-        seen = normscope.capture(network, inputs(), layers="second", by_gamma=True).stats["second"]
-        double = double if double is not None else seen
-        assert torch.allclose(seen.gamma_moments, times**2 * double.moments, rtol=1e-12)
-
-
-def test_layer_norms_y_is_the_output_divided_by_weight_where_weight_is_not_zero():
-    network = Network()
-    network.first.weight.data[:] = torch.linspace(0, 2, 24)
-    network.first.bias.data[:] = 0.7
-    outputs = []
-    network.first.register_forward_hook(lambda module, args, output: outputs.append(output.detach().clone()))
-    ys = []
-    captured(network, inputs(1), Summing(observe=lambda site, x, y: ys.append(y.clone())), layers="first")
-    true = ((outputs[-1] - 0.7) / network.first.weight.detach())[..., 1:]
-    assert torch.allclose(ys[0].view(4, 10, 24)[..., 1:], true, rtol=1e-4, atol=1e-4)
-    assert torch.isfinite(ys[0]).all()  # although γ is zero in channel 0
 
 
 def test_batches_and_their_order_do_not_matter():
@@ -377,23 +354,6 @@ def test_samples_of_different_length_merge():
     assert a.merge(b).stats["0"].n_tokens == 24
 
 
-def test_tuples_and_keyword_arguments():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x, scale=1.0):
-            return self.norm(x * scale)
-
-    x = torch.randn(2, 8)
-    sums = [
-        normscope.capture(Named(), [batch]).stats["norm"].moments.sum((0, 2))[3].item()
-        for batch in (x, (x, 2.0), {"x": x, "scale": 3.0})
-    ]
-    assert sums == pytest.approx([sums[0], 4 * sums[0], 9 * sums[0]], rel=1e-6)
-
-
 @pytest.mark.parametrize(
     ("batches", "error", "sentence"),
     [
@@ -419,7 +379,3 @@ def test_progress_counts_samples():
     told.clear()
     normscope.capture(network.module, iter(list(network.inputs)), progress=lambda *step: told.append(step))
     assert told == [("samples", done, None) for done in (0, 8, 16, 20)]
-
-
-def test_what_only_commands_need_is_no_option_of_the_public_function():
-    assert not {"ranks", "checkpoints", "observe"} & set(inspect.signature(normscope.capture).parameters)

@@ -1,8 +1,6 @@
 """Inputs that a capture keeps: their tokens against what a hook of our own saw, in whichever way the capture ran."""
 
-import copy
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -218,22 +216,17 @@ def test_a_file_holds_them(seen, tmp_path):
         lambda header, tensors: header["inputs"][0].update(words=[1]),
         lambda header, tensors: header["inputs"][0].update(size=[16]),
         lambda header, tensors: header["inputs"][0].update(size=[2**40, 2**40]),
-        lambda header, tensors: header["inputs"][0].update(part=None),
-        lambda header, tensors: header["inputs"][0]["tokens"].update({"0": [5, 5]}),
         lambda header, tensors: header["inputs"][0]["tokens"].update({"99": [4, 6]}),
         lambda header, tensors: tensors.update({"input/0.pixels": torch.zeros(2, 2, 4, dtype=torch.uint8)}),
         lambda header, tensors: tensors.update({"input/0.envelope": torch.zeros(3, 2)}),
         lambda header, tensors: tensors.pop("input/1/2.sigma"),
-        lambda header, tensors: tensors.update({"input/1/2.sizes": tensors["input/1/2.sizes"] - 1}),
-        lambda header, tensors: tensors.update({"input/1/2.sigma": tensors["input/1/2.sigma"].double()}),
     ],
 )
 def test_a_damaged_file_is_refused(seen, tmp_path, change):
     path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    header, tensors = read_checked(path, "normscope-capture", (7,), "")
-    header, tensors = copy.deepcopy(header), dict(tensors)
+    header, tensors = read_checked(path, "normscope-capture", (7,))
     change(header, tensors)
-    write_checked(path, json.loads(json.dumps(header)), tensors)
+    write_checked(path, header, tensors)
     with pytest.raises(DataError, match=r"seen\.safetensors is damaged"):
         normscope.load_capture(path)
 

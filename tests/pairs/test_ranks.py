@@ -3,10 +3,8 @@
 This file is also the program of each of them: one launch does everything, and writes what came of it.
 """
 
-import ast
 import dataclasses
 import functools
-import inspect
 import json
 import os
 import socket
@@ -18,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from captures import assert_same_tensors
 from torch import nn
 
 import normscope
@@ -25,18 +24,15 @@ from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import Preview
-from normscope.pairs import ranks as ranks_module
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, joined, merge_left_out
 from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import pack, pack_sums, unpack_sums
-from normscope.pairs.sums.sampling import LARGEST_TOKENS, UNIFORM_TOKENS
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.processes import Place
 
 SIZE = 3
-SUMS = 1e-12  # float64 sums of at most 1e5 terms each, added in another order
 MESSAGES = [None, {"ä": [1, 2.5, True, None]}, "lone \udcff and 🜚, " * 40]
 
 
@@ -198,6 +194,7 @@ def folder(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE), "OMP_NUM_THREADS": "1"}
+    given["PYTHONPATH"] = os.pathsep.join(sys.path)
     environments = [{**os.environ, **given, "RANK": str(rank)} for rank in range(SIZE)]
     command = [sys.executable, __file__, str(folder)]
     processes = [subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) for own in environments]
@@ -215,15 +212,6 @@ def said(folder):
     return {**told[0], "alike": alike}
 
 
-def assert_same(merged, expected):
-    """Counts and samples to the bit, float64 sums to their rounding."""
-    assert merged.keys() == expected.keys()
-    for name, tensor in expected.items():
-        exact = tensor.dtype != torch.float64 or name.endswith("rank")
-        scale = 0.0 if exact or not tensor.numel() else float(tensor.abs().max())
-        torch.testing.assert_close(merged[name], tensor, rtol=0, atol=SUMS * scale, msg=lambda text, n=name: n + text)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_sums_that_were_sent_merge_to_what_one_alone_would_see(name):
     make, batches, options = CASES[name]
@@ -233,22 +221,8 @@ def test_sums_that_were_sent_merge_to_what_one_alone_would_see(name):
         sent.append(unpack_sums(site, stats.sources, stats.seed, pack_sums(stats)))
     merged = functools.reduce(PairStats.merge, sent)
     alone = stats_of(make(), [each for of_rank in batches for each in of_rank], options)
-    assert_same(pack_sums(merged), pack_sums(alone))
+    assert_same_tensors(pack_sums(merged), pack_sums(alone))
     assert merged.sources == alone.sources
-
-
-def test_the_cases_are_what_they_say():
-    """Else the comparisons would hold of less than they claim."""
-    stats = {name: functools.reduce(PairStats.merge, stats_of_ranks(case)) for name, case in CASES.items()}
-    states = [own.sources.number for own in stats_of_ranks(CASES["none, one and several sources"])]
-    assert states == ["none", "one", "several"]
-    assert {stats[name].fold_by for name in ("one source on all", "another source on each")} == {"sample", "source"}
-    assert stats["more tokens than are drawn"].n_tokens > 3 * (UNIFORM_TOKENS + LARGEST_TOKENS)
-    assert 0 < stats["none, one and several sources"].n_tokens < UNIFORM_TOKENS
-    assert stats["groups"].grouped and stats["weighted, per channel and of the diagonal"].channel_moments is not None
-    assert (int(stats["no numbers"].nonfinite_tokens), stats["nothing at all"].n_tokens) == (2, 0)
-    assert len(stats["nobody's"].tokens.key.unique()) == UNIFORM_TOKENS  # no two of them are one
-    assert not stats["nobody's"].sources.mapped
 
 
 def test_tokens_of_no_sample_are_drawn_anywhere_in_their_batch():
@@ -285,7 +259,7 @@ def test_a_capture_by_all_is_the_capture_of_one(folder, said):
     whole = capture(Network(), network_batches(), by_part=True, keep_inputs=1)
     assert len({(folder / f"whole {rank}.safetensors").read_bytes() for rank in range(SIZE)}) == 1
     seen = normscope.load_capture(folder / "whole 0.safetensors")
-    assert_same(pack(seen)[1], pack(whole)[1])
+    assert_same_tensors(pack(seen)[1], pack(whole)[1])
     assert "second" in seen.parts["timestep 2"].stats and seen.parts["timestep 2"].stats["second"].n_tokens == 40
     assert (seen.about, seen.n_samples, list(seen.parts)) == (whole.about, 7, list(whole.parts))
     assert [one.preview.words for one in seen.inputs] == [(f"photo {i}", "ä") for i in range(4)]  # one of each part
@@ -299,14 +273,6 @@ def test_a_rank_that_is_lost_is_told_in_a_sentence(folder, said):
     for rank in range(SIZE - 1):
         told = (folder / f"lost {rank}.txt").read_text()
         assert told.startswith("Another rank ended before its part was done. ") and "--resume" in told
-
-
-def test_no_collective_of_objects_is_called():
-    """They unpickle what another process sends; of the modules that this process runs, none does."""
-    calls = [node for node in ast.walk(ast.parse(inspect.getsource(ranks_module))) if isinstance(node, ast.Attribute)]
-    collectives = {node.attr for node in calls if isinstance(node.value, ast.Name) and node.value.id == "dist"}
-    assert {"all_gather", "broadcast"} <= collectives
-    assert not [name for name in collectives if "object" in name]
 
 
 def test_alone_nothing_is_told_to_anybody():

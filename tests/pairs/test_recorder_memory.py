@@ -5,13 +5,13 @@ import weakref
 
 import pytest
 import torch
+from captures import assert_same_capture
 from torch import nn
 
 from normscope.errors import MemoryEndedError, ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.recorder import Summing
-from normscope.pairs.sums.stats import PairStats
 
 ON_THE_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried")
 ON_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -80,30 +80,6 @@ def network(place: str = "", at_most: int = 0, error: Exception = ON_THE_CPU, **
     return made
 
 
-def assert_the_same(seen: PairStats, truth: PairStats) -> None:
-    assert torch.equal(seen.moments[:, 0], truth.moments[:, 0])
-    for name in ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens"):
-        assert torch.equal(getattr(seen, name), getattr(truth, name)), name
-    for name, sums in truth.sums.items():
-        # float64 sums of the same numbers in another order; those that cancel are as exact as their terms.
-        torch.testing.assert_close(seen.sums[name], sums, rtol=1e-12, atol=1e-12 * sums.abs().max().item())
-    assert torch.equal(seen.pairs.key, truth.pairs.key) and torch.equal(seen.pairs.x, truth.pairs.x)
-    for mine, theirs in ((seen.tokens, truth.tokens), (seen.largest, truth.largest)):
-        for name in ("rank", "key", "x", "y", "position", "sample"):
-            assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
-    assert seen.sources == truth.sources
-
-
-def assert_captures_alike(seen, truth) -> None:
-    assert seen.n_samples == truth.n_samples
-    assert seen.stats.keys() == truth.stats.keys()
-    for name in truth.stats:
-        assert_the_same(seen.stats[name], truth.stats[name])
-    assert seen.parts.keys() == truth.parts.keys()
-    for part in truth.parts:
-        assert_captures_alike(seen.parts[part], truth.parts[part])
-
-
 @pytest.mark.parametrize(
     "at_most", [pytest.param(8, marks=pytest.mark.slow), 3, pytest.param(1, marks=pytest.mark.slow)]
 )
@@ -111,7 +87,7 @@ def assert_captures_alike(seen, truth) -> None:
 def test_wherever_memory_ends_every_pair_counts_once(place, at_most):
     truth = capture(network(), batches(16, 16, 5))
     short = network(place, at_most)
-    assert_captures_alike(capture(short, batches(16, 16, 5)), truth)
+    assert_same_capture(capture(short, batches(16, 16, 5)), truth)
     halvings = {8: 1, 3: 3, 1: 4}[at_most]  # 16 → 8 → 4 → 2 → 1
     assert short.fuses[place].blown == halvings  # and none again, nor in the batches that follow
 
@@ -127,7 +103,7 @@ def test_wherever_memory_ends_every_pair_counts_once(place, at_most):
 @pytest.mark.parametrize("place", ["between the calls", "grouped"])
 def test_whatever_is_kept_is_kept_once(place, options):
     truth = capture(network(), batches(16, 9), **options)
-    assert_captures_alike(capture(network(place, 3, ON_A_GPU), batches(16, 9), **options), truth)
+    assert_same_capture(capture(network(place, 3, ON_A_GPU), batches(16, 9), **options), truth)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -135,7 +111,7 @@ def test_parts_keep_their_own(place):
     sizes = (7, 16, 16, 4)
     truth = capture(network(), batches(*sizes, parts=True), by_part=True)
     seen = capture(network(place, 5), batches(*sizes, parts=True), by_part=True)
-    assert_captures_alike(seen, truth)
+    assert_same_capture(seen, truth)
     assert {part: own.n_samples for part, own in seen.parts.items()} == {"timestep 0": 23, "timestep 1": 20}
 
 
@@ -147,7 +123,7 @@ def test_padding_stays_padding_in_a_piece(place, at_most, sequence_first):
     made = batches(16, 12, padded=True)
     truth = capture(network(sequence_first=sequence_first), made, **only)
     assert truth.stats["first"].n_tokens == sum(int(batch.valid.sum()) for batch in made)
-    assert_captures_alike(capture(network(place, at_most, sequence_first=sequence_first), made, **only), truth)
+    assert_same_capture(capture(network(place, at_most, sequence_first=sequence_first), made, **only), truth)
 
 
 def test_a_spread_of_failures_over_several_places():
@@ -155,7 +131,7 @@ def test_a_spread_of_failures_over_several_places():
     short.fuses["between the calls"].at_most = 6
     short.fuses["grouped"].at_most, short.fuses["grouped"].error = 2, ON_A_GPU
     short.fuses["end"].at_most, short.fuses["end"].error = 1, MemoryError()
-    assert_captures_alike(capture(short, batches(16, 3, 16)), capture(network(), batches(16, 3, 16)))
+    assert_same_capture(capture(short, batches(16, 3, 16)), capture(network(), batches(16, 3, 16)))
 
 
 def test_an_observer_sees_every_row_once():

@@ -213,24 +213,18 @@ def test_a_padded_batch_of_deberta_has_the_sums_of_its_texts_one_at_a_time():
     assert together.stats["embeddings.LayerNorm"].fold_by == "source"
 
 
-@pytest.mark.parametrize("batches", [[8, 1, 7], [1, 8], [1, 1, 4]])
-def test_batches_of_any_size_and_length(batches):
-    texts_left = texts(lengths=[4 + i % 6 for i in range(sum(batches))])
-    cut = []
-    for size in batches:
-        chosen, texts_left = texts_left[:size], texts_left[size:]
-        cut.append(batch_of(chosen, max(len(text) for text, _ in chosen) + 1))
-    seen = normscope.capture(deberta(), cut).stats[TABLE]
-    assert seen.n_pairs == len(batches) * 12 * TEXT_WIDTH
-    assert seen.fold_by is None
-
-
-@pytest.mark.parametrize("sizes", [[(8, 9), (2, 6)], [(1, 12)], [(1, 12), (2, 6)]])
-def test_a_table_as_long_as_the_positions_is_no_text(sizes):
-    """Twelve rows: as many as one text has positions, or two have together."""
-    cut = [batch_of(texts(lengths=[4] * number), positions) for number, positions in sizes]
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *([(8, 10), (1, 5), (7, 9)], [(1, 6), (8, 9)], [(1, 5), (1, 6), (4, 9)]),
+        *([(8, 9), (2, 6)], [(1, 12)], [(1, 12), (2, 6)]),  # as many positions as rows: of one text, or of two together
+    ],
+)
+def test_a_table_counts_once_for_batches_of_any_size_and_length(sizes):
+    cut = [batch_of(texts([4 + i % (positions - 4) for i in range(number)]), positions) for number, positions in sizes]
     seen = normscope.capture(deberta(), cut).stats[TABLE]
     assert seen.n_pairs == len(sizes) * 12 * TEXT_WIDTH
+    assert seen.fold_by is None
 
 
 class Positional(nn.Module):
@@ -278,7 +272,7 @@ def test_learned_queries_beside_padded_text_all_count():
     assert seen.fold_by == "source", "each sample has queries of its own"
 
 
-def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path):
+def test_parts_sum_up_to_the_whole_and_survive_merges_and_choices():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -301,12 +295,7 @@ def test_parts_sum_up_to_the_whole_and_survive_files_merges_and_choices(tmp_path
         np.testing.assert_allclose(
             stats.gamma_moments.sum((0, 2)), (one.gamma_moments + two.gamma_moments).sum((0, 2)), rtol=1e-12
         )
-    read = normscope.load_capture(normscope.save_capture(seen, tmp_path / "seen.safetensors"))
-    assert list(read.parts) == list(seen.parts)
-    for part, own in read.parts.items():
-        assert own.about == seen.parts[part].about and own.sites == seen.parts[part].sites
-        assert_same_sums(own.stats["second"], seen.parts[part].stats["second"])
-    both = read.merge(normscope.capture(model, batches(4, 6), by_gamma=True, by_part=True))
+    both = seen.merge(normscope.capture(model, batches(4, 6), by_gamma=True, by_part=True))
     assert (both.parts["timestep 0"].n_samples, both.parts["timestep 1"].n_samples) == (4, 2)
     pairs = {part: own.stats["first"].n_pairs for part, own in both.parts.items()}
     assert sum(pairs.values()) == both.stats["first"].n_pairs

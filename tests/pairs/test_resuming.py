@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from captures import with_every_fold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import OneNorm
@@ -30,8 +31,6 @@ from normscope.pairs import storage
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
 from normscope.pairs.recorder import Recorder, Summing
-from normscope.pairs.sums.binning import PAIR_GRID
-from normscope.pairs.sums.sampling import FOLDS
 from normscope.runtime.sealed_files import read_checked, write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -294,29 +293,17 @@ def of_version_4(header, version=4):
     }
 
 
-def of_version_1(tensors):
-    """Hold every fold of a bin that holds pairs, as checkpoints did before, and captures of format version 4."""
-    older = {name: own for name, own in tensors.items() if "moments" not in name}
-    for name in [name for name in tensors if name.endswith(".moments")]:
-        moments = torch.zeros(FOLDS * PAIR_GRID.size, 6, dtype=torch.float64)
-        moments[tensors[f"{name}.cells"].long()] = tensors[name].T
-        moments = moments.view(FOLDS, -1, 6).mT
-        bins = moments[:, 0].sum(0).nonzero().squeeze(1)
-        older |= {name: moments[:, :, bins].contiguous(), f"{name}.bins": bins.int()}
-    return older
-
-
 def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
     stopped(tmp_path, 3)
     path = tmp_path / "0.safetensors"
     header, tensors = read_checked(path, checkpoints_module.FORMAT, (5,))
-    write_checked(path, of_version_4(header, 1), of_version_1(tensors))
+    write_checked(path, of_version_4(header, 1), with_every_fold(tensors))
     with pytest.raises(UsageError, match="its diagonal is False, not True"):
         run(tmp_path, diagonal=True)
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
 
 
-def test_damaged(tmp_path, whole):
+def test_damaged_or_of_another_version(tmp_path, whole):
     stopped(tmp_path, 2)
     path = tmp_path / "0.safetensors"
     content = path.read_bytes()
@@ -324,22 +311,11 @@ def test_damaged(tmp_path, whole):
         path.write_bytes(changed)
         with pytest.raises(DataError, match=r"checkpoint .*0\.safetensors.*remove it to capture its inputs again\."):
             run(tmp_path)
+    write_checked(path, {"format": checkpoints_module.FORMAT, "version": 99}, {})
+    with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version 1 and 2"):
+        run(tmp_path)
     path.unlink()
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
-
-
-def test_sums_of_another_version_and_on_another_grid(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints_module, "FORMAT_VERSIONS", (99,))
-        stopped(tmp_path, 1)
-    with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version"):
-        run(tmp_path)
-    shutil.rmtree(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setitem(storage._GRIDS, "pairs", [6, -27, 3])
-        stopped(tmp_path, 1)
-    with pytest.raises(DataError, match="it was summed on another grid: pairs"):
-        run(tmp_path)
 
 
 # --- where it cannot be written -----------------------------------------------------------------------------------
@@ -347,6 +323,10 @@ def test_sums_of_another_version_and_on_another_grid(tmp_path, monkeypatch):
 
 def full(*_arguments):
     raise UsageError("Cannot write there: No space left on device.")
+
+
+def denied(path, missing_ok=False):
+    raise PermissionError(13, "Permission denied")
 
 
 def test_a_run_goes_on_where_its_checkpoint_cannot_be_written(tmp_path, whole, monkeypatch, caplog):
@@ -360,11 +340,7 @@ def test_a_run_goes_on_where_its_checkpoint_cannot_be_written(tmp_path, whole, m
     assert [record.getMessage() for record in caplog.records] == [full_disk] * 4
     assert (tmp_path / "0.safetensors").read_bytes() == before
     assert_as_if_nothing_happened(seen, whole[2])
-
-
-def test_it_does_not_stop_as_if_it_had_been_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints_module, "write_checked", full)
-    with pytest.raises(UsageError, match=r"^Cannot write there: No space left on device\.$"):
+    with pytest.raises(UsageError, match=r"^Cannot write there: No space left on device\.$"):  # and it is not stopped
         run(tmp_path, stopping=ending(2))
 
 
@@ -396,7 +372,7 @@ def test_files_of_others_are_neither_read_nor_removed(tmp_path, whole):
     assert not Checkpoints(tmp_path / "notes.txt", NEVER).exist  # no folder at all
 
 
-def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkeypatch):
+def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, whole, monkeypatch):
     def killed(tensors, path, metadata):
         path.write_bytes(b"half")
         raise Killed
@@ -407,22 +383,13 @@ def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, monkey
         patch.setattr("normscope.runtime.sealed_files.write_tensors", killed)
         patch.setattr("pathlib.Path.unlink", lambda path, missing_ok=False: None)
         run(folder, every=0)
-    assert len(list(folder.iterdir())) == 2
+    (folder / ".tmpdOCHPl").write_bytes(b"half")  # which safetensors renames once it is whole
+    assert len(list(folder.iterdir())) == 3
     stopped(folder, 1)
     assert [path.name for path in folder.iterdir()] == ["0.safetensors"]
-    (folder / ".3.safetensors.a_b3c4d5.safetensors").write_bytes(b"half")
-    (folder / ".tmpdOCHPl").write_bytes(b"half")  # which safetensors renames once it is whole
-    run(folder)
-    assert not folder.exists()
-
-
-def test_a_checkpoint_that_cannot_be_removed_does_not_take_the_result_away(tmp_path, whole, monkeypatch):
-    def refused(path, missing_ok=False):
-        raise PermissionError(13, "Permission denied")
-
-    stopped(tmp_path, 1)
-    monkeypatch.setattr("pathlib.Path.unlink", refused)
-    assert_as_if_nothing_happened(run(tmp_path), whole[2])
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.unlink", denied)
+        assert_as_if_nothing_happened(run(folder), whole[2])  # although its checkpoint cannot be removed
 
 
 def test_how_often_it_is_written(tmp_path, monkeypatch):

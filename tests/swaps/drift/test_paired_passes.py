@@ -72,8 +72,8 @@ class Threads(Ranks):
     barrier: threading.Barrier = field(default=None)
     told_so_far: list = field(default_factory=list)
 
-    def gathered(self, tensor):
-        self.told_so_far[self.rank] = tensor
+    def each(self, data):
+        self.told_so_far[self.rank] = data
         self.barrier.wait()
         everyone = list(self.told_so_far)
         self.barrier.wait()

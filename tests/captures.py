@@ -1,0 +1,45 @@
+"""Captures in tests: compared where pairs were summed up in another order, and as earlier versions stored them."""
+
+import dataclasses
+
+import torch
+
+from normscope.pairs.storage import pack
+from normscope.pairs.sums.binning import PAIR_GRID
+from normscope.pairs.sums.sampling import FOLDS
+
+SUMS = 1e-12  # float64 sums of at most 1e7 terms each, added in another order
+
+
+def assert_same_tensors(tensors, expected):
+    """Counts and samples to the bit, float64 sums up to their rounding; those that cancel are as exact as the rest."""
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        exact = tensor.dtype != torch.float64 or name.endswith("rank")
+        scale = 0.0 if exact or not tensor.numel() else float(tensor.abs().max())
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=SUMS * scale, msg=lambda text, n=name: n + text)
+
+
+def assert_same_capture(seen, expected):
+    """Compare the whole, its parts, and the sources of each site."""
+    assert seen.n_samples == expected.n_samples and seen.stats.keys() == expected.stats.keys()
+    for name, stats in expected.stats.items():
+        assert seen.stats[name].sources == stats.sources and seen.stats[name].fold_by == stats.fold_by
+    assert_same_tensors(*(pack(dataclasses.replace(capture, parts={}))[1] for capture in (seen, expected)))
+    assert seen.parts.keys() == expected.parts.keys()
+    for name, part in expected.parts.items():
+        assert_same_capture(seen.parts[name], part)
+
+
+def with_every_fold(tensors):
+    """Return the tensors of a capture of format version 4: of every bin with pairs all folds, ``(folds, 6, bins)``."""
+    older = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".moments.cells")]:
+        site, cells = name.removesuffix("moments.cells"), older.pop(name).long()
+        bins = (cells % PAIR_GRID.size).unique()
+        older[f"{site}moments.bins"] = bins.int()
+        for moments in {f"{site}{kind}moments" for kind in ("", "gamma_", "diagonal_")} & tensors.keys():
+            dense = torch.zeros(6, FOLDS * PAIR_GRID.size, dtype=torch.float64)
+            dense[:, cells] = tensors[moments]
+            older[moments] = dense.view(6, FOLDS, -1).movedim(0, 1)[..., bins].contiguous()
+    return older
