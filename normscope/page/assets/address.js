@@ -8,7 +8,25 @@ const MOST_PICKS = 4;
 const PICK = /^(token|channel):[0-9a-f]+$/; // a token's key, or a channel's number
 const HEATS = [["sigma", "σ"], ["tail", "tail share"], ["none", "input alone"]];
 
-const state = { view: "overview", capture: 0, site: 0, colour: "density", hidden: new Set(), picks: [], scale: "auto", curve: null, input: 0, heat: "sigma", pin: null, theme: null };
+const state = { view: "overview", capture: 0, site: 0 };
+
+const asIs = (value) => value ?? "";
+const oneOf = (names, usual) => (text) => (names.includes(text) ? text : usual);
+const wordsOf = (text) => text.split(" ").filter(Boolean);
+const placeOf = (text) => Math.max(Number.parseInt(text || "1", 10) - 1, 0) || 0;
+
+// The rest of the state: its name in the address, its field, the text of a value, and the value of a text, "" for none.
+const KEPT = [
+  ["colour", "colour", asIs, oneOf(COLOURS, "density")],
+  ["hide", "hidden", (hidden) => [...hidden].join(" "), (text) => new Set(wordsOf(text))],
+  ["pick", "picks", (picks) => picks.join(" "), (text) => wordsOf(text).filter((pick) => PICK.test(pick)).slice(0, MOST_PICKS)],
+  ["x", "scale", asIs, oneOf(SCALES, "auto")],
+  ["curve", "curve", asIs, oneOf(Object.keys(PAGE.curves), null)],
+  ["input", "input", (input) => String(input + 1), placeOf],
+  ["heat", "heat", asIs, oneOf(HEATS.map(([heat]) => heat), "sigma")],
+  ["pin", "pin", (pin) => (pin ? [pin.input + 1, pin.token, pin.shape].join(".") : ""), pinOf],
+  ["theme", "theme", asIs, oneOf(Object.keys(PAGE.styles), null)],
+];
 
 const open = {
   get capture() {
@@ -24,34 +42,20 @@ function asAddress() {
   said.set("view", state.view);
   if (PAGE.captures.length > 1) said.set("capture", state.capture + 1);
   said.set("site", open.capture.sites.length ? open.site.name : "");
-  if (state.colour !== "density") said.set("colour", state.colour);
-  if (state.hidden.size) said.set("hide", [...state.hidden].join(" "));
-  if (state.picks.length) said.set("pick", state.picks.join(" "));
-  if (state.scale !== "auto") said.set("x", state.scale);
-  if (state.curve) said.set("curve", state.curve);
-  if (state.input) said.set("input", state.input + 1);
-  if (state.heat !== "sigma") said.set("heat", state.heat);
-  if (state.theme) said.set("theme", state.theme);
-  if (state.pin) said.set("pin", [state.pin.input + 1, state.pin.token, state.pin.shape].join("."));
+  for (const [name, field, write, read] of KEPT) {
+    const text = write(state[field]);
+    if (text !== write(read(""))) said.set(name, text);
+  }
   return `#${said}`;
 }
 
 // Takes from the address what it understands, and leaves the rest as it is where it begins.
 function readAddress() {
   const said = new URLSearchParams(location.hash.slice(1));
-  const oneOf = (name, known, usual) => (known.includes(said.get(name)) ? said.get(name) : usual);
-  state.view = oneOf("view", Object.keys(VIEWS), "overview");
-  state.capture = Math.min(Math.max(Number.parseInt(said.get("capture") || "1", 10) - 1, 0), PAGE.captures.length - 1) || 0;
+  state.view = oneOf(Object.keys(VIEWS), "overview")(said.get("view"));
+  state.capture = Math.min(placeOf(said.get("capture")), PAGE.captures.length - 1);
   state.site = Math.max(open.capture.sites.findIndex(({ name }) => name === said.get("site")), 0);
-  state.colour = oneOf("colour", COLOURS, "density");
-  state.scale = oneOf("x", SCALES, "auto");
-  state.hidden = new Set((said.get("hide") || "").split(" ").filter(Boolean));
-  state.picks = (said.get("pick") || "").split(" ").filter((pick) => PICK.test(pick)).slice(0, MOST_PICKS);
-  state.curve = Object.hasOwn(PAGE.curves, said.get("curve") || "") ? said.get("curve") : null;
-  state.input = Math.max(Number.parseInt(said.get("input") || "1", 10) - 1, 0) || 0;
-  state.heat = oneOf("heat", HEATS.map(([heat]) => heat), "sigma");
-  state.theme = oneOf("theme", Object.keys(PAGE.styles), null);
-  state.pin = pinOf(said.get("pin") || "");
+  for (const [name, field, , read] of KEPT) state[field] = read(said.get(name) || "");
   keepToInputs();
 }
 

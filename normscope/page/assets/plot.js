@@ -5,6 +5,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const LETTERS = 12;
 const NEAR = 24; // pixels, from which a point answers
+const LEAST_DRAGGED = 8; // pixels, each way
 const KEY = { title: 26, row: 18, gap: 10, swatch: 26, letter: 7 }; // pixels
 let clips = 0;
 
@@ -258,10 +259,13 @@ class Plot {
     this.host.addEventListener("pointerdown", (event) => {
       if (event.button !== 0 || event.pointerType !== "mouse") return;
       this.host.setPointerCapture(event.pointerId);
-      this.dragged = { from: this.offset(event), to: null };
+      this.dragged = this.offset(event);
     });
-    this.host.addEventListener("dblclick", () => this.unzoom());
-    this.host.addEventListener("pointerup", () => this.drop());
+    this.host.addEventListener("dblclick", () => {
+      this.zoom = null;
+      this.draw();
+    });
+    this.host.addEventListener("pointerup", (event) => this.drop(event));
     pinchable(this);
     this.host.title = "Drag or pinch to zoom, double-click to see all";
   }
@@ -273,28 +277,23 @@ class Plot {
   }
 
   drag(event) {
-    this.dragged.to = this.offset(event);
-    const [[x, y], [toX, toY]] = [this.dragged.from, this.dragged.to];
+    const [[x, y], [toX, toY]] = [this.dragged, this.offset(event)];
     const box = { x: Math.min(x, toX), y: Math.min(y, toY), width: Math.abs(x - toX), height: Math.abs(y - toY) };
     this.tip.hidden = true;
     this.pointer.replaceChildren(svg("rect", { ...box, stroke: palette.style.ink, fill: palette.style.ink, "fill-opacity": 0.1 }));
   }
 
-  drop() {
-    const dragged = this.dragged;
-    this.dragged = null;
-    this.justZoomed = false;
-    if (!dragged || !dragged.to || Math.abs(dragged.from[0] - dragged.to[0]) < 8 || Math.abs(dragged.from[1] - dragged.to[1]) < 8) return;
-    const share = ([x, y]) => [(x - this.box.left) / this.box.width, 1 - (y - this.box.top) / this.box.height];
-    const [one, other] = [share(dragged.from), share(dragged.to)];
-    const ends = (axis, place) => [Math.min(one[place], other[place]), Math.max(one[place], other[place])].map((at) => axis.value(at));
-    this.zoom = { x: ends(this.x, 0), y: ends(this.y, 1) };
+  drop(event) {
+    const from = this.dragged;
+    [this.dragged, this.justZoomed] = [null, false];
+    if (!from) return;
+    const { left, top, width, height } = this.box;
+    const [[x, y], [toX, toY]] = [from, this.offset(event)];
+    if (Math.min(Math.abs(x - toX), Math.abs(y - toY)) < LEAST_DRAGGED) return;
+    const across = extent([x, toX].map((at) => (at - left) / width));
+    const upwards = extent([y, toY].map((at) => 1 - (at - top) / height));
+    this.zoom = { x: across.map((share) => this.x.value(share)), y: upwards.map((share) => this.y.value(share)) };
     this.justZoomed = true;
-    this.draw();
-  }
-
-  unzoom() {
-    this.zoom = null;
     this.draw();
   }
 
