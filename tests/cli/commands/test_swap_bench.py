@@ -16,32 +16,14 @@ from normscope.inputs.held_out import learned_and_held_out
 from normscope.models.inputs.trajectories import Trajectories
 from normscope.swaps.calibrate.calibrate import swap
 
-FACTORY = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + self.layer(self.norm(x)).relu()
-
-def network():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), Block(), Block(), nn.LayerNorm(16))
-    return model, [torch.randn(8, 5, 4) * 3 for _ in range(4)]
-"""
-NAME = "py:net.py:network"
+FACTORIES = Path(__file__).parents[1] / "factories.py"
+NAME = f"py:{FACTORIES}:network"
 QUICK = "--seconds 0 --device cpu"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("swap-bench")
-    (folder / "net.py").write_text(FACTORY)
-    return folder
+    return tmp_path_factory.mktemp("swap-bench")
 
 
 @pytest.fixture
@@ -102,10 +84,9 @@ def test_what_is_a_fit_itself_takes_part_once_and_formulas_have_a_place_in_the_f
     ]
 
 
-def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(here, monkeypatch):
-    (here / "groups.py").write_text(FACTORY.replace("nn.LayerNorm(16)", "nn.GroupNorm(1, 5)"))
+def test_what_cannot_be_swapped_in_is_said_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(normscope, "drift", lambda *_, **__: pytest.fail("it measured"))
-    done = invoke(f"swap-bench py:groups.py:network --func dyt,rmsnorm {QUICK}", status=3)
+    done = invoke(f"swap-bench py:{FACTORIES}:groups --func dyt,rmsnorm {QUICK}", status=3)
     assert "An RMSNorm cannot take the place of" in words(done.stderr)
 
 
