@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,9 +72,7 @@ def test_a_file_has_the_inputs_that_its_capture_kept(here):
         assert [entry["name"] for entry in shown] == expected
 
 
-def test_inputs_that_cannot_be_looked_at_are_told(here):
-    factory = "def f():\n    import torch\n    from torch import nn\n"
-    factory += "    return nn.Sequential(nn.LayerNorm(16)), [torch.randn(4, 16)]\n"
-    (here / "own.py").write_text(factory)
-    done = invoke("capture py:own.py:f -o seen.safetensors --keep-inputs 2")
+@pytest.mark.usefixtures("here")
+def test_inputs_that_cannot_be_looked_at_are_told():
+    done = invoke(f"capture py:{Path(__file__).parents[1] / 'factories.py'}:small -o seen.safetensors --keep-inputs 2")
     assert "--keep-inputs kept none: no input is a picture, a recording or a text" in words(done.stderr)
