@@ -20,7 +20,6 @@ from normscope.swaps.inits import INITS
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
-    from normscope.pairs.captures import Capture
 
 # The panels of a command's help, in order.
 MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swap", "Running", "Output")
@@ -361,8 +360,3 @@ def check_plot(plot: Path | None, names: Sequence[str] = (), by: str | None = No
         many = f"there are {len(names)} models" if len(names) > 1 else f"--by {by} makes several captures"
         raise UsageError(f"--plot {plot} is one file, but {many}. Give one at a time.")
     check_writable(plot)
-
-
-def figure_title(capture: Capture) -> str:
-    """Return the model of a capture and, if it is a part of the data, the part."""
-    return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)

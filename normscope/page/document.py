@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from normscope.errors import UsageError
-from normscope.figures.style import NONE, STYLES, Style, title_and_foot
+from normscope.figures.style import NONE, STYLES, Style, heading, title_and_foot
 from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
@@ -36,7 +36,7 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
     own = {fit.curve: fit.function for of_capture in fits for fit in of_capture if fit.curve not in CURVES}
     return {
         "format": FORMAT,
-        "title": " · ".join(dict.fromkeys(named(capture) for capture in seen)),
+        "title": " · ".join(dict.fromkeys(heading(capture.about) for capture in seen)),
         "captures": captures,
         "line_points": LINE_POINTS,
         "density_rows": ROWS,
@@ -45,11 +45,6 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
         "swaps": dict(swaps),
         "styles": {name: style_data(style, names) for name, style in STYLES.items()},
     }
-
-
-def named(capture: Capture) -> str:
-    """Return the model of a capture and, if it is a part of the data, the part."""
-    return " ".join(capture.about[key] for key in ("model", "part") if key in capture.about)
 
 
 def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> dict[str, Any]:

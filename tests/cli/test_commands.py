@@ -153,39 +153,14 @@ def test_layers_as_json_and_as_a_table(folder):
     assert "the true output of all 17 norms was reproduced" in done.stderr
 
 
-def test_a_narrow_terminal_breaks_no_number(folder, captured):
-    wide, narrow = (invoke("fit seen.safetensors -q", cwd=folder, COLUMNS=width).stdout for width in ("200", "30"))
-    assert "…" not in narrow
-    numbers = re.compile(r"\d+\.\d+|\d+,\d+")
-    shown, every = (numbers.findall(text.partition("digits")[2]) for text in (narrow, wide))
-    assert 4 < len(shown) < len(every) and set(shown) <= set(every)
-    assert "Left out at a width of " in narrow and "Left out" not in wide
-
-
-OWN = """
-import torch
-from torch import nn
-
-class OddNorm(nn.Module):
-    def forward(self, x):
-        return x / x.abs().amax(-1, keepdim=True)
-
-def unknown():
-    return nn.Sequential(OddNorm()), [torch.randn(4, 8)]
-
-def known_and_unknown():
-    return nn.Sequential(nn.LayerNorm(8), OddNorm()), [torch.randn(4, 8)]
-"""
-
-
 @pytest.mark.slow
 def test_norms_that_are_not_known_are_reported_by_every_command(folder):
-    (folder / "own.py").write_text(OWN)
+    factories = Path(__file__).with_name("factories.py")
     for command in ("layers", "fit", "stats", "plot --dpi 40", "capture -o mixed.safetensors"):
-        done = invoke(f"{command} py:own.py:known_and_unknown --json", cwd=folder)
+        done = invoke(f"{command} py:{factories}:known_and_unknown --json", cwd=folder)
         assert "skipped 1 (OddNorm): no form that is known reproduces its output" in done.stderr
         assert {"name": "1", "kind": "OddNorm"}.items() <= json.loads(done.stdout)["skipped"][0].items()
-    none = words(invoke("fit py:own.py:unknown", status=3, cwd=folder).stderr)
+    none = words(invoke(f"fit py:{factories}:unknown", status=3, cwd=folder).stderr)
     assert "calls no normalization layer that normscope knows. Skipped: 0 (OddNorm)" in none
 
 

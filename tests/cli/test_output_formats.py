@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pyarrow as pa
 import pytest
 from command_line import invoke
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -75,12 +75,11 @@ def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
     assert "\r" not in done.stdout and done.stdout.endswith("\n")
 
 
-@pytest.mark.slow
-def test_a_file_is_written_as_its_suffix_says(folder, fits):
-    assert "R²" in invoke(f"{FIT} -o fits.csv", cwd=folder).stdout  # a person still gets the table
-    assert rows_of((folder / "fits.csv").read_text()) == as_read(fits)
+def test_a_file_is_written_as_its_suffix_says(folder):
+    assert "demo_vit" in invoke("models -o models.csv", cwd=folder).stdout  # a person still gets the table
     invoke("models -q -o models.json", cwd=folder)
-    assert json.loads((folder / "models.json").read_text())["models"]
+    models = json.loads((folder / "models.json").read_text())["models"]
+    assert [row["name"] for row in rows_of((folder / "models.csv").read_text())] == [row["name"] for row in models]
 
 
 def test_parquet_holds_the_same_in_typed_columns(folder, fits):
@@ -138,17 +137,13 @@ def test_nested_values_become_columns(tmp_path):
 
 
 @settings(max_examples=30)
+@example([(name, -0.0) for name in ("=1+1", "-", "@x", "+", 'a"b,c', "two\nlines", "lone\rreturn")])
 @given(st.lists(st.tuples(st.text(st.characters(codec="utf-8"), min_size=1), st.floats(allow_nan=False)), min_size=1))
 def test_every_name_and_number_reads_back_as_it_was(rows):
     text = as_csv([{"site": site, "alpha": alpha} for site, alpha in rows])
     back = [(row["site"], float(row["alpha"])) for row in rows_of(text)]
     assert back == rows
     assert [math.copysign(1, alpha) for _, alpha in back] == [math.copysign(1, alpha) for _, alpha in rows]
-
-
-@pytest.mark.parametrize("name", ["=1+1", "-", "@x", "+", 'a"b,c', "two\nlines", "lone\rreturn"])
-def test_names_that_mean_something_elsewhere_stay_exact(name):
-    assert rows_of(as_csv([{"site": name}, {"site": "norm"}])) == [{"site": name}, {"site": "norm"}]
 
 
 def test_no_rows_are_an_empty_file(tmp_path):

@@ -138,17 +138,7 @@ def test_mistakes_are_sentences(folder, name, status, sentence):
         assert said(folder, name, "rank 1")[2].startswith("rank 1: Error: ")
 
 
-FACTORY = """
-import torch
-from torch import nn
-
-def network():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16))
-    return model, [torch.randn(8, 5, 4) * 3 for _ in range(5)]
-"""
-
-NAME = "py:net.py:network"
+NAME = f"py:{Path(__file__).with_name('factories.py')}:network"
 
 
 def of_two(rank):
@@ -162,7 +152,6 @@ def test_what_needs_one_process_is_said_by_the_first(command):
 
 
 def test_swap_bench_of_two_processes_is_that_of_one(tmp_path):
-    (tmp_path / "net.py").write_text(FACTORY)
     command = f"swap-bench {NAME} --func dyt,free --sites least:1 --seconds 0 --device cpu --json -o"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "normscope"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}

@@ -206,7 +206,6 @@ def test_keys(page):
     ]:
         page.press(key)
         assert page.run(script) == expected, key
-    page.run("localStorage.clear()")
 
 
 def test_light_and_dark_follow_the_system_until_asked(browser, pages):
@@ -219,7 +218,8 @@ def test_light_and_dark_follow_the_system_until_asked(browser, pages):
     assert page.run("return document.documentElement.dataset.theme") == "dark" and page.painted() != light
     page.driver.refresh()
     assert page.run("return document.documentElement.dataset.theme") == "dark"
-    page.run("localStorage.clear()")
+    page.press("l")
+    assert page.painted() == light
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -248,10 +248,10 @@ def test_figures_are_saved(page):
     press_button(page, "isru")
     assert ">isru<" not in page.run("return [...Plot.all][0].asSvg()")
     picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all][0];
-        drawnOf(new Blob([plot.asSvg()], {type: "image/svg+xml"}), plot.width, plot.high + plot.above, 2)
+        asPng(new Blob([plot.asSvg()], {type: "image/svg+xml"}), 2)
             .then((blob) => createImageBitmap(blob))
             .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
-    size = page.run("const plot = [...Plot.all][0]; return [plot.width, plot.high + plot.above]")
+    size = page.run("const plot = [...Plot.all][0]; return [plot.width, plot.high + plot.key().height]")
     assert picture == [2 * size[0], 2 * size[1]]
 
 

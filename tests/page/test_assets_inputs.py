@@ -237,7 +237,7 @@ def test_a_pair_of_the_s_curve_marks_the_place_of_its_token(browser, page_file):
     page.run("[...Plot.all][0].left()")
     assert rings(page) == []
     key = page.run("return open.site.shown.key[pointsOf(open.site).token[arguments[0]]]", found)
-    page.run("go({picks: [{kind: 'token', key: arguments[0]}]}); render()", key)
+    page.run("go({picks: [`token:${arguments[0]}`]})", key)
     assert rings(page) == [place]
     ring = page.run("return document.querySelector('[data-ring]').getAttribute('stroke')")
     assert ring == page.run("return palette.style.channels[0]")

@@ -59,16 +59,8 @@ def test_few_elements_leave_the_largest_and_the_first_of_the_uniform(seen, fits)
 
 
 def test_a_norm_that_is_no_line_keeps_its_x():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x):
-            return self.norm(x)
-
-    seen = normscope.capture(Odd(), [torch.randn(32, 8)])
-    stats = seen.stats["norm"]
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.randn(32, 8)])
+    stats = seen.stats["0"]
     stats.tokens.y.copy_(stats.tokens.x.tanh())
     [site] = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
     shown = unpacked(site["shown"]["x"]).reshape(-1, 8)

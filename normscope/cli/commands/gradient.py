@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared, figure_title
+from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.tables.card import gradient_tables
@@ -27,6 +27,7 @@ def gradient(
     say: Output,
 ) -> None:
     """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
+    from normscope.figures.style import heading
     from normscope.fits.fit import check_fit
 
     check_fit(func)
@@ -40,7 +41,7 @@ def gradient(
         for table in gradient_tables(views):
             say.result(table)
         figure = normscope.plot_gradient(capture, fits, **look.of_figure)
-        file = files.save(figure, figure_title(capture), "gradient", capture, say)
+        file = files.save(figure, heading(capture.about), "gradient", capture, say)
         figures.append({**capture.about, "file": file, "sites": [site.name for site in capture.sites]})
         seen.append(capture)
         rows += [view.as_dict() for view in views]

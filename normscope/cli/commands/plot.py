@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared, figure_title
+from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
@@ -35,6 +35,7 @@ def plot(
     """
     from normscope.figures.axes import check_xscale
     from normscope.figures.scurves import rows_named
+    from normscope.figures.style import heading
     from normscope.fits.fit import check_fit
 
     check_fit(func)
@@ -49,7 +50,7 @@ def plot(
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func)
         figure = normscope.plot(capture, fitted, rows=rows, **axes)
-        file = files.save(figure, figure_title(capture), _VIEW, capture, say)
+        file = files.save(figure, heading(capture.about), _VIEW, capture, say)
         of_fits = [fit.as_dict() for fit in fitted]
         sites = [site.name for site in capture.sites]
         figures.append({**capture.about, "file": file, "sites": sites, "fits": of_fits})

@@ -1,12 +1,32 @@
 "use strict";
 // What is open, and the address that keeps it, so that a link opens the page as it was sent.
 
-const VIEWS = ["overview", "site", "explorer", "swap", "compare"];
+const VIEWS = { overview: "Overview", site: "Site", explorer: "Explorer", swap: "Swap", compare: "Compare" };
 const COLOURS = ["density", "token", "channel"];
+const SCALES = ["linear", "asinh"];
 const MOST_PICKS = 4;
-const HEATS = { sigma: "σ", tail: "tail share", none: "input alone" };
+const PICK = /^(token|channel):[0-9a-f]+$/; // a token's key, or a channel's number
+const HEATS = [["sigma", "σ"], ["tail", "tail share"], ["none", "input alone"]];
 
-const state = { view: "overview", capture: 0, site: 0, colour: "density", hidden: new Set(), picks: [], scale: "auto", curve: null, input: 0, heat: "sigma", pin: null };
+const state = { view: "overview", capture: 0, site: 0 };
+
+const asIs = (value) => value ?? "";
+const oneOf = (names, usual) => (text) => (names.includes(text) ? text : usual);
+const wordsOf = (text) => text.split(" ").filter(Boolean);
+const placeOf = (text) => Math.max(Number.parseInt(text || "1", 10) - 1, 0) || 0;
+
+// The rest of the state: its name in the address, its field, the text of a value, and the value of a text, "" for none.
+const KEPT = [
+  ["colour", "colour", asIs, oneOf(COLOURS, "density")],
+  ["hide", "hidden", (hidden) => [...hidden].join(" "), (text) => new Set(wordsOf(text))],
+  ["pick", "picks", (picks) => picks.join(" "), (text) => wordsOf(text).filter((pick) => PICK.test(pick)).slice(0, MOST_PICKS)],
+  ["x", "scale", asIs, oneOf(SCALES, "auto")],
+  ["curve", "curve", asIs, oneOf(Object.keys(PAGE.curves), null)],
+  ["input", "input", (input) => String(input + 1), placeOf],
+  ["heat", "heat", asIs, oneOf(HEATS.map(([heat]) => heat), "sigma")],
+  ["pin", "pin", (pin) => (pin ? [pin.input + 1, pin.token, pin.shape].join(".") : ""), pinOf],
+  ["theme", "theme", asIs, oneOf(Object.keys(PAGE.styles), null)],
+];
 
 const open = {
   get capture() {
@@ -17,42 +37,25 @@ const open = {
   },
 };
 
-// A pick is a token or a channel: {kind: "token", key} or {kind: "channel", key}, the key as text.
-function samePick(one, other) {
-  return one.kind === other.kind && one.key === other.key;
-}
-
 function asAddress() {
   const said = new URLSearchParams();
   said.set("view", state.view);
   if (PAGE.captures.length > 1) said.set("capture", state.capture + 1);
   said.set("site", open.capture.sites.length ? open.site.name : "");
-  if (state.colour !== "density") said.set("colour", state.colour);
-  if (state.hidden.size) said.set("hide", [...state.hidden].join(" "));
-  if (state.picks.length) said.set("pick", state.picks.map(({ kind, key }) => `${kind}:${key}`).join(" "));
-  if (state.scale !== "auto") said.set("x", state.scale);
-  if (state.curve) said.set("curve", state.curve);
-  if (state.input) said.set("input", state.input + 1);
-  if (state.heat !== "sigma") said.set("heat", state.heat);
-  if (state.pin) said.set("pin", [state.pin.input + 1, state.pin.token, state.pin.shape].join("."));
+  for (const [name, field, write, read] of KEPT) {
+    const text = write(state[field]);
+    if (text !== write(read(""))) said.set(name, text);
+  }
   return `#${said}`;
 }
 
 // Takes from the address what it understands, and leaves the rest as it is where it begins.
 function readAddress() {
   const said = new URLSearchParams(location.hash.slice(1));
-  const oneOf = (name, known, usual) => (known.includes(said.get(name)) ? said.get(name) : usual);
-  state.view = oneOf("view", VIEWS, "overview");
-  state.capture = Math.min(Math.max(Number.parseInt(said.get("capture") || "1", 10) - 1, 0), PAGE.captures.length - 1) || 0;
-  state.site = Math.max(open.capture.sites.findIndex(({ name }) => wellFormed(name) === said.get("site")), 0);
-  state.colour = oneOf("colour", COLOURS, "density");
-  state.scale = oneOf("x", ["linear", "asinh"], "auto");
-  state.hidden = new Set((said.get("hide") || "").split(" ").filter(Boolean));
-  state.picks = (said.get("pick") || "").split(" ").map(pickOf).filter(Boolean).slice(0, MOST_PICKS);
-  state.curve = Object.hasOwn(PAGE.curves, said.get("curve") || "") ? said.get("curve") : null;
-  state.input = Math.max(Number.parseInt(said.get("input") || "1", 10) - 1, 0) || 0;
-  state.heat = oneOf("heat", Object.keys(HEATS), "sigma");
-  state.pin = pinOf(said.get("pin") || "");
+  state.view = oneOf(Object.keys(VIEWS), "overview")(said.get("view"));
+  state.capture = Math.min(placeOf(said.get("capture")), PAGE.captures.length - 1);
+  state.site = Math.max(open.capture.sites.findIndex(({ name }) => name === said.get("site")), 0);
+  for (const [name, field, , read] of KEPT) state[field] = read(said.get(name) || "");
   keepToInputs();
 }
 
@@ -70,17 +73,7 @@ function pinOf(text) {
   return shape && Number(input) > 0 && Number(token) <= last ? { input: Number(input) - 1, token: Number(token), shape } : null;
 }
 
-// As an address holds it, which has no halves of surrogate pairs.
-function wellFormed(text) {
-  return new URLSearchParams([["", text]]).get("");
-}
-
-function pickOf(text) {
-  const [, kind, key] = /^(token|channel):([0-9a-f]+)$/.exec(text) || [];
-  return kind ? { kind, key } : null;
-}
-
-// Changes what is open, and the address with it; `page` redraws what the change touches.
+// Changes what is open, and the address with it, and draws again what is shown.
 function go(change) {
   const before = [state.view, state.capture, state.site].join();
   Object.assign(state, change);
@@ -92,4 +85,5 @@ function go(change) {
     // Within a notebook's frame there is no address to keep.
   }
   if (moved) render();
+  else Plot.redrawAll();
 }

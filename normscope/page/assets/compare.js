@@ -22,21 +22,18 @@ function compareView() {
   const name = open.site ? firstName() : null;
   if (name === null) return [...head, remark("This site has no counterpart in the first capture. Choose another."), steps()];
   const found = PAGE.captures.map((capture, place) => ({ capture, at: counterpart(place, name), number: place }));
-  const there = found.filter(({ at }) => at && at.site.axis && !at.site.nothing);
+  const there = found.filter(({ at }) => at && !emptiness(at.site));
   const shared = sharedScales(there.map(({ at }) => at.site));
   const panels = found.map(({ capture, at, number: place }) => {
     const heading = captureTitle(capture);
-    if (!at || !at.site.axis || at.site.nothing) return element("figure", {}, [element("h3", { text: heading }), remark(at ? visible(at.site.nothing || "no pair") : "No site of this capture stands beside this one.")]);
-    const scene = () => scurveScene(at.site, { ...shared, colour: state.colour });
+    if (!at || emptiness(at.site)) return element("figure", {}, [element("h3", { text: heading }), remark(at ? visible(emptiness(at.site)) : "No site of this capture stands beside this one.")]);
+    const scene = () => scurveScene(at.site, shared);
     return figure({ label: `S-curve of ${heading}, ${siteTitle(at.site)}`, title: `${heading} · ${siteTitle(at.site)}`, height: (width) => Math.round(clipped(0.7 * width, 220, 420)), scene },
       { heading: `${heading} · ${siteTitle(at.site)}`, note: visible([capture.about.weights, capture.about.data].filter(Boolean).join(" · ")) }).whole;
   });
   return [
     element("div", { class: "site-head" }, [...head, steps()]),
-    element("div", { class: "controls" }, [
-      choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); Plot.redrawAll(); }),
-      curveToggles(open.capture.curves, () => Plot.redrawAll()),
-    ]),
+    element("div", { class: "controls" }, [colourChoice(), curveToggles(open.capture.curves)]),
     remark("All panels have the same axes."),
     element("div", { class: "side-by-side" }, panels),
     compareTable(name),

@@ -38,57 +38,49 @@ function dropdown(options, chosen, changed, attributes) {
   return select;
 }
 
-// A button that is on or off; `changed` is told which.
-function toggle(text, on, changed, { colour = null, dashes = [], title = null } = {}) {
-  const made = element("button", { type: "button", "aria-pressed": String(on), title });
-  if (colour) made.append(swatch(colour, dashes));
-  made.append(text);
-  made.addEventListener("click", () => {
-    const now = made.getAttribute("aria-pressed") !== "true";
-    made.setAttribute("aria-pressed", String(now));
-    changed(now);
-  });
-  return made;
-}
-
 function swatch(colour, dashes) {
   const line = svg("svg", { width: 26, height: 10, "aria-hidden": "true" });
   line.append(svg("path", { d: "M1 5H25", stroke: colour, "stroke-width": 3, "stroke-dasharray": dashed(dashes, 2) }));
   return line;
 }
 
-// One of several: radio buttons that look like one row.
+// One of several [value, text]: radio buttons that look like one row.
 function choice(label, options, chosen, changed) {
-  const name = `choice-${label.replace(/\W/g, "-")}-${Math.random().toString(36).slice(2)}`;
-  const parts = Object.entries(options).map(([value, text]) => {
-    const input = element("input", { type: "radio", name, value, checked: value === chosen, onchange: () => changed(value) });
+  const parts = options.map(([value, text]) => {
+    const input = element("input", { type: "radio", name: label, value, checked: value === chosen, onchange: () => changed(value) });
     return element("label", {}, [input, element("span", { text })]);
   });
   return element("fieldset", { class: "choice" }, [element("legend", { text: label }), ...parts]);
 }
 
-// A table, and beside it buttons that copy and save it as CSV. A cell is text, or {text, value, node}.
+// Names as options that are called as they are.
+function asOptions(names) {
+  return names.map((name) => [name, name]);
+}
+
+// A cell of a table, as {text, value, node}; text alone will do.
+function asCell(content) {
+  return content !== null && typeof content === "object" ? content : { text: content };
+}
+
+// A table, and below it buttons that copy and save it as CSV.
 function table(name, heads, rows, { caption = "", chosen = -1 } = {}) {
-  const cell = (kind) => (content, place) => {
-    const { text, node = null } = content !== null && typeof content === "object" ? content : { text: content };
-    const shape = place && isNumber(text) ? "number" : String(text).length > WIDE ? "wide" : null;
-    const made = element(kind, { class: shape, scope: kind === "th" ? "col" : null });
-    made.append(node || visible(text ?? "–"));
-    return made;
-  };
-  const head = element("thead", {}, [element("tr", {}, heads.map((text, place) => {
-    const made = cell("th")(text, 0);
-    const first = rows.length ? rows[0][place] : "";
-    if (place && isNumber(first !== null && typeof first === "object" ? first.text : first)) made.className = "number";
-    return made;
-  }))]);
-  const body = element("tbody", {}, rows.map((row, place) => element("tr", { "aria-current": place === chosen ? "true" : null }, row.map(cell("td")))));
+  const shape = (text, place) => (place && isNumber(text) ? "number" : String(text).length > WIDE ? "wide" : null);
+  const head = heads.map((text, place) => {
+    const isNumeric = rows.length && shape(asCell(rows[0][place]).text, place) === "number";
+    return element("th", { scope: "col", class: isNumeric ? "number" : shape(text), text: visible(text) });
+  });
+  const body = rows.map((row, place) => element("tr", { "aria-current": place === chosen ? "true" : null }, row.map((content, column) => {
+    const { text, node } = asCell(content);
+    return element("td", { class: shape(text, column) }, [node || visible(text ?? "–")]);
+  })));
   const text = () => csv([heads, ...rows]);
   const tools = element("p", { class: "tools" }, [
     button("Copy CSV", () => copied(text(), `${name} copied as CSV`)),
-    button("Save CSV", () => download(new Blob([text()], { type: "text/csv" }), `${name.replace(/[^\w.]+/g, "-")}.csv`)),
+    button("Save CSV", () => download(new Blob([text()], { type: "text/csv" }), name, "csv")),
   ]);
-  const whole = element("table", {}, [element("caption", { class: "unseen", text: name }), head, body]);
+  const parts = [element("thead", {}, [element("tr", {}, head)]), element("tbody", {}, body)];
+  const whole = element("table", {}, [element("caption", { class: "unseen", text: name }), ...parts]);
   const scrolls = element("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": name }, [whole]);
   return element("div", { class: "tabled" }, [scrolls, caption ? remark(caption) : null, tools]);
 }
@@ -100,40 +92,56 @@ function isNumber(text) {
 // A table as CSV, with the numbers as they are where a cell knows them; a text that a spreadsheet would run is quoted.
 function csv(rows) {
   return rows.map((row) => row.map((content) => {
-    const value = content !== null && typeof content === "object" ? content.value ?? content.text : content;
-    if (typeof value === "number") return String(value);
+    const { text: shown, value = shown } = asCell(content);
     const text = String(value ?? "");
     const safe = /^[=+@\t\r-]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text;
     return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   }).join(",")).join("\n");
 }
 
+// Replaces what is in a part of the page; the focus outlasts its element.
+function refill(parent, children) {
+  const named = (node) => node.id || node.getAttribute("aria-label");
+  const { activeElement } = document;
+  const name = activeElement !== parent && parent.contains(activeElement) && named(activeElement);
+  parent.replaceChildren(...children);
+  if (!name) return;
+  const same = [...parent.querySelectorAll("button, select, input, [tabindex]")].find((node) => named(node) === name);
+  (same && !same.disabled ? same : document.getElementById("main")).focus({ preventScroll: true });
+}
+
 function say(text) {
   document.getElementById("said").textContent = text;
 }
 
-function copied(text, done) {
-  const byHand = () => {
-    const area = element("textarea", { class: "unseen" });
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    const worked = document.execCommand("copy");
-    area.remove();
-    say(worked ? done : "This browser lets no page copy; save it instead");
-  };
-  if (!navigator.clipboard) return byHand();
-  return navigator.clipboard.writeText(text).then(() => say(done), byHand);
+async function copied(text, done) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say(done);
+  } catch (error) {
+    say("This browser lets no page copy; save it instead");
+  }
 }
 
-function download(content, name) {
+function download(content, name, suffix) {
+  const file = `${name.replace(/[^\w.]+/g, "-").slice(0, 100)}.${suffix}`;
   const address = URL.createObjectURL(content);
-  const link = element("a", { href: address, download: name });
-  document.body.append(link);
-  link.click();
-  link.remove();
+  element("a", { href: address, download: file }).click();
   setTimeout(() => URL.revokeObjectURL(address), 10000);
-  say(`${name} saved`);
+  say(`${file} saved`);
+}
+
+// A ramp of colours, as a key.
+function ramp(colours) {
+  const made = element("span", { class: "ramp" });
+  made.style.background = `linear-gradient(to right, ${colours.join(", ")})`;
+  return made;
+}
+
+function keyDot(colour, text) {
+  const dotted = element("span", { class: "dot" });
+  dotted.style.background = colour;
+  return element("span", { class: "key" }, [dotted, text]);
 }
 
 // A figure with its heading, what it shows in words, and the buttons that save it.
@@ -145,6 +153,6 @@ function figure(plotOptions, { heading, note = "" }) {
     button("PNG", () => plot.save("png"), { "aria-label": `Save ${heading} as PNG` }),
   ]);
   const caption = element("figcaption", {}, [element("h3", { text: heading }), tools]);
-  const whole = element("figure", {}, [caption, host, ...(note ? [remark(note)] : [])]);
+  const whole = element("figure", {}, [caption, host, note ? remark(note) : null]);
   return { whole, plot };
 }

@@ -95,13 +95,11 @@ class FormulaReader {
 
   // A sign binds less than a power, as in Python: −x**2 is −(x**2), and 2**−x is a number.
   signed() {
-    if (this.accept("+")) {
-      const term = this.signed();
-      return this.made((x) => term(x), term);
-    }
-    if (this.accept("-")) {
-      const term = this.signed();
-      return this.made((x) => -term(x), term);
+    for (const [sign, factor] of [["+", 1], ["-", -1]]) {
+      if (this.accept(sign)) {
+        const term = this.signed();
+        return this.made((x) => factor * term(x), term);
+      }
     }
     const base = this.single();
     if (!this.accept("**")) return base;

@@ -66,11 +66,11 @@ function boxesOf(picture, { before, grid: [rows, columns] }, room) {
   };
 }
 
-// An input with its places; those that are marked have a ring. `told` and `chosen` are called with the place that is
-// pointed at, or −1, and with the one that is clicked.
+// An input with its places. `rings` returns those with a ring, {place, colour}; `told` and `chosen` are called with the
+// place that is pointed at, or −1, and with the one that is clicked.
 class InputMap {
-  constructor(site, input, kept, { other, told, chosen }) {
-    Object.assign(this, { site, input, kept, other, told, chosen, at: -1, rings: [] });
+  constructor(site, input, kept, { other, rings, told, chosen }) {
+    Object.assign(this, { site, input, kept, other, rings, told, chosen, at: -1 });
     this.shown = open.capture.inputs[input];
     this.inWords = !this.shown.picture && !this.shown.waveform;
     if (kept && kept.places.kind === "words") this.inWords = true;
@@ -83,8 +83,7 @@ class InputMap {
       this.host.append(this.canvas, this.svg);
     }
     if (role.tabindex) this.listen();
-    new ResizeObserver(() => { if (this.host.clientWidth && this.host.clientWidth !== this.width) this.draw(); }).observe(this.host);
-    Plot.all.add(this);
+    Plot.add(this);
   }
 
   listen() {
@@ -169,7 +168,7 @@ class InputMap {
       context.imageSmoothingQuality = "high";
       context.drawImage(pictureOf(picture, Boolean(heat) && places.kind === "patches"), at.x, at.y, at.width, at.height);
     }
-    this.label = places.before ? svg("text", { x: after, y: 15, fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT }, places.kind ? "of no patch" : "the whole input") : null;
+    this.label = places.before ? lettering({ x: after, y: 15 }, places.kind ? "of no patch" : "the whole input") : null;
     for (let place = 0; place < placesIn({ places }); place += 1) this.fill(context, place, heat);
   }
 
@@ -191,23 +190,18 @@ class InputMap {
     context.globalAlpha = 1;
   }
 
-  // Puts a ring around places: {place, colour, filled}; those of other rows of heads are left out by whoever asks.
-  mark(rings) {
-    this.rings = rings;
-    this.ring();
-  }
-
   ring() {
+    const marked = this.rings();
     if (this.inWords) {
       this.spans.forEach((span, place) => {
-        const ring = this.rings.find((one) => one.place === place);
+        const ring = marked.find((one) => one.place === place);
         span.style.outlineColor = ring ? ring.colour : "";
         span.classList.toggle("ringed", Boolean(ring));
       });
       return;
     }
     if (!this.boxes) return;
-    const rings = [...this.rings].reverse().flatMap(({ place, colour }) => {
+    const rings = marked.reverse().flatMap(({ place, colour }) => {
       const box = this.boxes.boxOf(place);
       const wide = Math.max(box.width, 4);
       const around = { x: box.x - (wide - box.width) / 2, y: box.y, width: wide, height: box.height, fill: "none", rx: 1.5 };

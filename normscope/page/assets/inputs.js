@@ -3,43 +3,40 @@
 
 let chosenOther = 0; // head, or call of the norm, whose tokens are shown
 
-// The section, and what marks its places again; null where the capture kept no input. `redraw` draws the S-curve, `plot`.
-function inputsSection(site, plot, redraw) {
+// The inputs of a site beside its S-curve, `plot`; null where the capture kept none.
+function inputsSection(site, plot) {
   if (!open.capture.inputs.length) return null;
   const whole = element("section", { class: "inputs", "aria-labelledby": "inputs-title" });
-  const section = { whole, site, plot, redraw, map: null };
+  const section = { whole, site, plot, map: null, token: -1 };
   plot.pointed = (found) => pointedAt(section, found);
   section.fill = () => fillInputs(section);
-  section.marks = () => markInputs(section, -1);
   const pinned = pinnedAt(site);
   if (pinned && pinned.input === state.input) chosenOther = placeOfKept(pinned.kept, pinned.token).other;
   section.fill();
-  return section;
+  return whole;
 }
 
 function fillInputs(section) {
   const { whole, site } = section;
-  const focused = whole.contains(document.activeElement) ? document.activeElement.id : null;
   if (section.map) Plot.all.delete(section.map);
   const kept = keptAt(site);
   const others = kept ? kept.places.others : 1;
   chosenOther = clipped(chosenOther, 0, others - 1);
   section.map = new InputMap(site, state.input, kept, {
-    other: chosenOther, told: (place) => pointAt(section, place), chosen: (place) => pinAt(section, tokenOfPlace(kept, place, chosenOther)),
+    other: chosenOther, rings: () => ringsOf(section),
+    told: (place) => pointAt(section, place), chosen: (place) => pinAt(section, tokenOfPlace(kept, place, chosenOther)),
   });
   section.said = element("p", { class: "said", id: "place-said", "aria-live": "polite" });
-  section.chip = element("span");
-  whole.replaceChildren(
+  section.pinned = element("span");
+  refill(whole, [
     element("h3", { id: "inputs-title", text: "Inputs" }),
     element("div", { class: "controls" }, [chooseInput(section), choosePart(section), chooseHeat(section, kept), others > 1 ? chooseOther(section, kept) : null]),
     section.map.host, section.said,
-    element("p", { class: "picks" }, [section.chip]),
+    element("p", { class: "picks" }, [section.pinned]),
     heatKey(site, kept), remark(saidOfPlaces(site, kept)),
-  );
+  ]);
   section.map.draw();
-  section.marks();
-  const again = focused && whole.querySelector(`#${focused}`);
-  if (again) again.focus({ preventScroll: true });
+  markInputs(section, -1);
 }
 
 function saidOfPlaces(site, kept) {
@@ -74,16 +71,14 @@ function choosePart(section) {
     const goes = state.pin && parts.includes(state.pin.input);
     go({ input, pin: goes ? { ...state.pin, input } : state.pin });
     section.fill();
-    if (goes) section.redraw();
   });
   return element("label", { class: "row" }, [slider, shown]);
 }
 
 function chooseHeat(section, kept) {
   if (!kept || !placesIn(kept)) return null;
-  const { tail, ...others } = HEATS;
-  const options = kept.tail ? HEATS : others;
-  const chosen = options[state.heat] ? state.heat : "sigma";
+  const options = HEATS.filter(([heat]) => heat !== "tail" || kept.tail);
+  const chosen = options.some(([heat]) => heat === state.heat) ? state.heat : "sigma";
   return choice("Show", options, chosen, (heat) => { go({ heat }); section.fill(); });
 }
 
@@ -101,10 +96,11 @@ function heatKey(site, kept) {
   const heat = kept && placesIn(kept) ? heatOf(site, state.input, kept) : null;
   if (!heat) return element("div");
   const alike = partsOf(state.input).length > 1 ? ", on one scale for all parts of the data" : "";
-  const [low, high, what] = heat.what === "sigma" ? [number(heat.low, 3), number(heat.high, 3), `σ of each token, by factors${alike}`]
-    : [percent(0, 0), percent(heat.high), `share of each token's elements with |x| ≥ ${number(site.tail_from)}, beyond the linear range of this site's tanh${alike}`];
+  const { low: least, high: most } = heat.scale;
+  const [low, high, what] = heat.what === "sigma" ? [number(least, 3), number(most, 3), `σ of each token, by factors${alike}`]
+    : [percent(0, 0), percent(most), `share of each token's elements with |x| ≥ ${number(site.tail_from)}, beyond the linear range of this site's tanh${alike}`];
   return element("div", { class: "note", id: "heat-key" }, [
-    element("div", { class: "group" }, [element("span", { text: low }), ramp([0, 0.25, 0.5, 0.75, 1].map(viridis)), element("span", { text: high })]),
+    element("div", { class: "group" }, [element("span", { text: low }), ramp(VIRIDIS.map(rgb)), element("span", { text: high })]),
     element("div", { text: what })]);
 }
 
@@ -117,8 +113,7 @@ function pointAt(section, place) {
 }
 
 // Rings: what is pointed at, what is pinned, and the picked tokens in their colours.
-function markInputs(section, token) {
-  const { site, map, said, chip } = section;
+function ringsOf({ site, map, token }) {
   const pinned = pinnedAt(site);
   const rings = [];
   const add = (kept, at, colour) => {
@@ -127,24 +122,29 @@ function markInputs(section, token) {
   };
   if (token >= 0) add(map.kept, token, palette.style.ink);
   if (pinned && pinned.input === state.input) add(pinned.kept, pinned.token, palette.mark);
-  state.picks.forEach((pick, number_) => {
-    const found = pick.kind === "token" ? keptOfDrawn(site, placeOfToken(site, pick.key)) : null;
-    if (found && found.input === state.input) add(map.kept, found.token, palette.style.channels[number_]);
+  state.picks.forEach((pick, rank) => {
+    const [kind, key] = pick.split(":");
+    const drawn = kind === "token" ? keptOfDrawn(site, placeOfToken(site, key)) : null;
+    if (drawn && drawn.input === state.input) add(map.kept, drawn.token, palette.style.channels[rank]);
   });
-  map.mark(rings);
-  const words = [];
-  if (token >= 0) words.push(keptText(site, state.input, map.kept, token));
-  else if (map.kept && placesIn(map.kept)) words.push("Point at a place to see its token; click to pin it.");
-  said.textContent = words.join("");
-  chip.replaceChildren(...(state.pin ? [pinChip(section, pinned)] : []));
+  return rings;
 }
 
-function pinChip(section, pinned) {
+// Puts a ring around the place of a token, and writes what the token is; −1: no token.
+function markInputs(section, token) {
+  const { site, map, said, pinned } = section;
+  section.token = token;
+  map.ring();
+  const hint = map.kept && placesIn(map.kept) ? "Point at a place to see its token; click to pin it." : "";
+  said.textContent = token < 0 ? hint : keptText(site, state.input, map.kept, token);
+  pinned.replaceChildren(...(state.pin ? [pinChip(section)] : []));
+}
+
+function pinChip(section) {
   const { pin } = state;
+  const pinned = pinnedAt(section.site);
   const text = pinned ? `pinned: ${inputName(pin.input)} · ${keptText(section.site, pin.input, pinned.kept, pin.token)}` : `pinned: token ${pin.token} of ${pin.shape.replaceAll("x", " × ")}, which this norm does not have`;
-  const made = button("", () => { go({ pin: null }); section.marks(); section.redraw(); }, { class: "chip", id: "unpin", "aria-label": `Unpin: ${text}` });
-  made.append(keyDot(palette.mark, `${text} ×`));
-  return made;
+  return chip(palette.mark, text, () => { go({ pin: null }); markInputs(section, -1); }, { id: "unpin", "aria-label": `Unpin: ${text}` });
 }
 
 // Pins a token of the input that is shown; the one that is pinned is let go.
@@ -153,8 +153,7 @@ function pinAt(section, token) {
   const pin = { input: state.input, token, shape: map.kept.shape.join("x") };
   const same = state.pin && Object.keys(pin).every((name) => pin[name] === state.pin[name]);
   go({ pin: same ? null : pin });
-  section.redraw();
-  section.marks();
+  markInputs(section, -1);
   say(same ? "Unpinned" : "Pinned");
 }
 

@@ -1,8 +1,6 @@
 "use strict";
 // Tokens of the inputs that a capture kept: which place of the input each is, its σ, its tail, its straight line.
 
-const LINE_STEPS = 65;
-
 // The tokens of an input at a site; null where the capture keeps none of it there.
 function keptAt(site, input = state.input) {
   return site.inputs[input] || null;
@@ -33,10 +31,10 @@ function tokenOfPlace({ places: { steps } }, place, other) {
 }
 
 // The place and the row of others of a token.
-function placeOfKept({ places: { steps, others } }, token) {
-  if (others === 1) return { place: token, other: 0 };
-  const [far, near] = steps[0] > steps[1] ? [Math.floor(token / steps[0]), token % steps[0]] : [Math.floor(token / steps[1]), token % steps[1]];
-  return steps[0] > steps[1] ? { other: far, place: near } : { place: far, other: near };
+function placeOfKept({ places: { steps } }, token) {
+  const step = Math.max(...steps);
+  const [whole, rest] = [Math.floor(token / step), token % step];
+  return steps[0] > steps[1] ? { other: whole, place: rest } : { place: whole, other: rest };
 }
 
 // The kept token that a drawn one is: {input, token}; null where its sample was not kept.
@@ -82,25 +80,20 @@ function keptText(site, input, kept, token) {
   return [...where, `σ ${number(sigma, 3)}`, tail].filter(Boolean).join(" · ");
 }
 
-// How a site's tokens of an input are coloured: values, and their range over all parts of the input.
+// How a site's tokens of an input are coloured: values, and a scale that is that of all parts of the input.
 function heatOf(site, input, kept) {
   const what = state.heat === "tail" && !kept.tail ? "sigma" : state.heat;
   if (what === "none") return null;
-  const values = numbersOf(kept[what]);
-  let [low, high] = [Infinity, 0];
-  for (const part of partsOf(input)) {
-    const other = keptAt(site, part);
-    if (other) for (const value of numbersOf(other[what])) if (!Number.isNaN(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
-  }
+  const parts = partsOf(input).map((part) => keptAt(site, part)).filter(Boolean);
+  const [low, high] = extent(parts.flatMap((part) => Array.from(numbersOf(part[what]))));
   if (!(low <= high)) return null;
-  if (what === "tail") return { what, values, low: 0, high, share: (value) => (high ? value / high : 0) };
-  const range = Math.log(high / low) || 1;
-  return { what, values, low, high, share: (value) => Math.log(value / low) / range };
+  const scale = what === "tail" ? new Axis(0, high) : new Axis(low, high, { logarithmic: true });
+  return { what, values: numbersOf(kept[what]), scale };
 }
 
 function heatColour(heat, token) {
   const value = heat ? heat.values[token] : NaN;
-  return Number.isNaN(value) ? null : viridis(heat.share(value));
+  return Number.isNaN(value) ? null : viridis(heat.scale.share(value));
 }
 
 // Which place of which input a kept token is.
@@ -117,13 +110,12 @@ function keptLines(site, axis, kept, token, { pinned = false, thin = false } = {
   const most = site.bound === null ? Math.abs(site.axis.y[1]) : Math.min(site.bound, Math.abs(site.axis.y[1]));
   const [low, high] = [Math.max(axis.low, offset - most * sigma), Math.min(axis.high, offset + most * sigma)];
   if (!(low < high)) return [];
-  const x = axis.within(low, high).evenly(LINE_STEPS);
-  const y = x.map((value) => (value - offset) / sigma);
+  const points = straightLine(axis, offset, sigma, low, high);
   const { ink, background } = palette.style;
   const width = thin ? 2.6 : 5;
   return [
-    { x, y, colour: ink, width, halo: false, name: pinned ? "pinned" : "token" },
-    { x, y, colour: pinned ? palette.mark : background, width: width / 2, halo: false },
+    { ...points, colour: ink, width, halo: false, name: pinned ? "pinned" : "token" },
+    { ...points, colour: pinned ? palette.mark : background, width: width / 2, halo: false },
   ];
 }
 

@@ -101,26 +101,26 @@ function marksOf(capture, { colour, values, label, level = false }, kinds) {
 function legend(capture, kinds) {
   const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${visible(kind)}` }));
   return element("div", { class: "controls" }, [
-    curveToggles(capture.curves, () => Plot.redrawAll()),
+    curveToggles(capture.curves),
     element("div", { class: "group" }, [...shapes, element("span", { class: "key", text: "small marks, dotted: ceiling, 95 %, tokens" })]),
   ]);
 }
 
-// A button that shows or hides a curve, or E[y|x].
-function curveToggle(curve, changed) {
-  const isMean = curve === "mean";
-  const look = isMean ? { colour: palette.style.ink } : { ...palette.curve(curve), title: formulaOf(curve) };
-  return toggle(isMean ? "E[y|x]" : curve, !state.hidden.has(curve), (on) => {
-    const hidden = new Set(state.hidden);
-    if (on) hidden.delete(curve);
-    else hidden.add(curve);
-    go({ hidden });
-    changed();
-  }, look);
-}
-
-function curveToggles(curves, changed) {
-  return element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves.map((curve) => curveToggle(curve, changed)));
+// Buttons that show or hide curves, and E[y|x].
+function curveToggles(curves) {
+  return element("div", { class: "group", role: "group", "aria-label": "Curves" }, curves.map((curve) => {
+    const isMean = curve === "mean";
+    const { colour, dashes } = palette.curve(curve);
+    const pressed = () => String(!state.hidden.has(curve));
+    const made = button("", () => {
+      const hidden = new Set(state.hidden);
+      if (!hidden.delete(curve)) hidden.add(curve);
+      go({ hidden });
+      made.setAttribute("aria-pressed", pressed());
+    }, { "aria-pressed": pressed(), title: isMean ? null : formulaOf(curve) });
+    made.append(swatch(colour, dashes), isMean ? "E[y|x]" : curve);
+    return made;
+  }));
 }
 
 function formulaOf(curve) {
@@ -140,7 +140,7 @@ function thumbnails(capture) {
       element("span", { class: "name", text: tailOf(siteTitle(site), 36) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
     ]);
     host.drawn = () => {
-      if (site.nothing || !site.axis) return;
+      if (emptiness(site)) return;
       const scene = () => scurveScene(site, { colour: "density", thin: true, hovers: false, axis: axisOfSite(site, "auto"), lines: curveLines(site, "line", 1.2) });
       new Plot(host, { label: `S-curve of ${siteTitle(site)}`, height: 120, scene, zooms: false, small: true }).draw();
     };
@@ -155,7 +155,7 @@ function tailOf(text, most) {
 }
 
 function thumbnailText(site) {
-  if (site.nothing) return visible(site.nothing);
+  if (emptiness(site)) return visible(emptiness(site));
   const best = site.fits.filter((fit) => !fit.nothing).sort((one, other) => other.r2 - one.r2)[0];
   return best ? `${best.curve} R² ${number(best.r2, 3)}` : siteDetail(site);
 }

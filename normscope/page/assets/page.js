@@ -1,7 +1,6 @@
 "use strict";
 // The page: its head, its tabs, its keys, light and dark, and what is shown in it.
 
-const TABS = { overview: "Overview", site: "Site", explorer: "Explorer", swap: "Swap", compare: "Compare" };
 const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, swap: swapView, compare: compareView };
 const KEYS = [
   ["← →", "site before, next site"], ["1 … 5", "overview, site, explorer, swap, compare"], ["/", "search tokens and channels"],
@@ -9,18 +8,16 @@ const KEYS = [
   ["← ↑ ↓ → Enter", "in an input: from token to token, pin one"],
 ];
 const MOST_NAMED = 4; // inputs, at the top of the page
-const THEME = "normscope-theme";
+const darkScreen = window.matchMedia("(prefers-color-scheme: dark)");
 
 let shownView = null;
 
 function render() {
+  setTheme(state.theme || (darkScreen.matches ? "dark" : "light"));
   Plot.all.clear();
   const main = document.getElementById("main");
-  const { activeElement } = document;
-  const focused = activeElement.closest("#main") && (activeElement.id || activeElement.getAttribute("aria-label")); // outlasts its element
-  main.replaceChildren(...SHOWN[state.view]());
+  refill(main, SHOWN[state.view]());
   for (const plot of Plot.all) plot.draw();
-  focusAgain(main, focused);
   if (shownView !== null && shownView !== state.view) window.scrollTo(0, 0);
   shownView = state.view;
   if (state.view === "site" && open.site) say(siteTitle(open.site));
@@ -30,18 +27,13 @@ function render() {
     tab.tabIndex = on ? 0 : -1;
   }
   main.setAttribute("aria-labelledby", `tab-${state.view}`);
-  for (const select of document.querySelectorAll("#captures")) select.value = state.capture;
+  const captures = document.getElementById("captures");
+  if (captures) captures.value = state.capture;
   document.getElementById("origin").replaceChildren(...originOf(open.capture));
 }
 
-function focusAgain(main, name) {
-  if (!name || name === "main") return;
-  const same = [...main.querySelectorAll("button, select, input, [tabindex]")].find((node) => (node.id || node.getAttribute("aria-label")) === name);
-  (same && !same.disabled ? same : main).focus({ preventScroll: true });
-}
-
 function tabs() {
-  const made = Object.entries(TABS).map(([view, text]) => button(text, () => go({ view }), {
+  const made = Object.entries(VIEWS).map(([view, text]) => button(text, () => go({ view }), {
     role: "tab", id: `tab-${view}`, "data-view": view, "aria-controls": "main",
   }));
   const list = element("div", { role: "tablist", "aria-label": "Parts of the page" }, made);
@@ -73,16 +65,15 @@ function head() {
 function originOf(capture) {
   const { weights, data, dtype, sample } = capture.about;
   const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
-  const made = capture.made ? warning(`These weights are not trained: ${visible(capture.made)}.`) : null;
-  const inputs = inputsInside();
-  return [remark(words.join(" · ")), ...(inputs ? [inputs] : []), ...(made ? [made] : [])];
+  const made = capture.made ? warning(`These weights are not trained: ${visible(capture.made)}.`) : "";
+  return [remark(words.join(" · ")), inputsInside(), made];
 }
 
 // Whoever sends the file should know that pictures, recordings or texts are in it, of whichever capture.
 function inputsInside() {
   const all = PAGE.captures.flatMap(({ about, inputs }) => inputs.map(({ name, group }) => [`${about.model} ${group} ${name}`, shortly(name, 40)]));
   const names = [...new Map(all).values()];
-  if (!names.length) return null;
+  if (!names.length) return "";
   const those = names.length === 1 ? "1 input that can be looked at" : `${names.length} inputs that can be looked at`;
   const few = names.length > MOST_NAMED ? [...names.slice(0, MOST_NAMED), "…"] : names;
   return element("p", { class: "note", id: "inside" }, [`This file holds ${those}: ${few.join("; ")}. `, element("code", { text: "--keep-inputs 0" }), " leaves them out."]);
@@ -102,18 +93,8 @@ function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
 }
 
-function remembered(theme = null) {
-  try {
-    if (theme) localStorage.setItem(THEME, theme);
-    return localStorage.getItem(THEME);
-  } catch (error) {
-    return null; // no page may keep anything here
-  }
-}
-
 function changeTheme() {
-  setTheme(palette.theme === "light" ? "dark" : "light");
-  remembered(palette.theme);
+  go({ theme: palette.theme === "light" ? "dark" : "light" });
   render();
 }
 
@@ -140,9 +121,9 @@ function keyed(event) {
 }
 
 function keyAction(key) {
-  const views = Object.keys(TABS);
-  const colour = { d: "density", t: "token", c: "channel" }[key];
-  if (views[Number(key) - 1]) return () => go({ view: views[Number(key) - 1] });
+  const view = Object.keys(VIEWS)[Number(key) - 1];
+  const colour = COLOURS.find((name) => name[0] === key);
+  if (view) return () => go({ view });
   if (colour) return () => { go({ colour }); render(); };
   return { ArrowLeft: () => stepSite(-1), ArrowRight: () => stepSite(1), "/": search, l: changeTheme, "?": help }[key];
 }
@@ -170,9 +151,7 @@ function printed() {
   });
 }
 
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-setTheme(remembered() || (dark.matches ? "dark" : "light"));
-dark.addEventListener("change", () => { if (!remembered()) { setTheme(dark.matches ? "dark" : "light"); render(); } });
+darkScreen.addEventListener("change", render);
 window.addEventListener("popstate", () => { readAddress(); render(); });
 document.getElementById("skip").addEventListener("click", () => document.getElementById("main").focus());
 document.addEventListener("keydown", keyed);

@@ -35,9 +35,13 @@ function rgbOf(colour) {
 }
 
 function viridis(share) {
-  const place = Math.min(Math.max(share, 0), 1) * (VIRIDIS.length - 1);
+  const place = clipped(share, 0, 1) * (VIRIDIS.length - 1);
   const below = Math.min(Math.floor(place), VIRIDIS.length - 2);
-  return `rgb(${between(VIRIDIS[below], VIRIDIS[below + 1], place - below).join(",")})`;
+  return rgb(between(VIRIDIS[below], VIRIDIS[below + 1], place - below));
+}
+
+function rgb(parts) {
+  return `rgb(${parts.join(",")})`;
 }
 
 // Red, green and blue of each level of a density; level 0 is no pair.

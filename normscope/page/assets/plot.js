@@ -5,6 +5,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const LETTERS = 12;
 const NEAR = 24; // pixels, from which a point answers
+const LEAST_DRAGGED = 8; // pixels, each way
 const KEY = { title: 26, row: 18, gap: 10, swatch: 26, letter: 7 }; // pixels
 let clips = 0;
 
@@ -13,6 +14,10 @@ function svg(name, attributes = {}, text = null) {
   for (const [key, value] of Object.entries(attributes)) if (value !== null) made.setAttribute(key, value);
   if (text !== null) made.textContent = text;
   return made;
+}
+
+function lettering(attributes, text) {
+  return svg("text", { fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT, ...attributes }, text);
 }
 
 function dashed(dashes, times) {
@@ -47,8 +52,13 @@ class Plot {
     host.addEventListener("pointerleave", () => this.left());
     host.addEventListener("click", (event) => this.clicked(event));
     if (zooms) this.zoomable();
-    new ResizeObserver(() => this.resized()).observe(host);
-    Plot.all.add(this);
+    Plot.add(this);
+  }
+
+  // Redraws a view, which has a host and draws itself, as wide as its host is.
+  static add(view) {
+    new ResizeObserver(() => { if (view.host.clientWidth !== view.width) view.draw(); }).observe(view.host);
+    Plot.all.add(view);
   }
 
   static redrawAll() {
@@ -56,10 +66,6 @@ class Plot {
       if (plot.host.isConnected) plot.draw();
       else Plot.all.delete(plot);
     }
-  }
-
-  resized() {
-    if (this.host.clientWidth && this.host.clientWidth !== this.width) this.draw();
   }
 
   draw() {
@@ -121,23 +127,22 @@ class Plot {
 
   framed() {
     const { left, top, width, height } = this.box;
-    const { ink, faint } = palette.style;
+    const { faint } = palette.style;
     const parts = [svg("path", { d: `M${left} ${top}V${top + height}H${left + width}`, stroke: faint, fill: "none" })];
-    const text = { fill: ink, "font-size": LETTERS, "font-family": FONT };
     for (const tick of this.x.ticks(width, TICK_PIXELS.across)) {
       const at = this.across(tick);
       parts.push(svg("path", { d: `M${at} ${top + height}v4`, stroke: faint }));
       const label = this.shown.names ? this.shown.names(tick) : number(tick);
-      parts.push(svg("text", { ...text, x: at, y: top + height + 17, "text-anchor": "middle" }, label));
+      parts.push(lettering({ x: at, y: top + height + 17, "text-anchor": "middle" }, label));
     }
     for (const tick of this.y.ticks(height, TICK_PIXELS.upwards)) {
       const at = this.upwards(tick);
       parts.push(svg("path", { d: `M${left} ${at}h${width}`, stroke: faint, "stroke-opacity": 0.18 }));
-      parts.push(svg("text", { ...text, x: left - 7, y: at + 4, "text-anchor": "end" }, number(tick)));
+      parts.push(lettering({ x: left - 7, y: at + 4, "text-anchor": "end" }, number(tick)));
     }
     const middle = top + height / 2;
-    if (this.shown.xlabel) parts.push(svg("text", { ...text, x: left + width / 2, y: top + height + 35, "text-anchor": "middle" }, this.shown.xlabel));
-    if (this.shown.ylabel) parts.push(svg("text", { ...text, x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, this.shown.ylabel));
+    if (this.shown.xlabel) parts.push(lettering({ x: left + width / 2, y: top + height + 35, "text-anchor": "middle" }, this.shown.xlabel));
+    if (this.shown.ylabel) parts.push(lettering({ x: 12, y: middle, "text-anchor": "middle", transform: `rotate(-90 12 ${middle})` }, this.shown.ylabel));
     return parts;
   }
 
@@ -191,8 +196,8 @@ class Plot {
   places() {
     if (!this.placed && this.shown.hover) {
       const { x, y } = this.shown.hover;
-      const across = Float32Array.from(x, (value) => this.across(value));
-      this.placed = { across, upwards: y ? Float32Array.from(y, (value) => this.upwards(value)) : null };
+      const { left, top, width, height } = this.box;
+      this.placed = { across: this.x.pixels(x, left, width), upwards: y ? this.y.pixels(y, top + height, -height) : null };
     }
     return this.placed;
   }
@@ -213,10 +218,8 @@ class Plot {
 
   moved(event) {
     if (this.dragged) return this.drag(event);
-    const found = this.shown && this.shown.hover ? this.nearest(event) : -1;
-    if (found < 0) return this.left();
-    this.point(found);
-    return undefined;
+    const found = this.shown ? this.nearest(event) : -1;
+    return found < 0 ? this.left() : this.point(found);
   }
 
   point(found) {
@@ -254,10 +257,15 @@ class Plot {
 
   zoomable() {
     this.host.addEventListener("pointerdown", (event) => {
-      if (event.button === 0 && event.pointerType === "mouse") this.dragged = { from: this.offset(event), to: null };
+      if (event.button !== 0 || event.pointerType !== "mouse") return;
+      this.host.setPointerCapture(event.pointerId);
+      this.dragged = this.offset(event);
     });
-    this.host.addEventListener("dblclick", () => this.unzoom());
-    window.addEventListener("pointerup", () => this.drop());
+    this.host.addEventListener("dblclick", () => {
+      this.zoom = null;
+      this.draw();
+    });
+    this.host.addEventListener("pointerup", (event) => this.drop(event));
     pinchable(this);
     this.host.title = "Drag or pinch to zoom, double-click to see all";
   }
@@ -269,99 +277,71 @@ class Plot {
   }
 
   drag(event) {
-    this.dragged.to = this.offset(event);
-    const [[x, y], [toX, toY]] = [this.dragged.from, this.dragged.to];
+    const [[x, y], [toX, toY]] = [this.dragged, this.offset(event)];
     const box = { x: Math.min(x, toX), y: Math.min(y, toY), width: Math.abs(x - toX), height: Math.abs(y - toY) };
     this.tip.hidden = true;
     this.pointer.replaceChildren(svg("rect", { ...box, stroke: palette.style.ink, fill: palette.style.ink, "fill-opacity": 0.1 }));
   }
 
-  drop() {
-    const dragged = this.dragged;
-    this.dragged = null;
-    this.justZoomed = false;
-    if (!dragged || !dragged.to || Math.abs(dragged.from[0] - dragged.to[0]) < 8 || Math.abs(dragged.from[1] - dragged.to[1]) < 8) return;
-    const share = ([x, y]) => [(x - this.box.left) / this.box.width, 1 - (y - this.box.top) / this.box.height];
-    const [one, other] = [share(dragged.from), share(dragged.to)];
-    const ends = (axis, place) => [Math.min(one[place], other[place]), Math.max(one[place], other[place])].map((at) => axis.value(at));
-    this.zoom = { x: ends(this.x, 0), y: ends(this.y, 1) };
+  drop(event) {
+    const from = this.dragged;
+    [this.dragged, this.justZoomed] = [null, false];
+    if (!from) return;
+    const { left, top, width, height } = this.box;
+    const [[x, y], [toX, toY]] = [from, this.offset(event)];
+    if (Math.min(Math.abs(x - toX), Math.abs(y - toY)) < LEAST_DRAGGED) return;
+    const across = extent([x, toX].map((at) => (at - left) / width));
+    const upwards = extent([y, toY].map((at) => 1 - (at - top) / height));
+    this.zoom = { x: across.map((share) => this.x.value(share)), y: upwards.map((share) => this.y.value(share)) };
     this.justZoomed = true;
     this.draw();
   }
 
-  unzoom() {
-    this.zoom = null;
-    this.draw();
-  }
-
-  // Rows of named lines and where each stands, for a figure by itself: on the page the buttons above it are its key.
-  keyRows() {
+  // Rows of named lines for a figure by itself, and their height: on the page the buttons above it are its key.
+  key() {
     const lines = [...new Map((this.shown.lines || []).filter(({ name }) => name).map((line) => [line.name, line])).values()];
-    const rows = [];
-    let x = Infinity;
-    for (const line of lines.length > 1 ? lines : []) {
-      const text = line.name === "mean" ? "E[y|x]" : line.name;
+    const parts = [];
+    let [x, y] = [Infinity, KEY.title - KEY.row];
+    for (const { name, colour, dashes = [] } of lines.length > 1 ? lines : []) {
+      const text = name === "mean" ? "E[y|x]" : name;
       const width = KEY.swatch + KEY.letter * text.length + 2 * KEY.gap;
-      if (x + width > this.width) {
-        rows.push([]);
-        x = KEY.gap;
-      }
-      rows.at(-1).push({ ...line, text, at: x });
+      if (x + width > this.width) [x, y] = [KEY.gap, y + KEY.row];
+      const stroke = name === "pinned" ? palette.mark : colour;
+      parts.push(svg("path", { d: `M${x} ${y + 6}h${KEY.swatch}`, stroke, "stroke-width": 2.4, "stroke-dasharray": dashed(dashes, 2) }));
+      parts.push(lettering({ x: x + KEY.swatch + 5, y: y + 10 }, text));
       x += width;
     }
-    return rows;
-  }
-
-  // Pixels above the figure when it stands by itself.
-  get above() {
-    return KEY.title + KEY.row * this.keyRows().length;
-  }
-
-  keyDrawn() {
-    const rows = this.keyRows();
-    return rows.flatMap((row, number) => row.flatMap(({ name, colour, dashes = [], text, at }) => {
-      const y = (number - rows.length) * KEY.row + 6;
-      return [
-        svg("path", { d: `M${at} ${y}h${KEY.swatch}`, stroke: name === "pinned" ? palette.mark : colour, "stroke-width": 2.4, "stroke-dasharray": dashed(dashes, 2) }),
-        svg("text", { x: at + KEY.swatch + 5, y: y + 4, fill: palette.style.ink, "font-size": LETTERS, "font-family": FONT }, text),
-      ];
-    }));
+    return { parts, height: y + KEY.row };
   }
 
   // The figure by itself, with its title and its key above it, as the text of an SVG file.
   asSvg() {
-    const { above } = this;
-    const { background, ink } = palette.style;
-    const size = { width: this.width, height: this.high + above, viewBox: `0 ${-above} ${this.width} ${this.high + above}` };
-    const whole = svg("svg", { xmlns: SVG, ...size });
-    whole.append(svg("title", {}, this.label), svg("rect", { x: 0, y: -above, width: this.width, height: size.height, fill: background }));
-    whole.append(...this.keyDrawn(), svg("text", { x: 10, y: KEY.title - 8 - above, fill: ink, "font-size": LETTERS + 1, "font-family": FONT, "font-weight": 600 }, this.title || this.label));
-    whole.append(svg("image", { href: this.canvas.toDataURL("image/png"), width: this.width, height: this.high }));
-    for (const part of this.svg.children) whole.append(part.cloneNode(true));
+    const { parts, height: above } = this.key();
+    const size = { width: this.width, height: this.high + above };
+    const drawn = svg("g", { transform: `translate(0 ${above})` });
+    drawn.append(svg("image", { href: this.canvas.toDataURL("image/png"), width: this.width, height: this.high }));
+    for (const part of this.svg.children) drawn.append(part.cloneNode(true));
+    const whole = svg("svg", { xmlns: SVG, viewBox: `0 0 ${size.width} ${size.height}`, ...size });
+    const title = lettering({ x: 10, y: KEY.title - 8, "font-size": LETTERS + 1, "font-weight": 600 }, this.title || this.label);
+    whole.append(svg("title", {}, this.label), svg("rect", { ...size, fill: palette.style.background }), ...parts, title, drawn);
     return new XMLSerializer().serializeToString(whole);
   }
 
-  save(kind) {
-    const file = `${(this.title || this.label).replace(/[^\w.]+/g, "-").slice(0, 100)}`;
+  async save(kind) {
     const text = new Blob([this.asSvg()], { type: "image/svg+xml" });
-    if (kind === "svg") return download(text, `${file}.svg`);
-    return drawnOf(text, this.width, this.high + this.above, 2).then((picture) => download(picture, `${file}.png`));
+    download(kind === "svg" ? text : await asPng(text, 2), this.title || this.label, kind);
   }
 }
 
 Plot.all = new Set();
 
-function drawnOf(text, width, height, times) {
-  return new Promise((resolve, reject) => {
-    const picture = new Image();
-    const address = URL.createObjectURL(text);
-    picture.onload = () => {
-      const canvas = element("canvas", { width: width * times, height: height * times });
-      canvas.getContext("2d").drawImage(picture, 0, 0, width * times, height * times);
-      URL.revokeObjectURL(address);
-      canvas.toBlob(resolve, "image/png");
-    };
-    picture.onerror = reject;
-    picture.src = address;
-  });
+// An SVG file as PNG, so many times as large.
+async function asPng(text, times) {
+  const picture = new Image();
+  picture.src = URL.createObjectURL(text);
+  await picture.decode();
+  URL.revokeObjectURL(picture.src);
+  const canvas = element("canvas", { width: picture.width * times, height: picture.height * times });
+  canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+  return new Promise((resolve) => { canvas.toBlob(resolve, "image/png"); });
 }

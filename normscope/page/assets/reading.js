@@ -14,19 +14,15 @@ function cached(made, key = () => "") {
   };
 }
 
-const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, u2: Uint16Array, i4: Int32Array };
+const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, i4: Int32Array };
 
 // The numbers of a packed array; float16 as float32, which every browser has.
-const unpacked = cached((packed) => {
+const numbersOf = cached((packed) => {
   const text = atob(packed.bytes);
   const bytes = new Uint8Array(text.length);
   for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
   return packed.kind === "f2" ? halves(new Uint16Array(bytes.buffer)) : new KINDS[packed.kind](bytes.buffer);
 });
-
-function numbersOf(packed) {
-  return packed ? unpacked(packed) : new Float32Array(0);
-}
 
 function halves(bits) {
   const wide = new Uint32Array(bits.length);
@@ -40,13 +36,18 @@ function halves(bits) {
   return values;
 }
 
+// The smallest and the largest of some numbers, NaN left out.
+function extent(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) if (!Number.isNaN(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  return [low, high];
+}
+
 // Signs that would steer a reader or turn letters are written out, as in the package's tables.
-const STEERING = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]/g;
-const PAIRED = /[\ud800-\udbff][\udc00-\udfff]/g;
+const STEERING = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]/gu;
 
 function visible(text) {
-  const whole = String(text).split(/([\ud800-\udbff][\udc00-\udfff])/);
-  return whole.map((part) => (part.match(PAIRED) ? part : part.replace(STEERING, writtenOut))).join("");
+  return String(text).replace(STEERING, writtenOut);
 }
 
 function writtenOut(sign) {

@@ -61,14 +61,8 @@ function paintDensity(site) {
 // Colours of σ: from the smallest to the largest of the tokens that are shown, by factors.
 function sigmaColours(site) {
   const sigma = numbersOf(site.shown.sigma);
-  let [low, high] = [Infinity, 0];
-  for (const value of sigma) [low, high] = [Math.min(low, value), Math.max(high, value)];
-  const range = Math.log(high / low) || 1;
-  return { low, high, colours: Array.from(sigma, (value) => viridis(Math.log(value / low) / range)) };
-}
-
-function dot(context, plot, x, y, size) {
-  context.fillRect(plot.across(x) - size / 2, plot.upwards(y) - size / 2, size, size);
+  const scale = new Axis(...extent(sigma), { logarithmic: true });
+  return { scale, colours: Array.from(sigma, (value) => viridis(scale.share(value))) };
 }
 
 function paintTokens(site) {
@@ -80,20 +74,20 @@ function paintTokens(site) {
   };
 }
 
-// A token's straight line, which an asinh axis bends.
+// Points of y = (x − offset)/σ between two x: a straight line, which an asinh axis bends.
+function straightLine(axis, offset, sigma, low, high) {
+  const x = axis.within(low, high).evenly(LINE_POINTS);
+  return { x, y: x.map((value) => (value - offset) / sigma) };
+}
+
 function tokenLine(context, plot, site, number, colour, width, alpha) {
   const { shown } = site;
   if (shown.x) return;
   const [offset, sigma] = [numbersOf(shown.offset)[number], numbersOf(shown.sigma)[number]];
   const y = numbersOf(shown.y).subarray(number * shown.width, (number + 1) * shown.width);
-  let [low, high] = [Infinity, -Infinity];
-  for (const value of y) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  const line = straightLine(plot.x, offset, sigma, ...extent(y).map((end) => offset + sigma * end));
   context.beginPath();
-  const ends = plot.x.within(offset + sigma * low, offset + sigma * high);
-  for (let step = 0; step < LINE_POINTS; step += 1) {
-    const x = ends.value(step / (LINE_POINTS - 1));
-    context.lineTo(plot.across(x), plot.upwards((x - offset) / sigma));
-  }
+  line.x.forEach((x, place) => context.lineTo(plot.across(x), plot.upwards(line.y[place])));
   Object.assign(context, { strokeStyle: colour, lineWidth: width, globalAlpha: alpha });
   context.stroke();
   context.globalAlpha = 1;
@@ -114,12 +108,8 @@ function paintChannels(site) {
     const { x, y, channel } = pointsOf(site);
     const extreme = colouredChannels(site);
     paintDots(context, plot, x, y, { size: FEW_POINTS, colours: [palette.style.faint], alpha: 0.45 });
-    for (let place = 0; place < x.length; place += 1) {
-      const rank = extreme.indexOf(channel[place]);
-      if (rank < 0) continue;
-      context.fillStyle = palette.style.channels[rank];
-      dot(context, plot, x[place], y[place], 3.4);
-    }
+    const ranks = channel.map((number) => extreme.indexOf(number));
+    paintDots(context, plot, x, y, { size: 3.4, colours: palette.style.channels, of: ranks });
   };
 }
 
@@ -135,14 +125,13 @@ function paintPicks(site, size = 4.4) {
   return (context, plot) => {
     const { x, y, token, channel } = pointsOf(site);
     state.picks.forEach((pick, number) => {
-      const place = pick.kind === "token" ? placeOfToken(site, pick.key) : Number(pick.key);
+      const [kind, key] = pick.split(":");
+      const [of, place] = kind === "token" ? [token, placeOfToken(site, key)] : [channel, Number(key)];
       if (place < 0) return;
-      const of = pick.kind === "token" ? token : channel;
-      if (pick.kind === "token") tokenLine(context, plot, site, place, palette.style.channels[number], 2, 1);
-      for (const [colour, wide] of [[palette.style.background, size + 1.6], [palette.style.channels[number], size]]) {
-        context.fillStyle = colour;
-        for (let at = 0; at < x.length; at += 1) if (of[at] === place) dot(context, plot, x[at], y[at], wide);
-      }
+      if (kind === "token") tokenLine(context, plot, site, place, palette.style.channels[number], 2, 1);
+      const picked = of.map((value) => (value === place ? 0 : -1));
+      paintDots(context, plot, x, y, { size: size + 1.6, colours: [palette.style.background], of: picked });
+      paintDots(context, plot, x, y, { size, colours: [palette.style.channels[number]], of: picked });
     });
   };
 }
@@ -186,14 +175,14 @@ function tokenName(site, place) {
 }
 
 function pickName(pick) {
-  if (pick.kind === "channel") return `channel ${pick.key}`;
-  for (const capture of PAGE.captures) {
-    for (const site of capture.sites) {
-      const place = placeOfToken(site, pick.key);
-      if (place >= 0) return tokenName(site, place);
-    }
-  }
-  return `token ${pick.key}`;
+  const [kind, key] = pick.split(":");
+  const site = kind === "token" && PAGE.captures.flatMap(({ sites }) => sites).find((one) => placeOfToken(one, key) >= 0);
+  return site ? tokenName(site, placeOfToken(site, key)) : `${kind} ${key}`;
+}
+
+// The reason why nothing is drawn of a site.
+function emptiness(site) {
+  return site.axis ? site.nothing : site.nothing || "no pair";
 }
 
 function siteTitle(site) {

@@ -2,7 +2,6 @@
 // One site: its S-curve, what the curves leave, its derivative, its fits, its card; tokens and channels to pick.
 
 const MOST_LISTED = 60;
-const COLOUR_NAMES = { density: "density", token: "token", channel: "channel" };
 
 function siteView() {
   const { site } = open;
@@ -11,33 +10,18 @@ function siteView() {
     element("div", {}, [element("h2", { text: siteTitle(site) }), remark(siteSummary(site))]),
     steps(),
   ]);
-  if (site.nothing || !site.axis) {
-    return [head, warning(`There is nothing to draw here: ${visible(site.nothing || "no pair")}.`), cardOf(site)];
-  }
-  const main = scurveFigure(site);
-  const others = [residualFigure(site), derivativeFigure(site)].filter(Boolean);
-  const key = element("div", { id: "colour-key", class: "group note" }, keyParts(site));
-  const recolour = () => {
-    key.replaceChildren(...keyParts(site));
-    main.plot.draw();
-  };
-  const redraw = () => {
-    recolour();
-    others.forEach(({ plot }) => plot && plot.draw());
-  };
-  const inputs = inputsSection(site, main.plot, recolour);
-  const picked = () => {
-    recolour();
-    if (inputs) inputs.marks();
-  };
-  const first = [siteControls(site, redraw, recolour), main.whole, key];
-  const later = [fitsOfSite(site), ...others.map(({ whole }) => whole)];
+  if (emptiness(site)) return [head, warning(`There is nothing to draw here: ${visible(emptiness(site))}.`), cardOf(site)];
+  const key = element("div", { id: "colour-key", class: "group note" });
+  const main = scurveFigure(site, key);
+  const inputs = inputsSection(site, main.plot);
+  const first = [element("div", { class: "controls" }, [colourChoice(), scaleChoice(), curveToggles(["mean", ...open.capture.curves])]), main.whole, key];
+  const later = [fitsOfSite(site), residualFigure(site), derivativeFigure(site)];
   const figures = (parts) => element("div", { class: "figures" }, parts);
   return [
     head,
     element("div", { class: "columns" }, [
-      ...(inputs ? [figures(first), inputs.whole, figures(later)] : [figures([...first, ...later])]),
-      element("div", { class: "beside" }, [picker(site, picked), cardOf(site)]),
+      ...(inputs ? [figures(first), inputs, figures(later)] : [figures([...first, ...later])]),
+      element("div", { class: "beside" }, [picker(site), cardOf(site)]),
     ]),
   ];
 }
@@ -62,56 +46,47 @@ function stepSite(by) {
   if (open.capture.sites[site]) go({ site });
 }
 
-function siteControls(site, redraw, recolour) {
-  const scales = { auto: "auto", linear: "linear", asinh: "asinh" };
-  return element("div", { class: "controls" }, [
-    choice("Colour by", COLOUR_NAMES, state.colour, (colour) => { go({ colour }); recolour(); }),
-    choice("Axis of x", scales, state.scale, (scale) => { go({ scale }); Plot.all.forEach((plot) => { plot.zoom = null; }); redraw(); }),
-    curveToggles(["mean", ...open.capture.curves], redraw),
-  ]);
+function colourChoice() {
+  return choice("Colour by", asOptions(COLOURS), state.colour, (colour) => go({ colour }));
+}
+
+function scaleChoice() {
+  return choice("Axis of x", asOptions(["auto", ...SCALES]), state.scale, (scale) => {
+    Plot.all.forEach((plot) => { plot.zoom = null; });
+    go({ scale });
+  });
 }
 
 function highOf(width) {
   return Math.round(clipped(0.62 * width, 260, 520));
 }
 
-function scurveFigure(site) {
+// The S-curve; each drawing of it also writes the key of its colours.
+function scurveFigure(site, key) {
   const title = `${captureName(open.capture)} · ${siteTitle(site)}`;
   const label = `S-curve of ${siteTitle(site)}: outputs against inputs of all pairs, with fitted curves`;
-  return figure({ label, title, height: highOf, scene: () => scurveScene(site) }, { heading: "S-curve" });
+  const scene = () => {
+    key.replaceChildren(...keyParts(site));
+    return scurveScene(site);
+  };
+  return figure({ label, title, height: highOf, scene }, { heading: "S-curve" });
 }
 
 // What the colours of the S-curve stand for.
 function keyParts(site) {
   const { shown } = site;
   if (state.colour === "density") {
-    const [few, many] = [densityColours()[1], densityColours()[255]].map((colour) => `rgb(${colour.join(",")})`);
+    const [few, many] = [densityColours()[1], densityColours()[255]].map(rgb);
     const bound = site.bound === null ? "" : ` · dotted: y within ±${number(site.bound)}`;
     return [element("span", { text: "pairs a cell" }), ramp([few, many]), element("span", { text: `${number(site.density.fewest)} to ${number(site.density.most, 3)}, by factors${bound}` })];
   }
   const drawn = `${shown.key.length} of ${grouped(site.tokens)} tokens: ${shown.uniform} drawn uniformly, the others those of largest |x|`;
   if (state.colour === "token") {
-    const { low, high } = sigmaColours(site);
-    return [element("span", { text: `σ ${number(low, 3)}` }), ramp([0, 0.25, 0.5, 0.75, 1].map(viridis)), element("span", { text: `${number(high, 3)} · ${drawn}` })];
+    const { low, high } = sigmaColours(site).scale;
+    return [element("span", { text: `σ ${number(low, 3)}` }), ramp(VIRIDIS.map(rgb)), element("span", { text: `${number(high, 3)} · ${drawn}` })];
   }
   const extreme = site.channels === null && !site.by_channel.x ? [] : colouredChannels(site);
   return [...extreme.map((channel, rank) => keyDot(palette.style.channels[rank], `channel ${channel}`)), element("span", { text: `others grey · ${drawn}` })];
-}
-
-function ramp(colours) {
-  const width = 96;
-  const drawn = svg("svg", { width, height: 12, "aria-hidden": "true" });
-  const id = `ramp-${(clips += 1)}`;
-  const gradient = svg("linearGradient", { id });
-  gradient.append(...colours.map((colour, place) => svg("stop", { offset: place / (colours.length - 1), "stop-color": colour })));
-  drawn.append(gradient, svg("rect", { width, height: 12, fill: `url(#${id})` }));
-  return drawn;
-}
-
-function keyDot(colour, text) {
-  const dotted = svg("svg", { width: 12, height: 12, "aria-hidden": "true" });
-  dotted.append(svg("rect", { x: 2, y: 2, width: 8, height: 8, fill: colour }));
-  return element("span", { class: "key" }, [dotted, text]);
 }
 
 function residualFigure(site) {
@@ -132,7 +107,7 @@ function residualFigure(site) {
     };
   };
   const note = site.folds ? `Grey: ±2 standard errors of E[y|x], over folds by ${site.folds}.` : "Without folds there is no standard error.";
-  return figure({ label: `Residuals at ${siteTitle(site)}`, title: `${siteTitle(site)} · residuals`, height: 230, scene }, { heading: "Residuals", note });
+  return figure({ label: `Residuals at ${siteTitle(site)}`, title: `${siteTitle(site)} · residuals`, height: 230, scene }, { heading: "Residuals", note }).whole;
 }
 
 function bandOf(x, twice) {
@@ -146,7 +121,7 @@ function derivativeFigure(site) {
   const { diagonal } = site;
   const heading = "Derivative";
   if (diagonal.reason) {
-    return { whole: element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading })]), remark(`No closed form of the norm's own: ${visible(diagonal.reason)}.`)]), plot: null };
+    return element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading })]), remark(`No closed form of the norm's own: ${visible(diagonal.reason)}.`)]);
   }
   const [x, slopes] = [numbersOf(diagonal.x), numbersOf(diagonal.y)];
   const scene = () => {
@@ -162,7 +137,7 @@ function derivativeFigure(site) {
     };
   };
   const note = `Grey: the diagonal ∂yᵢ/∂xᵢ of the norm's Jacobian on drawn tokens${diagonal.mean ? "; black: its mean over all pairs" : ""}; lines: the curves' derivatives.`;
-  return figure({ label: `Derivatives at ${siteTitle(site)}`, title: `${siteTitle(site)} · derivative`, height: 260, scene }, { heading, note });
+  return figure({ label: `Derivatives at ${siteTitle(site)}`, title: `${siteTitle(site)} · derivative`, height: 260, scene }, { heading, note }).whole;
 }
 
 function fitsOfSite(site) {
@@ -192,42 +167,47 @@ function cardOf(site) {
   return section("h3", "Norm card", [element("dl", { class: "card" }, lines)]);
 }
 
+// A button that drops what it names.
+function chip(colour, text, drop, attributes) {
+  const made = button("", drop, { class: "chip", ...attributes });
+  made.append(keyDot(colour, `${text} ×`));
+  return made;
+}
+
 // The tokens and channels that are picked, each in its colour, on every site.
-function pickBar(redraw = () => Plot.redrawAll()) {
+function pickBar(changed = () => {}) {
   const bar = element("p", { class: "picks" });
-  const fill = () => bar.replaceChildren(...(state.picks.length ? state.picks.map((pick, place) => {
-    const chip = button("", () => { go({ picks: state.picks.filter((other) => !samePick(pick, other)) }); fill(); redraw(); }, { class: "chip", "aria-label": `Drop ${pickName(pick)}` });
-    chip.append(keyDot(palette.style.channels[place], `${pickName(pick)} ×`));
-    return chip;
-  }) : [element("span", { class: "note", text: "Nothing is picked: a token or channel that you pick at a site lights up in all of them." })]));
-  fill();
-  bar.fill = fill;
+  bar.fill = () => bar.replaceChildren(...(state.picks.length ? state.picks.map((pick, place) => chip(palette.style.channels[place], pickName(pick), () => {
+    go({ picks: state.picks.filter((other) => other !== pick) });
+    bar.fill();
+    changed();
+  }, { "aria-label": `Drop ${pickName(pick)}` })) : [element("span", { class: "note", text: "Nothing is picked: a token or channel that you pick at a site lights up in all of them." })]));
+  bar.fill();
   return bar;
 }
 
-function picker(site, redraw) {
-  const bar = pickBar(() => { list(); redraw(); });
+function picker(site) {
+  const bar = pickBar(() => list());
   const results = element("ul", { class: "results" });
   const entries = [...channelEntries(site), ...tokenEntries(site)];
   const search = element("input", { type: "search", id: "search", placeholder: "channel 12, sample 3, token 0 …", "aria-label": "Search tokens and channels", oninput: () => list() });
   const pick = (entry) => {
-    const without = state.picks.filter((other) => !samePick(entry.pick, other));
-    go({ picks: without.length < state.picks.length ? without : [...state.picks, entry.pick].slice(-MOST_PICKS) });
+    const others = state.picks.filter((pick) => pick !== entry.pick);
+    go({ picks: others.length < state.picks.length ? others : [...others, entry.pick].slice(-MOST_PICKS) });
     bar.fill();
     list();
-    redraw();
   };
   function list() {
     const found = those(entries, search.value);
     results.replaceChildren(...found.slice(0, MOST_LISTED).map((entry) => {
-      const on = state.picks.some((other) => samePick(other, entry.pick));
+      const on = state.picks.includes(entry.pick);
       const made = element("button", { type: "button", "aria-pressed": String(on), onclick: () => pick(entry) }, [
         element("span", { text: entry.name }), element("span", { class: "detail", text: entry.detail }),
       ]);
       return element("li", {}, [made]);
     }));
-    if (found.length > MOST_LISTED) results.append(element("li", { class: "note", text: `and ${grouped(found.length - MOST_LISTED)} more` }));
-    if (!found.length) results.append(element("li", { class: "note", text: "No token and no channel is called so." }));
+    const rest = found.length ? `and ${grouped(found.length - MOST_LISTED)} more` : "No token and no channel is called so.";
+    if (!found.length || found.length > MOST_LISTED) results.append(element("li", { class: "note", text: rest }));
   }
   list();
   return element("section", { class: "picker" }, [
@@ -253,7 +233,7 @@ function channelEntries(site) {
   if (site.channels === null && !site.by_channel.x) return [];
   const [reach, share] = [numbersOf(site.by_channel.reach), numbersOf(site.by_channel.share)];
   return largestFirst(reach).map((channel) => ({
-    pick: { kind: "channel", key: String(channel) }, name: `channel ${channel}`,
+    pick: `channel:${channel}`, name: `channel ${channel}`,
     detail: `max |x| ${number(reach[channel], 3)} · ${percent(share[channel])} of Σx²`,
   }));
 }
@@ -265,7 +245,7 @@ function tokenEntries(site) {
   for (let place = 0; place < x.length; place += 1) if (token[place] >= 0) most[token[place]] = Math.max(most[token[place]], Math.abs(x[place]));
   const order = [...new Map(site.shown.key.map((key, place) => [key, place])).values()].sort((one, other) => most[other] - most[one]);
   return order.map((place) => ({
-    pick: { kind: "token", key: site.shown.key[place] }, name: tokenName(site, place),
+    pick: `token:${site.shown.key[place]}`, name: tokenName(site, place),
     detail: `max |x| ${number(most[place], 3)} · σ ${number(sigma[place], 3)}`,
   }));
 }

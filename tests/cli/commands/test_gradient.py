@@ -46,14 +46,3 @@ def test_intervals_have_columns_of_their_own(here):
     done = invoke(f"gradient demo_vit {QUICK} --dpi 40 --csv --layers 0,")
     [row] = csv.DictReader(io.StringIO(done.stdout))
     assert float(row["r2_tanh_low"]) < float(row["r2_tanh"]) < float(row["r2_tanh_high"])
-
-
-@pytest.mark.slow
-def test_the_timesteps_of_a_diffusion_model_are_kept_apart(here):
-    steps = "--limit 2 --device cpu --timesteps 900,0 --by timestep"
-    told = document(f"gradient demo_dit {steps} --layers 2 --dpi 40 -o out")
-    assert [view["n_tokens"] for view in told["gradient"]] == [32] * 4
-    names = [f"out/demo_dit-timestep-{step}-gradient.png" for step in (900, 0)]
-    assert [figure["file"] for figure in told["figures"]] == names
-    assert [figure["part"] for figure in told["figures"]] == ["timestep 900", "timestep 0"]
-    assert all((here / name).is_file() for name in names)

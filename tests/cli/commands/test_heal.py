@@ -1,6 +1,7 @@
 """``normscope heal``, end to end on a network that comes with it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,44 +119,26 @@ def test_restart_discards_what_was_left_and_begins_anew(interrupted):
     assert "calibrated" in done.stdout and not interrupted.exists()
 
 
-FACTORY = """
-import torch
-from torch import nn
-
-def make():
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), [torch.randn(3, 5, 4) for _ in range(8)]
-
-def two():
-    torch.manual_seed(0)
-    layers = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.LayerNorm(8)
-    return nn.Sequential(*layers), [torch.randn(3, 5, 4) for _ in range(8)]
-"""
+FACTORIES = Path(__file__).parents[1] / "factories.py"
 
 
-@pytest.fixture
-def mine(here):
-    (here / "mine.py").write_text(FACTORY)
-    return here
-
-
-def test_a_network_of_ones_own_is_healed_in_its_own_batches(mine):
-    told = document("heal py:mine.py:make --steps 6 -o healed --device cpu --width 3.25 --title none")
+@pytest.mark.usefixtures("here")
+def test_a_network_of_ones_own_is_healed_in_its_own_batches():
+    told = document(f"heal py:{FACTORIES}:small --steps 6 -o healed --device cpu --width 3.25 --title none")
     assert told["n_held_out"] == 6
     with Image.open("healed-healing.png") as image:
         assert image.width == 650
-    refused = invoke("heal py:mine.py:make --steps 6 -o healed --batch-size 4", status=2)
+    refused = invoke(f"heal py:{FACTORIES}:small --steps 6 -o healed --batch-size 4", status=2)
     assert "decides how large its batches are" in refused.stderr
 
 
-def test_a_norm_that_is_kept_is_left_and_the_other_healed(mine):
-    keep = "heal py:mine.py:two --keep 1 --steps 6 -o healed --device cpu"
+def test_a_norm_that_is_kept_is_left_and_the_other_healed(here):
+    keep = f"heal py:{FACTORIES}:two --keep 1 --steps 6 -o healed --device cpu"
     (kept,) = document(keep)["keep"]["kept"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(mine)
-        healed = normscope.load("py:mine.py:two", weights="healed", device="cpu").module
+    healed = normscope.load(f"py:{FACTORIES}:two", weights="healed", device="cpu").module
     assert isinstance(healed.get_submodule(kept), torch.nn.LayerNorm)
     assert sum(isinstance(module, normscope.PointwiseFunction) for module in healed) == 1
-    assert (mine / "healed-keep.png").stat().st_size > 10_000
+    assert (here / "healed-keep.png").stat().st_size > 10_000
     told = invoke(keep)
     assert "norm put back" in told.stdout and kept in told.stdout
 
@@ -163,9 +146,9 @@ def test_a_norm_that_is_kept_is_left_and_the_other_healed(mine):
 @pytest.mark.parametrize(
     ("options", "init"), [("--func rmsnorm --steps 6", ""), ("--init theory --minutes 0.02", "theory")]
 )
-@pytest.mark.usefixtures("mine")
+@pytest.mark.usefixtures("here")
 def test_what_is_not_calibrated_is_trained(options, init):
-    done = invoke(f"heal py:mine.py:make {options} -o healed --device cpu --json")
+    done = invoke(f"heal py:{FACTORIES}:small {options} -o healed --device cpu --json")
     told = json.loads(done.stdout)
     assert list(told["stages"]) == ["trained"] and told["init"] == init
     assert told["checks"][-1]["step"] == told["steps"] >= 6

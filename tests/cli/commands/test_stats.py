@@ -40,16 +40,6 @@ def test_the_tables_say_what_was_planted(file):
     assert "all zero" in line(out, "off", 0) and "all zero" in line(out, "off", 1)
 
 
-def test_no_number_is_cut_off_on_a_narrow_terminal(file):
-    wide, narrow = (invoke(f"stats {file} -q", COLUMNS=width).stdout for width in ("300", "60"))
-    numbers = re.compile(r"\d+\.\d+")
-    for site in ("ln", "rms"):
-        for number in (0, 1):
-            shown, all_of_them = (numbers.findall(line(text, site, number)) for text in (narrow, wide))
-            assert 2 <= len(shown) < len(all_of_them) and set(shown) <= set(all_of_them)
-    assert narrow.count("Left out at a width of 60") == 2 and "Left out" not in wide
-
-
 def test_one_site_gets_its_whole_card(file):
     def card(site):
         return invoke(f"stats {file} -q --layers {site}", COLUMNS="120").stdout
