@@ -112,9 +112,13 @@ def test_code_runs_only_where_it_is_named(factory, tmp_path, monkeypatch):
 
 
 def test_a_swap_of_another_model(tmp_path):
-    saved(tmp_path / "swap", name="demo_vit", limit=4)
+    network = saved(tmp_path / "swap", name="demo_vit", limit=4)
     with pytest.raises(ModelError, match=r"The swap in .*swap is of demo_vit, not of demo_dit"):
         normscope.load("demo_dit", weights=tmp_path / "swap")
+    of_hub = network.about | {"model": "transformers:google/vit"}
+    normscope.save_swapped(network.module, tmp_path / "of_hub", of_hub, func="dyt", init="fit")
+    with pytest.raises(ModelError, match="is of transformers:google/vit, not of transformers:other/vit"):
+        normscope.load("transformers:other/vit", weights=tmp_path / "of_hub")
     with pytest.raises(ModelError, match="are a folder"):
         normscope.load("demo_vit", weights=tmp_path)
     with pytest.raises(ModelError, match=r"no swap\.json"):

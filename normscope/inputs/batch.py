@@ -84,7 +84,7 @@ class Batch:
         return self.valid_within[max(around, key=len)] if around else self.valid
 
     def first_sample(self) -> Batch:
-        """Return a batch of the first sample alone."""
+        """Return a batch of the first sample."""
         return self.first(1)
 
     def first(self, number: int) -> Batch:
@@ -220,9 +220,7 @@ def joined(batches: Sequence[Batch]) -> list[Batch]:
     [2]
     """
     first = batches[0]
-    if any(batch.kwargs.keys() != first.kwargs.keys() for batch in batches):
-        return list(batches)
-    if any(batch.valid_within.keys() != first.valid_within.keys() for batch in batches):
+    if len({(frozenset(batch.kwargs), frozenset(batch.valid_within)) for batch in batches}) > 1:
         return list(batches)
     try:
         args = tuple(_joined(values, batches) for values in zip(*(batch.args for batch in batches), strict=True))
@@ -244,14 +242,12 @@ def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
         whole = [len(value) == len(batch.samples) for value, batch in zip(values, batches, strict=True)]
         if all(whole) and len({(value.shape[1:], value.dtype, value.device) for value in values}) == 1:
             return torch.cat(list(values))
-        if len({value.shape for value in values}) == 1 and all(bool((value == first).all()) for value in values):
-            if any(whole):
-                raise ValueError
+        same = len({value.shape for value in values}) == 1 and all(bool((value == first).all()) for value in values)
+        if same and not any(whole):
             return first
-        raise ValueError
-    if any(isinstance(value, (torch.Tensor, Mapping)) for value in values) or any(value != first for value in values):
-        raise ValueError
-    return first
+    elif not any(isinstance(value, (torch.Tensor, Mapping)) or value != first for value in values):
+        return first
+    raise ValueError
 
 
 def copied_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

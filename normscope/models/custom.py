@@ -98,8 +98,10 @@ class FactoryBatches(Inputs):
             raise UsageError(f"{name} returned batches that can be taken only in their order: to shuffle takes a list.")
         self.left_out = LeftOut()
         self._name, self._model, self._code, self._options, self._kept = name, model, code, options, kept
-        sizes = [len(batch.samples) for batch in as_batches(batches, model)] if isinstance(batches, list) else None
-        self._sizes = None if sizes is None else [sizes[i] for i in self._order(len(sizes))]
+        self._sizes: list[int] | None = None
+        if isinstance(batches, list):
+            sizes = [len(batch.samples) for batch in as_batches(batches, model)]
+            self._sizes = [sizes[i] for i in self._order(len(sizes))]
         self._batches = _Once(name, code.over(batches)) if isinstance(batches, Iterator) else batches
         self.first_sample()
 
@@ -192,14 +194,12 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     ``python FILE`` would, this puts FILE's folder in front of ``sys.path``, or the current folder for a module. torch's
     random numbers are under ``options.seed`` while the function or its batches run, and unaffected afterwards.
     """
-    for refused, why in (
-        (options.data is not None, "brings its own batches: data can have no effect on it"),
-        (options.batch_size != 8, "decides how large its batches are: batch_size can have no effect on it"),
-        (
-            options.weights == "random",
-            "decides on its weights: leave --weights out, or name a file that fits its module",
-        ),
-    ):
+    refusals = {
+        "brings its own batches: data can have no effect on it": options.data is not None,
+        "decides how large its batches are: batch_size can have no effect on it": options.batch_size != 8,
+        "decides on its weights: leave --weights out, or name a file that fits its module": options.weights == "random",
+    }
+    for why, refused in refusals.items():
         if refused:
             raise UsageError(f"{name} {why}.")
     place, _, function_name = architecture.rpartition(":")

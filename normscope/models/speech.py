@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import soundfile
 import torch
@@ -25,7 +26,7 @@ from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outp
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
 from normscope.models.inputs.numbered_inputs import TensorInputs
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
-from normscope.models.weights.repository import ways_on
+from normscope.models.weights.repository import DEADLINE, ways_on
 from normscope.runtime.files import sha256_of
 
 SILENCE = 20.0  # seconds without a byte after which a download has broken off
@@ -89,6 +90,8 @@ def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Mod
     try:
         # torch.hub reports a download on stdout, where the results of normscope go, and waits without end.
         with redirect_stdout(sys.stderr), _socket_timeout(SILENCE):
+            if not cached.exists():
+                urlopen(Request(url, method="HEAD"), timeout=DEADLINE).close()  # noqa: S310 (https)
             if isinstance(bundle, pipelines.Wav2Vec2Bundle):
                 module: nn.Module = bundle.get_model(dl_kwargs=_WITHOUT_CODE)
             else:  # whose get_model() leaves it to the environment whether to unpickle

@@ -248,7 +248,7 @@ def test_published_weights_are_those_of_torchaudios_own_loading(
     assert model.provenance.kind == "pretrained"
     assert model.about["weights"] == f"torchaudio {architecture}: {filename} (sha256 {digest})"
     assert (tmp_path / "torch" / "hub" / "checkpoints" / filename).read_bytes() == content
-    assert download_server.requests == [f"GET /{url_path}"]
+    assert download_server.requests == [f"HEAD /{url_path}", f"GET /{url_path}"]
     assert capsys.readouterr().out == ""
 
     assert_same(load(f"torchaudio:{architecture}", device="cpu", limit=1), model)
@@ -256,7 +256,7 @@ def test_published_weights_are_those_of_torchaudios_own_loading(
     (batch,) = model.inputs
     with torch.no_grad():
         assert torch.equal(outputs(model)[0], expected(*batch.args)[0])
-    assert len(download_server.requests) == 1, "what the cache holds is asked of nobody"
+    assert len(download_server.requests) == 2, "what the cache holds is asked of nobody"
 
 
 @pytest.mark.slow
@@ -301,11 +301,11 @@ def test_a_broken_download_is_named_and_can_be_got_rid_of(download_server, archi
         (cached,) = Path(torch.hub.get_dir()).glob(f"*/**/{filename}")
         assert repr(str(cached)) in str(caught.value)
         assert str(caught.value).endswith("Delete it, and the next run fetches it again.")
-    assert len(download_server.requests) == 1
+    assert len(download_server.requests) == 2
     cached.unlink()
     with pytest.raises(ModelError):
         load(f"torchaudio:{architecture}", device="cpu")
-    assert len(download_server.requests) == 2
+    assert len(download_server.requests) == 4
 
 
 @pytest.mark.usefixtures("download_server")

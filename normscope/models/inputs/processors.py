@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ _BESIDES = (
     "chat_template.json",
 )
 _TEMPLATE = "chat_template.jinja"
+_LENGTHS = "_get_feat_extract_output_lengths"  # a network's function from samples to frames
 _READS = {"AutoImageProcessor": "image", "AutoFeatureExtractor": "recording", "AutoProcessor": "image with a text"}
 
 
@@ -80,8 +82,7 @@ def arguments(made: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
 
 def masks(config: Any) -> bool:
     """True if a network without a head masks patches at random, as in its training."""
-    masked: bool = config.model_type == "vit_mae"
-    return masked
+    return bool(config.model_type == "vit_mae")
 
 
 def processed_images(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
@@ -160,10 +161,8 @@ def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions
     def prompt(text: str) -> str:
         if getattr(processor, "chat_template", None):
             content = [{"type": "image"}, {"type": "text", "text": text}]
-            whole: str = processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-            )
-            return whole
+            messages = [{"role": "user", "content": content}]
+            return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         return f"{token}\n{text}" if token else text
 
     def prepared(image: Image.Image, text: str) -> Prepared:
@@ -220,15 +219,11 @@ class Hearing:
     @property
     def taken(self) -> AudioFormat:
         """Return the rate of the recordings, and the fewest samples that make one frame."""
-        if self.module.main_input_name != "input_values" or not hasattr(
-            self.module, "_get_feat_extract_output_lengths"
-        ):
-            return AudioFormat(self.extractor.sampling_rate, shortest=1)
-        low, high = 0, self.extractor.sampling_rate  # too few, and enough
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._frames_of(middle) > 0 else (middle, high)
-        return AudioFormat(self.extractor.sampling_rate, shortest=high)
+        rate = self.extractor.sampling_rate
+        if self.module.main_input_name != "input_values" or not hasattr(self.module, _LENGTHS):
+            return AudioFormat(rate, shortest=1)
+        shortest = 1 + bisect.bisect_left(range(1, rate), 1, key=self._frames_of)
+        return AudioFormat(rate, shortest)
 
     @property
     def longest(self) -> str:
@@ -268,11 +263,11 @@ class Hearing:
         )
 
     def _frames_of(self, length: int) -> int:
-        return int(self.module._get_feat_extract_output_lengths(torch.tensor(length)))
+        return int(getattr(self.module, _LENGTHS)(torch.tensor(length)))
 
     def _subsampled(self, mask: Tensor) -> Tensor:
         """Return which of the network's frames are data: it has fewer than the extractor, by its own function."""
-        if not hasattr(self.module, "_get_feat_extract_output_lengths"):
+        if not hasattr(self.module, _LENGTHS):
             return mask.bool()
         frames = self._frames_of(mask.shape[1])
         return torch.arange(frames)[None] < self._frames_of(int(mask.sum()))

@@ -92,20 +92,17 @@ def test_files_of_a_folder_are_sources(tmp_path, options):
     assert {sample.data for sample in samples} == {hashlib.blake2b(listing, digest_size=8).hexdigest()}
 
 
-def test_links_to_nothing_are_refused(tmp_path, options):
-    (tmp_path / "a.txt").write_text("a1\n")
-    (tmp_path / "b.txt").symlink_to("gone.txt")
-    with pytest.raises(DataError, match=r"b\.txt' cannot be read: a link to gone\.txt, which does not exist\."):
-        text_inputs(READING, options(data=str(tmp_path)))
-
-
-def test_file_that_vanished_is_unreadable(tmp_path, options):
+def test_files_that_cannot_be_opened_are_left_out_and_named(tmp_path, options):
     (tmp_path / "a.txt").write_text("a1\n")
     (tmp_path / "b.txt").write_text("b1\n")
+    (tmp_path / "c.txt").symlink_to("gone.txt")
     inputs = text_inputs(READING, options(data=str(tmp_path)))
     (tmp_path / "a.txt").unlink()
     assert texts_of(inputs) == ["b1"]
-    assert inputs.unreadable == ["a.txt: No such file or directory"]
+    assert inputs.unreadable == [
+        "a.txt: No such file or directory",
+        "c.txt: a link to gone.txt, which does not exist",
+    ]
 
 
 @pytest.mark.parametrize(
