@@ -132,12 +132,10 @@ class Batch:
         """
         import torch
 
-        def counts(value: Any) -> bool:
-            return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
-
         values = list(leaves((*self.args, self.kwargs), of_lists=self.forward is not None))
         serving = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
-        return any(map(counts, values)) and all(isinstance(value, serving) for value in values)
+        sizes = [len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim]
+        return len(self.samples) in sizes and all(isinstance(value, serving) for value in values)
 
     def to(self, device: torch.device, dtype: torch.dtype | None, kept: Container[torch.dtype] = ()) -> Batch:
         """Move every tensor to ``device``, without waiting if pinned, and floating-point ones to ``dtype`` unless None.
@@ -305,7 +303,7 @@ class Halving:
     """
 
     def __init__(self, verb: str) -> None:
-        """Note the participle of what happens to pieces, for the warning."""
+        """Set the participle of the warning."""
         self._verb = verb
         self._at_most: int | None = None
         self._left: list[tuple[Batch, Any]] = []
@@ -319,8 +317,8 @@ class Halving:
             if step is None or number <= step or not piece.divisible:
                 yield piece, note
                 continue
-            cuts = range(0, number, step)
-            self._left += [(piece.take(range(cut, min(cut + step, number))), note) for cut in reversed(cuts)]
+            cuts = reversed(range(0, number, step))
+            self._left += [(piece.take(range(cut, min(cut + step, number))), note) for cut in cuts]
 
     def halve(self, piece: Batch, note: Any = None) -> None:
         """Repeat the last piece in halves; later pieces have that size too."""

@@ -477,9 +477,9 @@ def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, optio
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Map a file's tensors into memory, unchecked."""
+    kind = path.suffix.lower()
     if path.is_dir():
         raise DataError(f"{str(path)!r} is a folder; latents are read from one .npy or .safetensors file.")
-    kind = path.suffix.lower()
     if kind not in (".npy", ".safetensors"):
         raise DataError(f"Latents are read from .npy and .safetensors files, not from {str(path)!r}.")
     try:
