@@ -8,7 +8,6 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from normscope.errors import DataError
-from normscope.loading import load
 from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.vision import _timm_preprocessing
 
@@ -94,17 +93,6 @@ def test_links_to_nothing_are_unreadable(tmp_path, options):
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is b.png: a link to gone.png"):
         list(image_files(tmp_path, PLAIN, options()))
-
-
-def test_iterating_again_gives_the_same(pictures, options):
-    inputs = image_files(pictures, PLAIN, options(batch_size=1))
-    assert torch.equal(tensors(inputs), tensors(inputs))
-
-
-def test_limit_takes_the_first_files(pictures, options):
-    inputs = image_files(pictures, PLAIN, options(limit=1))
-    assert [sample.source for sample in samples(inputs)] == ["a.png"]
-    assert inputs.description == f"{pictures}: the first 1 of 4 images (2 other files left out)"
 
 
 def test_images_are_opened_batch_by_batch(tmp_path, options, monkeypatch):
@@ -193,15 +181,6 @@ def test_postscript_is_not_run(tmp_path, options):
         list(image_files(tmp_path, PLAIN, options()))
 
 
-def test_no_readable_file_at_all(tmp_path, options):
-    for name in ("a.png", "b.jpg"):
-        (tmp_path / name).write_text("no image")
-    inputs = image_files(tmp_path, PLAIN, options())
-    with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is a.png: not an image"):
-        list(inputs)
-    assert len(inputs.unreadable) == 2
-
-
 def test_nothing_that_could_be_an_image(tmp_path, options):
     with pytest.raises(DataError, match="holds no image, only 0 other files"):
         image_files(tmp_path, PLAIN, options())
@@ -235,10 +214,3 @@ def test_crops_without_matplotlib(options, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="--data PATH"):
         image_inputs(PLAIN, options())
-
-
-def test_default_and_data(pictures, options):
-    assert image_inputs(PLAIN, options(data=str(pictures))).description.startswith(str(pictures))
-    model = load("timm:test_vit", weights="random", data=pictures, device="cpu")
-    with torch.no_grad():
-        assert model.module(next(iter(model.inputs)).args[0]).shape == (3, 1000)

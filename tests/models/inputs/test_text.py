@@ -47,14 +47,6 @@ def test_page(options):
     assert inputs.description == "normscope's page: 12 texts (12 cut to 8 tokens)"
 
 
-def test_limit_takes_the_first(options):
-    inputs = text_inputs(READING, options(limit=3, batch_size=2))
-    assert [len(batch.samples) for batch in inputs] == [2, 1]
-    assert inputs.n_samples == 3
-    assert inputs.description == "normscope's page: the first 3 of 12 texts (3 cut to 8 tokens)"
-    assert samples_of(inputs) == samples_of(text_inputs(READING, options()))[:3]
-
-
 def test_lines_of_a_file(tmp_path, options):
     path = tmp_path / "lines.txt"
     path.write_bytes("\ufeffone\r\n\n  \t\n\u3000\n  two\nnothing\nlong enough\n".encode() + b"\xff\xfe\nlast")

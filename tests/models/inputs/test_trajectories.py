@@ -503,19 +503,6 @@ def test_the_last_step_starts_where_the_batches_at_the_last_timestep_are(demo):
 
 
 @pytest.mark.slow
-def test_one_sample_and_one_latent_for_each_trajectory():
-    inputs = load("demo_dit", device="cpu", limit=5, batch_size=4, guidance=2.0, dtype="bfloat16").inputs
-    ends = list(inputs.ends())
-    assert [tuple(latents.shape) for _, latents in ends] == [(5, 1, 8, 8)]  # tiny ones are walked together
-    assert {latents.dtype for _, latents in ends} == {torch.float32}
-    samples = [sample for some, _ in ends for sample in some]
-    assert [sample.source for sample in samples] == [f"trajectory {number}" for number in range(5)]
-    assert {(sample.source, sample.data) for sample in samples} == {
-        (sample.source, sample.data) for batch in inputs for sample in batch.samples
-    }
-
-
-@pytest.mark.slow
 def test_the_network_as_it_is_walks_and_leaves_nothing_behind(demo):
     before, ends = latents_of(demo.inputs), ends_of(demo.inputs)
     with other_norms(demo.module):
@@ -528,15 +515,6 @@ def test_the_network_as_it_is_walks_and_leaves_nothing_behind(demo):
     assert torch.equal(ends_of(demo.inputs), ends)
     for latents, again in zip(before, latents_of(demo.inputs), strict=True):
         assert torch.equal(again, latents)
-
-
-@pytest.mark.slow
-def test_ends_come_first_and_batches_of_the_original_afterwards(demo):
-    with other_norms(demo.module):
-        ends_of(demo.inputs)
-    fresh = latents_of(load("demo_dit", device="cpu", limit=3).inputs)
-    for latents, expected in zip(latents_of(demo.inputs), fresh, strict=True):
-        assert torch.equal(latents, expected)
 
 
 @pytest.mark.slow
