@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from networks import save_llama
 
 import normscope
 from normscope.cli.output import Output
@@ -23,17 +22,7 @@ def make():
 
 @pytest.fixture
 def llama(tmp_path):
-    """Save a tiny network and a tokenizer as transformers does."""
-    words = {word: number for number, word in enumerate(["<pad>", "one", "two", "three"])}
-    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))  # noqa: S106 - a token of text
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / "llama")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(vocab_size=8, tie_word_embeddings=True, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    (tmp_path / "lines.txt").write_text("one two three\nthree two\n")
-    return {"name": f"transformers:{tmp_path / 'llama'}", "data": tmp_path / "lines.txt"}
+    return {"name": f"transformers:{tmp_path}", "data": save_llama(tmp_path)}
 
 
 @pytest.fixture
