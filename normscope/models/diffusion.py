@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -120,13 +120,10 @@ def dit_class() -> Any:
 
 
 def load_diffusers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a diffusion transformer in diffusers' format.
+    """Load a diffusion transformer from a folder or a repository of a pipeline, or of a transformer alone.
 
     The default inputs of a class-conditional DiT are its own DDIM trajectories. Any other transformer needs the folder
-    of its whole pipeline, and runs on :class:`PipelineCalls`.
-
-    ``architecture`` is a folder of a pipeline or of its transformer alone, or such a repository of the hub. The
-    configurations of DiT-XL/2 are built in.
+    of its whole pipeline, and runs on :class:`PipelineCalls`. The configurations of DiT-XL/2 are built in.
     """
     repository = Repository(architecture)
     components = repository.json("model_index.json") if repository.is_folder else None
@@ -325,11 +322,8 @@ class PipelineCalls(NumberedInputs):
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Return the calls for one prompt, which are made while they are taken."""
-        return Chunk(numbers, self._at_timesteps(*numbers))
-
-    def _at_timesteps(self, number: int) -> Iterator[Batch]:
-        for timestep in self.timesteps:
-            yield from self._calls(number, timestep)
+        (number,) = numbers
+        return Chunk(numbers, (batch for timestep in self.timesteps for batch in self._calls(number, timestep)))
 
     def _calls(self, number: int, timestep: int) -> list[Batch]:
         """Return the calls at a timestep; the first request takes no step beyond it."""
@@ -372,9 +366,8 @@ class PipelineCalls(NumberedInputs):
                 timesteps.append(timestep)
             observe(len(timesteps) - 1, args, kwargs)
 
-        chosen: dict[str, Any] = {}
-        if self._options.guidance is not None:
-            chosen["guidance_scale"] = self._options.guidance
+        guidance = self._options.guidance
+        chosen: dict[str, Any] = {} if guidance is None else {"guidance_scale": guidance}
         if self._takes("clean_caption"):
             chosen["clean_caption"] = False  # our prompts are clean, and cleaning depends on what else is installed
         handle = transformer.register_forward_pre_hook(before, with_kwargs=True)

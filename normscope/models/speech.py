@@ -166,8 +166,8 @@ def unwrapped(module: nn.Module) -> Any:
 def outputs_of(module: nn.Module) -> Outputs:
     """Return the reader of a torchaudio network's outputs.
 
-    ``frames`` of a wav2vec 2.0 and its like; three scores ``(samples, 3)`` of one that judges speech; waveforms
-    ``(samples, sources, channels, time)`` of one that separates them.
+    ``frames`` of a wav2vec 2.0; three scores ``(samples, 3)`` of speech quality; separated waveforms ``(samples,
+    sources, channels, time)``.
     """
     if isinstance(module, SquimObjective):
         return Outputs("tensor", lambda scores, batch: torch.stack(scores, dim=-1))

@@ -181,10 +181,9 @@ class Trajectories(NumberedInputs):
         return None if batch.samples[place].index % 2 else super().preview(batch, place)
 
     def ends(self, share: Share = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
-        """Walk the trajectories of a share from noise to their ends, with the module as it is now, keeping nothing.
+        """Walk the trajectories of a share to their ends, with the module as it is now, keeping nothing.
 
-        Yields:
-            samples, one a trajectory; clean latents: float32 ``(trajectories, channels, height, width)``, on the CPU.
+        Yields samples, one a trajectory, and clean latents: float32 ``(trajectories, channels, height, width)``.
         """
         for numbers in share.of(in_pieces(share.left(self.order), max(self._at_once(), self._in_a_walk()))):
             latents = self.noise[numbers]
@@ -420,10 +419,9 @@ class NoisedLatents(NumberedInputs):
         return Chunk(numbers, batches)
 
     def truth(self, samples: Sequence[Sample]) -> Tensor | None:
-        """Return the perfect prediction for some samples: ε, x₀ or v, as the scheduler has it.
+        """Return the perfect prediction for some samples, ε, x₀ or v: float32 like the latents, on the CPU.
 
-        Returns:
-            float32 ``(samples, channels, height, width)``, on the CPU; None if any sample is of other inputs.
+        None if any sample is of other inputs.
         """
         if any(sample.data != self._data for sample in samples):
             return None
@@ -450,12 +448,11 @@ class NoisedLatents(NumberedInputs):
 def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> NoisedLatents:
     """Return the latents of a file, each to be run once at each timestep, with its own class or the null class.
 
-    A ``.npy`` file contains floats ``(latents, channels, height, width)``; a ``.safetensors`` file such a tensor
-    ``latents``, and optionally integers ``class_labels``, ``(latents,)``. Latents of an autoencoder are multiplied by
-    its scaling factor.
+    A ``.npy`` file contains floats ``(latents, channels, height, width)``, already multiplied by the autoencoder's
+    scaling factor; a ``.safetensors`` file such a tensor ``latents``, and optionally integers ``class_labels``.
 
     Raises:
-        UsageError: if ``options.guidance`` is set, as nothing is guided; or if ``options.timesteps`` is wrong.
+        UsageError: if ``options.guidance`` is set, or ``options.timesteps`` is wrong.
         DataError: if the file cannot be read, or its content is not in ``space``.
     """
     if options.guidance is not None:

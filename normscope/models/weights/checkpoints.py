@@ -196,10 +196,7 @@ def seeded(seed: int) -> Iterator[None]:
 def ready(
     module: nn.Module, provenance: Provenance, options: LoadOptions, in_float32: Sequence[str] = ()
 ) -> tuple[nn.Module, Provenance]:
-    """Put a module into eval mode, and in the requested dtype (see :func:`cast`) onto the requested device or devices.
-
-    The provenance gets the conversions of dtypes.
-    """
+    """Put a module into eval mode, in the requested dtype and onto the requested devices; note conversions."""
     before = dtypes_by_name(module.named_parameters())
     cast(module.eval(), options.dtype, in_float32)
     provenance = with_dtypes(provenance, before, dtypes_by_name(module.named_parameters()))
@@ -262,7 +259,7 @@ def embedded_module(
     build: Callable[[dict[str, Any]], nn.Module],
     within: Callable[[nn.Module], Any] = lambda module: module,
 ) -> tuple[Callable[[], nn.Module], Callable[[], tuple[nn.Module, Provenance]]]:
-    """Return the two functions that :func:`with_weights` takes, for the weights in ``ARCHITECTURE.safetensors``.
+    """Return ``build`` and ``pretrained`` of :func:`with_weights` for the weights in ``ARCHITECTURE.safetensors``.
 
     ``build`` makes the module from the facts in the file's header; ``within`` returns the part with the weights.
     """
