@@ -214,55 +214,31 @@ def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
     assert _PUBLISHED["facebook/DiT-XL-2-512"]["sample_size"] == 512 // 8
 
 
-LOAD = """
-import json
-from normscope.loading import load
-from normscope.errors import NormscopeError
-
-def outcome(name, weights):
-    try:
-        model = load(name, limit=1, device="cpu", weights=weights)
-    except NormscopeError as error:
-        return {"status": error.exit_status, "sentence": str(error)}
-    total = model.module(**next(iter(model.inputs)).kwargs)[0].sum().item()
-    return {"weights": model.about["weights"], "kind": model.provenance.kind, "total": total}
-
-print(json.dumps([outcome(name, weights) for name, weights in WANTED]))
-"""
-
-
-def load_script(*wanted):
-    return f"WANTED = {list(wanted)}\n{LOAD}"
-
-
 def serve(hub, folder, repo):
     paths = [path for path in folder.rglob("*") if path.is_file()]
     hub.files |= {f"{repo}/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in paths}
 
 
-def total_of_the_first_batch(model):
-    return model.module(**next(iter(model.inputs)).kwargs)[0].sum().item()
-
-
 @pytest.mark.slow
-def test_repositories_of_the_hub_and_then_of_the_cache(hub, python, pipeline):
-    total = total_of_the_first_batch(loaded(pipeline, limit=1))
+def test_repositories_of_the_hub_and_then_of_the_cache(hub, load_each, pipeline):
+    model = loaded(pipeline, limit=1)
+    batch = next(iter(model.inputs))
+    with torch.no_grad():
+        expected = model.outputs.read(model.module(**batch.kwargs), batch).flatten()[:500]
     serve(hub, pipeline, "tiny/dit")
     torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
     (pipeline / WEIGHTS).unlink()
     serve(hub, pipeline, "tiny/old")  # as the first that were published: a torch checkpoint alone
-    wanted = [("tiny/dit", "pretrained"), ("tiny/old", "pretrained"), ("tiny/old", "random")]
-    script = load_script(*((f"diffusers:{repo}", weights) for repo, weights in wanted))
-    online = python(script, HF_ENDPOINT=hub.url)
-    assert online.result is not None, online.stderr
-    for (repo, weights), result in zip(wanted, online.result, strict=True):
-        assert result["kind"] == weights
-        if weights == "pretrained":
-            assert result["weights"] == f"{repo}@{hub.commit[:12]}"
-            assert result["total"] == pytest.approx(total, rel=1e-4)
+    names = [{"name": f"diffusers:tiny/{name}", "limit": 1} for name in ("dit", "old")]
+    names.append(names[1] | {"weights": "random"})
+    online, _ = load_each(*names, HF_ENDPOINT=hub.url)
+    weights = [result["about"]["weights"] for result in online]
+    assert weights == [f"tiny/dit@{hub.commit[:12]}", f"tiny/old@{hub.commit[:12]}", "random weights, seed 0"]
+    for result in online[:2]:
+        torch.testing.assert_close(torch.tensor(result["outputs"]), expected, rtol=1e-4, atol=1e-5)
     assert not any("vae/" in request for request in hub.requests)
 
     hub.requests.clear()
-    offline = python(script, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
-    assert offline.result == online.result
+    offline, _ = load_each(*names, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    assert offline == online
     assert hub.requests == []
