@@ -203,3 +203,14 @@ def tokenizer():
     core.decoder = decoders.ByteLevel()
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")  # noqa: S106
+
+
+@pytest.fixture(scope="session")
+def t5():
+    """Make a tokenizer of letters, and the configuration of a tiny T5 that takes its tokens."""
+    import transformers
+
+    letters = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")]
+    letters += [(letter, -2.0) for letter in "▁abcdefghijklmnopqrstuvwxyz,"]
+    sizes = {"vocab_size": len(letters), "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return transformers.T5Tokenizer(vocab=letters, extra_ids=0), transformers.T5Config(**sizes)

@@ -46,14 +46,10 @@ def made(kind):
 
 
 @pytest.fixture(scope="session")
-def wan(tmp_path_factory):
+def wan(t5, tmp_path_factory):
     """A tiny Wan pipeline in a folder."""
-    folder = tmp_path_factory.mktemp("wan")
-    letters = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")] + [
-        (letter, -2.0) for letter in "▁abcdefghijklmnop"
-    ]
+    folder, (tokenizer, text) = tmp_path_factory.mktemp("wan"), t5
     torch.manual_seed(3)
-    text = transformers.T5Config(vocab_size=len(letters), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     vae = diffusers.AutoencoderKLWan(
         base_dim=3,
         z_dim=4,
@@ -64,7 +60,7 @@ def wan(tmp_path_factory):
         latents_std=[1.0] * 4,
     )
     diffusers.WanPipeline(
-        tokenizer=transformers.T5Tokenizer(vocab=letters, extra_ids=0),
+        tokenizer=tokenizer,
         text_encoder=transformers.UMT5EncoderModel(transformers.UMT5Config(**text.to_diff_dict())),
         vae=vae,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),

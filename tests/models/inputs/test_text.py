@@ -97,24 +97,17 @@ def test_files_that_cannot_be_opened_are_left_out_and_named(tmp_path, options):
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"\n \n", "holds no text: 1 file without a line that is not blank."),
-        (b"", "holds no text"),
-        ("nothing\nö".encode("utf-16"), "can be read. The first is lines.txt line 1: not UTF-8."),
-    ],
-)
-def test_files_without_a_text(tmp_path, options, content, sentence):
+def test_files_without_a_text(tmp_path, options):
     path = tmp_path / "lines.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        list(text_inputs(READING, options(data=str(path))))
-    assert sentence in str(caught.value)
-
-
-def test_folder_without_text_files(tmp_path, options):
-    (tmp_path / "picture.png").write_bytes(b"")
+    for content, sentence in (
+        (b"\n \n", r"holds no text: 1 file without a line that is not blank\."),
+        (b"", "holds no text"),
+        ("nothing\nö".encode("utf-16"), r"can be read\. The first is lines\.txt line 1: not UTF-8\."),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=sentence):
+            list(text_inputs(READING, options(data=str(path))))
+    path.rename(tmp_path / "picture.png")
     with pytest.raises(DataError, match=r"holds no text file, only 1 other file\."):
         text_inputs(READING, options(data=str(tmp_path)))
 
