@@ -160,8 +160,12 @@ def _swap_in(weights: str | Path) -> SwapRecord | None:
 
 def _check_model(name: str, record: SwapRecord, folder: Path) -> None:
     """Refuse a swap of another model; a file or a folder may have moved."""
-    model, of_swap = (registry.find(each).source.partition(":") for each in (name, record.model))
-    if (model[0], Path(model[2]).name) != (of_swap[0], Path(of_swap[2]).name):
+    (library, _, place), (of_swap, _, swapped) = (
+        registry.find(each).source.partition(":") for each in (name, record.model)
+    )
+    movable = library == _CODE or Path(place).exists()
+    same = Path(place).name == Path(swapped).name if movable else place == swapped
+    if library != of_swap or not same:
         raise ModelError(f"The swap in {folder} is of {record.model}, not of {name}.")
 
 

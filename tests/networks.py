@@ -88,3 +88,21 @@ def loaded_from(folder):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def save_llama(folder, layers=2):
+    """Save a tiny Llama, a tokenizer of three words and two lines of text; return the path of the lines."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(["<pad>", "one", "two", "three"])}
+    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))  # noqa: S106 - a token of text
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+    torch.manual_seed(7)
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, tie_word_embeddings=True, **sizes))
+    nn.init.normal_(network.model.norm.weight)
+    network.save_pretrained(folder)
+    (folder / "lines.txt").write_text("one two three\nthree two\n")
+    return folder / "lines.txt"

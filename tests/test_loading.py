@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from networks import save_llama
 
 import normscope
 from normscope.cli.output import Output
@@ -23,17 +22,7 @@ def make():
 
 @pytest.fixture
 def llama(tmp_path):
-    """Save a tiny network and a tokenizer as transformers does."""
-    words = {word: number for number, word in enumerate(["<pad>", "one", "two", "three"])}
-    core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))  # noqa: S106 - a token of text
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path / "llama")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(vocab_size=8, tie_word_embeddings=True, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    (tmp_path / "lines.txt").write_text("one two three\nthree two\n")
-    return {"name": f"transformers:{tmp_path / 'llama'}", "data": tmp_path / "lines.txt"}
+    return {"name": f"transformers:{tmp_path}", "data": save_llama(tmp_path)}
 
 
 @pytest.fixture
@@ -112,9 +101,13 @@ def test_code_runs_only_where_it_is_named(factory, tmp_path, monkeypatch):
 
 
 def test_a_swap_of_another_model(tmp_path):
-    saved(tmp_path / "swap", name="demo_vit", limit=4)
+    network = saved(tmp_path / "swap", name="demo_vit", limit=4)
     with pytest.raises(ModelError, match=r"The swap in .*swap is of demo_vit, not of demo_dit"):
         normscope.load("demo_dit", weights=tmp_path / "swap")
+    of_hub = network.about | {"model": "transformers:google/vit"}
+    normscope.save_swapped(network.module, tmp_path / "of_hub", of_hub, func="dyt", init="fit")
+    with pytest.raises(ModelError, match="is of transformers:google/vit, not of transformers:other/vit"):
+        normscope.load("transformers:other/vit", weights=tmp_path / "of_hub")
     with pytest.raises(ModelError, match="are a folder"):
         normscope.load("demo_vit", weights=tmp_path)
     with pytest.raises(ModelError, match=r"no swap\.json"):

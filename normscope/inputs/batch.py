@@ -84,7 +84,7 @@ class Batch:
         return self.valid_within[max(around, key=len)] if around else self.valid
 
     def first_sample(self) -> Batch:
-        """Return a batch of the first sample alone."""
+        """Return a batch of the first sample."""
         return self.first(1)
 
     def first(self, number: int) -> Batch:
@@ -132,12 +132,10 @@ class Batch:
         """
         import torch
 
-        def counts(value: Any) -> bool:
-            return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == len(self.samples)
-
         values = list(leaves((*self.args, self.kwargs), of_lists=self.forward is not None))
         serving = (torch.Tensor, torch.dtype, torch.device, int, float, complex, str, bytes, type(None))
-        return any(map(counts, values)) and all(isinstance(value, serving) for value in values)
+        sizes = [len(value) for value in values if isinstance(value, torch.Tensor) and value.ndim]
+        return len(self.samples) in sizes and all(isinstance(value, serving) for value in values)
 
     def to(self, device: torch.device, dtype: torch.dtype | None, kept: Container[torch.dtype] = ()) -> Batch:
         """Move every tensor to ``device``, without waiting if pinned, and floating-point ones to ``dtype`` unless None.
@@ -220,9 +218,7 @@ def joined(batches: Sequence[Batch]) -> list[Batch]:
     [2]
     """
     first = batches[0]
-    if any(batch.kwargs.keys() != first.kwargs.keys() for batch in batches):
-        return list(batches)
-    if any(batch.valid_within.keys() != first.valid_within.keys() for batch in batches):
+    if len({(frozenset(batch.kwargs), frozenset(batch.valid_within)) for batch in batches}) > 1:
         return list(batches)
     try:
         args = tuple(_joined(values, batches) for values in zip(*(batch.args for batch in batches), strict=True))
@@ -244,14 +240,12 @@ def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
         whole = [len(value) == len(batch.samples) for value, batch in zip(values, batches, strict=True)]
         if all(whole) and len({(value.shape[1:], value.dtype, value.device) for value in values}) == 1:
             return torch.cat(list(values))
-        if len({value.shape for value in values}) == 1 and all(bool((value == first).all()) for value in values):
-            if any(whole):
-                raise ValueError
+        same = len({value.shape for value in values}) == 1 and all(bool((value == first).all()) for value in values)
+        if same and not any(whole):
             return first
-        raise ValueError
-    if any(isinstance(value, (torch.Tensor, Mapping)) for value in values) or any(value != first for value in values):
-        raise ValueError
-    return first
+    elif not any(isinstance(value, (torch.Tensor, Mapping)) or value != first for value in values):
+        return first
+    raise ValueError
 
 
 def copied_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -309,7 +303,7 @@ class Halving:
     """
 
     def __init__(self, verb: str) -> None:
-        """Note the participle of what happens to pieces, for the warning."""
+        """Set the participle of the warning."""
         self._verb = verb
         self._at_most: int | None = None
         self._left: list[tuple[Batch, Any]] = []
@@ -323,8 +317,8 @@ class Halving:
             if step is None or number <= step or not piece.divisible:
                 yield piece, note
                 continue
-            cuts = range(0, number, step)
-            self._left += [(piece.take(range(cut, min(cut + step, number))), note) for cut in reversed(cuts)]
+            cuts = reversed(range(0, number, step))
+            self._left += [(piece.take(range(cut, min(cut + step, number))), note) for cut in cuts]
 
     def halve(self, piece: Batch, note: Any = None) -> None:
         """Repeat the last piece in halves; later pieces have that size too."""

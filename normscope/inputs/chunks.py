@@ -24,11 +24,11 @@ class Chunk:
 
     Attributes:
         numbers: of the inputs.
-        batches: to be iterated once, in order; made lazily if the network makes its inputs; may be empty.
-        unreadable: ``name: reason`` of each input that could not be read, by its number.
-        cut: number of inputs that were cut to the network's maximum length.
-        heard: call it with the module and its result after running a batch and before requesting the next one, which
-            saves a network that makes its inputs a second pass; None if not needed.
+        batches: to be iterated once, in order; lazy if the network makes its inputs; may be empty.
+        unreadable: ``name: reason`` of unreadable inputs, by their numbers.
+        cut: number of truncated inputs.
+        heard: if not None, call it with the module and its result after each batch: it saves a network that makes its
+            inputs a second pass.
     """
 
     numbers: Sequence[int]
@@ -220,14 +220,9 @@ def as_inputs(batches: Iterable[Any]) -> Inputs:
 
 
 def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]]:
-    """Return the first sample of all inputs, whoever takes it, and the chunks of one process's share.
+    """Return the first sample of all inputs, and the chunks of one process's share; DataError if there is no batch.
 
-    Args:
-        batches: :class:`Inputs`, or any iterable that :func:`normscope.inputs.batch.as_batches` takes.
-        share: of this process.
-
-    Raises:
-        DataError: if there is no batch.
+    ``batches`` are :class:`Inputs`, or any iterable that :func:`normscope.inputs.batch.as_batches` takes.
     """
     inputs = as_inputs(batches)
     if isinstance(inputs, Entries):

@@ -131,9 +131,6 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
     Its place among the four varies pseudo-randomly, so that periodic data are sampled evenly. A single source is
     divided by samples, which the descriptions report. Unreadable samples are in neither part.
 
-    Args:
-        inputs: batches as :func:`normscope.capture` takes them, which can be iterated repeatedly.
-
     Raises:
         DataError: if there are fewer than two samples, or if the inputs can be iterated only once.
 
@@ -241,8 +238,7 @@ class Pool:
         learned, judged = learned_and_held_out(kept)
         rest: list[Batch] = []
         while judged.n_samples > _MOST_JUDGED:
-            batches = list(judged)
-            more, judged = learned_and_held_out(batches)
+            more, judged = learned_and_held_out(list(judged))
             rest += more
         return cls([*learned, *rest], list(judged), left_out)
 

@@ -31,12 +31,8 @@ def first_tensor(result: Any, batch: Batch) -> Tensor:
     """
     import torch
 
-    values = [result]
-    if isinstance(result, Mapping):
-        values = list(result.values())
-    elif isinstance(result, (tuple, list)):
-        values = list(result)
-    for value in values:
+    values = list(result.values()) if isinstance(result, Mapping) else result
+    for value in values if isinstance(values, (tuple, list)) else [values]:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value
     raise ModelError(f"The model returned a {type(result).__name__} that holds no floating-point tensor to compare.")
@@ -80,10 +76,10 @@ class Task:
             pairs of sentences; ``denoising`` of latents, by the added noise; None if unknown.
         untold: reason why it is unknown, as a clause.
         letters: of words: the letter of each output of a frame, the first for none.
-        mask_id: of a masked language model: the token in place of a hidden one.
-        unmasked: token ids that are never hidden: those that the tokenizer puts around and between texts.
+        mask_id: token in place of a hidden one.
+        unmasked: token ids that are never hidden: the tokenizer's own.
         pooling: from the embeddings of tokens to that of a text.
-        truth: of denoising: returns the perfect prediction for some samples, ``(samples, …)`` on the CPU, or None.
+        truth: returns the perfect prediction for some samples, ``(samples, …)`` on the CPU, or None.
 
     >>> Task("spearman", pooling="first").untold
     ''

@@ -29,13 +29,13 @@ class Preview:
     """Preview of one sample; DataError if pixels or envelope are of another shape or dtype.
 
     Attributes:
-        pixels: uint8 ``(height, width, channels)`` of a thumbnail, with 1 channel (grey) or 3.
+        pixels: thumbnail, uint8 ``(height, width, 1 or 3)``.
         size: height and width of the network's input, in pixels.
         along_width: True for a spectrogram, with time along its width.
         envelope: smallest and largest value of successive spans of the waveform: float32 ``(2, spans)``.
         length: of the waveform, in samples.
         words: one for each position of a text.
-        note: on the conversion of the network's input to pixels, unless they are the same.
+        note: on the conversion of the network's input to pixels.
     """
 
     pixels: Tensor | None = None

@@ -98,8 +98,10 @@ class FactoryBatches(Inputs):
             raise UsageError(f"{name} returned batches that can be taken only in their order: to shuffle takes a list.")
         self.left_out = LeftOut()
         self._name, self._model, self._code, self._options, self._kept = name, model, code, options, kept
-        sizes = [len(batch.samples) for batch in as_batches(batches, model)] if isinstance(batches, list) else None
-        self._sizes = None if sizes is None else [sizes[i] for i in self._order(len(sizes))]
+        self._sizes: list[int] | None = None
+        if isinstance(batches, list):
+            sizes = [len(batch.samples) for batch in as_batches(batches, model)]
+            self._sizes = [sizes[i] for i in self._order(len(sizes))]
         self._batches = _Once(name, code.over(batches)) if isinstance(batches, Iterator) else batches
         self.first_sample()
 
@@ -185,21 +187,18 @@ def _is_ours(filename: str) -> bool:
 
 
 def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load what a function of the user's returns: ``(module, batches)``.
+    """Load the ``(module, batches)`` that a function of the user's returns; it takes no arguments.
 
-    ``architecture`` is ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it. The
-    function takes no arguments. Batches are as :func:`normscope.inputs.batch.as_batches` takes them, best a list. As
-    ``python FILE`` would, this puts FILE's folder in front of ``sys.path``, or the current folder for a module. torch's
-    random numbers are under ``options.seed`` while the function or its batches run, and unaffected afterwards.
+    ``architecture`` is ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it. FILE's
+    folder, or the current one, goes in front of ``sys.path``. torch's random numbers are under ``options.seed`` while
+    the function or its batches run, and unaffected afterwards.
     """
-    for refused, why in (
-        (options.data is not None, "brings its own batches: data can have no effect on it"),
-        (options.batch_size != 8, "decides how large its batches are: batch_size can have no effect on it"),
-        (
-            options.weights == "random",
-            "decides on its weights: leave --weights out, or name a file that fits its module",
-        ),
-    ):
+    refusals = {
+        "brings its own batches: data can have no effect on it": options.data is not None,
+        "decides how large its batches are: batch_size can have no effect on it": options.batch_size != 8,
+        "decides on its weights: leave --weights out, or name a file that fits its module": options.weights == "random",
+    }
+    for why, refused in refusals.items():
         if refused:
             raise UsageError(f"{name} {why}.")
     place, _, function_name = architecture.rpartition(":")
@@ -213,7 +212,9 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     with code.running(name):
         returned = factory()
     module, batches = _pair(name, returned)
-    kept = _dtypes_kept(module, options)
+    dtypes = dict.fromkeys(tensor.dtype for tensor in module.parameters() if tensor.is_floating_point())
+    # Inputs in a dtype of the network stay as they are: only the function knows which part of it takes them.
+    kept = list(dtypes) if options.dtype is None else []
     inputs = FactoryBatches(name, module, batches, code, options, kept)
     if options.weights == "pretrained":
         version = f"sha256 {sha256_of([path])[:12]}, " if is_file else ""
@@ -222,16 +223,6 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
         provenance = load_file(module, Path(options.weights), name)
     module, provenance = ready(module, provenance, options)
     return LoadedModel(name, module, inputs, provenance)
-
-
-def _dtypes_kept(module: nn.Module, options: LoadOptions) -> list[torch.dtype]:
-    """List the dtypes of the network's floating-point parameters in order; none if the network is converted.
-
-    Inputs in one of them stay as they are: only the function knows which part of the network takes them.
-    """
-    if options.dtype is not None:
-        return []
-    return list(dict.fromkeys(tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()))
 
 
 def _import_file(code: UserCode, path: Path) -> ModuleType:

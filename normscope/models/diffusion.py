@@ -6,8 +6,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
@@ -91,23 +91,6 @@ _OTHERS = "Or write a function that returns it and batches for it, and name it a
 _DEMO: dict[str, Any] = {"guidance": 1.0, "trajectories": DEMO_TRAJECTORIES}  # of from_noise()
 
 
-@dataclass(frozen=True)
-class _Description:
-    """Configuration of a model.
-
-    Attributes:
-        config: of the transformer, as diffusers saves it.
-        scheduler: of training.
-        folder: of the transformer's files within its repository; empty, or with a slash at its end.
-        remark: on the scheduler, for the description of the inputs.
-    """
-
-    config: dict[str, Any]
-    scheduler: DDIMScheduler
-    folder: str
-    remark: str = ""
-
-
 class _UnreadPackage(ModuleType):
     """A package whose modules can be imported one by one; its own code runs when one of its attributes is requested."""
 
@@ -137,28 +120,24 @@ def dit_class() -> Any:
 
 
 def load_diffusers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load a diffusion transformer in diffusers' format.
+    """Load a diffusion transformer from a folder or a repository of a pipeline, or of a transformer alone.
 
     The default inputs of a class-conditional DiT are its own DDIM trajectories. Any other transformer needs the folder
-    of its whole pipeline, and runs on :class:`PipelineCalls`.
-
-    ``architecture`` is a folder of a pipeline or of its transformer alone, or such a repository of the hub. The
-    configurations of DiT-XL/2 are built in.
+    of its whole pipeline, and runs on :class:`PipelineCalls`. The configurations of DiT-XL/2 are built in.
     """
     repository = Repository(architecture)
     components = repository.json("model_index.json") if repository.is_folder else None
     _, kind = (components or {}).get("transformer", (None, None))
     if components is not None and kind not in (None, *_DITS):
         return load_pipeline(name, Path(repository.name), components, options)
-    description = _describe(name, repository)
-    default = {"guidance": GUIDANCE, "trajectories": TRAJECTORIES, "steps": (FEW_STEPS, STEPS)}
-    default["remark"] = description.remark
-    inputs = _inputs(description.config, description.scheduler, options, default)
+    config, scheduler, subfolder, remark = _describe(name, repository)
+    default = {"guidance": GUIDANCE, "trajectories": TRAJECTORIES, "steps": (FEW_STEPS, STEPS), "remark": remark}
+    inputs = _inputs(config, scheduler, options, default)
     module, provenance = with_weights(
         name,
         options,
-        build=lambda: _build(name, dit_class(), description.config),
-        pretrained=lambda: _pretrained(name, repository, description),
+        build=lambda: _build(name, dit_class(), config),
+        pretrained=lambda: _pretrained(name, repository, config, subfolder),
     )
     return _loaded(name, module, inputs, provenance, options)
 
@@ -209,21 +188,13 @@ def _inputs(
     return lambda module: latents
 
 
-def _describe(name: str, repository: Repository) -> _Description:
+def _describe(name: str, repository: Repository) -> tuple[dict[str, Any], DDIMScheduler, str, str]:
+    """Return the transformer's configuration, its scheduler of training, the folder of its files, and a remark."""
     if repository.name in _PUBLISHED and not repository.is_folder:
-        return _Description(_PUBLISHED[repository.name], _scheduler(name, _DIT_SCHEDULER), "transformer/")
+        return _PUBLISHED[repository.name], _scheduler(name, _DIT_SCHEDULER), "transformer/", ""
     pipeline = repository.json("model_index.json")
     folder = "" if pipeline is None else "transformer/"
-    config = repository.json(f"{folder}config.json")
-    scheduler = repository.json("scheduler/scheduler_config.json")
-    config = _of_a_dit(name, pipeline, config)
-    if scheduler is None:
-        return _Description(config, _scheduler(name, _DIT_SCHEDULER), folder, "with the noise schedule of DiT-XL/2")
-    return _Description(config, _scheduler(name, scheduler), folder)
-
-
-def _of_a_dit(name: str, pipeline: dict[str, Any] | None, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the transformer's configuration; ModelError if its class is no DiT."""
+    config, scheduler = (repository.json(file) for file in (f"{folder}config.json", "scheduler/scheduler_config.json"))
     if pipeline is not None and "transformer" not in pipeline:
         raise ModelError(f"{name} is a {pipeline.get('_class_name')}, which has no transformer.")
     if config is None:
@@ -235,7 +206,8 @@ def _of_a_dit(name: str, pipeline: dict[str, Any] | None, config: dict[str, Any]
             f"The transformer of {name} is a {kind}. Those that are no DiT need the folder of their whole pipeline, "
             f"which feeds them: download it, and name it as diffusers:DIR. {_OTHERS}"
         )
-    return config
+    remark = "with the noise schedule of DiT-XL/2" if scheduler is None else ""
+    return config, _scheduler(name, scheduler or _DIT_SCHEDULER), folder, remark
 
 
 def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
@@ -258,16 +230,16 @@ def _build(name: str, kind: Any, config: dict[str, Any]) -> nn.Module:
     return module
 
 
-def _pretrained(name: str, repository: Repository, description: _Description) -> tuple[nn.Module, Provenance]:
+def _pretrained(name: str, repository: Repository, config: dict[str, Any], folder: str) -> tuple[nn.Module, Provenance]:
     repository.file("model_index.json")  # of its commit are all the others
-    files = (repository.file(description.folder + filename) for filename in WEIGHTS)
+    files = (repository.file(folder + filename) for filename in WEIGHTS)
     path = next((path for path in files if path is not None), None)
     if path is None:
         raise ModelError(
-            f"{name} has neither {' nor '.join(description.folder + filename for filename in WEIGHTS)}. Name a file "
+            f"{name} has neither {' nor '.join(folder + filename for filename in WEIGHTS)}. Name a file "
             "with --weights FILE, or take --weights random."
         )
-    module = _build(name, dit_class(), description.config)
+    module = _build(name, dit_class(), config)
     read = load_file(module, path, name)
     if repository.is_folder:
         return module, Provenance(read.kind, f"{repository.name}: {read.description}")
@@ -350,11 +322,8 @@ class PipelineCalls(NumberedInputs):
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         """Return the calls for one prompt, which are made while they are taken."""
-        return Chunk(numbers, self._at_timesteps(*numbers))
-
-    def _at_timesteps(self, number: int) -> Iterator[Batch]:
-        for timestep in self.timesteps:
-            yield from self._calls(number, timestep)
+        (number,) = numbers
+        return Chunk(numbers, (batch for timestep in self.timesteps for batch in self._calls(number, timestep)))
 
     def _calls(self, number: int, timestep: int) -> list[Batch]:
         """Return the calls at a timestep; the first request takes no step beyond it."""
@@ -397,9 +366,8 @@ class PipelineCalls(NumberedInputs):
                 timesteps.append(timestep)
             observe(len(timesteps) - 1, args, kwargs)
 
-        chosen: dict[str, Any] = {}
-        if self._options.guidance is not None:
-            chosen["guidance_scale"] = self._options.guidance
+        guidance = self._options.guidance
+        chosen: dict[str, Any] = {} if guidance is None else {"guidance_scale": guidance}
         if self._takes("clean_caption"):
             chosen["clean_caption"] = False  # our prompts are clean, and cleaning depends on what else is installed
         handle = transformer.register_forward_pre_hook(before, with_kwargs=True)
@@ -420,7 +388,7 @@ class PipelineCalls(NumberedInputs):
             handle.remove()
 
     def _failure(self, error: Exception, number: int, step: int) -> NormscopeError:
-        """Report an exception of a pipeline with its prompt and step: the first step is 1, 0 is before it."""
+        """Report an exception of a pipeline; the first step is 1, 0 is before it."""
         name = type(self.pipeline).__name__
         if memory_ended(error):
             return MemoryEndedError(
@@ -463,9 +431,8 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
     )
     try:
         # The class itself knows that its transformer is a component; DiffusionPipeline would load another over ours.
-        pipeline = getattr(diffusers, components["_class_name"]).from_pretrained(
-            folder, transformer=module, **_from_here()
-        )
+        of_class = getattr(diffusers, components["_class_name"])
+        pipeline = of_class.from_pretrained(folder, transformer=module, **_from_here())
     except Exception as error:  # of any component
         raise _does_not_load(f"The pipeline of {name} does not load", error) from error
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline  # seconds, which no DiT needs

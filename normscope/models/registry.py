@@ -32,12 +32,11 @@ class ModelEntry:
     """One line of ``normscope models``.
 
     Attributes:
-        name: as the user types it; in a name like ``timm:NAME``, NAME stands for any name that the library knows.
-        family: of the network; all of them, separated by commas, for a library that has several.
+        name: as the user types it; NAME in ``timm:NAME`` is any name that the library knows.
+        family: of the network, or families separated by commas.
         description: one line.
-        source: ``library:architecture`` that the weights belong to; the library ``embedded`` is this package.
-        sibling: name of the full-size model with the norms and placements of an embedded one, on which speed is
-            measured with random weights; empty for all others.
+        source: ``library:architecture`` of the weights; the library ``embedded`` is this package.
+        sibling: full-size model with the norms of an embedded one, for measuring speed; empty for all others.
     """
 
     name: str
@@ -106,24 +105,15 @@ _NAMED = (
     ModelEntry("gpt2", "language", "GPT-2 of 124 million weights", "transformers:openai-community/gpt2"),
     ModelEntry("llama_7b", "language", "LLaMA of 7 billion weights", "transformers:huggyllama/llama-7b"),
 )
-_PREFIXED = (
-    ModelEntry("timm:NAME", "vision", "any of timm, with or without .tag; hf-hub:OWNER/NAME of the hub", "timm:NAME"),
-    ModelEntry("torchaudio:BUNDLE", "speech", "a bundle of torchaudio that takes waveforms", "torchaudio:BUNDLE"),
-    ModelEntry(
-        "diffusers:REPO_OR_DIR", "diffusion", "a DiT, or a pipeline with a transformer", "diffusers:REPO_OR_DIR"
-    ),
-    ModelEntry(
-        "transformers:REPO_OR_DIR",
-        "language, vision, speech",
-        "a model of transformers that reads, sees or hears",
-        "transformers:REPO_OR_DIR",
-    ),
-    ModelEntry(
-        "py:FILE_OR_MODULE:FACTORY",
-        "your own",
-        "your function that returns a module and batches",
-        "py:FILE_OR_MODULE:FACTORY",
-    ),
+_PREFIXED = tuple(
+    ModelEntry(name, family, description, source=name)
+    for name, family, description in (
+        ("timm:NAME", "vision", "any of timm, with or without .tag; hf-hub:OWNER/NAME of the hub"),
+        ("torchaudio:BUNDLE", "speech", "a bundle of torchaudio that takes waveforms"),
+        ("diffusers:REPO_OR_DIR", "diffusion", "a DiT, or a pipeline with a transformer"),
+        ("transformers:REPO_OR_DIR", "language, vision, speech", "a model of transformers that reads, sees or hears"),
+        ("py:FILE_OR_MODULE:FACTORY", "your own", "your function that returns a module and batches"),
+    )
 )
 _LOADERS = {
     "embedded:demo_vit": "embedded.demo_vit:load_demo_vit",

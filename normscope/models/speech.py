@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import soundfile
 import torch
@@ -25,7 +26,7 @@ from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outp
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
 from normscope.models.inputs.numbered_inputs import TensorInputs
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
-from normscope.models.weights.repository import ways_on
+from normscope.models.weights.repository import DEADLINE, ways_on
 from normscope.runtime.files import sha256_of
 
 SILENCE = 20.0  # seconds without a byte after which a download has broken off
@@ -47,15 +48,13 @@ def find(name: str, architecture: str) -> Any:
         taking_waveforms = [key for key, bundle in bundles.items() if isinstance(bundle, _TAKEN)]
         raise ModelError(unknown("torchaudio bundle", architecture, taking_waveforms))
     bundle = bundles[architecture]
-    match bundle:
-        case pipelines.Tacotron2TTSBundle():
-            takes = "text"
-        case pipelines.RNNTBundle():
-            takes = "features and the tokens before them"
-        case pipelines.SquimSubjectiveBundle():
-            takes = "two waveforms, one of them clean"
-        case _:
-            return bundle
+    if isinstance(bundle, _TAKEN):
+        return bundle
+    takes = "text"
+    if isinstance(bundle, pipelines.RNNTBundle):
+        takes = "features and the tokens before them"
+    elif isinstance(bundle, pipelines.SquimSubjectiveBundle):
+        takes = "two waveforms, one of them clean"
     raise ModelError(
         f"{name} takes {takes}, and normscope runs the bundles of torchaudio that take one waveform: "
         "torchaudio:WAV2VEC2_BASE, for example."
@@ -68,13 +67,13 @@ def build(bundle: Any) -> nn.Module:
         case pipelines.Wav2Vec2Bundle():
             aligns = isinstance(bundle, pipelines.Wav2Vec2FABundle)
             module: nn.Module = utils._get_model(bundle._model_type, bundle._params)
-            return wrap(module, bundle._normalize_waveform, aligns) if bundle._normalize_waveform or aligns else module
+            if bundle._normalize_waveform or aligns:
+                module = wrap(module, bundle._normalize_waveform, aligns)
         case pipelines.SourceSeparationBundle():
             module = bundle._model_factory_func()
-            return module
         case _:
             module = squim_objective_base()
-            return module
+    return module
 
 
 def wrap(module: nn.Module, normalize_waveform: bool, aligns: bool = False) -> nn.Module:
@@ -89,6 +88,8 @@ def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Mod
     try:
         # torch.hub reports a download on stdout, where the results of normscope go, and waits without end.
         with redirect_stdout(sys.stderr), _socket_timeout(SILENCE):
+            if not cached.exists():
+                urlopen(Request(url, method="HEAD"), timeout=DEADLINE).close()  # noqa: S310 (https)
             if isinstance(bundle, pipelines.Wav2Vec2Bundle):
                 module: nn.Module = bundle.get_model(dl_kwargs=_WITHOUT_CODE)
             else:  # whose get_model() leaves it to the environment whether to unpickle
@@ -165,38 +166,29 @@ def unwrapped(module: nn.Module) -> Any:
 def outputs_of(module: nn.Module) -> Outputs:
     """Return the reader of a torchaudio network's outputs.
 
-    ``frames`` of a wav2vec 2.0 and its like; three scores ``(samples, 3)`` of one that judges speech; waveforms
-    ``(samples, sources, channels, time)`` of one that separates them.
+    ``frames`` of a wav2vec 2.0; three scores ``(samples, 3)`` of speech quality; separated waveforms ``(samples,
+    sources, channels, time)``.
     """
-    match unwrapped(module):
-        case Wav2Vec2Model():
-            return Outputs("frames")
-        case SquimObjective():
-            return Outputs("tensor", lambda scores, batch: torch.stack(scores, dim=-1))
-        case _:
-            return Outputs("tensor")
+    if isinstance(module, SquimObjective):
+        return Outputs("tensor", lambda scores, batch: torch.stack(scores, dim=-1))
+    return Outputs("frames" if isinstance(unwrapped(module), Wav2Vec2Model) else "tensor")
 
 
 def audio_format(module: nn.Module, sample_rate: float) -> AudioFormat:
     """Return the format of a network's recordings: ``sample_rate`` in Hz, and the shortest that its layers take."""
-    network = unwrapped(module)
+    network, channels = unwrapped(module), None
     match network:
         case ConvTasNet():
-            return AudioFormat(int(sample_rate), shortest=network.enc_kernel_size, channels=1)
+            shortest, channels = network.enc_kernel_size, 1
         case HDemucs():
-            return AudioFormat(int(sample_rate), shortest=network.nfft, channels=network.audio_channels)
+            shortest, channels = network.nfft, network.audio_channels
         case SquimObjective():
-            return AudioFormat(int(sample_rate), shortest=network.encoder.conv1d.kernel_size[0])
-        case _:
-            return AudioFormat(int(sample_rate), shortest=_receptive_field(network.feature_extractor))
-
-
-def _receptive_field(extractor: Any) -> int:
-    """Return how many samples one frame of a stack of unpadded convolutions is made of."""
-    samples = 1
-    for layer in reversed(extractor.conv_layers):
-        samples = (samples - 1) * layer.stride + layer.kernel_size
-    return samples
+            shortest = network.encoder.conv1d.kernel_size[0]
+        case _:  # the receptive field of a frame of unpadded convolutions
+            shortest = 1
+            for layer in reversed(network.feature_extractor.conv_layers):
+                shortest = (shortest - 1) * layer.stride + layer.kernel_size
+    return AudioFormat(int(sample_rate), shortest, channels)
 
 
 EMBEDDED = "demo_wav2vec2"

@@ -21,6 +21,7 @@ from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions
 from normscope.models.inputs.images import class_task, suffixes
 from normscope.models.inputs.processors import (
     has_processor,
+    heard_inputs,
     images_with_texts,
     load_processor,
     masks,
@@ -126,44 +127,36 @@ def _writes(network: Any) -> bool:
 
 def readers_of(
     library: Any, name: str, repository: Repository, kind: Any, takes: Takes, tokenizer: Callable[[], Any]
-) -> tuple[Any, ...]:
-    """Return the tokenizer, the processor, or both, which make inputs of data; ``tokenizer`` loads the former."""
+) -> tuple[Any, Any]:
+    """Return the processor and the tokenizer that make inputs of data, each None if unneeded; load them first."""
+    processor = partial(load_processor, library, name, repository)
     match takes:
         case "texts":
-            return (tokenizer(),)
+            return None, tokenizer()
         case "images":
-            return (load_processor(library, name, repository, "AutoImageProcessor"),)
+            return processor("AutoImageProcessor"), None
         case "recordings":
-            extractor = load_processor(library, name, repository, "AutoFeatureExtractor")
-            return extractor, tokenizer() if _writes(kind) else None
-        case "images with texts" | "prompts":
-            tokenizer()  # which has sentences for what may be wrong with it
-            return (load_processor(library, name, repository, "AutoProcessor"),)
+            return processor("AutoFeatureExtractor"), tokenizer() if _writes(kind) else None
+        case _:
+            tokenizer()  # which reports better what is wrong with it
+            return processor("AutoProcessor"), None
 
 
 def inputs_of(
-    library: Any, takes: Takes, readers: tuple[Any, ...], module: nn.Module, config: Any, options: LoadOptions
+    library: Any, takes: Takes, processor: Any, tokenizer: Any, module: nn.Module, config: Any, options: LoadOptions
 ) -> Inputs:
-    """Return the inputs of a network, as its own ``readers`` make them of data."""
+    """Return the inputs of a network, as its own processor or tokenizer makes them of data."""
     match takes:
         case "texts":
-            reading = reading_of(module, config, *readers)
-            if has_head(library, type(module).__name__):
-                return text_inputs(reading, options)
-            return pairs_or_texts(reading, options)  # of which embeddings are made
+            embeds = not has_head(library, type(module).__name__)
+            return (pairs_or_texts if embeds else text_inputs)(reading_of(module, config, tokenizer), options)
         case "images":
-            (processor,) = readers
             return processed_images(processor, module, config, options)
         case "recordings":
-            from normscope.models.inputs.processors import heard_inputs
-
-            extractor, tokenizer = readers
-            return heard_inputs(extractor, tokenizer, module, config, options)
+            return heard_inputs(processor, tokenizer, module, config, options)
         case "images with texts":
-            (processor,) = readers
             return images_with_texts(processor, module, config, options)
         case "prompts":
-            (processor,) = readers
             return prompts(processor, module, config, options)
 
 
@@ -227,8 +220,8 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
         kind, config = _kind(library, name, config)
         takes = taken_by(library, name, repository, kind, options.data)
         network = _Network(library, name, kind, config, options.dtype, options.device_map)
-        tokenizer = partial(_tokenizer, library, name, repository, options)
-        readers = readers_of(library, name, repository, kind, takes, tokenizer)
+        read_tokenizer = partial(_tokenizer, library, name, repository, options)
+        processor, tokenizer = readers_of(library, name, repository, kind, takes, read_tokenizer)
         if options.weights in ("pretrained", "random"):
             module, provenance = with_weights(
                 name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
@@ -236,7 +229,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
         else:  # transformers makes the module around the weights: there is no fresh one to fill
             module, provenance = network.of_file(Path(options.weights))
     try:
-        inputs = inputs_of(library, takes, readers, module, config, options)
+        inputs = inputs_of(library, takes, processor, tokenizer, module, config, options)
     except NormscopeError:
         raise
     except Exception as error:  # of any processor, at what is run by default
@@ -247,7 +240,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     if not hasattr(module, "hf_device_map"):  # spread while it was read
         module = placed(module, options)
     outputs = outputs_of(library, module, takes)
-    task = transformers_task(library, module, readers[0] if takes == "texts" else None, repository, inputs, outputs)
+    task = task_of(library, module, tokenizer, repository, inputs, outputs)
     return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=FAMILIES[takes], task=task)
 
 
@@ -443,23 +436,15 @@ def _not_floating(state_dict: Mapping[str, Tensor], module: nn.Module) -> list[s
     ]
 
 
-def transformers_task(
+def task_of(
     library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs, outputs: Outputs
 ) -> Task:
-    """Return the task of a model of transformers: texts by :func:`language_task`, images by the names of their folders.
-
-    ``tokenizer`` is None for a network that does more than read.
-    """
-    if module.main_input_name == "input_ids" and module.input_modalities in ("text", ("text",)):
-        return language_task(library, module, tokenizer, repository, inputs)
-    if outputs.kind == "classes" and module.main_input_name == "pixel_values":
+    """Return the task of a network, by its head; ``tokenizer`` is None where bytes are its tokens."""
+    if module.main_input_name != "input_ids" or module.input_modalities not in ("text", ("text",)):
+        if outputs.kind != "classes" or module.main_input_name != "pixel_values":
+            return Task(untold="no labels are known of what it sees or hears (in Python, pass quality=)")
         names = module.config.id2label
         return class_task(inputs, module.config.num_labels, [names[number] for number in sorted(names)])
-    return Task(untold="no labels are known of what it sees or hears (in Python, pass quality=)")
-
-
-def language_task(library: Any, module: Any, tokenizer: Any, repository: Repository, inputs: Inputs) -> Task:
-    """Return the task of a model of transformers that reads text; ``tokenizer`` is None where bytes are its tokens."""
     automatic, kind = library.models.auto.modeling_auto, type(module).__name__
     if module.config.is_encoder_decoder:
         return Task(untold="an encoder–decoder is given the same text on both sides, where nothing is left to predict")

@@ -124,17 +124,6 @@ def test_what_cannot_be_iterated_again_is_refused():
         learned_and_held_out([])
 
 
-@pytest.mark.parametrize("name", ["demo_vit", "demo_wav2vec2"])
-def test_the_embedded_networks_inputs(name):
-    network = normscope.load(name)
-    learned, held = learned_and_held_out(network.inputs)
-    sources = [{sample.source for batch in part for sample in batch.samples} for part in (learned, held)]
-    assert not sources[0] & sources[1]
-    total = sum(len(batch.samples) for batch in network.inputs)
-    assert learned.n_samples + held.n_samples == total
-    assert f"of {total} samples held out" in held.description
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", ["demo_vit", "demo_wav2vec2", "demo_dit", "a list"])
 def test_the_shares_of_a_part_are_the_part(name, ranks):

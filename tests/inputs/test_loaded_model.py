@@ -107,10 +107,11 @@ def test_first_tensor(returned):
     assert Outputs().read(returned, Batch()) is FLOATS
 
 
-@pytest.mark.parametrize(("returned", "kind"), [(WHOLE, "Tensor"), ((), "tuple"), ("text", "str"), (None, "NoneType")])
-def test_nothing_to_compare(returned, kind):
-    with pytest.raises(ModelError, match=rf"returned a {kind} that holds no floating-point tensor to compare\."):
-        first_tensor(returned, Batch())
+def test_nothing_to_compare():
+    for returned in (WHOLE, (), "text", None):
+        kind = type(returned).__name__
+        with pytest.raises(ModelError, match=rf"returned a {kind} that holds no floating-point tensor to compare\."):
+            first_tensor(returned, Batch())
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 2), (6,), (3, 4, 2, 2)])

@@ -141,6 +141,38 @@ def python(tmp_path):
     return run
 
 
+LOAD_EACH = """
+import json, torch
+from normscope.errors import NormscopeError
+from normscope.loading import load
+results = []
+for arguments in json.loads({!r}):
+    try:
+        model = load(device="cpu", **arguments)
+        batch = next(iter(model.inputs))
+        with torch.no_grad():
+            outputs = model.outputs.read(model.module(*batch.args, **batch.kwargs), batch)
+        size = sum(parameter.numel() for parameter in model.module.parameters())
+        ids = batch.kwargs["input_ids"][0].tolist() if "input_ids" in batch.kwargs else None
+        results.append({{"about": model.about, "outputs": outputs.flatten()[:500].tolist(), "ids": ids, "size": size}})
+    except NormscopeError as error:
+        results.append({{"exit_status": error.exit_status, "sentence": str(error)}})
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture
+def load_each(python):
+    """Load several models in one process, as importing the libraries takes longer than the rest."""
+
+    def run(*arguments, **environment):
+        outcome = python(LOAD_EACH.format(json.dumps(arguments)), **environment)
+        assert outcome.result is not None, outcome.stderr
+        return outcome.result, outcome
+
+    return run
+
+
 @pytest.fixture
 def pictures(tmp_path):
     """Make a folder: three images in two folders, one damaged image, and two files that are none."""
@@ -171,3 +203,14 @@ def tokenizer():
     core.decoder = decoders.ByteLevel()
     core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>")  # noqa: S106
+
+
+@pytest.fixture(scope="session")
+def t5():
+    """Make a tokenizer of letters, and the configuration of a tiny T5 that takes its tokens."""
+    import transformers
+
+    letters = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")]
+    letters += [(letter, -2.0) for letter in "▁abcdefghijklmnopqrstuvwxyz,"]
+    sizes = {"vocab_size": len(letters), "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return transformers.T5Tokenizer(vocab=letters, extra_ids=0), transformers.T5Config(**sizes)

@@ -261,17 +261,14 @@ def test_where_there_is_no_function(mine, tmp_path, monkeypatch, name, sentence)
     assert "normscope_py_syntax" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
+def test_options_that_are_the_functions_to_decide(mine):
+    for changes, sentence in (
         ({"weights": "random"}, "decides on its weights: leave --weights out, or name a file"),
         ({"data": "."}, "brings its own batches: data can have no effect on it"),
         ({"batch_size": 4}, "decides how large its batches are: batch_size can have no effect on it"),
-    ],
-)
-def test_options_that_are_the_functions_to_decide(mine, changes, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        load_mine(f"{mine}:make", **changes)
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            load_mine(f"{mine}:make", **changes)
 
 
 @pytest.mark.slow

@@ -175,39 +175,24 @@ def without_torchaudio(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_speech_without_torchaudio_is_one_sentence_and_the_rest_works(without_torchaudio):
-    done = without_torchaudio["named"]
-    assert done.returncode == 3
-    assert done.stdout == ""  # said before demo_vit is run
-    assert done.stderr.startswith(f"Error: {without_torchaudio['speech']}")
-    assert done.stderr.endswith("with the torch that it belongs to: pip install 'normscope[speech]'.\n")
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_transformers_beside_a_torchaudio_that_cannot_be_imported(without_torchaudio):
-    named, user = without_torchaudio["another"], without_torchaudio["of the user"]
-    if "is not installed" in without_torchaudio["speech"]:
-        assert (named.returncode, user.stdout) == (0, ""), named.stderr
+def test_commands_without_torchaudio(without_torchaudio):
+    speech = without_torchaudio["speech"]
+    named, another, user = (without_torchaudio[name] for name in ("named", "another", "of the user"))
+    assert (named.returncode, named.stdout, named.stderr.count("\n")) == (3, "", 1)  # before demo_vit is run
+    assert named.stderr.startswith(f"Error: {speech}")
+    assert named.stderr.endswith("with the torch that it belongs to: pip install 'normscope[speech]'.\n")
+    if "is not installed" in speech:
+        assert (another.returncode, user.stdout) == (0, ""), another.stderr
     else:
-        assert (named.returncode, named.stderr.count("\n")) == (3, 1)
-        assert named.stderr.startswith("Error: gpt2 cannot be loaded, because torchaudio cannot be imported beside ")
-        assert named.stderr.endswith("Remove it: pip uninstall torchaudio.\n")
+        assert (another.returncode, another.stderr.count("\n")) == (3, 1)
+        assert another.stderr.startswith("Error: gpt2 cannot be loaded, because torchaudio cannot be imported beside ")
+        assert another.stderr.endswith("Remove it: pip uninstall torchaudio.\n")
         # As without normscope: the error of torchaudio itself, and no module that normscope hid.
         assert "RuntimeError: PyTorch and TorchAudio were compiled" in user.stdout and "halted" not in user.stdout
-
-
-@pytest.mark.slow
-def test_a_folder_that_hears_needs_torchaudio(without_torchaudio):
-    done = without_torchaudio["a folder"]
-    assert done.returncode == 3
-    assert done.stderr.startswith("Error: transformers:wav2vec2 ") and "torchaudio" in done.stderr
-
-
-@pytest.mark.slow
-def test_without_a_name_and_torchaudio_the_other_embedded_models_are_taken(without_torchaudio):
-    done = without_torchaudio["no name"]
-    assert done.returncode == 0, done.stderr
-    assert "no model named: taking what is embedded, demo_vit, demo_dit\n" in done.stderr
-    assert done.stderr.count(f"left out: {without_torchaudio['speech']}") == 1
-    assert "demo_vit\n" in done.stdout and "demo_dit\n" in done.stdout and "wav2vec2" not in done.stdout
+    folder, default = without_torchaudio["a folder"], without_torchaudio["no name"]
+    assert folder.returncode == 3
+    assert folder.stderr.startswith("Error: transformers:wav2vec2 ") and "torchaudio" in folder.stderr
+    assert default.returncode == 0, default.stderr
+    assert "no model named: taking what is embedded, demo_vit, demo_dit\n" in default.stderr
+    assert default.stderr.count(f"left out: {speech}") == 1
+    assert "demo_vit\n" in default.stdout and "demo_dit\n" in default.stdout and "wav2vec2" not in default.stdout

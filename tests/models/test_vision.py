@@ -30,12 +30,9 @@ def test_random_state_is_left_as_found(name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_architecture_without_pretrained_weights():
+def test_weights_that_are_on_no_hub():
     with pytest.raises(ModelError, match=r"timm has no pretrained weights for timm:test_vit4\."):
         load("timm:test_vit4", device="cpu")
-
-
-def test_weights_that_are_on_no_hub():
     with pytest.raises(ModelError, match=r"not on a model hub but at https://github.com/.*--weights FILE"):
         load("timm:gcvit_xxtiny", device="cpu")
 

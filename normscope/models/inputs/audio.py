@@ -42,10 +42,9 @@ class AudioFormat:
 
 
 def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
-    """Return the recordings at ``options.data``, or the synthetic utterances of this package where it is None.
+    """Return the recordings at ``options.data``, or by default the synthetic utterances of this package.
 
-    One recording a batch, for any ``batch_size``: the padding of shorter ones would enter
-    the statistics of every norm that looks along time.
+    One recording a batch: padding would enter the statistics of norms along time.
 
     >>> options = LoadOptions("random", None, 2, 1, 0, torch.device("cpu"), torch.float32)
     >>> audio_inputs(AudioFormat(16_000, shortest=400), options).description

@@ -70,49 +70,41 @@ def read_ahead(
             batch_size=None,
             sampler=plan,
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=lambda chunk: chunk,
             pin_memory=device.type == "cuda",
             worker_init_fn=_ignore_signals,
             multiprocessing_context="fork" if workers else None,
             generator=torch.Generator(),  # a seed is drawn, and not from the caller's random numbers
         )
         chunks = iter(loader)
-    while True:
-        try:
-            chunk = next(chunks, None)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            raise DataError(
-                f"A process that reads inputs has ended before its work: {str(error).rstrip('.')}. Memory, or shared "
-                "memory (/dev/shm), may have run out: take fewer workers, or smaller batches."
-            ) from error
-        if chunk is None:
-            return
-        yield chunk
+    try:
+        yield from chunks
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(
+            f"A process that reads inputs has ended before its work: {str(error).rstrip('.')}. Memory, or shared "
+            "memory (/dev/shm), may have run out: take fewer workers, or smaller batches."
+        ) from error
 
 
+@dataclass
 class _Chunks(Dataset[Chunk]):
-    def __init__(self, read: Callable[[Sequence[int]], Chunk]) -> None:
-        self._read = read
+    read: Callable[[Sequence[int]], Chunk]
 
     def __getitem__(self, numbers: Sequence[int]) -> Chunk:
-        return self._read(numbers)
-
-
-def _as_it_is(chunk: Any) -> Any:
-    return chunk
+        return self.read(numbers)
 
 
 def _ignore_signals(worker: int) -> None:
-    """Leave it to the main process to end: terminals and batch systems signal all processes at once."""
+    """Let the main process end its workers: terminals and batch systems signal all processes at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager
 def _signals_as_they_were() -> Iterator[None]:
-    """Undo torch's handler for dead children, which raises anywhere; requesting a chunk reports them too."""
+    """Undo torch's handler for dead children, which raises anywhere; the next chunk reports them too."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
         yield
         return
@@ -153,13 +145,13 @@ class NumberedInputs(Inputs):
 
         Args:
             total: size of the data set.
-            options: as above, and for batching.
+            options: of selection and batching.
             one_by_one: True if each input is a chunk of its own, for any ``batch_size``.
-            at: name of the data in descriptions and errors.
+            at: name of the data.
             noun: for errors.
-            of: number and kind of all inputs in words, for the description.
-            remarks: further remarks of the description.
-            cut_to: length to which the network cuts long inputs.
+            of: number and kind of all inputs, for the description.
+            remarks: for the description.
+            cut_to: length of truncated inputs.
             besides: remarks on omitted files.
         """
         self.order = drawn(total, options)
@@ -192,14 +184,10 @@ class NumberedInputs(Inputs):
     def description(self) -> str:
         """Describe the selected inputs, with remarks and the numbers of truncated and unreadable ones."""
         unreadable, cut = len(self.left_out.unreadable), self.left_out.cut
-        remarks = [
-            *self._remarks,
-            *([f"{cut:,} cut to {self._cut_to}"] if cut else []),
-            *([f"{unreadable:,} unreadable"] if unreadable else []),
-            *self._besides,
-        ]
-        taken = f"{self._at}: {self._taken_of(self._of)}" if self._at else self._taken_of(self._of)
-        return taken + (f" ({', '.join(remarks)})" if remarks else "")
+        counted = [f"{cut:,} cut to {self._cut_to}" if cut else "", f"{unreadable:,} unreadable" if unreadable else ""]
+        remarks = ", ".join(filter(None, [*self._remarks, *counted, *self._besides]))
+        at = f"{self._at}: " if self._at else ""
+        return at + self._taken_of(self._of) + (f" ({remarks})" if remarks else "")
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of all inputs; DataError at the end if not one input could be read."""
@@ -242,8 +230,7 @@ class NumberedInputs(Inputs):
         return replace(chunk, batches=[batch.to(self._options.device, self._options.dtype) for batch in chunk.batches])
 
     def _at_once(self) -> int:
-        """Return the number of inputs of a chunk."""
-        return self.batch_size
+        return self.batch_size  # inputs of a chunk
 
     def _none_readable(self, left_out: LeftOut) -> DataError:
         return DataError(f"None of the {self._tried} can be read{self._read_as}. The first is {left_out.lines[0]}.")
@@ -343,12 +330,12 @@ class FileKind:
     """The files that a model takes.
 
     Attributes:
-        noun: singular, for messages: ``image``.
+        noun: singular: ``image``.
         suffixes: of file names, lower case with the dot; other files of a folder are omitted.
         read: returns a file's tensor, or a processor's result; its exceptions make the file unreadable.
-        cut_to: length to which the model cuts long inputs.
-        beside: suffix of a file of the same name that is read with it, where there is one.
-        remarks: further remarks of the description.
+        cut_to: length of truncated inputs.
+        beside: suffix of an optional file of the same name that is read with it.
+        remarks: for the description.
     """
 
     noun: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
-from normscope.inputs.previews import Normalized, Words
+from normscope.inputs.previews import Normalized
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
 from normscope.models.inputs.images import Preprocessing, crops_of_photograph, image_inputs, read_image, suffixes
 from normscope.models.inputs.numbered_inputs import FileKind, Prepared, files_or, text_beside
@@ -36,6 +37,7 @@ _BESIDES = (
     "chat_template.json",
 )
 _TEMPLATE = "chat_template.jinja"
+_LENGTHS = "_get_feat_extract_output_lengths"  # a network's function from samples to frames
 _READS = {"AutoImageProcessor": "image", "AutoFeatureExtractor": "recording", "AutoProcessor": "image with a text"}
 
 
@@ -80,8 +82,7 @@ def arguments(made: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
 
 def masks(config: Any) -> bool:
     """True if a network without a head masks patches at random, as in its training."""
-    masked: bool = config.model_type == "vit_mae"
-    return masked
+    return bool(config.model_type == "vit_mae")
 
 
 def processed_images(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
@@ -96,7 +97,11 @@ def processed_images(processor: Any, module: nn.Module, config: Any, options: Lo
         if mask is not None and not bool(mask.all()):
             raise DataError("the model's processor pads it, and which tokens are padding cannot be told")
         if masks(config):
-            kwargs["noise"] = _in_order(kwargs["pixel_values"], config)
+            # A masked autoencoder sorts patches by this noise: integers, as half precision has ties.
+            size = config.patch_size
+            sides = (size, size) if isinstance(size, int) else size
+            rows, columns = (n // side for n, side in zip(kwargs["pixel_values"].shape[-2:], sides, strict=True))
+            kwargs["noise"] = torch.arange(rows * columns)[None]
         return Prepared(Batch(kwargs=kwargs))
 
     return image_inputs(Preprocessing("RGB", prepared, remarks, _normalized_by(processor)), options)
@@ -110,14 +115,6 @@ def _normalized_by(processor: Any) -> Normalized | None:
     if not getattr(processor, "do_normalize", False):
         return (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
     return tuple(processor.image_mean), tuple(processor.image_std)
-
-
-def _in_order(pixels: Tensor, config: Any) -> Tensor:
-    """Number the patches, by which a masked autoencoder sorts them: int64, as half precision has ties."""
-    size = config.patch_size
-    height, width = (size, size) if isinstance(size, int) else size
-    patches = (pixels.shape[-2] // height) * (pixels.shape[-1] // width)
-    return torch.arange(patches)[None]
 
 
 def images_with_texts(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
@@ -160,10 +157,8 @@ def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions
     def prompt(text: str) -> str:
         if getattr(processor, "chat_template", None):
             content = [{"type": "image"}, {"type": "text", "text": text}]
-            whole: str = processor.apply_chat_template(
-                [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-            )
-            return whole
+            messages = [{"role": "user", "content": content}]
+            return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         return f"{token}\n{text}" if token else text
 
     def prepared(image: Image.Image, text: str) -> Prepared:
@@ -220,15 +215,11 @@ class Hearing:
     @property
     def taken(self) -> AudioFormat:
         """Return the rate of the recordings, and the fewest samples that make one frame."""
-        if self.module.main_input_name != "input_values" or not hasattr(
-            self.module, "_get_feat_extract_output_lengths"
-        ):
-            return AudioFormat(self.extractor.sampling_rate, shortest=1)
-        low, high = 0, self.extractor.sampling_rate  # too few, and enough
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._frames_of(middle) > 0 else (middle, high)
-        return AudioFormat(self.extractor.sampling_rate, shortest=high)
+        rate = self.extractor.sampling_rate
+        if self.module.main_input_name != "input_values" or not hasattr(self.module, _LENGTHS):
+            return AudioFormat(rate, shortest=1)
+        shortest = 1 + bisect.bisect_left(range(1, rate), 1, key=self._frames_of)
+        return AudioFormat(rate, shortest)
 
     @property
     def longest(self) -> str:
@@ -237,11 +228,6 @@ class Hearing:
             return count(self.extractor.max_length, "frame")
         samples = getattr(self.extractor, "n_samples", None)
         return f"{samples / self.extractor.sampling_rate:g} s" if samples else ""
-
-    @property
-    def words(self) -> Words | None:
-        """From the decoder's token ids to their texts; None without a decoder."""
-        return None if self.tokenizer is None else partial(words_of, self.tokenizer)
 
     def prepared(self, waveform: Tensor, transcript: str | None) -> Prepared:
         """Make one recording ready, float32 ``(samples,)``; without a transcript a decoder reads its start alone."""
@@ -259,7 +245,9 @@ class Hearing:
         if self.tokenizer is None:
             return Prepared(Batch(kwargs=kwargs, valid=valid), cut)
         written = {"decoder_input_ids": self._written(transcript), "use_cache": False}
-        within = {} if valid is None else {self._encoder: valid}
+        encoder = self.module.get_encoder()
+        path = next(name for name, part in self.module.named_modules() if part is encoder)
+        within = {} if valid is None else {path: valid}
         return Prepared(Batch(kwargs=kwargs | written, valid_within=within), cut)
 
     def _made(self, extractor: Any, waveform: Tensor) -> Any:
@@ -268,20 +256,14 @@ class Hearing:
         )
 
     def _frames_of(self, length: int) -> int:
-        return int(self.module._get_feat_extract_output_lengths(torch.tensor(length)))
+        return int(getattr(self.module, _LENGTHS)(torch.tensor(length)))
 
     def _subsampled(self, mask: Tensor) -> Tensor:
         """Return which of the network's frames are data: it has fewer than the extractor, by its own function."""
-        if not hasattr(self.module, "_get_feat_extract_output_lengths"):
+        if not hasattr(self.module, _LENGTHS):
             return mask.bool()
         frames = self._frames_of(mask.shape[1])
         return torch.arange(frames)[None] < self._frames_of(int(mask.sum()))
-
-    @property
-    def _encoder(self) -> str:
-        encoder, named = self.module.get_encoder(), self.module.named_modules()
-        names: list[str] = [name for name, part in named if part is encoder]
-        return names[0]
 
     @property
     def _of_patches(self) -> bool:
@@ -320,12 +302,13 @@ class Hearing:
 def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
     """Return the recordings at ``options.data``, or the synthetic utterances, as a feature extractor makes them.
 
-    One recording a batch, for any ``batch_size``: the padding of shorter ones would enter the statistics of every norm
-    along time, and the layers before the frames have other lengths. A decoder reads the text file of the same name.
+    One recording a batch: padding would enter the statistics of norms along time. A decoder reads the text file of the
+    same name.
     """
     hearing = Hearing(extractor, tokenizer, module, config)
     taken = hearing.taken
     writes = tokenizer is not None
+    words = partial(words_of, tokenizer) if writes else None
 
     def synthetic() -> tuple[list[Prepared], list[Sample], str]:
         samples, waveforms, transcripts, total = utterances(taken)
@@ -340,4 +323,4 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
         beside=".txt" if writes else "",
         remarks=("the decoder reads NAME.txt, or without one the start alone",) if writes else (),
     )
-    return files_or(synthetic, kind, options, one_by_one=True, words=hearing.words)
+    return files_or(synthetic, kind, options, one_by_one=True, words=words)

@@ -27,86 +27,6 @@ from normscope.inputs.previews import Words
 from normscope.models.inputs.numbered_inputs import NumberedInputs, find_files, listing_digest, name_in, reason
 from normscope.models.weights.repository import Repository, refuse_code
 
-_BYTE_ORDER_MARK = "\ufeff"
-
-
-class TextLines:
-    """The lines that are not blank; 24 bytes are kept of each.
-
-    >>> from tempfile import TemporaryDirectory
-    >>> with TemporaryDirectory() as folder:
-    ...     path = Path(folder, "a.txt")
-    ...     _ = path.write_text("one\\n\\ntwo\\n")
-    ...     lines = TextLines([("a.txt", path)])
-    ...     len(lines), lines.place(1), lines.read([1, 0])
-    (2, 'a.txt line 3', ['two', 'one'])
-    """
-
-    def __init__(self, documents: Sequence[tuple[str, Traversable]]) -> None:
-        """Find the beginnings of lines in all documents, each with its name; DataError if one cannot be opened."""
-        self._documents = documents
-        self._where = array("q"), array("q"), array("q")  # document, offset in bytes, number of the line
-        for index, (_, document) in enumerate(documents):
-            try:
-                for entry in _lines_of(document):
-                    for kept, value in zip(self._where, (index, *entry), strict=True):
-                        kept.append(value)
-            except OSError as error:
-                raise DataError(f"{str(document)!r} cannot be read: {reason(error)}.") from error
-
-    def __len__(self) -> int:
-        return len(self._where[0])
-
-    def document_index(self, line: int) -> int:
-        """Return the index of a line's document."""
-        return self._where[0][line]
-
-    def document(self, line: int) -> str:
-        """Name the document of a line."""
-        return self._documents[self.document_index(line)][0]
-
-    def place(self, line: int) -> str:
-        """Name the document of a line and the line's number in it."""
-        return f"{self.document(line)} line {self._where[2][line]}"
-
-    def read(self, lines: Sequence[int]) -> list[str | Exception]:
-        """Return the text of each line, or the error of reading it, in their order."""
-        contents: list[str | Exception] = []
-        for index, group in groupby(lines, self.document_index):
-            of_document = list(group)
-            try:
-                with cast(BinaryIO, self._documents[index][1].open("rb")) as file:
-                    contents += [self._line(file, line) for line in of_document]
-            except OSError as error:
-                contents += [error] * len(of_document)
-        return contents
-
-    def _line(self, file: BinaryIO, line: int) -> str | Exception:
-        _, offsets, numbers = self._where
-        file.seek(offsets[line])
-        text = _decoded(file.readline(), numbers[line])
-        return DataError("not UTF-8") if text is None else text
-
-
-def _lines_of(document: Traversable) -> Iterator[tuple[int, int]]:
-    """Yield the offset and the number of each line that is not blank, or not UTF-8."""
-    offset = 0
-    with document.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            text = _decoded(raw, number)
-            if text is None or text.strip():
-                yield offset, number
-            offset += len(raw)
-
-
-def _decoded(raw: bytes, number: int) -> str | None:
-    try:
-        text = raw.decode().rstrip("\r\n")
-    except UnicodeDecodeError:
-        return None
-    return text.removeprefix(_BYTE_ORDER_MARK) if number == 1 else text
-
-
 LONGEST = 512  # tokens of one text, at most
 _PAGE = files("normscope.models") / "embedded" / "page.txt"
 
@@ -118,11 +38,11 @@ class Reading:
     Attributes:
         tokenize: from a text to its token ids, and True if it was cut; its exceptions make the text unreadable.
         keywords: from token ids and attention mask, int64 ``(samples, positions)``, to keyword arguments.
-        longest: tokens of one text, at most.
+        longest: maximum number of tokens.
         pad_id: token id of padding.
-        multiple: the model pads to a multiple of this number of positions.
-        remarks: further remarks of the description.
-        words: from token ids to their texts, one by one; None if unknown.
+        multiple: divisor of the number of positions.
+        remarks: for the description.
+        words: from token ids to their texts; None if unknown.
     """
 
     tokenize: Callable[[str], tuple[list[int], bool]]
@@ -177,7 +97,7 @@ class _Tokenized(NumberedInputs):
 
 
 class Texts(_Tokenized):
-    """The lines of some documents, a text each; blank ones are skipped."""
+    """The lines of some documents that are not blank, a text each; 24 bytes are kept of each."""
 
     def __init__(
         self,
@@ -201,29 +121,72 @@ class Texts(_Tokenized):
             source_is_line: True if each line is a source of its own, False for each document.
             besides: remarks on other files.
         """
-        self._data, self._source_is_line, self._lines = data, source_is_line, TextLines(documents)
-        if not len(self._lines):
+        self._documents, self._data, self._source_is_line = documents, data, source_is_line
+        self._where = array("q"), array("q"), array("q")  # document, offset in bytes, number of the line
+        for index, (_, document) in enumerate(documents):
+            for entry in _lines_of(document):
+                for kept, value in zip(self._where, (index, *entry), strict=True):
+                    kept.append(value)
+        total = len(self._where[0])
+        if not total:
             raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
-        total = len(self._lines)
         super().__init__(reading, total, options, at=name, noun="text", of=count(total, "text"), besides=besides)
 
     def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:
-        return [[text] if isinstance(text, str) else text for text in self._lines.read(numbers)]
+        texts: list[Sequence[str] | Exception] = []
+        for index, group in groupby(numbers, self._where[0].__getitem__):
+            lines = list(group)
+            try:
+                with cast(BinaryIO, self._documents[index][1].open("rb")) as file:
+                    texts += [self._line(file, line) for line in lines]
+            except OSError as error:
+                texts += [error] * len(lines)
+        return texts
+
+    def _line(self, file: BinaryIO, line: int) -> Sequence[str] | Exception:
+        _, offsets, numbers = self._where
+        file.seek(offsets[line])
+        text = _decoded(file.readline(), numbers[line])
+        return DataError("not UTF-8") if text is None else [text]
 
     def _samples(self, number: int) -> list[Sample]:
+        index = self._where[0][number]
         if self._source_is_line:
-            return [Sample(self._lines.place(number), number, number, self._data)]
-        return [Sample(self._lines.document(number), self._lines.document_index(number), number, self._data)]
+            return [Sample(self._place(number), number, number, self._data)]
+        return [Sample(self._documents[index][0], index, number, self._data)]
+
+    def _place(self, number: int) -> str:
+        document, _, line = (column[number] for column in self._where)
+        return f"{self._documents[document][0]} line {line}"
 
     def _name_of(self, number: int, error: Exception) -> str:
-        return self._lines.document(number) if isinstance(error, OSError) else self._lines.place(number)
+        return self._documents[self._where[0][number]][0] if isinstance(error, OSError) else self._place(number)
+
+
+def _lines_of(document: Traversable) -> Iterator[tuple[int, int]]:
+    """Yield the offset and the number of each line that is not blank, or not UTF-8."""
+    offset = 0
+    try:
+        with document.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                text = _decoded(raw, number)
+                if text is None or text.strip():
+                    yield offset, number
+                offset += len(raw)
+    except OSError:
+        yield 0, 0  # counts as one text; reading it reports the reason
+
+
+def _decoded(raw: bytes, number: int) -> str | None:
+    try:
+        text = raw.decode().rstrip("\r\n")
+    except UnicodeDecodeError:
+        return None
+    return text.removeprefix("\ufeff") if number == 1 else text  # a byte order mark
 
 
 def text_inputs(reading: Reading, options: LoadOptions) -> Texts:
-    """Return the lines of texts at ``options.data``, by default of the embedded page.
-
-    In one file each line is a source of its own; in a folder each file is one.
-    """
+    """Return texts at ``options.data`` or of the embedded page; a source is a line of a file, or a file of a folder."""
     if options.data is None:
         return Texts("normscope's page", [("page.txt", _PAGE)], reading, options, data="page", source_is_line=True)
     root = Path(options.data)
@@ -311,24 +274,21 @@ def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _byte_words(ids: Sequence[int]) -> list[str]:
-    """Return each byte as its letter, or where it is no ASCII letter by itself as its number."""
     return [chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in ids]
 
 
 def _vocabulary(module: Any) -> int | None:
-    """Return how many tokens the model has embeddings for; None where it has no table of them: CANINE hashes."""
+    """Return the number of tokens that the model has embeddings for; None without a table of them: CANINE hashes."""
     try:
-        embeddings = module.get_input_embeddings()
+        return len(module.get_input_embeddings().weight)
     except NotImplementedError:
         return None
-    size: int = embeddings.weight.shape[0]
-    return size
 
 
 def _positions(module: nn.Module, config: Any) -> int:
-    """Return how many tokens the model takes at most."""
-    text = config.get_text_config()
-    limits = [value for value in (getattr(text, "max_position_embeddings", None),) if value and value > 0]
+    """Return the maximum number of tokens of a text."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    limits = [limit] if limit > 0 else []
     for name, part in module.named_modules():
         if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
             limits.append(len(part.weight) - part.padding_idx - 1)  # RoBERTa counts positions from there
@@ -336,16 +296,15 @@ def _positions(module: nn.Module, config: Any) -> int:
 
 
 def _tokenize(tokenizer: Any, longest: int, vocabulary: int | None, text: str) -> tuple[list[int], bool]:
-    """Return the token ids of a text, without those beyond ``longest``, and report truncation."""
+    """Return the first ``longest`` token ids of a text, and True if there are more."""
     if tokenizer is None:
         tokens = list(text.encode())
-        tokens, cut = tokens[:longest], len(tokens) > longest
-    else:
-        if not tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
-            raise DataError("the tokenizer leaves nothing of it")
+    elif tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]:
         tokens = tokenizer(text, verbose=False)["input_ids"]
-        if cut := len(tokens) > longest:
-            tokens = tokenizer(text, truncation=True, max_length=longest)["input_ids"]
+    else:
+        raise DataError("the tokenizer leaves nothing of it")
+    if cut := len(tokens) > longest:
+        tokens = tokenizer(text, truncation=True, max_length=longest)["input_ids"] if tokenizer else tokens[:longest]
     check_tokens(tokens, vocabulary)
     return tokens, cut
 
@@ -399,8 +358,7 @@ class SentencePairs(_Tokenized):
         return f"{self._path.name} pair {number + 1}"
 
     def _at_once(self) -> int:
-        """Return the number of pairs of a batch: both sentences are in one, also where ``batch_size`` is 1."""
-        return max(1, self.batch_size // 2)
+        return max(1, self.batch_size // 2)  # both sentences of a pair are in one batch
 
 
 def pairs_or_texts(reading: Reading, options: LoadOptions) -> Inputs:

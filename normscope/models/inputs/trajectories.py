@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -124,10 +125,10 @@ class Trajectories(NumberedInputs):
     latents are walked in larger batches, in passes of their own.
 
     Attributes:
-        module: the transformer, which makes the trajectories and is then run on them.
-        scheduler: of training; its timesteps are set.
+        module: transformer that makes the trajectories and is run on them.
+        scheduler: of training, with its timesteps set.
         noise: starts of the trajectories: float32 ``(trajectories, channels, height, width)``, on the CPU.
-        labels: class of each trajectory: int64 ``(trajectories,)``.
+        labels: int64 ``(trajectories,)``.
         timesteps: at which to run the module, in the order of the trajectory.
     """
 
@@ -149,6 +150,7 @@ class Trajectories(NumberedInputs):
         super().__init__(len(noise), options)
         self.module, self.scheduler, self.noise, self.labels = module, scheduler, noise, labels
         self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
+        self._runs = 1 if guidance == 1 else 2  # of each latent
         self._visited: list[int] = scheduler.timesteps.tolist()
         self._kept: dict[tuple[int, int], Tensor] = {}
         self._latest: dict[tuple[int, int], Tensor] = {}
@@ -170,20 +172,18 @@ class Trajectories(NumberedInputs):
         return len(self.order) * len(self.timesteps) * self._runs
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each timestep of each trajectory that is taken, for each time that it runs there."""
-        for number in self.order:
-            for timestep in self.timesteps:
-                yield from (self._sample(number, timestep, half) for half in range(self._runs))
+        """Yield a sample for each timestep of each trajectory, two with guidance."""
+        each = itertools.product(self.order, self.timesteps, range(self._runs))
+        return itertools.starmap(self._sample, each)
 
     def preview(self, batch: Batch, place: int) -> Preview | None:
         """Return the latent of a sample; None of one that runs without its label, beside itself with it."""
         return None if batch.samples[place].index % 2 else super().preview(batch, place)
 
     def ends(self, share: Share = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
-        """Walk the trajectories of a share from noise to their ends, with the module as it is now, keeping nothing.
+        """Walk the trajectories of a share to their ends, with the module as it is now, keeping nothing.
 
-        Yields:
-            samples, one a trajectory; clean latents: float32 ``(trajectories, channels, height, width)``, on the CPU.
+        Yields samples, one a trajectory, and clean latents: float32 ``(trajectories, channels, height, width)``.
         """
         for numbers in share.of(in_pieces(share.left(self.order), max(self._at_once(), self._in_a_walk()))):
             latents = self.noise[numbers]
@@ -296,10 +296,6 @@ class Trajectories(NumberedInputs):
         index = (trajectory * len(self._visited) + self._visited.index(timestep)) * 2 + half
         return Sample(f"trajectory {trajectory}", trajectory, index, data=f"DDIM from seed {self._options.seed}")
 
-    @property
-    def _runs(self) -> int:
-        return 1 if self._guidance == 1 else 2
-
 
 def from_noise(
     space: LatentSpace,
@@ -319,15 +315,15 @@ def from_noise(
     Args:
         space: of the latents.
         scheduler: of training.
-        options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those of batching are read.
-        guidance: the model's own, where ``options`` has none.
-        trajectories: their number, at most ``options.limit``.
-        steps: of a trajectory: the first of these numbers that visits the requested timesteps.
+        options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those of batching; UsageError if one is wrong.
+        guidance: default of ``options.guidance``.
+        trajectories: number of them before ``options.limit``.
+        steps: numbers of steps; the first that visits the requested timesteps is taken.
         remark: for the description.
-
-    Raises:
-        UsageError: if ``options.guidance`` or ``options.timesteps`` cannot be understood.
     """
+    guidance = guidance if options.guidance is None else float(options.guidance)
+    if not (math.isfinite(guidance) and guidance >= 1):
+        raise UsageError(f"The guidance is {guidance:g}; it has to be 1, for none, or more.")
     order = torch.randperm(space.classes, generator=torch.Generator().manual_seed(options.seed))
     generator = torch.Generator().manual_seed(options.seed)
     shape = (space.channels, space.size, space.size)
@@ -337,7 +333,7 @@ def from_noise(
         noise=torch.stack([torch.randn(shape, generator=generator) for _ in range(trajectories)]),
         labels=order[torch.arange(trajectories) % len(order)],
         null_class=space.classes,
-        guidance=guidance if options.guidance is None else _checked(options.guidance),
+        guidance=guidance,
         timesteps=chosen_timesteps(scheduler, options, steps),
         options=options,
         remark=remark,
@@ -360,19 +356,11 @@ def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions, steps: Sequ
 
     ``steps`` are numbers of them, ascending: the first that visits all of these is set; see :func:`select_timesteps`.
     """
-    *fewer, most = (min(number, scheduler.config["num_train_timesteps"]) for number in steps)
-    for number in fewer:
-        scheduler.set_timesteps(number)
+    for number in steps:
+        scheduler.set_timesteps(min(number, scheduler.config["num_train_timesteps"]))
         with contextlib.suppress(UsageError):
             return select_timesteps(scheduler.timesteps.tolist(), options.timesteps)
-    scheduler.set_timesteps(most)
     return select_timesteps(scheduler.timesteps.tolist(), options.timesteps)
-
-
-def _checked(guidance: float) -> float:
-    if not (math.isfinite(guidance) and guidance >= 1):
-        raise UsageError(f"The guidance is {guidance:g}; it has to be 1, for none, or more.")
-    return float(guidance)
 
 
 class NoisedLatents(NumberedInputs):
@@ -431,10 +419,9 @@ class NoisedLatents(NumberedInputs):
         return Chunk(numbers, batches)
 
     def truth(self, samples: Sequence[Sample]) -> Tensor | None:
-        """Return the perfect prediction for some samples: ε, x₀ or v, as the scheduler has it.
+        """Return the perfect prediction for some samples, ε, x₀ or v: float32 like the latents, on the CPU.
 
-        Returns:
-            float32 ``(samples, channels, height, width)``, on the CPU; None if any sample is of other inputs.
+        None if any sample is of other inputs.
         """
         if any(sample.data != self._data for sample in samples):
             return None
@@ -461,12 +448,11 @@ class NoisedLatents(NumberedInputs):
 def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> NoisedLatents:
     """Return the latents of a file, each to be run once at each timestep, with its own class or the null class.
 
-    A ``.npy`` file contains floats ``(latents, channels, height, width)``; a ``.safetensors`` file such a tensor
-    ``latents``, and optionally integers ``class_labels``, ``(latents,)``. Latents of an autoencoder are multiplied by
-    its scaling factor.
+    A ``.npy`` file contains floats ``(latents, channels, height, width)``, already multiplied by the autoencoder's
+    scaling factor; a ``.safetensors`` file such a tensor ``latents``, and optionally integers ``class_labels``.
 
     Raises:
-        UsageError: if ``options.guidance`` is set, as nothing is guided; or if ``options.timesteps`` is wrong.
+        UsageError: if ``options.guidance`` is set, or ``options.timesteps`` is wrong.
         DataError: if the file cannot be read, or its content is not in ``space``.
     """
     if options.guidance is not None:
@@ -488,9 +474,9 @@ def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, optio
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Map a file's tensors into memory, unchecked."""
+    kind = path.suffix.lower()
     if path.is_dir():
         raise DataError(f"{str(path)!r} is a folder; latents are read from one .npy or .safetensors file.")
-    kind = path.suffix.lower()
     if kind not in (".npy", ".safetensors"):
         raise DataError(f"Latents are read from .npy and .safetensors files, not from {str(path)!r}.")
     try:
@@ -503,7 +489,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 def _checked_shape(path: Path, latents: Tensor, space: LatentSpace) -> Tensor:
     expected = (space.channels, space.size, space.size)
-    if latents.ndim != 4 or tuple(latents.shape[1:]) != expected or not len(latents):
+    if tuple(latents.shape[1:]) != expected or not len(latents):
         raise DataError(
             f"The latents in {str(path)!r} are {tuple(latents.shape)}; the model takes (latents, "
             f"{', '.join(map(str, expected))}), at least one."

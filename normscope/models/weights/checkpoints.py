@@ -61,13 +61,11 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
     A state dict may lie under ``state_dict``, ``model`` or their EMA versions. One whose keys are not the model's own
     goes through the conversion that timm has for that family of models.
 
-    Args:
-        module: on the CPU, in its dtypes, to which weights are converted; half loaded if an error is raised.
-        path: a safetensors file whose name says so, or a torch checkpoint.
-        name: of the model in error messages.
+    Weights are converted to the dtypes of ``module``, which is half loaded if an error is raised.
 
     Raises:
-        ModelError: if the file cannot be read, or does not hold exactly the weights of ``module``.
+        ModelError: if ``path`` is neither a safetensors file nor a torch checkpoint, or does not contain exactly the
+            weights of ``module``; ``name`` is the model's in the message.
     """
     state_dict = read_state_dict(path)
     if state_dict.keys() != module.state_dict().keys():
@@ -159,12 +157,11 @@ def with_weights(
 
     Args:
         name: of the model in error messages.
-        options: ``weights`` and ``seed`` are read.
+        options: of loading.
         build: makes the module with fresh weights.
         pretrained: makes it with the published ones, and names them.
         from_file: loads a file's weights into a fresh module.
-        on_gpu: draw random weights on the requested GPU, if one is: billions of them take minutes on a CPU. A GPU
-            draws different ones under the same seed.
+        on_gpu: draw random weights on the requested GPU, which differ from the CPU's: billions take minutes there.
     """
     with seeded(options.seed):
         match options.weights:
@@ -199,10 +196,7 @@ def seeded(seed: int) -> Iterator[None]:
 def ready(
     module: nn.Module, provenance: Provenance, options: LoadOptions, in_float32: Sequence[str] = ()
 ) -> tuple[nn.Module, Provenance]:
-    """Put a module into eval mode, and in the requested dtype (see :func:`cast`) onto the requested device or devices.
-
-    The provenance gets the conversions of dtypes.
-    """
+    """Put a module into eval mode, in the requested dtype and onto the requested devices; note conversions."""
     before = dtypes_by_name(module.named_parameters())
     cast(module.eval(), options.dtype, in_float32)
     provenance = with_dtypes(provenance, before, dtypes_by_name(module.named_parameters()))
@@ -265,7 +259,7 @@ def embedded_module(
     build: Callable[[dict[str, Any]], nn.Module],
     within: Callable[[nn.Module], Any] = lambda module: module,
 ) -> tuple[Callable[[], nn.Module], Callable[[], tuple[nn.Module, Provenance]]]:
-    """Return the two functions that :func:`with_weights` takes, for the weights in ``ARCHITECTURE.safetensors``.
+    """Return ``build`` and ``pretrained`` of :func:`with_weights` for the weights in ``ARCHITECTURE.safetensors``.
 
     ``build`` makes the module from the facts in the file's header; ``within`` returns the part with the weights.
     """

@@ -163,10 +163,9 @@ def blocks(module: nn.Module) -> list[str]:
     >>> blocks(nn.Sequential(nn.Sequential(nn.Bilinear(2, 2, 2), nn.Bilinear(2, 2, 2)), nn.Identity()))
     ['Bilinear', 'Identity']
     """
-    if named := getattr(module, _NAMED, None):
-        return sorted(named)
     children = (child for part in module.modules() if isinstance(part, _ROWS) for child in part)
-    return sorted({type(child).__name__ for child in children if not isinstance(child, _ROWS)})
+    in_rows = {type(child).__name__ for child in children if not isinstance(child, _ROWS)}
+    return sorted(getattr(module, _NAMED, None) or in_rows)
 
 
 @contextmanager

@@ -193,13 +193,12 @@ class Repository:
         return ModelError(f"{what}: {first_line(error)}.{remedy}")
 
     def _no_weights(self) -> str:
-        pickled = sorted(path for kind in _PICKLES for path in Path(self.name).glob(kind)) if self.is_folder else []
-        if pickled:
+        kind = "The folder" if self.is_folder else "The repository"
+        if self.is_folder and (pickled := sorted(path for kind in _PICKLES for path in Path(self.name).glob(kind))):
             return (
                 f"The folder {self.name!r} holds its weights only as {pickled[0].name}, and there is no {WEIGHTS}. "
                 f"Name that file with --weights {pickled[0]}: it is then read without unpickling any code."
             )
-        kind = "The folder" if self.is_folder else "The repository"
         return (
             f"{kind} {self.name!r} holds neither {WEIGHTS} nor {INDEX}; other formats, which can run code, are not "
             "taken. Name a file with --weights FILE, or take --weights random."
@@ -219,9 +218,9 @@ def refuse_code(name: str, filename: str, content: Any) -> None:
 
 def _items(content: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values of nested JSON."""
-    nested = content if isinstance(content, list) else []
     if isinstance(content, dict):
         yield from content.items()
-        nested = list(content.values())
-    for value in nested:
-        yield from _items(value)
+        content = list(content.values())
+    if isinstance(content, list):
+        for value in content:
+            yield from _items(value)

@@ -76,21 +76,6 @@ def test_shortest_recording_is_read(tmp_path, noise):
     assert read(tmp_path / "a.wav", MONO).shape == (400,)
 
 
-def test_limit_takes_the_first_recordings(recordings, options):
-    inputs = audio_inputs(MONO, options(data=str(recordings), limit=1))
-    assert [sample.source for sample in samples(inputs)] == ["a.wav"]
-    assert inputs.description == f"{recordings}: the first 1 of 9 recordings (1 other file left out)"
-
-
-def test_links_to_nothing_are_unreadable(tmp_path, noise, options):
-    soundfile.write(tmp_path / "a.wav", noise[:400], 16_000)
-    (tmp_path / "b.wav").symlink_to("gone.wav")
-    inputs = audio_inputs(MONO, options(data=str(tmp_path)))
-    assert [sample.source for sample in samples(inputs)] == ["a.wav"]
-    assert inputs.unreadable == ["b.wav: a link to gone.wav, which does not exist"]
-    assert inputs.description == f"{tmp_path}: 2 recordings (1 unreadable)"
-
-
 def test_no_recording(tmp_path, options):
     (tmp_path / "speech.m4a").touch()
     with pytest.raises(DataError, match="holds no recording, only 1 other file"):

@@ -75,16 +75,6 @@ def test_each_latent_is_a_source_at_every_timestep(read, array):
         assert (batch.kwargs["class_labels"] == 5).all()
 
 
-def test_iterating_again_and_other_batches_give_the_same(read, array):
-    inputs = read(array, batch_size=4, timesteps="500,")
-    once, again, alone = (
-        torch.cat([batch.kwargs["hidden_states"] for batch in batches])
-        for batches in (inputs, inputs, read(array, batch_size=1, timesteps="500,"))
-    )
-    assert torch.equal(once, again)
-    assert torch.equal(once, alone)
-
-
 def test_classes_of_the_file(read, labelled):
     inputs = read(labelled, limit=4, timesteps="0,")
     (batch,) = inputs
@@ -100,11 +90,6 @@ def test_classes_of_the_file(read, labelled):
 def test_guidance_has_nothing_to_steer(read, array):
     with pytest.raises(UsageError, match=r"Guidance \(4\) steers the model's own trajectories"):
         read(array, guidance=4.0)
-
-
-def test_timesteps_are_checked(read, array):
-    with pytest.raises(UsageError, match="does not visit the timestep 7"):
-        read(array, timesteps="7,")
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,9 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pixart")
-    letters = [
-        ("<pad>", 0.0),
-        ("</s>", 0.0),
-        ("<unk>", 0.0),
-        *((letter, -2.0) for letter in "▁abcdefghijklmnopqrstuvwxyz,"),
-    ]
+def saved(t5, tmp_path_factory):
+    folder, (tokenizer, text) = tmp_path_factory.mktemp("pixart"), t5
     torch.manual_seed(3)
-    text = transformers.T5Config(vocab_size=len(letters), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     transformer = PixArtTransformer2DModel(
         sample_size=32,
         patch_size=4,
@@ -48,13 +41,8 @@ def saved(tmp_path_factory):
         norm_num_groups=1,
         latent_channels=4,
     )
-    PixArtAlphaPipeline(
-        transformers.T5Tokenizer(vocab=letters, extra_ids=0),
-        transformers.T5EncoderModel(text),
-        vae,
-        transformer,
-        DDIMScheduler(),
-    ).save_pretrained(folder)
+    encoder = transformers.T5EncoderModel(text)
+    PixArtAlphaPipeline(tokenizer, encoder, vae, transformer, DDIMScheduler()).save_pretrained(folder)
     return folder
 
 

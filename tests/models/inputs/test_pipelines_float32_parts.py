@@ -28,33 +28,6 @@ TRANSFORMERS = {
     "ChronoEditTransformer3DModel": WAN,
     "SkyReelsV2Transformer3DModel": WAN,
     "WanVACETransformer3DModel": WAN | {"vace_layers": [0], "vace_in_channels": 12},
-    "CosmosTransformer3DModel": {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 1,
-        "mlp_ratio": 2,
-        "text_embed_dim": 16,
-        "adaln_lora_dim": 4,
-        "max_size": (4, 32, 32),
-        "patch_size": (1, 2, 2),
-        "rope_scale": (2.0, 1.0, 1.0),
-        "concat_padding_mask": True,
-        "extra_pos_embed_type": "learnable",
-    },
-    "Kandinsky5Transformer3DModel": {
-        "in_visual_dim": 4,
-        "in_text_dim": 16,
-        "in_text_dim2": 16,
-        "time_dim": 16,
-        "out_visual_dim": 4,
-        "model_dim": 16,
-        "ff_dim": 16,
-        "num_text_blocks": 1,
-        "num_visual_blocks": 1,
-        "axes_dims": (2, 2, 4),
-    },
     "PixArtTransformer2DModel": {  # which keeps nothing in float32
         "sample_size": 8,
         "num_layers": 1,
@@ -73,14 +46,10 @@ def made(kind):
 
 
 @pytest.fixture(scope="session")
-def wan(tmp_path_factory):
+def wan(t5, tmp_path_factory):
     """A tiny Wan pipeline in a folder."""
-    folder = tmp_path_factory.mktemp("wan")
-    letters = [(piece, 0.0) for piece in ("<pad>", "</s>", "<unk>")] + [
-        (letter, -2.0) for letter in "▁abcdefghijklmnop"
-    ]
+    folder, (tokenizer, text) = tmp_path_factory.mktemp("wan"), t5
     torch.manual_seed(3)
-    text = transformers.T5Config(vocab_size=len(letters), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     vae = diffusers.AutoencoderKLWan(
         base_dim=3,
         z_dim=4,
@@ -91,7 +60,7 @@ def wan(tmp_path_factory):
         latents_std=[1.0] * 4,
     )
     diffusers.WanPipeline(
-        tokenizer=transformers.T5Tokenizer(vocab=letters, extra_ids=0),
+        tokenizer=tokenizer,
         text_encoder=transformers.UMT5EncoderModel(transformers.UMT5Config(**text.to_diff_dict())),
         vae=vae,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),

@@ -47,14 +47,6 @@ def test_page(options):
     assert inputs.description == "normscope's page: 12 texts (12 cut to 8 tokens)"
 
 
-def test_limit_takes_the_first(options):
-    inputs = text_inputs(READING, options(limit=3, batch_size=2))
-    assert [len(batch.samples) for batch in inputs] == [2, 1]
-    assert inputs.n_samples == 3
-    assert inputs.description == "normscope's page: the first 3 of 12 texts (3 cut to 8 tokens)"
-    assert samples_of(inputs) == samples_of(text_inputs(READING, options()))[:3]
-
-
 def test_lines_of_a_file(tmp_path, options):
     path = tmp_path / "lines.txt"
     path.write_bytes("\ufeffone\r\n\n  \t\n\u3000\n  two\nnothing\nlong enough\n".encode() + b"\xff\xfe\nlast")
@@ -92,40 +84,30 @@ def test_files_of_a_folder_are_sources(tmp_path, options):
     assert {sample.data for sample in samples} == {hashlib.blake2b(listing, digest_size=8).hexdigest()}
 
 
-def test_links_to_nothing_are_refused(tmp_path, options):
-    (tmp_path / "a.txt").write_text("a1\n")
-    (tmp_path / "b.txt").symlink_to("gone.txt")
-    with pytest.raises(DataError, match=r"b\.txt' cannot be read: a link to gone\.txt, which does not exist\."):
-        text_inputs(READING, options(data=str(tmp_path)))
-
-
-def test_file_that_vanished_is_unreadable(tmp_path, options):
+def test_files_that_cannot_be_opened_are_left_out_and_named(tmp_path, options):
     (tmp_path / "a.txt").write_text("a1\n")
     (tmp_path / "b.txt").write_text("b1\n")
+    (tmp_path / "c.txt").symlink_to("gone.txt")
     inputs = text_inputs(READING, options(data=str(tmp_path)))
     (tmp_path / "a.txt").unlink()
     assert texts_of(inputs) == ["b1"]
-    assert inputs.unreadable == ["a.txt: No such file or directory"]
+    assert inputs.unreadable == [
+        "a.txt: No such file or directory",
+        "c.txt: a link to gone.txt, which does not exist",
+    ]
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"\n \n", "holds no text: 1 file without a line that is not blank."),
-        (b"", "holds no text"),
-        ("nothing\nö".encode("utf-16"), "can be read. The first is lines.txt line 1: not UTF-8."),
-    ],
-)
-def test_files_without_a_text(tmp_path, options, content, sentence):
+def test_files_without_a_text(tmp_path, options):
     path = tmp_path / "lines.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        list(text_inputs(READING, options(data=str(path))))
-    assert sentence in str(caught.value)
-
-
-def test_folder_without_text_files(tmp_path, options):
-    (tmp_path / "picture.png").write_bytes(b"")
+    for content, sentence in (
+        (b"\n \n", r"holds no text: 1 file without a line that is not blank\."),
+        (b"", "holds no text"),
+        ("nothing\nö".encode("utf-16"), r"can be read\. The first is lines\.txt line 1: not UTF-8\."),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=sentence):
+            list(text_inputs(READING, options(data=str(path))))
+    path.rename(tmp_path / "picture.png")
     with pytest.raises(DataError, match=r"holds no text file, only 1 other file\."):
         text_inputs(READING, options(data=str(tmp_path)))
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-import transformers
 from accelerate.utils import modeling
-from tokenizers import Tokenizer, models, pre_tokenizers
+from networks import save_llama
 from torch import nn
 from transformers.integrations import accelerate as of_transformers
 
@@ -94,16 +93,7 @@ def named(tmp_path):
             return {"name": f"py:{tmp_path / 'net.py'}:make"}
         if name != "llama":
             return {"name": name, "weights": "random" if name.startswith("timm:") else "pretrained", "limit": 3}
-        words = {word: number for number, word in enumerate(["<pad>", "one", "two", "three"])}
-        core = Tokenizer(models.WordLevel(words, unk_token="<pad>"))  # noqa: S106 - a token of text
-        core.pre_tokenizer = pre_tokenizers.Whitespace()
-        transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(tmp_path)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
-        network = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **sizes))
-        nn.init.normal_(network.model.norm.weight)
-        network.save_pretrained(tmp_path)
-        (tmp_path / "lines.txt").write_text("one two three\nthree two\n")
-        return {"name": f"transformers:{tmp_path}", "data": tmp_path / "lines.txt"}
+        return {"name": f"transformers:{tmp_path}", "data": save_llama(tmp_path, layers=4)}
 
     return found
 

@@ -1,50 +1,13 @@
 """Repositories of the hub, spoken to by processes of their own; the hub is a server on this machine."""
 
-import json
-import shutil
-
 import pytest
 import torch
 import transformers
-
-from normscope.errors import ModelError
 
 pytestmark = pytest.mark.slow
 
 REPO = "someone/tiny-llama"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-LOAD = """
-import json, sys, torch
-from normscope.errors import NormscopeError
-from normscope.loading import load
-results = []
-for arguments in json.loads(sys.argv[1]):
-    try:
-        model = load(device="cpu", **arguments)
-        batch = next(iter(model.inputs))
-        with torch.no_grad():
-            logits = model.module(**batch.kwargs)[0][:, 0, :4].tolist()
-        size = sum(parameter.numel() for parameter in model.module.parameters())
-        ids = batch.kwargs["input_ids"][0].tolist()
-        results.append({"about": model.about, "logits": logits, "ids": ids, "size": size})
-    except NormscopeError as error:
-        results.append({"exit_status": error.exit_status, "sentence": str(error)})
-print(json.dumps(results))
-"""
-
-
-@pytest.fixture
-def load_each(python):
-    """Load several models in one process, for importing the libraries takes longer than the rest."""
-
-    def run(*arguments, **environment):
-        code = LOAD.replace("sys.argv[1]", repr(json.dumps(arguments)))
-        outcome = python(code, **environment)
-        assert outcome.result is not None, outcome.stderr
-        return outcome.result, outcome
-
-    return run
 
 
 @pytest.fixture
@@ -66,8 +29,8 @@ def test_hub_and_then_its_cache(hub, served, load_each, tokenizer, texts, lines)
     assert random["about"]["weights"] == "random weights, seed 0"
     inputs = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
-        expected = served(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0, :4]
-    torch.testing.assert_close(torch.tensor(first["logits"]), expected)
+        expected = served(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    torch.testing.assert_close(torch.tensor(first["outputs"]), expected.flatten()[:500])
     fetched = {
         request.rpartition("/")[2] for request in hub.requests if request.startswith("GET") and "/resolve/" in request
     }
@@ -78,28 +41,6 @@ def test_hub_and_then_its_cache(hub, served, load_each, tokenizer, texts, lines)
     (second,), outcome = load_each(tiny, HF_ENDPOINT=hub.url)
     assert second == first
     assert outcome.stderr.count("is taken from the cache: ConnectError: ") == 1
-
-
-def test_repositories_that_cannot_be_loaded(hub, served, load_each):
-    files = hub.files
-    bare = {name: content for name, content in files.items() if "model" not in name}
-    code = bare | {f"{REPO}/config.json": b'{"model_type": "evil", "auto_map": {"AutoModel": "evil.Model"}}'}
-    hub.files = {
-        **{name.replace("tiny-llama", "bare"): content for name, content in bare.items()},
-        **{name.replace("tiny-llama", "code"): content for name, content in code.items()},
-        "someone/empty/README.md": b"",
-        "someone/mute/config.json": files[f"{REPO}/config.json"],
-    }
-    names = ("bare", "code", "empty", "mute", "none")
-    refused, _ = load_each(*({"name": f"transformers:someone/{name}"} for name in names), HF_ENDPOINT=hub.url)
-    assert {result["exit_status"] for result in refused} == {ModelError.exit_status}
-    sentences = [result["sentence"] for result in refused]
-    assert "The repository 'someone/bare' holds neither model.safetensors nor model.safetensors.index" in sentences[0]
-    assert "asks for code that comes with its weights (auto_map in config.json)" in sentences[1]
-    assert "'someone/empty' holds no config.json" in sentences[2]
-    assert "'someone/mute' holds no tokenizer.json" in sentences[3]
-    assert "RepositoryNotFoundError: 404" in sentences[4]
-    assert not any(request.endswith(".py") for request in hub.requests)
 
 
 def test_without_a_hub(hub, load_each, lines, folders):
@@ -121,33 +62,3 @@ def test_without_a_hub(hub, load_each, lines, folders):
         assert "config.json of " in result["sentence"] and " cannot be fetched: ConnectError: " in result["sentence"]
     assert "tokenizer_config.json of openai-community/gpt2 cannot be fetched: ConnectError: " in of_file["sentence"]
     assert "Name a folder of this machine that contains it." in of_file["sentence"]
-
-
-BREAK = """
-import pathlib
-results = []
-(snapshot,) = pathlib.Path(os.environ["HF_HOME"]).glob("hub/models--*/snapshots/*")
-for filename in ("config.json", "tokenizer.json", "model-00001-of-{parts}.safetensors"):
-    content = (snapshot / filename).read_bytes()
-    (snapshot / filename).write_bytes(content[: len(content) // 2])
-    try:
-        load("transformers:{repo}", device="cpu", limit=1)
-    except NormscopeError as error:
-        results.append(str(error))
-    (snapshot / filename).write_bytes(content)
-print(json.dumps(results))
-"""
-
-
-def test_broken_files_in_the_cache_are_named(hub, served, load_each, python, tmp_path):
-    tiny = {"name": f"transformers:{REPO}", "limit": 1}
-    (whole,), _ = load_each(tiny, HF_ENDPOINT=hub.url)
-    (parts,) = {name[-17:-12] for name in hub.files if name.endswith(".safetensors")}
-    code = LOAD.partition("results = []")[0] + "import os" + BREAK.format(parts=parts, repo=REPO)
-    outcome = python(code, HF_ENDPOINT=hub.url)
-    assert outcome.result is not None, outcome.stderr
-    assert len(outcome.result) == 3
-    (cache,) = (tmp_path / "hf").glob("hub/models--*")
-    assert all(sentence.count(f"If it is damaged, remove {str(cache)!r}") == 1 for sentence in outcome.result)
-    shutil.rmtree(cache)
-    assert load_each(tiny, HF_ENDPOINT=hub.url)[0] == [whole]

@@ -1,6 +1,7 @@
 """Networks of transformers that hear: features by their own extractors, frames that are data, and decoders' tokens."""
 
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -212,10 +213,7 @@ def test_a_recording_too_short_for_one_frame(saved, tmp_path):
 
 def test_what_is_missing_is_said(saved, tmp_path, recordings):
     pytest.importorskip("torchaudio", exc_type=Exception)
-    folder = tmp_path / "whisper"
-    folder.mkdir()
-    for path in saved("whisper").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(saved("whisper"), tmp_path / "whisper")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"holds no tokenizer\.json, so that no text can be read for"):
         load_folder(folder)

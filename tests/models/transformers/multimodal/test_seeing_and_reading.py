@@ -1,6 +1,7 @@
 """Networks of transformers that take images with texts: apart, as CLIP and SigLIP, or as one prompt."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -159,10 +160,7 @@ def _only_text(folder):
     ],
 )
 def test_what_is_missing_is_said(saved, tmp_path, kind, missing, sentence):
-    folder = tmp_path / kind
-    folder.mkdir()
-    for path in saved(kind).iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(saved(kind), tmp_path / kind)
     (folder / missing).unlink()
     with pytest.raises(ModelError) as caught:
         load_folder(folder)
@@ -171,10 +169,7 @@ def test_what_is_missing_is_said(saved, tmp_path, kind, missing, sentence):
 
 def test_a_template_of_a_folder_cannot_reach_out(saved, tmp_path):
     """transformers renders it in jinja's sandbox: what would run code is an error, and the folder's own fault."""
-    folder = tmp_path / "evil"
-    folder.mkdir()
-    for path in saved("qwen2_vl").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(saved("qwen2_vl"), tmp_path / "evil")
     reach = "{{ messages.__class__.__base__.__subclasses__() }}<|image_pad|>"
     (folder / "chat_template.jinja").write_text(reach)
     with pytest.raises(ModelError, match=r"makes no inputs for it: .*unsafe"):
