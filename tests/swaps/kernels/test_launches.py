@@ -129,15 +129,6 @@ def test_kernels_that_triton_has_compiled_are_followed_too(launches, tmp_path, m
         assert len({one.function for one in driver.launches}) == 3
 
 
-def test_a_triton_that_passes_other_arguments_launches_by_itself(driver, monkeypatch):
-    x, own = torch.zeros(8, 64), parts()
-    expected = taken(driver, x, x, own, by_triton=True)[0]
-    monkeypatch.setattr(cached, "_BEFORE_ARGUMENTS", 10)
-    for _ in range(3):
-        assert taken(driver, x, x, own)[0] == expected
-    assert planned() == [False, False]
-
-
 @contextlib.contextmanager
 def in_a_chain(name, hook):
     getattr(knobs.runtime, name).add(hook)
