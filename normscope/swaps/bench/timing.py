@@ -55,8 +55,6 @@ _COMPILED_PASSES = 10
 # Three samples that all lie below three others are one draw in twenty where nothing differs; two are one in six.
 LEAST_SAMPLES = 3
 _BLOCK_SECONDS = 0.02  # per sample of a short call: a hundred times the overhead of clock and loop
-_TENSORS: dict[Passes, int] = {"forward": 2, "forward + backward": 4}
-
 
 Run = Callable[[], object]
 Sampler = Callable[[], list[float]]
@@ -153,7 +151,7 @@ def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
     >>> bytes_moved("forward", 1000, 4), bytes_moved("forward + backward", 1000, 2)
     (8000, 8000)
     """
-    return _TENSORS[passes] * elements * itemsize
+    return (2 if passes == "forward" else 4) * elements * itemsize
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:

@@ -206,7 +206,7 @@ def unopened(folder):
 EDITS = [
     (lambda swap: swap.update(seal="0"), r"swap\.json does not hold what was written"),
     (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
-    (lambda swap: swap.pop("sites"), "the sites of a swap is missing"),
+    (lambda swap: swap.pop("sites"), "missing required field `sites`"),
     (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
     (lambda swap: swap["sites"][0].update(name="5"), "something at 5, where this Sequential has no module"),
     (lambda swap: swap["sites"][0].update(name="0"), "replaced a LayerNorm at 0, where this network has a Linear"),
