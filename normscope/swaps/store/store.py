@@ -302,4 +302,7 @@ def _load(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None
         raise ModelError(
             f"The swap in {folder} does not fit this {type(model).__name__}: {first_few(sorted(misfits))}."
         )
-    model.load_state_dict(dict(tensors))
+    try:
+        model.load_state_dict(dict(tensors))
+    except RuntimeError as error:
+        raise ModelError(f"The swap in {folder} does not fit this {type(model).__name__}: {error}.") from error
