@@ -98,22 +98,17 @@ def test_without_a_compiler_a_capture_on_cuda_is_the_references(no_compiler, sai
     assert len(said) == 1  # of captures and point-wise functions together
 
 
-def test_who_has_asked_for_plain_torch_is_not_warned(no_compiler, said, monkeypatch):
+def test_an_explicit_choice_is_met_without_a_warning_or_refused(no_compiler, said, monkeypatch):
+    calls = (lambda: choice.by_kernels("tanh", CUDA, torch.float32), lambda: loops._loop_of("cuda"))
     monkeypatch.setenv(VARIABLE, "eager")
-    assert not choice.by_kernels("tanh", CUDA, torch.float32)
-    assert loops._loop_of("cuda") is reference.add
-    assert not said
-
-
-def test_who_has_asked_for_kernels_gets_an_error_and_no_plain_torch(no_compiler, said, monkeypatch):
+    assert [call() for call in calls] == [False, reference.add]
     monkeypatch.setenv(VARIABLE, "triton")
-    sentence = (
-        rf"^{VARIABLE}=triton cannot be met: Triton cannot build .*{NO_COMPILER}.* Unset it, or say {VARIABLE}=eager\.$"
-    )
-    with pytest.raises(UsageError, match=sentence):
-        choice.by_kernels("tanh", CUDA, torch.float32)
-    with pytest.raises(UsageError, match=sentence):
-        loops._loop_of("cuda")
+    for call in calls:
+        with pytest.raises(
+            UsageError,
+            match=rf"^{VARIABLE}=triton cannot be met: Triton cannot build .*{NO_COMPILER}.* Unset it, or say ",
+        ):
+            call()
     assert not said
 
 

@@ -14,15 +14,11 @@ from normscope.errors import ModelError
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.bench.timing import NormBench, Variant, commonest
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.replace import Swap
+from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap
 
 WIDTH = 8
 KINDS = ("forward", "pre", "with kwargs", "pre with kwargs", "backward", "pre backward")
 STAGES = ("before", "while swapped", "in the second swap", "after the second", "after undo")
-DICTS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks"),
-    *("_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
-)
 
 
 class Net(nn.Module):
@@ -62,19 +58,18 @@ def listen(module, kind, heard, name=None):
     def note(called, *call):
         heard.append((name or kind, called))
 
-    return {
-        "forward": lambda: module.register_forward_hook(note),
-        "pre": lambda: module.register_forward_pre_hook(note),
-        # As many arguments as torch gives such a hook, and no fewer.
-        "with kwargs": lambda: module.register_forward_hook(
-            lambda called, args, kwargs, output: note(called), with_kwargs=True
-        ),
-        "pre with kwargs": lambda: module.register_forward_pre_hook(
-            lambda called, args, kwargs: note(called), with_kwargs=True
-        ),
-        "backward": lambda: module.register_full_backward_hook(note),
-        "pre backward": lambda: module.register_full_backward_pre_hook(note),
-    }[kind]()
+    with_kwargs = "kwargs" in kind
+    method = {
+        "forward": module.register_forward_hook,
+        "pre": module.register_forward_pre_hook,
+        "backward": module.register_full_backward_hook,
+        "pre backward": module.register_full_backward_pre_hook,
+    }[kind.removesuffix("with kwargs").strip() or "forward"]
+    if not with_kwargs:
+        return method(note)
+    # Exactly as many arguments as torch passes to such a hook.
+    exact = (lambda m, args, kwargs: note(m)) if "pre" in kind else (lambda m, args, kwargs, output: note(m))
+    return method(exact, with_kwargs=True)
 
 
 def called(model, heard):
@@ -85,8 +80,8 @@ def called(model, heard):
 
 
 def hooks_of(module):
-    kept = {name: list(getattr(module, name).items()) for name in DICTS}
-    return [id(getattr(module, name)) for name in DICTS], kept, module._is_full_backward_hook
+    kept = {name: list(getattr(module, name).items()) for name in (*PRE_HOOKS, *HOOKS)}
+    return [id(getattr(module, name)) for name in (*PRE_HOOKS, *HOOKS)], kept, module._is_full_backward_hook
 
 
 def test_what_hooks_change_is_changed(model):

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch._inductor.config
@@ -46,7 +46,6 @@ from normscope.swaps.reports import (
     NATIVE,
     PASSES,
     BenchReport,
-    Case,
     Latency,
     Norms,
     Passes,
@@ -80,16 +79,15 @@ def bench(
 ) -> BenchReport:
     """Time a network's native norms, an RMSNorm, the identity and point-wise functions in their places.
 
-    The norm alone is the most common class and shape of the network's norms at this batch, on random values. Its GB/s
-    count x and y forward, and x, y, dy and dx forward + backward. The whole network runs on the batch in eval mode; its
-    backward pass computes the gradients of all parameters for a sum of squares of the output. Compared cases are timed
-    in turns, except that a network compiled as a whole is recompiled for each variant. Compiled code of other modules
-    is discarded.
+    The norm alone is the most common class and shape of the network's norms, on random values. Its GB/s count x and y
+    forward, and x, y, dy and dx forward + backward. The whole network runs on the batch in eval mode; its backward pass
+    computes the gradients of all parameters for a sum of squares of the output. Compared cases are timed in turns, but
+    a compiled network is recompiled for each variant, which discards other compiled code.
 
-    ``eager`` and ``compile`` compute point-wise functions in plain torch; ``fused`` uses normscope's kernels
-    (:mod:`normscope.swaps.kernels.choice`), alone and in the eager network; ``compile + fused``, with ``full``, in the
-    compiled network. On the CPU, kernels are timed forward and eager alone. The timer is torch.utils.benchmark on the
-    CPU; on CUDA, triton.testing.do_bench and replays of a CUDA graph over buffers beyond the L2 cache.
+    ``eager`` and ``compile`` compute point-wise functions in plain torch. ``fused`` uses normscope's kernels
+    (:mod:`normscope.swaps.kernels.choice`), on the CPU forward alone; ``compile + fused``, with ``full``, in the
+    compiled network. The timer is torch.utils.benchmark on the CPU; on CUDA, triton.testing.do_bench and replays of a
+    CUDA graph over buffers beyond the L2 cache.
 
     Args:
         model: a result of :func:`normscope.load`, or any module; it is left as found, to the bit.
@@ -121,7 +119,11 @@ def bench(
     >>> bench(normscope.load("demo_vit", device="cpu"), curves="dyt", budget=0).about["data"]
     '1 sample of 64 held-out digits'
     """
-    model, batch, about, outputs = _first_batch(model, batch, about, outputs)
+    model, batches, about, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
+    if batch is None:
+        batch = next(iter(batches))
+        batch = batch.first_sample() if model_tensor(model).device.type == "cpu" else batch
+        about["data"] = f"{count(len(batch.samples), 'sample')} of {about['data']}"
     tensor = model_tensor(model, torch.empty(0))
     chosen = _dtypes(dtypes, full, tensor)
     budget = (math.inf if full else BUDGET) if budget is None else budget
@@ -153,12 +155,10 @@ def bench(
             if not whole.fused:
                 left_out += without_kernels(tensor.device)
             rows += _norm_alone(norm, until, 0.0 if full else rounds * a_round, only, progress, left_out)
-
-            def chosen_case(case: Case, doubled: set[str] = doubled) -> bool:
-                return only(case) and not (case.way == "eager" and case.variant in doubled)
-
             for ways, passes in list(itertools.product(whole.ways, PASSES))[: None if full else 1]:
-                if cases := whole.cases(ways, passes, chosen_case):
+                cases = whole.cases(ways, passes, only)
+                cases = [case for case in cases if case[0].way != "eager" or case[0].variant not in doubled]
+                if cases:
                     progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
                     rows += whole.measured(cases, until, rounds)
     if not full:
@@ -171,17 +171,6 @@ def bench(
         device = f"{device}; fused {INTERPRETED}"
         left_out.append(f"Fused rows ran {INTERPRETED}.")
     return BenchReport(about, device, tuple(judged(rows)), tuple(dict.fromkeys(left_out)))
-
-
-def _first_batch(
-    model: nn.Module | LoadedModel, batch: Batch | None, about: Mapping[str, str] | None, outputs: Outputs | None
-) -> tuple[nn.Module, Batch, dict[str, str], Outputs]:
-    module, batches, described, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
-    if batch is None:
-        batch = next(iter(batches))
-        batch = batch.first_sample() if model_tensor(module).device.type == "cpu" else batch
-        described["data"] = f"{count(len(batch.samples), 'sample')} of {described['data']}"
-    return module, batch, described, outputs
 
 
 def in_words(device: torch.device) -> str:

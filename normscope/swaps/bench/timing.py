@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as clock  # synchronizes with CUDA
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, first_line
 from normscope.fits.curves.expressions import split_names
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
@@ -55,8 +55,6 @@ _COMPILED_PASSES = 10
 # Three samples that all lie below three others are one draw in twenty where nothing differs; two are one in six.
 LEAST_SAMPLES = 3
 _BLOCK_SECONDS = 0.02  # per sample of a short call: a hundred times the overhead of clock and loop
-_TENSORS: dict[Passes, int] = {"forward": 2, "forward + backward": 4}
-
 
 Run = Callable[[], object]
 Sampler = Callable[[], list[float]]
@@ -153,7 +151,7 @@ def bytes_moved(passes: Passes, elements: int, itemsize: int) -> int:
     >>> bytes_moved("forward", 1000, 4), bytes_moved("forward + backward", 1000, 2)
     (8000, 8000)
     """
-    return _TENSORS[passes] * elements * itemsize
+    return (2 if passes == "forward" else 4) * elements * itemsize
 
 
 def quantiles(samples: Sequence[float]) -> dict[str, float]:
@@ -218,7 +216,7 @@ def _below(left: Timing, right: Timing) -> bool:
 
 
 def every(case: Case) -> bool:
-    """Time each case."""
+    """Select each case."""
     return True
 
 
@@ -398,7 +396,7 @@ class NormBench:
                 with computed(row.way):
                     run, seconds = self._prepared(module, row.way, row.passes)
             except Exception as error:  # of a compiler, or of a norm in a dtype that it does not take
-                rows.append(replace(row, note=first_line(error)))
+                rows.append(replace(row, note=_reason(error)))
                 continue
             row, once = replace(row, compile_seconds=seconds), functools.partial(run, self.buffers[0])
             if self.buffers[0].x.is_cuda:
@@ -446,10 +444,8 @@ def _without_hooks(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(registered): OrderedDict() for registered in hooks})
 
 
-def first_line(error: Exception) -> str:
-    """Return the name of an error and the first line of its message."""
-    line = str(error).strip().partition("\n")[0]
-    return line if isinstance(error, ModelError) else f"{type(error).__name__}: {line}"
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0] if isinstance(error, ModelError) else first_line(error)
 
 
 def _sampled(samplers: Mapping[Timing, Sampler], at_least: int, until: float, warm: bool = False) -> list[Timing]:
@@ -463,7 +459,7 @@ def _sampled(samplers: Mapping[Timing, Sampler], at_least: int, until: float, wa
             with computed(row.way):
                 return samplers[row]()
         except Exception as error:
-            failed[row] = first_line(error)
+            failed[row] = _reason(error)
             return []
 
     def filled(samples: Mapping[Timing, Sequence[float]]) -> list[Timing]:
@@ -557,7 +553,7 @@ class ModelBench:
                 compile_seconds = _timed(run, self.batch)
                 samples = tuple(_timed(run, self.batch) for _ in range(_COMPILED_PASSES))
         except Exception as error:
-            return replace(row, note=first_line(error))
+            return replace(row, note=_reason(error))
         finally:
             torch._dynamo.reset()
         return replace(row, samples=samples, compile_seconds=compile_seconds)
@@ -565,17 +561,14 @@ class ModelBench:
     @contextlib.contextmanager
     def _swapped_in(self, variant: Variant, called: nn.Module, passes: Passes) -> Iterator[_Pass]:
         """Swap the variant in, and yield a function that runs the network; restore everything afterwards."""
-        with Swap(self.model, variant.modules):
+        with Swap(self.model, variant.modules), contextlib.ExitStack() as restored:
             if passes == "forward":
                 yield lambda batch: call(called, batch)
                 return
-            required_before = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
-            try:
-                parameters = require_gradients(self.model)
-                yield lambda batch: self._both(called, batch, parameters)
-            finally:
-                for parameter, required in required_before.items():
-                    parameter.requires_grad_(required)
+            for parameter in self.model.parameters():
+                restored.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameters = require_gradients(self.model)
+            yield lambda batch: self._both(called, batch, parameters)
 
     def _both(self, called: nn.Module, batch: Batch, parameters: Sequence[Tensor]) -> object:
         with torch.enable_grad():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 from safetensors import SafetensorError
@@ -83,7 +82,11 @@ def save_swapped(
     """
     model = uncompiled(model)
     sources = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
-    sites = tuple(_site(path, module) for path, module in model.named_modules() if _was_put(module))
+    sites = tuple(
+        _site(path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of
+    )
     if not sites:
         raise ModelError(
             f"Nothing was swapped in this {type(model).__name__}, so that there is no swap to write. "
@@ -138,10 +141,6 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
 def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
     medians = [step.error.p50 if math.isfinite(step.error.p50) else None for step in report.taken]
     return tuple(KeptNorm(path, *medians[at : at + 2]) for at, path in enumerate(report.kept))
-
-
-def _was_put(module: nn.Module) -> TypeGuard[PointwiseFunction | RMSNorm]:
-    return bool(isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of)
 
 
 def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:

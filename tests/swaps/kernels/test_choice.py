@@ -1,6 +1,5 @@
 """Who computes a point-wise function, and that an override of it is met or refused, before there is any work."""
 
-import functools
 import os
 import re
 import subprocess
@@ -33,21 +32,21 @@ def ampere(monkeypatch):
 
 @pytest.fixture
 def called(seen_by_dispatch):
-    return functools.partial(names_of_operators, seen_by_dispatch)
+    """Names of the operators that a function calls, on a device that need not be there."""
 
+    def names(curve, dtype, device):
+        layer = PointwiseFunction(curve, 6)
+        with FakeTensorMode(), seen_by_dispatch() as seen:
+            own = {
+                name: torch.empty(part.shape, device=device, dtype=dtype, requires_grad=True)
+                for name, part in layer.named_parameters()
+            }
+            x = torch.empty(4, 6, device=device, dtype=dtype, requires_grad=True)
+            y = torch.func.functional_call(layer, own, (x,))
+            assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+        return seen.names
 
-def names_of_operators(mode, curve: str, dtype: torch.dtype, device: str) -> list[str]:
-    """Name what a function calls, on a device that need not be there."""
-    layer = PointwiseFunction(curve, 6)
-    with FakeTensorMode(), mode() as seen:
-        own = {
-            name: torch.empty(part.shape, device=device, dtype=dtype, requires_grad=True)
-            for name, part in layer.named_parameters()
-        }
-        x = torch.empty(4, 6, device=device, dtype=dtype, requires_grad=True)
-        y = torch.func.functional_call(layer, own, (x,))
-        assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
-    return seen.names
+    return names
 
 
 CHOICES = [("", "cuda", curve, dtype, True) for curve in KERNELS for dtype in (torch.float32, *HALF)]

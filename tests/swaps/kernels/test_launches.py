@@ -107,13 +107,19 @@ def test_a_plan_passes_what_triton_passes(launches, data):
                 )
 
 
-def test_plans_are_made_and_followed(driver, monkeypatch):
+@pytest.fixture
+def planned_call(driver):
+    """A call whose launches are planned: it can be repeated."""
     x, own = torch.zeros(8, 64), parts()
     call(x, x, own)
     assert planned() == [True, True]
+    return lambda: call(x, x, own)
+
+
+def test_plans_are_followed(driver, planned_call, monkeypatch):
     monkeypatch.setattr(launch, "forward_launch", None)
     monkeypatch.setattr(launch, "backward_launches", None)
-    call(x, x, own)
+    planned_call()
     assert [one.kernel for one in driver.launches] == ["forward", "backward", "add_slots"] * 2
 
 
@@ -127,15 +133,6 @@ def test_kernels_that_triton_has_compiled_are_followed_too(launches, tmp_path, m
         assert planned() == [True, True]
         assert taken(driver, x, x, own)[0] == first
         assert len({one.function for one in driver.launches}) == 3
-
-
-def test_a_triton_that_passes_other_arguments_launches_by_itself(driver, monkeypatch):
-    x, own = torch.zeros(8, 64), parts()
-    expected = taken(driver, x, x, own, by_triton=True)[0]
-    monkeypatch.setattr(cached, "_BEFORE_ARGUMENTS", 10)
-    for _ in range(3):
-        assert taken(driver, x, x, own)[0] == expected
-    assert planned() == [False, False]
 
 
 @contextlib.contextmanager
@@ -164,33 +161,25 @@ def test_hooks_hear_of_every_launch(driver, name, before):
     assert not any(one.hooked for one in driver.launches[-3:])
 
 
-def test_what_changes_how_triton_compiles_goes_to_triton(driver, monkeypatch):
-    x, own = torch.zeros(8, 64), parts()
-    call(x, x, own)
+def test_what_changes_how_triton_compiles_goes_to_triton(driver, planned_call, monkeypatch):
     functions = {one.function for one in driver.launches}
     monkeypatch.setattr(knobs.runtime, "debug", True)
-    call(x, x, own)
+    planned_call()
     assert not functions & {one.function for one in driver.launches[3:]}  # compiled anew, with its checks
-    monkeypatch.undo()
 
 
-def test_a_gpu_that_is_not_the_current_one_becomes_it_for_the_launch(driver, monkeypatch):
-    class Current:
-        def __init__(self, device):
-            self.device = device
+def test_a_gpu_that_is_not_the_current_one_becomes_it_for_the_launch(driver, planned_call, monkeypatch):
+    @contextlib.contextmanager
+    def current(device):
+        seen.append(device)
+        before, driver.device = driver.device, device
+        yield
+        driver.device = before
 
-        def __enter__(self):
-            seen.append(self.device)
-            self.before, driver.device = driver.device, self.device
-
-        def __exit__(self, *_):
-            driver.device = self.before
-
-    x, own, seen = torch.zeros(8, 64), parts(), []
-    call(x, x, own)
-    monkeypatch.setattr(torch.cuda, "device", Current)
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device", current)
     driver.device = 3
-    call(x, x, own)
+    planned_call()
     assert seen == [-1, -1]  # x's own, forward and backward
     assert driver.device == 3
     assert len(driver.launches) == 6

@@ -154,16 +154,6 @@ def test_tanh_and_its_derivative_share_an_exponential(compiled, monkeypatch, sha
     assert compiled.benchmark.executed(code, launch, x) <= compiled.benchmark.CEILINGS["backward"]["tanh"]
 
 
-# 1152 are nine blocks, of which 528 programs are no multiple.
-@pytest.mark.parametrize("channels", [64, 768, 1000, 1152, 1280, 4096, 11008])
-def test_no_program_waits_for_others_to_end(compiled, channels):
-    x = torch.empty(131072, channels, dtype=torch.bfloat16, device="meta")
-    launch = compiled.benchmark.launches(x, "isru")[BACKWARD]
-    at_once = compiled.benchmark.MULTIPROCESSORS * BACKWARD_TILING.per_multiprocessor
-    blocks = -(-channels // launch.arguments["block_channels"])
-    assert at_once - blocks < launch.grid[0] <= at_once
-
-
 @pytest.mark.parametrize(("shape", "stated"), [((131072, 1152), 376), (LARGE, 344)], ids=str)
 def test_a_register_adds_up_few_enough_terms_for_float32(compiled, shape, stated):
     launch = compiled.benchmark.launches(torch.empty(shape, dtype=torch.bfloat16, device="meta"), "erf")[BACKWARD]

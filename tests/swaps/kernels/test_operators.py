@@ -171,25 +171,23 @@ def test_under_vmap_the_operator_is_called_for_each():
     torch.testing.assert_close(ours, plain(x, *own, "erf", 0), rtol=1e-13, atol=1e-14)
 
 
-def wrong() -> dict[str, tuple[tuple[int, ...], list[tuple[int, ...] | None], int]]:
-    """x's shape, those of α, s, weight and bias, and the axes behind."""
-    return {
-        "more channels": ((4, C), [(1,), None, (C + 1,), None], 0),
-        "fewer channels": ((4, C), [(1,), None, (C - 1,), None], 0),
-        "one channel": ((4, 1), [(1,), None, (C,), None], 0),
-        "α alone": ((4, C), [(C + 1,), None, (C,), (C,)], 0),
-        "s of two axes": ((4, C), [(1,), (4, C), (C,), (C,)], 0),
-        "bias alone": ((4, C), [(1,), None, (1,), (2 * C,)], 0),
-        "another axis": ((C, 4), [(1,), None, (C,), None], 0),
-        "too few axes": ((C,), [(1,), None, (C,), None], 1),
-        "as many numbers": ((2, 3), [(1,), None, (C,), None], 0),
-    }
+WRONG = {  # x's shape, those of α, s, weight and bias, and the axes behind
+    "more channels": ((4, C), [(1,), None, (C + 1,), None], 0),
+    "fewer channels": ((4, C), [(1,), None, (C - 1,), None], 0),
+    "one channel": ((4, 1), [(1,), None, (C,), None], 0),
+    "α alone": ((4, C), [(C + 1,), None, (C,), (C,)], 0),
+    "s of two axes": ((4, C), [(1,), (4, C), (C,), (C,)], 0),
+    "bias alone": ((4, C), [(1,), None, (1,), (2 * C,)], 0),
+    "another axis": ((C, 4), [(1,), None, (C,), None], 0),
+    "too few axes": ((C,), [(1,), None, (C,), None], 1),
+    "as many numbers": ((2, 3), [(1,), None, (C,), None], 0),
+}
 
 
-@pytest.mark.parametrize("case", wrong())
+@pytest.mark.parametrize("case", WRONG)
 @pytest.mark.parametrize("fake", [False, True])
 def test_parameters_of_other_channels_are_refused(case, fake):
-    shape, sizes, behind = wrong()[case]
+    shape, sizes, behind = WRONG[case]
     with FakeTensorMode() if fake else torch.no_grad():
         x, *own = (None if size is None else torch.ones(size) for size in (shape, *sizes))
         with pytest.raises(UsageError, match=rf"do not go with an input of {re.escape(str(shape))}"):

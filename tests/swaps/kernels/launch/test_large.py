@@ -19,8 +19,6 @@ DTYPES = (torch.float32, HALF, torch.float16)
 SHAPES = ((25216, 768), (4096, 4096), (32768, 4096), (131072, 1152)) if GPU else ((24, 16),)
 MANY = 70_000 if GPU else 30  # more than the 65,535 programs that a grid has on its second and third axis
 ROWS = 1031 if GPU else 7
-each_curve = pytest.mark.parametrize("curve", BY_NUMPY)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -36,17 +34,11 @@ def hold(curve: str, x: Tensor, own: Parameters, behind: int = 0, dy: Tensor | N
     hold_in_pieces(curve, x, own, y, dy, made, behind)
 
 
-@each_curve
-@each_dtype
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_shapes_of_networks(shape, dtype, curve):
-    hold(curve, drawn(shape, dtype), parameters(curve, shape[1:], dtype, "weight bias"))
-
-
-@each_curve
-@pytest.mark.parametrize("shape", SHAPES[:1], ids=str)
-def test_parameters_that_all_are_one_a_channel(shape, curve):
-    hold(curve, drawn(shape, HALF), parameters(curve, shape[1:], HALF, ALL))
+@pytest.mark.parametrize("curve", BY_NUMPY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "each"), [*((shape, "weight bias") for shape in SHAPES), (SHAPES[0], ALL)], ids=str)
+def test_the_shapes_of_networks(shape, each, dtype, curve):
+    hold(curve, drawn(shape, dtype), parameters(curve, shape[1:], dtype, each))
 
 
 MANIES = {  # x, the channels' sizes, axes behind them

@@ -85,44 +85,32 @@ def run_the_last_two(whole: KernelCall, monkeypatch: pytest.MonkeyPatch) -> None
     replace(whole, grid=(2,)).run()
 
 
+# Just under 2³¹, where a size and a tile come to more than 31 bits; and beyond.
 @in_the_interpreter
-@pytest.mark.parametrize("shape", [(2**31 + 40,), (2**31 + 37,), (2**31 + 40, 1)], ids=str)
-def test_axes_of_more_than_31_bits(shape, monkeypatch):
-    storage = torch.UntypedStorage(4 * shape[0])
-    x, y = (torch.empty(0, dtype=HALF).set_(storage, at, shape) for at in (0, shape[0]))
-    last = 9000
-    x[-last:] = numbers((last, *shape[1:]), HALF)
-    y[-last:] = 77.0
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(2**31 - 5, 1), (2**31 - 8,), (2**31 + 40,), (2**31 + 40, 1), (2**31 + 37,)], ids=str
+)
+def test_axes_of_about_31_bits(shape, backward, monkeypatch):
+    storage = torch.UntypedStorage(6 * shape[0])
+    x, dy, out = (torch.empty(0, dtype=HALF).set_(storage, at * shape[0], shape) for at in range(3))
+    last = 20_000  # elements, more than two programs fill
+    x[-last:], dy[-last:] = (numbers((last, *shape[1:]), HALF, seed) for seed in (0, 1))
+    out[-last:] = 77.0
     own = parameters("isru", (1,), HALF)
-    whole = forward_launch(x, y, own, layout_of([x, y], 0, 1), "isru")
-    of_a_program = whole.arguments["block_others"] * whole.arguments["block_channels"]
-    [programs] = whole.grid
+    if backward:
+        monkeypatch.setattr(launch, "multiprocessors", lambda _: 2**31)  # so that a program has one run
+        gradients = Gradients(out, None, None, None, None)
+        [whole] = backward_launches(dy, x, own, gradients, layout_of([dy, x, out], 0, 1), "isru")
+    else:
+        whole = forward_launch(x, out, own, layout_of([x, out], 0, 1), "isru")
+    given, [programs] = whole.arguments, whole.grid
+    of_a_program = given["block_others"] * given["block_channels"] * given.get("steps", 1)
     assert programs * of_a_program >= shape[0] > (programs - 1) * of_a_program
     run_the_last_two(whole, monkeypatch)
     seen = shape[0] - (programs - 2) * of_a_program
-    assert seen < last and (y[-last:-seen] == 77.0).all()
-    agree(y[-seen:], truth("isru", x[-seen:], own, 0, x[-seen:])["y"], "isru", HALF, "y")
-
-
-# Just under 2³¹, where a size and a tile come to more than 31 bits; and beyond.
-@in_the_interpreter
-@pytest.mark.parametrize("shape", [(2**31 - 5, 1), (2**31 - 8,), (2**31 + 40, 1), (2**31 + 37,)], ids=str)
-def test_axes_of_about_31_bits_backward(shape, monkeypatch):
-    storage = torch.UntypedStorage(6 * shape[0])
-    x, dy, dx = (torch.empty(0, dtype=HALF).set_(storage, at * shape[0], shape) for at in range(3))
-    last = 5000
-    x[-last:], dy[-last:] = (numbers((last, *shape[1:]), HALF, seed) for seed in (0, 1))
-    dx[-last:] = 77.0
-    own = parameters("isru", (1,), HALF)
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 2**31)  # so that a program has one run
-    gradients = Gradients(dx, None, None, None, None)
-    [whole] = backward_launches(dy, x, own, gradients, layout_of([dy, x, dx], 0, 1), "isru")
-    run_the_last_two(whole, monkeypatch)
-    given = whole.arguments
-    of_a_program = given["block_channels"] * given["block_others"] * given["steps"]
-    seen = shape[0] - (whole.grid[0] - 2) * of_a_program
-    assert seen < last and (dx[-last:-seen] == 77.0).all()
-    agree(dx[-seen:], truth("isru", x[-seen:], own, 0, dy[-seen:])["x"], "isru", HALF, "x")
+    assert seen < last and (out[-last:-seen] == 77.0).all()
+    agree(out[-seen:], truth("isru", x[-seen:], own, 0, dy[-seen:])["x" if backward else "y"], "isru", HALF, "out")
 
 
 PLACES = {  # out of (4, 6, 40), and how many axes are behind the channels

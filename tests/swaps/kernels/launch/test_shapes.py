@@ -8,9 +8,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from truth import BY_NUMPY, DEVICE, GPU, OF_INPUT, hold, numbers, parameters
 
-from normscope.swaps.kernels import eager, launch
+from normscope.swaps.kernels import launch
 from normscope.swaps.kernels import launch as fused
-from normscope.swaps.kernels.eager import layout_of
 
 ALL = "alpha shift weight bias"
 HALF = torch.bfloat16
@@ -81,27 +80,6 @@ def test_nothing_has_gradients_of_zero(shape):
     hold("isru", torch.ones(shape, device=DEVICE), parameters("isru", shape[-1:], HALF, "weight" if shape[-1] else ""))
 
 
-def test_no_axis_of_a_grid_but_the_first_grows():
-    x = torch.empty(70_000, 4, 3, device="meta")[:, :2]
-    own = parameters("isru", (3,), each="weight")
-    forward = launch.forward_launch(x, x, own, layout_of([x, x], 2, 3), "isru")
-    assert forward.grid == (70_000,)
-
-
-@pytest.mark.parametrize("pixels", [1, 49, 196, 784, 3136, 224 * 224])
-def test_few_tiles_of_a_run_are_empty(pixels):
-    """A small plane has fewer tiles than a run may have, and an empty tile takes as long as a full one."""
-    x = torch.empty(2, 8, pixels, dtype=HALF, device="meta")
-    own = parameters("isru", (8,))
-    layout = layout_of([x] * 3, 1, 2)
-    given = launch.backward_launches(x, x, own, eager.Gradients(x, *[None] * 4), layout, "isru")[0].arguments
-    tiles = -(-layout.others // given["block_others"])
-    runs = -(-tiles // given["steps"])
-    assert given["steps"] <= launch.BACKWARD.steps
-    assert runs == -(-tiles // launch.BACKWARD.steps)
-    assert runs * given["steps"] - tiles < runs
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_rows_wider_than_a_tile(dtype, monkeypatch):
     monkeypatch.setattr(launch, "LANES", 1)
@@ -154,34 +132,24 @@ def test_any_strides_at_all(drawn, curve, each, expanded):
         )
 
 
+# The channels, the parameters with one number per channel, and those that are absent.
 KINDS = [
-    (ALL, ""), ("weight bias", "shift"), ("shift bias", ""),
-    ("alpha weight", "bias"), ("alpha", "shift"), ("", "shift bias"),
+    (24, ALL, ""), (24, "weight bias", "shift"), (24, "shift bias", ""), (24, "alpha weight", "bias"),
+    (24, "alpha", "shift"), (24, "", "shift bias"), (136, ALL, ""),
 ]  # fmt: skip
-
-each_curve = pytest.mark.parametrize("curve", BY_NUMPY)
+# Every curve meets every kind and every pair of dtypes, of x and the parameters, but not all at once.
+DTYPE_PAIRS = [(dtype, dtype) for dtype in DTYPES] + [
+    (DTYPES[i], DTYPES[j]) for i, j in ((0, 1), (1, 0), (2, 1), (1, 2))
+]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@each_curve
-@pytest.mark.parametrize("kind", range(len(KINDS)), ids=lambda kind: " without ".join(KINDS[kind]))
-def test_whatever_is_one_number_a_channel_and_whatever_there_is_not(curve, kind):
-    """Every curve and every dtype meets every kind, and each other, if not all three at once."""
-    dtype = DTYPES[(kind + list(BY_NUMPY).index(curve)) % len(DTYPES)]
-    hold(curve, numbers((5, 24), dtype), parameters(curve, (24,), dtype, *KINDS[kind]))
-
-
-@each_curve
-@pytest.mark.parametrize("other", [(0, 1), (1, 0), (2, 1), (1, 2)], ids=lambda at: " ".join(str(DTYPES[i]) for i in at))
-def test_parameters_of_another_dtype(curve, other):
-    dtype, of_parameters = (DTYPES[i] for i in other)
-    hold(curve, numbers((6, 19), dtype), parameters(curve, (19,), of_parameters, ALL))
-
-
-@each_curve
-@each_dtype
-def test_several_tiles_and_programs(curve, dtype):
-    hold(curve, numbers((40, 136), dtype), parameters(curve, (136,), dtype, ALL))
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("case", range(len(KINDS)))
+def test_every_kind_of_parameter_in_every_pair_of_dtypes(curve, case):
+    channels, *kind = KINDS[case]
+    for dtype, of_parameters in DTYPE_PAIRS[(case + CURVES.index(curve)) % 3 :: 3]:
+        hold(curve, numbers((13, channels), dtype), parameters(curve, (channels,), of_parameters, *kind))
 
 
 @each_dtype
