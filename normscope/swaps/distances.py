@@ -47,7 +47,7 @@ class SiteLayout:
 
     def __init__(self, path: str, of_one_sample: torch.Size | None) -> None:
         self.path, self.of_one_sample = path, of_one_sample
-        self._position_axis: int | None = None
+        self._position_axis = -1  # of the last output in which it was unambiguous
 
     def by_sample(self, output: Tensor, batch: Batch) -> Arranged:
         """View an output as ``(samples, positions, features)``, with one position if nothing is padded.
@@ -69,21 +69,17 @@ class SiteLayout:
             first = first.reshape(samples, -1, *first.shape[1:])
         if valid is None or bool(valid.all()):
             return first.reshape(samples, 1, -1), None
-        along = self._positions(first, valid)
-        if along is None:
+        along = [axis for axis in range(1, first.ndim) if first.shape[axis] == positions]
+        if not along:
             return first.reshape(samples, 1, -1), None
-        return first.movedim(along, 1).reshape(samples, valid.shape[1], -1), valid
-
-    def _positions(self, first: Tensor, valid: Tensor) -> int | None:
-        along = [axis for axis in range(1, first.ndim) if first.shape[axis] == valid.shape[1]]
         if len(along) == 1:
             self._position_axis = along[0]
-        if along and self._position_axis not in along:
+        if self._position_axis not in along:
             raise DataError(
                 f"At the norm {self.path} (output {tuple(first.shape)}) it cannot be told which elements are padding, "
-                f"of {valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1)."
+                f"of {positions} positions. Pass samples of one length, or one at a time (--batch-size 1)."
             )
-        return self._position_axis if along else None
+        return first.movedim(self._position_axis, 1).reshape(samples, positions, -1), valid
 
 
 _TOP = 5
@@ -201,10 +197,7 @@ _Columns = dict[str, Tensor]  # by name in Distances
 class Configuration:
     """Sites that are swapped together.
 
-    Attributes:
-        swapped: the round that they belong to, see :class:`normscope.swaps.reports.Drift`.
-        site: the site that is swapped alone, or was added last.
-        paths: all of them.
+    ``swapped`` and ``site`` are as in :class:`normscope.swaps.reports.Drift`; ``paths`` are all swapped sites.
     """
 
     swapped: Swapped
@@ -268,28 +261,24 @@ class Tallies:
     def _row(self, number: int, at: str, part: str) -> Drift:
         columns = {name: values.tolist() for name, values in self._columns((number, at, part)).items()}
         answers = math.fsum(columns["answers"]) if "answers" in columns else None
-        of_logits: dict[str, Any] = {}
+        optional: dict[str, Any] = {}
         if answers:
             shares = [name for name in ("top1", "top5", "top5_overlap") if name in columns]
-            of_logits = {name: math.fsum(columns[name]) / answers for name in shares}
-            of_logits["kl"] = Quantiles.of(columns["kl"])
+            optional = {name: math.fsum(columns[name]) / answers for name in shares}
+            optional["kl"] = Quantiles.of(columns["kl"])
+        if "frames" in columns:
+            optional["frames"] = Quantiles.of(columns["frames"])
         done = self.configurations[number]
         return Drift(
-            func="",
-            init="",
-            swapped=done.swapped,
-            site=done.site,
-            sites_swapped=len(done.paths),
-            at=at,
-            part=part,
+            *("", ""),  # of the curve and the start values, which drift() adds
+            *(done.swapped, done.site, len(done.paths), at, part),
             inputs=len(columns["relative_l2"]),
             nonfinite=int(sum(columns["nonfinite"])),
             left_out=int(sum(columns["left_out"])),
             relative_l2=Quantiles.of(columns["relative_l2"]),
             cosine=Quantiles.of(columns["cosine"]),
             answers=None if answers is None else int(answers),
-            frames=Quantiles.of(columns["frames"]) if "frames" in columns else None,
-            **of_logits,
+            **optional,
         )
 
 
@@ -303,13 +292,17 @@ def relative_errors(output: Tensor, target: Tensor, valid: Tensor | None = None)
     tensor([0.2000, 0.0000])
     """
     inside = torch.promote_types(output.dtype, torch.float32)
-    output, target = output.to(inside), target.to(inside)
-    if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
-        kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
-        output, target = output * kept, target * kept
+    output, target = (without_padding(values.to(inside), valid) for values in (output, target))
     norms = vector_norm(target.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)
     errors: Tensor = vector_norm((output - target).flatten(1), dim=1) / norms
     return errors
+
+
+def without_padding(values: Tensor, valid: Tensor | None) -> Tensor:
+    """Put zeros in place of padding if the mask has the first axes ``(samples, positions)`` of the values."""
+    if valid is None or values.ndim < 3 or values.shape[:2] != valid.shape:
+        return values
+    return values * valid.to(values.device).view(*valid.shape, *[1] * (values.ndim - 2))
 
 
 def kl_divergences(output: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -367,10 +360,10 @@ class OutputErrors:
         Raises:
             ModelError: if axis 0 of the output does not count the samples.
         """
+        measure = kl_divergences if measure_of(self._outputs.kind) == KL else relative_errors
         errors = [torch.zeros(0, dtype=torch.float64)]
         for number, batch in enumerate(self._batches):
             target = self._target(number)
-            measure = kl_divergences if measure_of(self._outputs.kind) == KL else relative_errors
             errors.append(measure(self._output(swapped, batch), target, batch.valid).double().cpu())
         return torch.cat(errors).nan_to_num(nan=torch.inf)
 

@@ -206,7 +206,6 @@ def _tokens(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _check_positions(output: Tensor, shape: Sequence[int]) -> None:
-    """Refuse outputs without a vector for each token."""
     if output.ndim != 3 or tuple(output.shape[: len(shape)]) != tuple(shape):
         raise UntoldError(f"the network gives {tuple(output.shape)}, which is not a vector for each of the tokens")
 
@@ -224,9 +223,8 @@ def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Fi
     if not n:
         raise UntoldError("no text has a token to predict")
     mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
-    return Quality(name, False, n, over, {}), Score(
-        math.exp(mean) if mean < 700 else math.inf
-    )  # exp(709) is the largest
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # exp(709) is the largest
+    return Quality(name, False, n, over, {}), Score(perplexity)
 
 
 def _spearman(passes: Passes, task: Task) -> Finding:
@@ -301,7 +299,7 @@ class Judge:
 
     Attributes:
         quality: the scores so far, or None.
-        untold: reason why there are none, or empty.
+        untold: reason why there are none.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", device="cpu")

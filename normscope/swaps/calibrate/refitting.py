@@ -20,7 +20,7 @@ from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import run
 from normscope.runtime.progress import Progress
 from normscope.runtime.records import Record
-from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, least_squares, ridge, slopes
+from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, RefittedLayer, least_squares, ridge, slopes
 from normscope.swaps.calibrate.neighbours import (
     MOST_NUMBERS,
     CalledModule,
@@ -61,10 +61,7 @@ class CalibratedModule(Record):
 
 @dataclass(frozen=True)
 class _Originals:
-    """Original network at one module and batch: input and output of a norm, or output of a layer, as rows.
-
-    The input of a layer is kept as it is, for the first batch alone.
-    """
+    """Original network at one module and batch, as rows; of a layer the input is that of the first batch, as it is."""
 
     input: Tensor | None
     output: Tensor
@@ -143,18 +140,13 @@ class Refitting:
     def _kept(self, called: CalledModule, number: int, pause: Pause) -> _Originals:
         if called.is_norm:
             return _Originals(self._rows(called, number, pause.input), self._rows(called, number, pause.output))
-        output = self._layer(self._original, called).outputs(
-            pause.input, pause.output, self._batches[number].valid_at(called.path)
-        )
-        memory = pause.output if isinstance(pause.output, Tensor) else pause.input
-        return _Originals(None if number else pause.input.clone(), _unshared(output, memory))
+        layer, valid = self._layer(self._original, called), self._batches[number].valid_at(called.path)
+        output = layer.outputs(pause.input, pause.output, valid)
+        return _Originals(None if number else pause.input.clone(), output.clone())
 
-    def _rows(self, called: CalledModule, number: int, value: Tensor | None) -> Tensor:
+    def _rows(self, called: CalledModule, number: int, value: Tensor) -> Tensor:
         """Copy the input or output of a norm, ``(tokens, channels)``: the network may change its tensors."""
-        if value is None:
-            raise ModelError(f"The norm {called.path} gave no tensor to compare with.")
-        turned = value.movedim(called.channel_axis, -1) if called.channel_axis != -1 else value
-        return _unshared(rows(turned, self._batches[number].valid_at(called.path)), value)
+        return rows(value.movedim(called.channel_axis, -1), self._batches[number].valid_at(called.path)).clone()
 
     def _layer(self, network: nn.Module, called: CalledModule) -> LinearLayer:
         layer = LinearLayer.of(network.get_submodule(called.path))
@@ -201,7 +193,7 @@ class Refitting:
             (judged if number >= self._n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
         matrix, offset = layer.values
         refitted = ridge(learned, judged, matrix[channels], None if offset is None else offset[channels])
-        self.modules.append(CalibratedModule(modulated.layer, False, refitted.before, refitted.after, refitted.penalty))
+        self._report(modulated.layer, refitted)
         if refitted.penalty is None:
             return
         matrix[channels] = refitted.weight
@@ -231,7 +223,8 @@ class Refitting:
 
             def corrected(number: int) -> list[Tensor]:
                 """Add the error of the residual stream so far to the layer's output in the original."""
-                error = self._base_in_original(into, number) - self._base(into, number)
+                before, now = self._bases(into, number)
+                error = before - now
                 return [gain.to(error) * originals[number].output + error]
 
             sums = self._summed(layer, called, pauses, corrected)
@@ -239,7 +232,10 @@ class Refitting:
         if refitted.penalty is not None:
             bias = None if refitted.bias is None else refitted.bias / gain
             layer.put(refitted.weight / gain[:, None], bias, gain.abs() >= _LEAST_GAIN * gain.abs().max())
-        self.modules.append(CalibratedModule(called.path, False, refitted.before, refitted.after, refitted.penalty))
+        self._report(called.path, refitted)
+
+    def _report(self, path: str, refitted: RefittedLayer) -> None:
+        self.modules.append(CalibratedModule(path, False, refitted.before, refitted.after, refitted.penalty))
 
     def _target_of(self, called: CalledModule) -> NextNorm | None:
         """Return the norm that a layer's output goes into, if that is a better target than the original's output."""
@@ -262,20 +258,18 @@ class Refitting:
         if isinstance(kind, str):
             raise ModelError(f"The norm {into.path} cannot be calibrated: {kind}.")
         weight, bias = kind.gain_and_offset(norm, channels)
-        weight = weight.where(weight != 0, 1.0)
 
         def normalized(number: int) -> Tensor:
-            return (originals[number].output.float() - bias) / weight
+            return (originals[number].output.float() - bias) / weight.where(weight != 0, 1.0)
 
         inputs = [each.input for each in originals if each.input is not None]
         sigma = float(torch.cat([x.float().std(-1) for x in inputs]).mean())
         if into.base is None:
             return self._summed(layer, called, pauses, lambda number: [sigma * normalized(number)])
         learned, judged = self._summed(
-            layer, called, pauses, lambda number: [normalized(number), self._base(into, number)]
+            layer, called, pauses, lambda number: [normalized(number), self._bases(into, number)[1]]
         )
-        slope = slopes(learned.with_own(layer.values[0]))
-        slope = slope.clamp(*(bound / sigma for bound in _SLOPES))
+        slope = slopes(learned.with_own(layer.values[0])).clamp(*(bound / sigma for bound in _SLOPES))
         factors = torch.stack([1 / slope, -torch.ones_like(slope)])
         return learned.combined(factors), judged.combined(factors)
 
@@ -287,8 +281,8 @@ class Refitting:
         targets: Callable[[int], Sequence[Tensor]],
     ) -> tuple[LayerSums, LayerSums]:
         """Sum over the tokens to learn from, and over those that decide."""
-        learned, judged = LayerSums(), LayerSums()
-        for numbers, sums in ((range(self._n_learned), learned), (range(self._n_learned, len(pauses)), judged)):
+        both = LayerSums(), LayerSums()
+        for numbers, sums in zip((range(self._n_learned), range(self._n_learned, len(pauses))), both, strict=True):
             waiting, tokens, size = list[tuple[Tensor, ...]](), 0, 0
             for number in numbers:
                 of_batch, first = targets(number), 0
@@ -299,20 +293,17 @@ class Refitting:
                         sums.add_joined(waiting)
                         waiting, tokens, size = [], 0, 0
             sums.add_joined(waiting)
-        return learned, judged
+        return both
 
-    def _base(self, into: NextNorm, number: int) -> Tensor:
-        """Return the rows that the output of a layer is added to, in the swapped network."""
-        assert into.base is not None  # noqa: S101 - checked by _target_of
-        if not into.of_output:
-            return self._norm_inputs[into.base][number]
-        return self._rows(self._called[into.base], number, self._passes[number].outputs[into.base])
-
-    def _base_in_original(self, into: NextNorm, number: int) -> Tensor:
+    def _bases(self, into: NextNorm, number: int) -> tuple[Tensor, Tensor]:
+        """Return the rows that the output of a layer is added to, in the original and in the swapped network."""
         assert into.base is not None  # noqa: S101 - checked by _target_of
         original = self._in_original(into.base)[number]
+        if into.of_output:
+            output = self._passes[number].outputs[into.base]
+            return original.output, self._rows(self._called[into.base], number, output)
         assert original.input is not None  # noqa: S101 - the base is a norm
-        return original.output if into.of_output else original.input
+        return original.input, self._norm_inputs[into.base][number]
 
 
 def _used(called: CalledModule) -> list[str]:
@@ -320,11 +311,6 @@ def _used(called: CalledModule) -> list[str]:
     layer = None if called.modulated is None else called.modulated.layer
     norms = (None, None) if called.feeds is None else (called.feeds.path, called.feeds.base)
     return [called.path, *(path for path in (layer, *norms) if path is not None)]
-
-
-def _unshared(value: Tensor, source: Tensor) -> Tensor:
-    """Copy a tensor if it is a view of ``source``."""
-    return value.clone() if value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() else value
 
 
 def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
@@ -359,7 +345,7 @@ class Pause:
 
     path: str
     input: Tensor
-    output: Tensor | None = None
+    output: Any = None
 
 
 class _AbandonedError(BaseException):
@@ -436,11 +422,11 @@ def paused_passes(
     """Begin a pass of each batch that pauses at some modules; all passes end with the block.
 
     Args:
-        network: to run, by these passes alone.
+        network: run by these passes alone.
         batches: one for each pass.
-        paths: of the modules.
+        paths: modules to pause at.
         behind: pause behind the modules; otherwise in front of them.
-        kept: paths of modules whose outputs the passes keep.
+        kept: modules whose outputs the passes keep.
     """
 
     def pausing(path: str) -> Callable[..., None]:

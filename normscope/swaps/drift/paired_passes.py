@@ -58,11 +58,8 @@ class PairedPasses:
     """A network with and without its norms, over the inputs that ranks divide among them.
 
     Args:
-        model: the network.
-        batches: inputs.
+        model, batches, outputs, ranks: as for :func:`normscope.drift`.
         modules: replacements by path.
-        outputs: how to read the network's output.
-        ranks: processes that divide the batches.
         advance: called with the number of samples of each pass.
         settings: values that must agree on all ranks.
         refitted: values of other parameters while sites are swapped, by name.
@@ -94,11 +91,7 @@ class PairedPasses:
         self._halving = Halving("compared")
 
     def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
-        """Run this rank's batches as they are and with each of the swaps.
-
-        Args:
-            configurations: the swaps.
-            ends: of trajectories, compared with all sites swapped.
+        """Run this rank's batches as they are and with each of the swaps; ends are compared with all sites swapped.
 
         Returns:
             Distances over all ranks, by swap, by place in the order of the modules, and by part of the data; without
