@@ -79,7 +79,7 @@ class SiteLayout:
                 f"At the norm {self.path} (output {tuple(first.shape)}) it cannot be told which elements are padding, "
                 f"of {positions} positions. Pass samples of one length, or one at a time (--batch-size 1)."
             )
-        return first.movedim(self._position_axis, 1).reshape(samples, positions, -1), valid
+        return first.movedim(self._position_axis, 1).reshape(samples, valid.shape[1], -1), valid
 
 
 _TOP = 5
@@ -271,7 +271,11 @@ class Tallies:
         done = self.configurations[number]
         return Drift(
             *("", ""),  # of the curve and the start values, which drift() adds
-            *(done.swapped, done.site, len(done.paths), at, part),
+            done.swapped,
+            done.site,
+            len(done.paths),
+            at,
+            part,
             inputs=len(columns["relative_l2"]),
             nonfinite=int(sum(columns["nonfinite"])),
             left_out=int(sum(columns["left_out"])),

@@ -431,18 +431,13 @@ def paused_passes(
 
     def pausing(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
-            paused, x = getattr(_thread_local, "paused_pass", None), input_of(args, kwargs)
-            if paused is not None and x is not None:
-                paused.pause(Pause(path, x, output))
+            if (x := input_of(args, kwargs)) is not None:
+                _thread_local.paused_pass.pause(Pause(path, x, output))
 
         return hook
 
     def keeping(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            if paused := getattr(_thread_local, "paused_pass", None):
-                paused.outputs[path] = output
-
-        return hook
+        return lambda module, args, output: _thread_local.paused_pass.outputs.update({path: output})
 
     passes = [PausedPass(network, batch) for batch in batches]
     with contextlib.ExitStack() as ended:

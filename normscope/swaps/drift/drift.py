@@ -256,11 +256,11 @@ class CalibratedPasses:
 
         start = {path: self.modules[path] for path in paths}
         modules, refitted, report = self.calibrate_with(start, progress=count_sites)
+        done = self.calibration
         if first:
-            left_out = self.calibration.left_out + report.left_out
-            counts = {"n_learned": report.n_learned, "n_judged": report.n_judged, "left_out": left_out}
-            self.calibration = replace(self.calibration, **counts, left=report.left)
-        self.calibration = replace(self.calibration, restored=self.calibration.restored + report.restored)
+            n_learned, n_judged, left_out = report.n_learned, report.n_judged, done.left_out + report.left_out
+            done = replace(done, n_learned=n_learned, n_judged=n_judged, left_out=left_out, left=report.left)
+        self.calibration = replace(done, restored=done.restored + report.restored)
         return self.passes_with(modules, refitted=refitted)
 
 
