@@ -42,12 +42,13 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
     return output.reshape(samples, 1, -1), None
 
 
+@dataclass
 class SiteLayout:
-    """Layout of the output of a norm site; ``of_one_sample`` is its shape for one sample, or None for samples first."""
+    """Layout of the output of a norm site."""
 
-    def __init__(self, path: str, of_one_sample: torch.Size | None) -> None:
-        self.path, self.of_one_sample = path, of_one_sample
-        self._position_axis = -1  # of the last output in which it was unambiguous
+    path: str
+    of_one_sample: torch.Size | None  # shape for one sample; None for samples first
+    _position_axis: int = -1  # of the last output in which it was unambiguous
 
     def by_sample(self, output: Tensor, batch: Batch) -> Arranged:
         """View an output as ``(samples, positions, features)``, with one position if nothing is padded.
@@ -344,17 +345,19 @@ def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Bat
 MOST_OUTPUT_BYTES = 2**30  # of the original's outputs that are kept in memory
 
 
+@dataclass
 class OutputErrors:
-    """Errors of networks at the output, relative to an original.
+    """Errors of networks at the output, relative to an original, for batches in memory.
 
-    Args:
-        original: the network; its outputs are computed when first needed, and a gibibyte of them is kept.
-        batches: in memory. Passes leave them, and the buffers of the networks, unchanged.
-        outputs: how to read the networks' outputs.
+    The original's outputs are computed when first needed, and a gibibyte of them is kept. Passes leave the batches, and
+    the buffers of the networks, unchanged.
     """
 
-    def __init__(self, original: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> None:
-        self._original, self._batches, self._outputs = original, batches, outputs
+    original: nn.Module
+    batches: Sequence[Batch]
+    outputs: Outputs
+
+    def __post_init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
         self._bytes_left = MOST_OUTPUT_BYTES
 
@@ -364,9 +367,9 @@ class OutputErrors:
         Raises:
             ModelError: if axis 0 of the output does not count the samples.
         """
-        measure = kl_divergences if measure_of(self._outputs.kind) == KL else relative_errors
+        measure = kl_divergences if measure_of(self.outputs.kind) == KL else relative_errors
         errors = [torch.zeros(0, dtype=torch.float64)]
-        for number, batch in enumerate(self._batches):
+        for number, batch in enumerate(self.batches):
             target = self._target(number)
             errors.append(measure(self._output(swapped, batch), target, batch.valid).double().cpu())
         return torch.cat(errors).nan_to_num(nan=torch.inf)
@@ -374,9 +377,9 @@ class OutputErrors:
     def _target(self, number: int) -> Tensor:
         if number in self._kept:
             return self._kept[number]
-        batch = self._batches[number]
-        output = self._output(self._original, batch)
-        output_by_sample(output, batch, self._outputs.kind)  # raises ModelError without an axis of samples
+        batch = self.batches[number]
+        output = self._output(self.original, batch)
+        output_by_sample(output, batch, self.outputs.kind)  # raises ModelError without an axis of samples
         if output.nbytes <= self._bytes_left:
             self._bytes_left -= output.nbytes
             self._kept[number] = output
@@ -385,6 +388,6 @@ class OutputErrors:
     @torch.no_grad()
     def _output(self, network: nn.Module, batch: Batch) -> Tensor:
         buffers = KeptBuffers(network)
-        output = self._outputs.read(run(network, batch), batch).clone()  # it may be a buffer
+        output = self.outputs.read(run(network, batch), batch).clone()  # it may be a buffer
         buffers.put_back()
         return output

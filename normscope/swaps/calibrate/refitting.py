@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -67,36 +67,22 @@ class _Originals:
     output: Tensor
 
 
+@dataclass
 class Refitting:
-    """Calibration of a swapped network, module by module.
+    """Calibration of a swapped network, module by module."""
 
-    Args:
-        original: the network.
-        swapped: a copy with point-wise functions, which is fitted in place.
-        sites: the original's norm sites.
-        batches: inputs of both.
-        n_learned: number of batches to learn from; the others decide.
+    original: nn.Module
+    swapped: nn.Module  # a copy with point-wise functions, which is fitted in place
+    sites: Mapping[str, NormSite]  # of the original
+    batches: Sequence[Batch]
+    n_learned: int  # number of batches to learn from; the others decide
+    modules: list[CalibratedModule] = field(default_factory=list)  # results, in the order of calls
 
-    Attributes:
-        modules: results, in the order of calls.
-    """
-
-    def __init__(
-        self,
-        original: nn.Module,
-        swapped: nn.Module,
-        sites: Sequence[NormSite],
-        batches: Sequence[Batch],
-        n_learned: int,
-    ) -> None:
-        self._original, self._swapped = original, swapped
-        self._sites = {site.name: site for site in sites}
-        self._functions = {path: f for path, f in swapped.named_modules() if isinstance(f, PointwiseFunction)}
-        self._batches, self._n_learned = batches, n_learned
+    def __post_init__(self) -> None:
+        self._functions = {path: f for path, f in self.swapped.named_modules() if isinstance(f, PointwiseFunction)}
         self._originals: dict[str, list[_Originals]] = {}
         self._norm_inputs: dict[str, list[Tensor]] = {}  # in the swapped network, as rows
         self._conditions: dict[str, list[Tensor]] = {}  # inputs of layers that modulate, in the swapped network
-        self.modules: list[CalibratedModule] = []
 
     def run(self, called_modules: Sequence[CalledModule], progress: Progress) -> None:
         """Fit modules in the order of calls, and run the networks no further than these need.
@@ -114,8 +100,8 @@ class Refitting:
         self._modulating = {called.modulated.layer for called in self._called.values() if called.modulated}
         kept = [path for path in paths if path in bases | self._modulating]
         with (
-            paused_passes(self._original, self._batches, paths, behind=True) as self._original_passes,
-            paused_passes(self._swapped, self._batches, paths, behind=False, kept=kept) as self._passes,
+            paused_passes(self.original, self.batches, paths, behind=True) as self._original_passes,
+            paused_passes(self.swapped, self.batches, paths, behind=False, kept=kept) as self._passes,
         ):
             progress(STAGE, 0, len(paths))
             for number, (path, called) in enumerate(self._called.items()):
@@ -140,13 +126,13 @@ class Refitting:
     def _kept(self, called: CalledModule, number: int, pause: Pause) -> _Originals:
         if called.is_norm:
             return _Originals(self._rows(called, number, pause.input), self._rows(called, number, pause.output))
-        layer, valid = self._layer(self._original, called), self._batches[number].valid_at(called.path)
+        layer, valid = self._layer(self.original, called), self.batches[number].valid_at(called.path)
         output = layer.outputs(pause.input, pause.output, valid)
         return _Originals(None if number else pause.input.clone(), output.clone())
 
     def _rows(self, called: CalledModule, number: int, value: Tensor) -> Tensor:
         """Copy the input or output of a norm, ``(tokens, channels)``: the network may change its tensors."""
-        return rows(value.movedim(called.channel_axis, -1), self._batches[number].valid_at(called.path)).clone()
+        return rows(value.movedim(called.channel_axis, -1), self.batches[number].valid_at(called.path)).clone()
 
     def _layer(self, network: nn.Module, called: CalledModule) -> LinearLayer:
         layer = LinearLayer.of(network.get_submodule(called.path))
@@ -163,7 +149,7 @@ class Refitting:
         pairs = list(zip(self._norm_inputs[path], (each.output for each in originals), strict=True))
         (x, y), judged = (
             tuple(torch.cat(part).float().reshape(-1, function.weight.numel()) for part in zip(*some, strict=True))
-            for some in (pairs[: self._n_learned], pairs[self._n_learned :])
+            for some in (pairs[: self.n_learned], pairs[self.n_learned :])
         )
         before, start = _error(function, *judged), parameter_values(function)
         every = max(1, -(-len(x) // _MOST_TOKENS))
@@ -172,7 +158,7 @@ class Refitting:
         if not after < before:
             put_parameters(function, start)
         self.modules.append(CalibratedModule(path, True, before, min(before, after)))
-        equally_long = all(batch.valid_at(path) is None for batch in self._batches)
+        equally_long = all(batch.valid_at(path) is None for batch in self.batches)
         if equally_long and called.modulated is not None and called.modulated.layer in self._conditions:
             self._modulate(function, called, called.modulated, pauses)
 
@@ -181,7 +167,7 @@ class Refitting:
         self, function: PointwiseFunction, called: CalledModule, modulated: Modulation, pauses: Sequence[Pause]
     ) -> None:
         """Fit the layer that modulates the output of a function, and update its outputs in the passes."""
-        layer, size = self._layer(self._swapped, self._called[modulated.layer]), function.weight.numel()
+        layer, size = self._layer(self.swapped, self._called[modulated.layer]), function.weight.numel()
         channels, conditions = modulated.channels(size), self._conditions[modulated.layer]
         learned, judged = LayerSums(), LayerSums()
         for number, pause in enumerate(pauses):
@@ -190,7 +176,7 @@ class Refitting:
             y = self._in_original(called.path)[number].output.reshape(len(scale), -1, size)
             output = function.forward(pause.input).reshape(y.shape)  # not called, to run no hooks
             best = best_for_each_sample(output, y * (1 + scale[:, None]) + shift[:, None], scale)
-            (judged if number >= self._n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
+            (judged if number >= self.n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
         matrix, offset = layer.values
         refitted = ridge(learned, judged, matrix[channels], None if offset is None else offset[channels])
         self._report(modulated.layer, refitted)
@@ -211,7 +197,7 @@ class Refitting:
         first = originals[0].input
         if first is not None and torch.equal(pauses[0].input, first):
             return  # no swapped norm comes before it
-        layer, into = self._layer(self._swapped, called), self._target_of(called)
+        layer, into = self._layer(self.swapped, called), self._target_of(called)
         matrix, offset = layer.values
         gain = torch.ones(len(matrix), dtype=torch.float64)
         if into is None:
@@ -253,8 +239,8 @@ class Refitting:
     ) -> tuple[LayerSums, LayerSums]:
         """Sums with x̂/θ − base as target: x̂ is the norm's own output, θ a slope for each channel."""
         originals = self._in_original(into.path)
-        norm, channels = self._original.get_submodule(into.path), originals[0].output.shape[-1]
-        kind = kind_at(norm, self._sites[into.path])
+        norm, channels = self.original.get_submodule(into.path), originals[0].output.shape[-1]
+        kind = kind_at(norm, self.sites[into.path])
         if isinstance(kind, str):
             raise ModelError(f"The norm {into.path} cannot be calibrated: {kind}.")
         weight, bias = kind.gain_and_offset(norm, channels)
@@ -282,11 +268,11 @@ class Refitting:
     ) -> tuple[LayerSums, LayerSums]:
         """Sum over the tokens to learn from, and over those that decide."""
         both = LayerSums(), LayerSums()
-        for numbers, sums in zip((range(self._n_learned), range(self._n_learned, len(pauses))), both, strict=True):
+        for numbers, sums in zip((range(self.n_learned), range(self.n_learned, len(pauses))), both, strict=True):
             waiting, tokens, size = list[tuple[Tensor, ...]](), 0, 0
             for number in numbers:
                 of_batch, first = targets(number), 0
-                for h in layer.inputs_in_pieces(pauses[number].input, self._batches[number].valid_at(called.path)):
+                for h in layer.inputs_in_pieces(pauses[number].input, self.batches[number].valid_at(called.path)):
                     waiting.append((h, *(target[first : first + len(h)] for target in of_batch)))
                     first, tokens, size = first + len(h), tokens + len(h), size + h.numel()
                     if tokens >= BLOCK or size >= MOST_NUMBERS:  # many small products take longer than few large ones

@@ -313,6 +313,7 @@ class TrainedParameters:
             tensor.grad = None
 
 
+@dataclass
 class TrainingTargets:
     """Targets from the original network for lists of batches, and gradients of the loss towards them.
 
@@ -320,17 +321,14 @@ class TrainingTargets:
     modules, which imitate their norms. The gradients of the batches of a list are summed.
     """
 
-    def __init__(
-        self,
-        original: nn.Module,
-        swapped: nn.Module,
-        outputs: Outputs,
-        sites: Sequence[str],
-        batches: Sequence[Sequence[Batch]],
-    ) -> None:
-        self._original, self._swapped, self._outputs = original, swapped, outputs
-        self._sites, self._batches = sites, batches
-        self._buffers = KeptBuffers(original), KeptBuffers(swapped)
+    original: nn.Module
+    swapped: nn.Module
+    outputs: Outputs
+    sites: Sequence[str]
+    batches: Sequence[Sequence[Batch]]
+
+    def __post_init__(self) -> None:
+        self._buffers = KeptBuffers(self.original), KeptBuffers(self.swapped)
         self._kept: dict[int, list[Target]] = {}
         self._bytes_left = MOST_TARGET_BYTES
 
@@ -339,9 +337,9 @@ class TrainingTargets:
         if number in self._kept:
             return self._kept[number]
         targets: list[Target] = []
-        for batch in self._batches[number]:
-            with _site_outputs(self._original, self._sites) as of_sites, torch.no_grad():
-                output = self._outputs.read(run(self._original, batch), batch).clone()  # it may be a buffer
+        for batch in self.batches[number]:
+            with _site_outputs(self.original, self.sites) as of_sites, torch.no_grad():
+                output = self.outputs.read(run(self.original, batch), batch).clone()  # it may be a buffer
             self._buffers[0].put_back()
             targets.append((output, of_sites))
         size = sum(tensor.nbytes for tensor in tensors_of(targets))
@@ -356,7 +354,7 @@ class TrainingTargets:
         The loss is the relative L2 at the output, or the root of the KL divergence of logits, plus the mean relative L2
         at the sites, which contain far more information about an input than the few numbers of the output.
         """
-        total, batches = 0.0, self._batches[number]
+        total, batches = 0.0, self.batches[number]
         samples = sum(len(batch.samples) for batch in batches)
         for batch, target in zip(batches, self.targets(number), strict=True):
             with torch.enable_grad():
@@ -367,14 +365,14 @@ class TrainingTargets:
         return total
 
     def _loss(self, batch: Batch, target: Target) -> Tensor:
-        with _site_outputs(self._swapped, self._sites) as of_sites:
-            output = self._outputs.read(run(self._swapped, batch), batch)
+        with _site_outputs(self.swapped, self.sites) as of_sites:
+            output = self.outputs.read(run(self.swapped, batch), batch)
         at_sites = [
             pooled_loss(at_site, original, batch.valid_at(path))
             for path, calls in target[1].items()
             for at_site, original in zip(of_sites[path], calls, strict=True)
         ]
-        if measure_of(self._outputs.kind) == KL:
+        if measure_of(self.outputs.kind) == KL:
             loss = kl_divergences(output, target[0], batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
         else:
             loss = pooled_loss(output, target[0], batch.valid)

@@ -471,7 +471,7 @@ def test_every_row_is_a_calibration_with_its_own_sites_alone(measured):
 
 
 def test_it_moves_held_out_outputs_less_than_start_values_do(measured):
-    _, _, _, reports = measured
+    *_, reports = measured
     for before, after in zip(reports["fit"].by_site, reports["calibrated"].by_site, strict=True):
         assert after.relative_l2.p50 < before.relative_l2.p50
     assert reports["calibrated"].all.relative_l2.p50 < 0.8 * reports["fit"].all.relative_l2.p50
