@@ -42,12 +42,13 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
     return output.reshape(samples, 1, -1), None
 
 
+@dataclass
 class SiteLayout:
-    """Layout of the output of a norm site; ``of_one_sample`` is its shape for one sample, or None for samples first."""
+    """Layout of the output of a norm site."""
 
-    def __init__(self, path: str, of_one_sample: torch.Size | None) -> None:
-        self.path, self.of_one_sample = path, of_one_sample
-        self._position_axis: int | None = None
+    path: str
+    of_one_sample: torch.Size | None  # shape for one sample; None for samples first
+    _position_axis: int = -1  # of the last output in which it was unambiguous
 
     def by_sample(self, output: Tensor, batch: Batch) -> Arranged:
         """View an output as ``(samples, positions, features)``, with one position if nothing is padded.
@@ -69,21 +70,17 @@ class SiteLayout:
             first = first.reshape(samples, -1, *first.shape[1:])
         if valid is None or bool(valid.all()):
             return first.reshape(samples, 1, -1), None
-        along = self._positions(first, valid)
-        if along is None:
+        along = [axis for axis in range(1, first.ndim) if first.shape[axis] == positions]
+        if not along:
             return first.reshape(samples, 1, -1), None
-        return first.movedim(along, 1).reshape(samples, valid.shape[1], -1), valid
-
-    def _positions(self, first: Tensor, valid: Tensor) -> int | None:
-        along = [axis for axis in range(1, first.ndim) if first.shape[axis] == valid.shape[1]]
         if len(along) == 1:
             self._position_axis = along[0]
-        if along and self._position_axis not in along:
+        if self._position_axis not in along:
             raise DataError(
                 f"At the norm {self.path} (output {tuple(first.shape)}) it cannot be told which elements are padding, "
-                f"of {valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1)."
+                f"of {positions} positions. Pass samples of one length, or one at a time (--batch-size 1)."
             )
-        return self._position_axis if along else None
+        return first.movedim(self._position_axis, 1).reshape(samples, valid.shape[1], -1), valid
 
 
 _TOP = 5
@@ -201,10 +198,7 @@ _Columns = dict[str, Tensor]  # by name in Distances
 class Configuration:
     """Sites that are swapped together.
 
-    Attributes:
-        swapped: the round that they belong to, see :class:`normscope.swaps.reports.Drift`.
-        site: the site that is swapped alone, or was added last.
-        paths: all of them.
+    ``swapped`` and ``site`` are as in :class:`normscope.swaps.reports.Drift`; ``paths`` are all swapped sites.
     """
 
     swapped: Swapped
@@ -268,28 +262,28 @@ class Tallies:
     def _row(self, number: int, at: str, part: str) -> Drift:
         columns = {name: values.tolist() for name, values in self._columns((number, at, part)).items()}
         answers = math.fsum(columns["answers"]) if "answers" in columns else None
-        of_logits: dict[str, Any] = {}
+        optional: dict[str, Any] = {}
         if answers:
             shares = [name for name in ("top1", "top5", "top5_overlap") if name in columns]
-            of_logits = {name: math.fsum(columns[name]) / answers for name in shares}
-            of_logits["kl"] = Quantiles.of(columns["kl"])
+            optional = {name: math.fsum(columns[name]) / answers for name in shares}
+            optional["kl"] = Quantiles.of(columns["kl"])
+        if "frames" in columns:
+            optional["frames"] = Quantiles.of(columns["frames"])
         done = self.configurations[number]
         return Drift(
-            func="",
-            init="",
-            swapped=done.swapped,
-            site=done.site,
-            sites_swapped=len(done.paths),
-            at=at,
-            part=part,
+            *("", ""),  # of the curve and the start values, which drift() adds
+            done.swapped,
+            done.site,
+            len(done.paths),
+            at,
+            part,
             inputs=len(columns["relative_l2"]),
             nonfinite=int(sum(columns["nonfinite"])),
             left_out=int(sum(columns["left_out"])),
             relative_l2=Quantiles.of(columns["relative_l2"]),
             cosine=Quantiles.of(columns["cosine"]),
             answers=None if answers is None else int(answers),
-            frames=Quantiles.of(columns["frames"]) if "frames" in columns else None,
-            **of_logits,
+            **optional,
         )
 
 
@@ -303,13 +297,17 @@ def relative_errors(output: Tensor, target: Tensor, valid: Tensor | None = None)
     tensor([0.2000, 0.0000])
     """
     inside = torch.promote_types(output.dtype, torch.float32)
-    output, target = output.to(inside), target.to(inside)
-    if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
-        kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
-        output, target = output * kept, target * kept
+    output, target = (without_padding(values.to(inside), valid) for values in (output, target))
     norms = vector_norm(target.flatten(1), dim=1).clamp_min(torch.finfo(inside).tiny)
     errors: Tensor = vector_norm((output - target).flatten(1), dim=1) / norms
     return errors
+
+
+def without_padding(values: Tensor, valid: Tensor | None) -> Tensor:
+    """Put zeros in place of padding if the mask has the first axes ``(samples, positions)`` of the values."""
+    if valid is None or values.ndim < 3 or values.shape[:2] != valid.shape:
+        return values
+    return values * valid.to(values.device).view(*valid.shape, *[1] * (values.ndim - 2))
 
 
 def kl_divergences(output: Tensor, target: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -347,17 +345,19 @@ def output_errors(original: nn.Module, swapped: nn.Module, batches: Iterable[Bat
 MOST_OUTPUT_BYTES = 2**30  # of the original's outputs that are kept in memory
 
 
+@dataclass
 class OutputErrors:
-    """Errors of networks at the output, relative to an original.
+    """Errors of networks at the output, relative to an original, for batches in memory.
 
-    Args:
-        original: the network; its outputs are computed when first needed, and a gibibyte of them is kept.
-        batches: in memory. Passes leave them, and the buffers of the networks, unchanged.
-        outputs: how to read the networks' outputs.
+    The original's outputs are computed when first needed, and a gibibyte of them is kept. Passes leave the batches, and
+    the buffers of the networks, unchanged.
     """
 
-    def __init__(self, original: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> None:
-        self._original, self._batches, self._outputs = original, batches, outputs
+    original: nn.Module
+    batches: Sequence[Batch]
+    outputs: Outputs
+
+    def __post_init__(self) -> None:
         self._kept: dict[int, Tensor] = {}
         self._bytes_left = MOST_OUTPUT_BYTES
 
@@ -367,19 +367,19 @@ class OutputErrors:
         Raises:
             ModelError: if axis 0 of the output does not count the samples.
         """
+        measure = kl_divergences if measure_of(self.outputs.kind) == KL else relative_errors
         errors = [torch.zeros(0, dtype=torch.float64)]
-        for number, batch in enumerate(self._batches):
+        for number, batch in enumerate(self.batches):
             target = self._target(number)
-            measure = kl_divergences if measure_of(self._outputs.kind) == KL else relative_errors
             errors.append(measure(self._output(swapped, batch), target, batch.valid).double().cpu())
         return torch.cat(errors).nan_to_num(nan=torch.inf)
 
     def _target(self, number: int) -> Tensor:
         if number in self._kept:
             return self._kept[number]
-        batch = self._batches[number]
-        output = self._output(self._original, batch)
-        output_by_sample(output, batch, self._outputs.kind)  # raises ModelError without an axis of samples
+        batch = self.batches[number]
+        output = self._output(self.original, batch)
+        output_by_sample(output, batch, self.outputs.kind)  # raises ModelError without an axis of samples
         if output.nbytes <= self._bytes_left:
             self._bytes_left -= output.nbytes
             self._kept[number] = output
@@ -388,6 +388,6 @@ class OutputErrors:
     @torch.no_grad()
     def _output(self, network: nn.Module, batch: Batch) -> Tensor:
         buffers = KeptBuffers(network)
-        output = self._outputs.read(run(network, batch), batch).clone()  # it may be a buffer
+        output = self.outputs.read(run(network, batch), batch).clone()  # it may be a buffer
         buffers.put_back()
         return output

@@ -205,7 +205,6 @@ def _tokens(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _check_positions(output: Tensor, shape: Sequence[int]) -> None:
-    """Refuse outputs without a vector for each token."""
     if output.ndim != 3 or tuple(output.shape[: len(shape)]) != tuple(shape):
         raise UntoldError(f"the network gives {tuple(output.shape)}, which is not a vector for each of the tokens")
 
@@ -223,9 +222,8 @@ def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Fi
     if not n:
         raise UntoldError("no text has a token to predict")
     mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
-    return Quality(name, False, n, over, {}), Score(
-        math.exp(mean) if mean < 700 else math.inf
-    )  # exp(709) is the largest
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # exp(709) is the largest
+    return Quality(name, False, n, over, {}), Score(perplexity)
 
 
 def _spearman(passes: Passes, task: Task) -> Finding:
@@ -288,19 +286,9 @@ MEASURES: dict[str, Callable[[Passes, Task], Finding]] = {
 }
 
 
+@dataclass
 class Judge:
     """Quality of several networks on the same inputs.
-
-    Args:
-        model: the original network.
-        by: a user's function of a module, which ignores the batches; or a task, by default that of a loaded model.
-        batches: held-out inputs.
-        outputs: how to read the networks' outputs.
-        progress: called with the stage, the samples run and their number, if known.
-
-    Attributes:
-        quality: the scores so far, or None.
-        untold: reason why there are none, or empty.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", device="cpu")
@@ -310,20 +298,19 @@ class Judge:
     ('top-1 accuracy', 1.0)
     """
 
-    def __init__(
-        self,
-        model: nn.Module | LoadedModel,
-        by: QualityFunction | Task | None,
-        batches: Iterable[Any],
-        outputs: Outputs,
-        progress: Progress,
-    ) -> None:
-        task = model.task if isinstance(model, LoadedModel) else Task()
-        self._by, self._batches, self._outputs, self._progress = by or task, batches, outputs, progress
-        self.quality: Quality | None = None
-        self.untold = self._by.untold if isinstance(self._by, Task) and self._by.measure is None else ""
-        if not self.untold and isinstance(self._by, Task) and taken_once(batches):
-            self.untold = "the batches can be iterated only once"
+    original: nn.Module | LoadedModel
+    by: QualityFunction | Task | None  # a function, which ignores the batches, or a task; None for the loaded model's
+    batches: Iterable[Any]  # held-out inputs
+    outputs: Outputs
+    progress: Progress  # called with the stage, the samples run and their number, if known
+    quality: Quality | None = None  # the scores so far
+    untold: str = ""  # reason why there are none
+
+    def __post_init__(self) -> None:
+        self._by = self.by or (self.original.task if isinstance(self.original, LoadedModel) else Task())
+        if isinstance(self._by, Task):
+            once = "the batches can be iterated only once" if taken_once(self.batches) else ""
+            self.untold = (self._by.untold if self._by.measure is None else "") or once
 
     def add(self, name: str, model: nn.Module) -> None:
         """Measure a network, and leave it as found.
@@ -341,8 +328,8 @@ class Judge:
                 quality, score = Quality(name_of_function, None, None, "", {}), Score(_number(self._by(model)))
             else:
                 assert self._by.measure is not None  # noqa: S101  # there would be a reason
-                progress = partial(self._progress, f"quality of the {name}")
-                passes = Passes(model, self._batches, self._outputs, buffers, progress)
+                progress = partial(self.progress, f"quality of the {name}")
+                passes = Passes(model, self.batches, self.outputs, buffers, progress)
                 try:
                     quality, score = MEASURES[self._by.measure](passes, self._by)
                 except UntoldError as error:
@@ -355,13 +342,10 @@ class Judge:
         """Send the measurements of the first rank to all of them."""
         if ranks.size == 1:
             return
+        import msgspec
+
         quality, self.untold = ranks.told([self.quality and asdict(self.quality), self.untold])[0]
-        if quality is not None:
-            scores = {
-                name: Score(score["value"], score["interval"] and tuple(score["interval"]))
-                for name, score in quality["scores"].items()
-            }
-            self.quality = Quality(**{**quality, "scores": scores})
+        self.quality = None if quality is None else msgspec.convert(quality, Quality)
 
 
 def _number(value: Any) -> float:

@@ -78,12 +78,12 @@ class Drift(Record):
         left_out: number of further inputs at which the original itself is not finite, or zero throughout.
         relative_l2: ‖swapped − original‖ / ‖original‖ over all values of an input.
         cosine: of the angle between the two.
-        kl: KL(original ‖ swapped) of the softmaxes in nats, for tokens an input's mean over its positions; None if the
-            output is no logits.
+        kl: KL(original ‖ swapped) of the softmaxes in nats, for tokens an input's mean over its positions. This and the
+            following are None if the output is no logits.
         top1: share of the answers (inputs; for tokens, positions) with the same largest logit.
         top5: share of the answers where the original's largest is among the swapped's five largest; None for five
             classes and fewer.
-        top5_overlap: share of the original's five largest that are among the swapped's five largest.
+        top5_overlap: share of the original's five largest among the swapped's five largest.
         answers: number of answers; one that is not finite agrees in nothing.
         frames: relative L2 of single frames of all inputs, at the output with all sites swapped.
     """
@@ -174,13 +174,12 @@ class DriftReport(_AboutNetwork):
     """Effect of one swap on a network's outputs.
 
     Attributes:
-        func: curve in the norms' place.
-        init: start values; empty if there are none, as for an RMSNorm.
+        func, init: as in each :class:`Drift`.
         sites: paths of the swapped sites, in the network's order.
         rows: all measurements.
         about: ``model``, ``weights`` and ``data`` in words, if known.
         quality: quality at the network's task on the same inputs, with no site swapped and with all; or None.
-        no_quality: reason why there is none, or empty.
+        no_quality: reason why there is none.
         calibration: inputs that every row was calibrated on, with ``init="calibrated"``.
     """
 
@@ -277,10 +276,10 @@ class HealReport(_AboutNetwork):
     Attributes:
         drifts: ``p10``, ``median`` and ``p90`` on the held-out inputs, at the ``start`` and after each stage,
             ``calibrated`` and ``trained``; ∞ for outputs that were not finite.
-        left_with: stage that the network was left in: of the least held-out median with a 90th percentile that is not
-            above the start's.
+        left_with: stage that the network was left in: the least held-out median whose 90th percentile is not above the
+            start's.
         checks: the course of the training.
-        steps: number of steps of the training.
+        steps: number of training steps.
         train: trained weights: ``norms``, ``neighbours`` or ``all``.
         n_learned: number of samples to learn from.
         n_judged: number of samples that decided which state is kept.
@@ -288,10 +287,9 @@ class HealReport(_AboutNetwork):
         left_out: number of samples to learn from that did not fit into memory.
         not_refitted: reason why a layer beside a swapped norm was not calibrated, by path.
         quality: quality at the network's task of ``original``, ``swapped`` and ``healed``, on the held-out inputs.
-        no_quality: reason why there is none, or empty.
+        no_quality: reason why there is none.
         about: model, weights and held-out data; empty for a plain module.
-        measure: of all errors: ``KL divergence`` of logits, in nats, the mean over a sample's positions; ``relative
-            L2`` of other outputs.
+        measure: of all errors: ``KL divergence`` of logits, in nats, or ``relative L2`` of other outputs.
     """
 
     drifts: Mapping[str, Mapping[str, float]]

@@ -47,10 +47,8 @@ def test_it_is_what_calibrate_makes_of_a_swapped_copy():
     seen, swapped = normscope.capture(model, x), copy.deepcopy(model)
     normscope.swap(swapped, "dyt", seen)
     normscope.calibrate(model, swapped, x, refit="norms")
-    layers = {name: value for name, value in values(model).items() if name[0] in "0235"}
     normscope.swap(model, "dyt", seen, init="calibrated", learn=x, refit="norms")
     assert same(values(model), values(swapped))
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in layers.items())
 
 
 @pytest.mark.slow

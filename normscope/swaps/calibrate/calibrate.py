@@ -146,7 +146,8 @@ def calibrate(
             return median, high
 
         before, start = judged(), parameter_values(student)
-        refitting = Refitting(teacher, student, sites, [*learned, *pool.judged], len(learned))
+        by_name = {site.name: site for site in sites}
+        refitting = Refitting(teacher, student, by_name, [*learned, *pool.judged], len(learned))
         called_modules = [called for called in near.called_modules if called.is_norm or refit == NEIGHBOURS]
         refitting.run(called_modules, progress)
         states = [parameter_values(student)]

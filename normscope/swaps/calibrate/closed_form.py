@@ -143,8 +143,8 @@ class RefittedLayer:
         weight: W: float64 ``(channels, features)``.
         bias: b: ``(channels,)``; None for a layer without one.
         penalty: λ, as in :class:`CalibratedModule`.
-        before: relative L2 error of the layer with W₀, on the tokens that decide, of the targets about their mean.
-        after: error of the layer with W.
+        before: relative L2 error with W₀ and b₀, on the tokens that decide, of the targets about their mean.
+        after: the same with W and b.
     """
 
     weight: Tensor
@@ -183,12 +183,12 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
         return float((change * left).sum())
 
     present = (max(_squares(judged, before, present_bias), 0.0) / total) ** 0.5
-    best, gain = math.inf, 0.0
+    best = gain = 0.0
     if scale > 0:
         best = _downhill(functools.cache(lambda penalty: -gained(penalty, max(1, before.shape[-1] // _CHANNELS))))
         gain = gained(best, 1)
     if not gain > 0:
-        best, gain = math.inf, 0.0
+        best, gain = math.inf, 0.0  # the bias alone
     after = (max(error_of_bias - gain, 0.0) / total) ** 0.5
     if not after < present:
         return RefittedLayer(weight.double(), bias, None, present, present)
@@ -269,7 +269,8 @@ def _gram(h: Tensor) -> Tensor:
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """Return the parameters of a point-wise function that fit a norm's outputs y best, searched from the present ones.
 
-    x and y are float64 ``(tokens, channels)``. Values are by name, with the shapes and dtypes of the parameters.
+    x and y are float64 ``(tokens, channels)``, and the function has a weight and a bias for each channel. Values are by
+    name, with the shapes and dtypes of the parameters.
 
     >>> function = PointwiseFunction("tanh", 2, alpha=0.4)
     >>> x = torch.linspace(-3, 3, 200, dtype=torch.float64).reshape(100, 2)
@@ -277,21 +278,20 @@ def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str
     >>> [round(float(fitted[name].mean()), 3) for name in ("alpha", "weight", "bias")]
     [0.7, 2.0, -1.0]
     """
-    inner = {"alpha": function.alpha, "shift": function.shift}
     free = {
-        name: part.detach().double().cpu().flatten().clone().requires_grad_(function.table is None)
-        for name, part in inner.items()
-        if part is not None
+        name: inner.detach().double().cpu().flatten().clone().requires_grad_(function.table is None)
+        for name, inner in (("alpha", function.alpha), ("shift", function.shift))
+        if inner is not None
     }
     if function.table is None:
         with torch.enable_grad():
             _search(function, free, x, y)
     with torch.no_grad():
         weight, bias = _projected(function, _of(function, free, x), y)
-    solution: dict[str, Tensor] = {**free, "weight": weight, **({} if bias is None else {"bias": bias})}
     parameters = dict(function.named_parameters())
     return {
-        name: value.detach().reshape(parameters[name].shape).to(parameters[name]) for name, value in solution.items()
+        name: value.detach().reshape(parameters[name].shape).to(parameters[name])
+        for name, value in {**free, "weight": weight, "bias": bias}.items()
     }
 
 
@@ -309,7 +309,7 @@ def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: 
         values = _of(function, free, x)
         with torch.no_grad():  # at their minimum, the loss does not depend on them
             weight, bias = _projected(function, values.detach(), y)
-        left = y - weight * values - (0.0 if bias is None else bias)
+        left = y - weight * values - bias
         squares = left.square().sum() / total
         squares.backward()  # type: ignore[no-untyped-call]
         return squares
@@ -348,23 +348,15 @@ def _turn_upwards(free: dict[str, Tensor]) -> None:
 
 
 def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tensor:
-    inside = free["alpha"] * x
-    if "shift" in free:
-        inside = inside + free["shift"]
+    inside = free["alpha"] * x + free.get("shift", 0.0)
     return (function.curve.function if function.table is None else function.table)(inside)
 
 
-def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias of the least-squares line through (f, y)."""
-    old = function.weight.detach().double().cpu().flatten()
-    if old.numel() == 1 and f.shape[1] > 1:
-        return (f * y).sum().div(f.square().sum().clamp_min(1e-300)).reshape(1), None
-    if function.bias is None:
-        spread, common, centre = f.square().mean(0), (f * y).mean(0), None
-    else:
-        centre = f.mean(0)
-        spread = (f - centre).square().mean(0)
-        common = ((f - centre) * (y - y.mean(0))).mean(0)
-    idle = spread <= _LEAST_VARIANCE * f.square().mean(0)
-    weight = torch.where(idle, old, common / spread.masked_fill(idle, 1.0))
-    return weight, None if centre is None else y.mean(0) - weight * centre
+def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight and bias of the least-squares line through (f, y), by channel."""
+    present, centre = function.weight.detach().double().cpu().flatten(), f.mean(0)
+    variance = (f - centre).square().mean(0)
+    covariance = ((f - centre) * (y - y.mean(0))).mean(0)
+    idle = variance <= _LEAST_VARIANCE * f.square().mean(0)
+    weight = torch.where(idle, present, covariance / variance.masked_fill(idle, 1.0))
+    return weight, y.mean(0) - weight * centre

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,9 @@ class NextNorm:
 
     Attributes:
         path: of the norm.
-        base: path of the previous norm, whose input or output is the base; None if the norm alone receives the output.
+        base: previous norm, whose input or output is the base; None if the norm alone receives the output.
         of_output: True if the base is that norm's output, as for post-norms; False for its input, the residual stream.
-        gain: one number per channel, such as a layer scale: float64 ``(channels,)``; otherwise ones.
+        gain: such as a layer scale, float64 ``(channels,)``; otherwise ones.
     """
 
     path: str
@@ -55,9 +55,9 @@ class CalledModule:
     Attributes:
         path: of the module.
         is_norm: True for a norm.
-        channel_axis: axis of its output that numbers the channels.
-        feeds: norm that the output of a layer goes into, if found.
-        modulated: layer that scales and shifts the output of a norm, if found.
+        channel_axis: axis of the channels in its output.
+        feeds: norm that the output of a layer goes into.
+        modulated: layer that scales and shifts the output of a norm.
     """
 
     path: str
@@ -97,7 +97,7 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
     few = batch.first(_SAMPLES)
     seen = _seen(network, [*layers, *by_name], few)
     calls = Counter(call.path for call in seen)
-    owners = Counter(id(parameter) for module in network.modules() for parameter in module._parameters.values())
+    owners = Counter(id(p) for module in network.modules() for p in module._parameters.values() if p is not None)
     called_modules: list[CalledModule] = []
     left: dict[str, str] = {}
     for number, call in enumerate(seen):
@@ -116,8 +116,11 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
                 into = _next_norm(call, before, behind, streams[behind.path], layer.channel_axis)
             called_modules.append(CalledModule(call.path, False, layer.channel_axis, into))
         elif call.path in streams or (call.path in swapped and calls[call.path] == 1):
-            axis = _channel_axis(by_name[call.path], call.input.ndim)
-            called_modules.append(CalledModule(call.path, True, axis, modulated=_modulation(seen, number, layers)))
+            axis, modulation = _channel_axis(by_name[call.path], call.input.ndim), None
+            if next_layer := next((later for later in seen[number + 1 :] if later.path in layers), None):
+                earlier = [(each.path, each.output) for each in reversed(seen[:number]) if each.path in layers]
+                modulation = modulation_of(call.output, next_layer.input, earlier)
+            called_modules.append(CalledModule(call.path, True, axis, modulated=modulation))
     left |= {path: "it is not called as a module" for path in layers if not calls[path]}
     largest = max((call.input.nbytes + call.output.nbytes for call in seen), default=0)
     return Neighbours(called_modules, left, _COPIES * largest / _size(few))
@@ -149,7 +152,7 @@ def _refusal(layer: LinearLayer, call: _ModuleCall, calls: int, owners: Counter[
         return "its weight is on the meta device"
     if calls > 1:
         return f"it is called {calls} times in one pass"
-    if any(owners[id(parameter)] > 1 for parameter in layer.parameters):
+    if any(owners[id(parameter)] > 1 for parameter in (layer.module._parameters[layer.weight], layer.offset)):
         return "its weights are another module's too"
     if call.input.ndim < 1 - layer.channel_axis:
         return "it is called without an axis of samples"
@@ -206,9 +209,8 @@ def _next_norm(
     ``before`` and ``behind`` are the calls of the stream's norms around that of the layer, and ``site`` the latter.
     """
     shape = call.output.shape
-    if behind.input.shape != shape or _channel_axis(site, len(shape)) != channel_axis:
-        return None
-    if site.channels != shape[channel_axis]:
+    same_axis = behind.input.shape == shape and _channel_axis(site, len(shape)) == channel_axis
+    if not same_axis or site.channels != shape[channel_axis]:
         return None
     output, x = (value.double().movedim(channel_axis, -1) for value in (call.output, behind.input))
     ones = torch.ones(output.shape[-1], dtype=torch.float64)
@@ -225,13 +227,6 @@ def _next_norm(
         if bool(gain.any()) and _is(added, gain * output):  # a closed gate reveals nothing
             return NextNorm(behind.path, before.path, False, gain)
     return None
-
-
-def _modulation(seen: Sequence[_ModuleCall], number: int, layers: Container[str]) -> Modulation | None:
-    """Find the layer that modulates the output of a norm before the next layer receives it."""
-    behind = next((call for call in seen[number + 1 :] if call.path in layers), None)
-    before = [(call.path, call.output) for call in reversed(seen[:number]) if call.path in layers]
-    return None if behind is None else modulation_of(seen[number].output, behind.input, before)
 
 
 def _is(x: Tensor, expected: Tensor) -> bool:
@@ -341,12 +336,6 @@ class LinearLayer:
         return ""
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The weight and the bias, unless they are computed."""
-        parameters = self.module._parameters
-        return [p for p in (parameters.get(self.weight), parameters.get(self.bias or "")) if p is not None]
-
-    @property
     def matrix(self) -> Tensor:
         """The weight as ``(channels, features)``."""
         weight = self.module.get_parameter(self.weight)
@@ -376,8 +365,10 @@ class LinearLayer:
     def inputs(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the features of each valid output row: ``(tokens, features)``, or ``(tokens, groups, features)``."""
         module = self.module
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first and x.ndim == 3:
+            x = x.transpose(0, 1)
         if not isinstance(module, _CONVOLUTIONS):
-            return rows(self._samples_first(x), valid)
+            return rows(x, valid)
         unfolded = rows(self._unfolded(module, x), valid)
         return unfolded if module.groups == 1 else unfolded.reshape(len(unfolded), module.groups, -1)
 
@@ -407,18 +398,12 @@ class LinearLayer:
         kernel, dilation, stride = sizes
         return functional.unfold(x, kernel, dilation, 0, stride).mT
 
-    def outputs(self, x: Tensor, output: Tensor | None, valid: Tensor | None = None) -> Tensor:
-        """Return the output rows, ``(tokens, channels)``; for attention, its projection of x."""
+    def outputs(self, x: Tensor, output: Any, valid: Tensor | None = None) -> Tensor:
+        """Return the output rows, ``(tokens, channels)``; for attention, its projection of x alone."""
         if isinstance(self.module, nn.MultiheadAttention):
             projected = self.inputs(x, valid) @ self.matrix.T
             return projected if self.offset is None else projected + self.offset
-        if output is None:
-            raise ValueError(f"a {type(self.module).__name__} gave no tensor")
         return rows(output if self.channel_axis == -1 else output.flatten(self.channel_axis + 1).mT, valid)
-
-    def _samples_first(self, x: Tensor) -> Tensor:
-        turned = isinstance(self.module, nn.MultiheadAttention) and not self.module.batch_first and x.ndim == 3
-        return x.transpose(0, 1) if turned else x
 
 
 def rows(value: Tensor, valid: Tensor | None = None) -> Tensor:

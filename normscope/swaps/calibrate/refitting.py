@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,7 +20,7 @@ from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import run
 from normscope.runtime.progress import Progress
 from normscope.runtime.records import Record
-from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, least_squares, ridge, slopes
+from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, RefittedLayer, least_squares, ridge, slopes
 from normscope.swaps.calibrate.neighbours import (
     MOST_NUMBERS,
     CalledModule,
@@ -61,45 +61,28 @@ class CalibratedModule(Record):
 
 @dataclass(frozen=True)
 class _Originals:
-    """Original network at one module and batch: input and output of a norm, or output of a layer, as rows.
-
-    The input of a layer is kept as it is, for the first batch alone.
-    """
+    """Original network at one module and batch, as rows; of a layer the input is that of the first batch, as it is."""
 
     input: Tensor | None
     output: Tensor
 
 
+@dataclass
 class Refitting:
-    """Calibration of a swapped network, module by module.
+    """Calibration of a swapped network, module by module."""
 
-    Args:
-        original: the network.
-        swapped: a copy with point-wise functions, which is fitted in place.
-        sites: the original's norm sites.
-        batches: inputs of both.
-        n_learned: number of batches to learn from; the others decide.
+    original: nn.Module
+    swapped: nn.Module  # a copy with point-wise functions, which is fitted in place
+    sites: Mapping[str, NormSite]  # of the original
+    batches: Sequence[Batch]
+    n_learned: int  # number of batches to learn from; the others decide
+    modules: list[CalibratedModule] = field(default_factory=list)  # results, in the order of calls
 
-    Attributes:
-        modules: results, in the order of calls.
-    """
-
-    def __init__(
-        self,
-        original: nn.Module,
-        swapped: nn.Module,
-        sites: Sequence[NormSite],
-        batches: Sequence[Batch],
-        n_learned: int,
-    ) -> None:
-        self._original, self._swapped = original, swapped
-        self._sites = {site.name: site for site in sites}
-        self._functions = {path: f for path, f in swapped.named_modules() if isinstance(f, PointwiseFunction)}
-        self._batches, self._n_learned = batches, n_learned
+    def __post_init__(self) -> None:
+        self._functions = {path: f for path, f in self.swapped.named_modules() if isinstance(f, PointwiseFunction)}
         self._originals: dict[str, list[_Originals]] = {}
         self._norm_inputs: dict[str, list[Tensor]] = {}  # in the swapped network, as rows
         self._conditions: dict[str, list[Tensor]] = {}  # inputs of layers that modulate, in the swapped network
-        self.modules: list[CalibratedModule] = []
 
     def run(self, called_modules: Sequence[CalledModule], progress: Progress) -> None:
         """Fit modules in the order of calls, and run the networks no further than these need.
@@ -117,8 +100,8 @@ class Refitting:
         self._modulating = {called.modulated.layer for called in self._called.values() if called.modulated}
         kept = [path for path in paths if path in bases | self._modulating]
         with (
-            paused_passes(self._original, self._batches, paths, behind=True) as self._original_passes,
-            paused_passes(self._swapped, self._batches, paths, behind=False, kept=kept) as self._passes,
+            paused_passes(self.original, self.batches, paths, behind=True) as self._original_passes,
+            paused_passes(self.swapped, self.batches, paths, behind=False, kept=kept) as self._passes,
         ):
             progress(STAGE, 0, len(paths))
             for number, (path, called) in enumerate(self._called.items()):
@@ -143,18 +126,13 @@ class Refitting:
     def _kept(self, called: CalledModule, number: int, pause: Pause) -> _Originals:
         if called.is_norm:
             return _Originals(self._rows(called, number, pause.input), self._rows(called, number, pause.output))
-        output = self._layer(self._original, called).outputs(
-            pause.input, pause.output, self._batches[number].valid_at(called.path)
-        )
-        memory = pause.output if isinstance(pause.output, Tensor) else pause.input
-        return _Originals(None if number else pause.input.clone(), _unshared(output, memory))
+        layer, valid = self._layer(self.original, called), self.batches[number].valid_at(called.path)
+        output = layer.outputs(pause.input, pause.output, valid)
+        return _Originals(None if number else pause.input.clone(), output.clone())
 
-    def _rows(self, called: CalledModule, number: int, value: Tensor | None) -> Tensor:
+    def _rows(self, called: CalledModule, number: int, value: Tensor) -> Tensor:
         """Copy the input or output of a norm, ``(tokens, channels)``: the network may change its tensors."""
-        if value is None:
-            raise ModelError(f"The norm {called.path} gave no tensor to compare with.")
-        turned = value.movedim(called.channel_axis, -1) if called.channel_axis != -1 else value
-        return _unshared(rows(turned, self._batches[number].valid_at(called.path)), value)
+        return rows(value.movedim(called.channel_axis, -1), self.batches[number].valid_at(called.path)).clone()
 
     def _layer(self, network: nn.Module, called: CalledModule) -> LinearLayer:
         layer = LinearLayer.of(network.get_submodule(called.path))
@@ -171,7 +149,7 @@ class Refitting:
         pairs = list(zip(self._norm_inputs[path], (each.output for each in originals), strict=True))
         (x, y), judged = (
             tuple(torch.cat(part).float().reshape(-1, function.weight.numel()) for part in zip(*some, strict=True))
-            for some in (pairs[: self._n_learned], pairs[self._n_learned :])
+            for some in (pairs[: self.n_learned], pairs[self.n_learned :])
         )
         before, start = _error(function, *judged), parameter_values(function)
         every = max(1, -(-len(x) // _MOST_TOKENS))
@@ -180,7 +158,7 @@ class Refitting:
         if not after < before:
             put_parameters(function, start)
         self.modules.append(CalibratedModule(path, True, before, min(before, after)))
-        equally_long = all(batch.valid_at(path) is None for batch in self._batches)
+        equally_long = all(batch.valid_at(path) is None for batch in self.batches)
         if equally_long and called.modulated is not None and called.modulated.layer in self._conditions:
             self._modulate(function, called, called.modulated, pauses)
 
@@ -189,7 +167,7 @@ class Refitting:
         self, function: PointwiseFunction, called: CalledModule, modulated: Modulation, pauses: Sequence[Pause]
     ) -> None:
         """Fit the layer that modulates the output of a function, and update its outputs in the passes."""
-        layer, size = self._layer(self._swapped, self._called[modulated.layer]), function.weight.numel()
+        layer, size = self._layer(self.swapped, self._called[modulated.layer]), function.weight.numel()
         channels, conditions = modulated.channels(size), self._conditions[modulated.layer]
         learned, judged = LayerSums(), LayerSums()
         for number, pause in enumerate(pauses):
@@ -198,10 +176,10 @@ class Refitting:
             y = self._in_original(called.path)[number].output.reshape(len(scale), -1, size)
             output = function.forward(pause.input).reshape(y.shape)  # not called, to run no hooks
             best = best_for_each_sample(output, y * (1 + scale[:, None]) + shift[:, None], scale)
-            (judged if number >= self._n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
+            (judged if number >= self.n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
         matrix, offset = layer.values
         refitted = ridge(learned, judged, matrix[channels], None if offset is None else offset[channels])
-        self.modules.append(CalibratedModule(modulated.layer, False, refitted.before, refitted.after, refitted.penalty))
+        self._report(modulated.layer, refitted)
         if refitted.penalty is None:
             return
         matrix[channels] = refitted.weight
@@ -219,7 +197,7 @@ class Refitting:
         first = originals[0].input
         if first is not None and torch.equal(pauses[0].input, first):
             return  # no swapped norm comes before it
-        layer, into = self._layer(self._swapped, called), self._target_of(called)
+        layer, into = self._layer(self.swapped, called), self._target_of(called)
         matrix, offset = layer.values
         gain = torch.ones(len(matrix), dtype=torch.float64)
         if into is None:
@@ -231,7 +209,8 @@ class Refitting:
 
             def corrected(number: int) -> list[Tensor]:
                 """Add the error of the residual stream so far to the layer's output in the original."""
-                error = self._base_in_original(into, number) - self._base(into, number)
+                before, now = self._bases(into, number)
+                error = before - now
                 return [gain.to(error) * originals[number].output + error]
 
             sums = self._summed(layer, called, pauses, corrected)
@@ -239,7 +218,10 @@ class Refitting:
         if refitted.penalty is not None:
             bias = None if refitted.bias is None else refitted.bias / gain
             layer.put(refitted.weight / gain[:, None], bias, gain.abs() >= _LEAST_GAIN * gain.abs().max())
-        self.modules.append(CalibratedModule(called.path, False, refitted.before, refitted.after, refitted.penalty))
+        self._report(called.path, refitted)
+
+    def _report(self, path: str, refitted: RefittedLayer) -> None:
+        self.modules.append(CalibratedModule(path, False, refitted.before, refitted.after, refitted.penalty))
 
     def _target_of(self, called: CalledModule) -> NextNorm | None:
         """Return the norm that a layer's output goes into, if that is a better target than the original's output."""
@@ -257,25 +239,23 @@ class Refitting:
     ) -> tuple[LayerSums, LayerSums]:
         """Sums with x̂/θ − base as target: x̂ is the norm's own output, θ a slope for each channel."""
         originals = self._in_original(into.path)
-        norm, channels = self._original.get_submodule(into.path), originals[0].output.shape[-1]
-        kind = kind_at(norm, self._sites[into.path])
+        norm, channels = self.original.get_submodule(into.path), originals[0].output.shape[-1]
+        kind = kind_at(norm, self.sites[into.path])
         if isinstance(kind, str):
             raise ModelError(f"The norm {into.path} cannot be calibrated: {kind}.")
         weight, bias = kind.gain_and_offset(norm, channels)
-        weight = weight.where(weight != 0, 1.0)
 
         def normalized(number: int) -> Tensor:
-            return (originals[number].output.float() - bias) / weight
+            return (originals[number].output.float() - bias) / weight.where(weight != 0, 1.0)
 
         inputs = [each.input for each in originals if each.input is not None]
         sigma = float(torch.cat([x.float().std(-1) for x in inputs]).mean())
         if into.base is None:
             return self._summed(layer, called, pauses, lambda number: [sigma * normalized(number)])
         learned, judged = self._summed(
-            layer, called, pauses, lambda number: [normalized(number), self._base(into, number)]
+            layer, called, pauses, lambda number: [normalized(number), self._bases(into, number)[1]]
         )
-        slope = slopes(learned.with_own(layer.values[0]))
-        slope = slope.clamp(*(bound / sigma for bound in _SLOPES))
+        slope = slopes(learned.with_own(layer.values[0])).clamp(*(bound / sigma for bound in _SLOPES))
         factors = torch.stack([1 / slope, -torch.ones_like(slope)])
         return learned.combined(factors), judged.combined(factors)
 
@@ -287,32 +267,29 @@ class Refitting:
         targets: Callable[[int], Sequence[Tensor]],
     ) -> tuple[LayerSums, LayerSums]:
         """Sum over the tokens to learn from, and over those that decide."""
-        learned, judged = LayerSums(), LayerSums()
-        for numbers, sums in ((range(self._n_learned), learned), (range(self._n_learned, len(pauses)), judged)):
+        both = LayerSums(), LayerSums()
+        for numbers, sums in zip((range(self.n_learned), range(self.n_learned, len(pauses))), both, strict=True):
             waiting, tokens, size = list[tuple[Tensor, ...]](), 0, 0
             for number in numbers:
                 of_batch, first = targets(number), 0
-                for h in layer.inputs_in_pieces(pauses[number].input, self._batches[number].valid_at(called.path)):
+                for h in layer.inputs_in_pieces(pauses[number].input, self.batches[number].valid_at(called.path)):
                     waiting.append((h, *(target[first : first + len(h)] for target in of_batch)))
                     first, tokens, size = first + len(h), tokens + len(h), size + h.numel()
                     if tokens >= BLOCK or size >= MOST_NUMBERS:  # many small products take longer than few large ones
                         sums.add_joined(waiting)
                         waiting, tokens, size = [], 0, 0
             sums.add_joined(waiting)
-        return learned, judged
+        return both
 
-    def _base(self, into: NextNorm, number: int) -> Tensor:
-        """Return the rows that the output of a layer is added to, in the swapped network."""
-        assert into.base is not None  # noqa: S101 - checked by _target_of
-        if not into.of_output:
-            return self._norm_inputs[into.base][number]
-        return self._rows(self._called[into.base], number, self._passes[number].outputs[into.base])
-
-    def _base_in_original(self, into: NextNorm, number: int) -> Tensor:
+    def _bases(self, into: NextNorm, number: int) -> tuple[Tensor, Tensor]:
+        """Return the rows that the output of a layer is added to, in the original and in the swapped network."""
         assert into.base is not None  # noqa: S101 - checked by _target_of
         original = self._in_original(into.base)[number]
+        if into.of_output:
+            output = self._passes[number].outputs[into.base]
+            return original.output, self._rows(self._called[into.base], number, output)
         assert original.input is not None  # noqa: S101 - the base is a norm
-        return original.output if into.of_output else original.input
+        return original.input, self._norm_inputs[into.base][number]
 
 
 def _used(called: CalledModule) -> list[str]:
@@ -320,11 +297,6 @@ def _used(called: CalledModule) -> list[str]:
     layer = None if called.modulated is None else called.modulated.layer
     norms = (None, None) if called.feeds is None else (called.feeds.path, called.feeds.base)
     return [called.path, *(path for path in (layer, *norms) if path is not None)]
-
-
-def _unshared(value: Tensor, source: Tensor) -> Tensor:
-    """Copy a tensor if it is a view of ``source``."""
-    return value.clone() if value.untyped_storage().data_ptr() == source.untyped_storage().data_ptr() else value
 
 
 def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
@@ -359,7 +331,7 @@ class Pause:
 
     path: str
     input: Tensor
-    output: Tensor | None = None
+    output: Any = None
 
 
 class _AbandonedError(BaseException):
@@ -436,27 +408,22 @@ def paused_passes(
     """Begin a pass of each batch that pauses at some modules; all passes end with the block.
 
     Args:
-        network: to run, by these passes alone.
+        network: run by these passes alone.
         batches: one for each pass.
-        paths: of the modules.
+        paths: modules to pause at.
         behind: pause behind the modules; otherwise in front of them.
-        kept: paths of modules whose outputs the passes keep.
+        kept: modules whose outputs the passes keep.
     """
 
     def pausing(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
-            paused, x = getattr(_thread_local, "paused_pass", None), input_of(args, kwargs)
-            if paused is not None and x is not None:
-                paused.pause(Pause(path, x, output))
+            if (x := input_of(args, kwargs)) is not None:
+                _thread_local.paused_pass.pause(Pause(path, x, output))
 
         return hook
 
     def keeping(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            if paused := getattr(_thread_local, "paused_pass", None):
-                paused.outputs[path] = output
-
-        return hook
+        return lambda module, args, output: _thread_local.paused_pass.outputs.update({path: output})
 
     passes = [PausedPass(network, batch) for batch in batches]
     with contextlib.ExitStack() as ended:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -211,40 +211,26 @@ def calibrations(sites: int, *, one_at_a_time: bool = True, cumulative: bool = T
     return sites + (sites if one_at_a_time else 0) + (sum(range(2, sites)) if cumulative else 0)
 
 
+@dataclass
 class CalibratedPasses:
     """Paired passes of swaps that are each calibrated by themselves before they are measured.
 
-    Args:
-        modules: replacements by path, with their start values.
-        calibration: the inputs to learn from.
-        calibrate_with: :func:`calibrated`, but for modules and progress.
-        passes_with: :class:`PairedPasses`, but for modules and values of refitted parameters.
-        progress: called with the memory that calibration takes.
-        counter: counts the calibrated sites of all rows.
-
-    Attributes:
-        calibration: inputs that the rows so far were calibrated on.
+    ``calibrate_with`` and ``passes_with`` are :func:`calibrated` and :class:`PairedPasses` without the modules.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        calibration: DriftCalibration,
-        calibrate_with: Callable[..., tuple[dict[str, nn.Module], dict[str, Tensor], CalibrationReport]],
-        passes_with: Callable[..., PairedPasses],
-        progress: Progress,
-        counter: StageProgress,
-    ) -> None:
-        self._modules, self.calibration = modules, calibration
-        self._calibrate_with, self._passes_with = calibrate_with, passes_with
-        self._progress, self._counter = progress, counter
-        self._everything: PairedPasses | None = None
+    modules: Mapping[str, nn.Module]  # with their start values
+    calibration: DriftCalibration  # of the rows so far
+    calibrate_with: Callable[..., tuple[dict[str, nn.Module], dict[str, Tensor], CalibrationReport]]
+    passes_with: Callable[..., PairedPasses]
+    progress: Progress  # called with the memory that calibration takes
+    counter: StageProgress  # of the calibrated sites of all rows
+    _everything: PairedPasses | None = None
 
     def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
         """Calibrate each swap and compare, as :meth:`PairedPasses.compared`; the first call begins with all sites."""
         rows: list[Drift] = []
         for done in configurations:
-            whole = len(done.paths) == len(self._modules)
+            whole = len(done.paths) == len(self.modules)
             passes = self._everything if whole and self._everything else self._calibrated(done.paths)
             self._everything = self._everything or passes
             rows += passes.compared([done], ends if done.swapped == "all" else None)
@@ -262,23 +248,19 @@ class CalibratedPasses:
             nonlocal reached
             if not is_one_step(stage):
                 now = math.floor(len(paths) * at / (of or at or 1))
-                self._counter.add(now - reached)
+                self.counter.add(now - reached)
                 reached = now
             elif first:  # calibrations of fewer sites take no more memory
-                self._progress(stage, at, of)
+                self.progress(stage, at, of)
 
-        start = {path: self._modules[path] for path in paths}
-        modules, refitted, report = self._calibrate_with(start, progress=count_sites)
+        start = {path: self.modules[path] for path in paths}
+        modules, refitted, report = self.calibrate_with(start, progress=count_sites)
+        done = self.calibration
         if first:
-            self.calibration = replace(
-                self.calibration,
-                n_learned=report.n_learned,
-                n_judged=report.n_judged,
-                left_out=self.calibration.left_out + report.left_out,
-                left=report.left,
-            )
-        self.calibration = replace(self.calibration, restored=self.calibration.restored + report.restored)
-        return self._passes_with(modules, refitted=refitted)
+            n_learned, n_judged, left_out = report.n_learned, report.n_judged, done.left_out + report.left_out
+            done = replace(done, n_learned=n_learned, n_judged=n_judged, left_out=left_out, left=report.left)
+        self.calibration = replace(done, restored=done.restored + report.restored)
+        return self.passes_with(modules, refitted=refitted)
 
 
 def _to_learn_from(
@@ -305,9 +287,7 @@ def _check_calibrated(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks
         raise UsageError(unknown("refit", refit, REFITS))
     for path, module in modules.items():
         if not isinstance(module, PointwiseFunction):
-            raise UsageError(
-                f"What takes the place of {path} is a {type(module).__name__}: point-wise functions alone are "
-                "calibrated."
-            )
+            kind = type(module).__name__
+            raise UsageError(f"What takes the place of {path} is a {kind}: point-wise functions alone are calibrated.")
     if ranks.size > 1:
         raise UsageError(f"Calibration runs in one process, and {ranks.size} measure this drift.")

@@ -95,7 +95,8 @@ def keep(
     few = evenly([*pool.learned, *pool.judged], MOST_SAMPLES)
     if not few:
         raise DataError("There is no batch to choose on.")
-    search = _Search(PairedPasses(uncompiled(network), few, modules, outputs, advance=_counter(progress, STAGE)), sites)
+    network, counter = uncompiled(network), StageProgress(progress, STAGE, None)
+    search = _Search(PairedPasses(network, few, modules, outputs, advance=counter.add), sites)
     if number is not None:
         chosen, tried = number, {} if after is None else {number: after(search.swapped(number))}
     else:
@@ -107,12 +108,15 @@ def keep(
     if held_out is None:
         return report
     judge = Judge(loaded, quality, held_out, outputs, progress)
-    module, held_out, _, outputs = unpacked(loaded, held_out, None, outputs)
-    return _on_held_out(report, uncompiled(module), held_out, modules, outputs, judge, _counter(progress, HELD_OUT))
-
-
-def _counter(progress: Progress, stage: str) -> Callable[[int], None]:
-    return StageProgress(progress, stage, None).add
+    _, held_out, _, outputs = unpacked(loaded, held_out, None, outputs)
+    swapped, counter = [search.swapped(kept) for kept in range(chosen + 1)], StageProgress(progress, HELD_OUT, None)
+    errors = _errors(PairedPasses(network, held_out, modules, outputs, advance=counter.add), swapped)
+    judge.add("original", network)
+    for kept, paths in enumerate(swapped):
+        with Swap(network, {path: modules[path] for path in paths}):
+            judge.add(f"{kept} kept", network)
+    taken = [replace(step, held_out=error) for step, error in zip(report.taken, errors, strict=True)]
+    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=judge.quality)
 
 
 def _check(sites: Sequence[str], number: int | None, max_drift: float | None) -> None:
@@ -188,23 +192,3 @@ def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dic
         middle = (low + high) // 2
         low, high = (low, middle) if drift(middle) <= most else (middle, high)
     return high, tried
-
-
-def _on_held_out(
-    report: KeepReport,
-    network: nn.Module,
-    held_out: Iterable[Any],
-    modules: Mapping[str, nn.Module],
-    outputs: Outputs,
-    judge: Judge,
-    advance: Callable[[int], None],
-) -> KeepReport:
-    """Measure drift and quality for each number of norms up to those kept."""
-    swapped = [[path for path in report.sites if path not in report.kept[:n]] for n in range(len(report.kept) + 1)]
-    errors = _errors(PairedPasses(network, held_out, modules, outputs, advance=advance), swapped)
-    judge.add("original", network)
-    for kept, paths in enumerate(swapped):
-        with Swap(network, {path: modules[path] for path in paths}):
-            judge.add(f"{kept} kept", network)
-    taken = [replace(step, held_out=error) for step, error in zip(report.taken, errors, strict=True)]
-    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=judge.quality)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -54,51 +54,31 @@ class KeptEnds:
         self._kept = kept
 
 
+@dataclass
 class PairedPasses:
-    """A network with and without its norms, over the inputs that ranks divide among them.
+    """A network with and without its norms, over the inputs that ranks divide among them."""
 
-    Args:
-        model: the network.
-        batches: inputs.
-        modules: replacements by path.
-        outputs: how to read the network's output.
-        ranks: processes that divide the batches.
-        advance: called with the number of samples of each pass.
-        settings: values that must agree on all ranks.
-        refitted: values of other parameters while sites are swapped, by name.
-        chosen: data set and index of the samples for swaps of some of the sites; None for all.
-    """
+    model: nn.Module
+    batches: Iterable[Any]
+    modules: Mapping[str, nn.Module]  # replacements by path
+    outputs: Outputs
+    ranks: Ranks = ALONE
+    advance: Callable[[int], object] = lambda samples: None  # called with the number of samples of each pass
+    settings: Mapping[str, Any] = field(default_factory=dict)  # values that must agree on all ranks
+    refitted: Mapping[str, Tensor] | None = None  # values of other parameters while sites are swapped, by name
+    chosen: Container[tuple[str, int]] | None = None  # data set and index, for swaps of some sites; None for all
 
-    _buffers: KeptBuffers  # of the model, during compared()
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Iterable[Any],
-        modules: Mapping[str, nn.Module],
-        outputs: Outputs,
-        ranks: Ranks = ALONE,
-        advance: Callable[[int], object] = lambda samples: None,
-        settings: Mapping[str, Any] | None = None,
-        refitted: Mapping[str, Tensor] | None = None,
-        chosen: Container[tuple[str, int]] | None = None,
-    ) -> None:
-        self._model, self._batches, self._modules = model, batches, modules
-        self._outputs, self._ranks, self._settings = outputs, ranks, settings or {}
-        self._advance, self._refitted, self._chosen = advance, refitted, chosen
-        self._share = Share(ranks.rank, ranks.size)
-        self._holders = Holders(model)
-        self._devices = cuda_devices(model)
+    def __post_init__(self) -> None:
+        self._share = Share(self.ranks.rank, self.ranks.size)
+        self._holders = Holders(self.model)
+        self._devices = cuda_devices(self.model)
         self._layouts: dict[tuple[str, int], SiteLayout] = {}
         self._called: set[str] = set()
         self._halving = Halving("compared")
+        self._buffers: KeptBuffers  # of the model, during compared()
 
     def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
-        """Run this rank's batches as they are and with each of the swaps.
-
-        Args:
-            configurations: the swaps.
-            ends: of trajectories, compared with all sites swapped.
+        """Run this rank's batches as they are and with each of the swaps; ends are compared with all sites swapped.
 
         Returns:
             Distances over all ranks, by swap, by place in the order of the modules, and by part of the data; without
@@ -106,10 +86,10 @@ class PairedPasses:
         """
         tallies, left_out = Tallies(configurations), LeftOut()
         rounds = [[done for done in configurations if (done.swapped == "all") is whole] for whole in (True, False)]
-        agree_on_batches(self._batches, self._ranks)
-        with left_as_found(self._model) as self._buffers:
-            first, chunks = shared(self._batches, self._share)
-            check_alike(self._ranks, {**self._settings, "first sample": list(astuple(first.samples[0]))})
+        agree_on_batches(self.batches, self.ranks)
+        with left_as_found(self.model) as self._buffers:
+            first, chunks = shared(self.batches, self._share)
+            check_alike(self.ranks, {**self.settings, "first sample": list(astuple(first.samples[0]))})
             if rounds[0]:
                 self._learn_layouts(first)
             for number, chunk in enumerate(chunks):
@@ -121,13 +101,13 @@ class PairedPasses:
                 left_out.add(chunk)
             if ends is not None:
                 self._compare_ends(ends, tallies)
-        if isinstance(getattr(self._batches, "left_out", None), LeftOut):
-            self._batches.left_out = merge_left_out(left_out, self._ranks)  # type: ignore[attr-defined]
-        rows = tallies.gathered(self._ranks).rows(list(self._modules))
+        if isinstance(getattr(self.batches, "left_out", None), LeftOut):
+            self.batches.left_out = merge_left_out(left_out, self.ranks)  # type: ignore[attr-defined]
+        rows = tallies.gathered(self.ranks).rows(list(self.modules))
         if not any(row.at == OUTPUT for row in rows):
             raise DataError("There is no batch to run the model on.")
-        called = {path for paths in self._ranks.told(sorted(self._called)) for path in paths}
-        if idle := [path for path in self._modules if path not in called]:
+        called = {path for paths in self.ranks.told(sorted(self._called)) for path in paths}
+        if idle := [path for path in self.modules if path not in called]:
             raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so that a swap there is none.")
         return rows
 
@@ -137,9 +117,9 @@ class PairedPasses:
 
     def _few(self, batch: Batch) -> Batch | None:
         """Return the chosen samples of a batch; the whole batch if it cannot be divided."""
-        if self._chosen is None:
+        if self.chosen is None:
             return batch
-        rows = [row for row, sample in enumerate(batch.samples) if (sample.data, sample.index) in self._chosen]
+        rows = [row for row, sample in enumerate(batch.samples) if (sample.data, sample.index) in self.chosen]
         if not rows:
             return None
         return batch if len(rows) == len(batch.samples) or not batch.divisible else batch.take(rows)
@@ -158,7 +138,7 @@ class PairedPasses:
             except MemoryEndedError:
                 if len(piece.samples) == 1 or not piece.divisible:
                     raise
-                self._advance(-sum(passed))
+                self.advance(-sum(passed))
                 self._halving.halve(piece)
             else:
                 yield from entries
@@ -168,9 +148,9 @@ class PairedPasses:
 
         def count_pass() -> None:
             passed.append(len(batch.samples))
-            self._advance(passed[-1])
+            self.advance(passed[-1])
 
-        original = self._run(batch, self._modules)
+        original = self._run(batch, self.modules)
         count_pass()
         self._called.update(path for path, outputs in original[1].items() if outputs)
         for done in configurations:
@@ -189,7 +169,7 @@ class PairedPasses:
     def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, each computed while norms or swaps are in place."""
         everything = next(done for done in tallies.configurations if done.swapped == "all")
-        share = () if self._ranks.size == 1 else (self._share,)
+        share = () if self.ranks.size == 1 else (self._share,)
         with contextlib.ExitStack() as closing:
             self._buffers.put_back()
             original = iter((ends.original if isinstance(ends, KeptEnds) else ends)(*share))
@@ -215,7 +195,7 @@ class PairedPasses:
     @contextlib.contextmanager
     def swapped(self, paths: Sequence[str]) -> Iterator[None]:
         """Swap some sites in the block."""
-        with Swap(self._model, {path: self._modules[path] for path in paths}, self._holders, self._refitted):
+        with Swap(self.model, {path: self.modules[path] for path in paths}, self._holders, self.refitted):
             yield
 
     def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
@@ -224,18 +204,18 @@ class PairedPasses:
         at_sites: dict[str, list[Tensor]] = {path: [] for path in paths}
         with contextlib.ExitStack() as hooks, torch.random.fork_rng(self._devices):
             for path, kept in at_sites.items():
-                handle = (module := module_at(self._model, path)).register_forward_hook(_keeping(module, kept))
+                handle = (module := module_at(self.model, path)).register_forward_hook(_keeping(module, kept))
                 hooks.callback(handle.remove)
-            output = self._outputs.read(run(self._model, batch), batch)
+            output = self.outputs.read(run(self.model, batch), batch)
         return output.clone(), at_sites  # it may be a buffer, which the next pass restores
 
     def _distances(self, batch: Batch, done: Configuration, original: _Seen, swapped: _Seen) -> Iterator[_Entry]:
         whole = done.swapped == "all"
         # Frames are many numbers per input, which are kept only for all sites.
-        kind = self._outputs.kind if whole or self._outputs.kind != "frames" else "tensor"
+        kind = self.outputs.kind if whole or self.outputs.kind != "frames" else "tensor"
         _check_shape("The output", original[0], swapped[0])
         (before, valid), (after, _) = (
-            output_by_sample(output, batch, self._outputs.kind) for output, _ in (original, swapped)
+            output_by_sample(output, batch, self.outputs.kind) for output, _ in (original, swapped)
         )
         moved = distances(before, after, valid, kind)
         yield done, OUTPUT, "", moved
@@ -266,7 +246,7 @@ class PairedPasses:
         """Find the axis of samples in each site's output, once: it is shorter for a single sample."""
         if self._layouts:
             return
-        for path, outputs in self._run(first, self._modules)[1].items():
+        for path, outputs in self._run(first, self.modules)[1].items():
             for call, output in enumerate(outputs):
                 self._layouts[path, call] = SiteLayout(path, output.shape)
 

@@ -300,7 +300,7 @@ class _Healing:
             saved()
 
         def gradients(step: int) -> float:
-            return targets.gradients(drawn(self.options["seed"], step, number=len(targets)))
+            return targets.gradients(drawn(self.options["seed"], step, number=len(of_steps)))
 
         shapes = (getattr(self.swapped.get_submodule(path), "normalized_shape", (1,)) for path in self.sites)
         schedule = (state, trained, max(map(math.prod, shapes)), self.options["steps"])

@@ -25,7 +25,7 @@ from normscope.runtime.network import KeptBuffers, run
 from normscope.runtime.progress import Progress
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.refitting import copies, put_parameters
-from normscope.swaps.distances import KL, kl_divergences, measure_of
+from normscope.swaps.distances import KL, kl_divergences, measure_of, without_padding
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.reports import TrainingCheck
 
@@ -53,18 +53,15 @@ class TrainingState:
 
     Attributes:
         drift: least median so far, on the inputs that decide.
-        most_p90: 90th percentile there with the start values, which no state that is kept exceeds.
-        drifts: quantiles of the drift on the held-out inputs, at the start and after each stage.
-        n_held_out: number of held-out samples.
-        not_refitted: reason why a layer was not calibrated, by path.
+        most_p90: 90th percentile there with the start values, which no kept state exceeds.
+        drifts, n_held_out, not_refitted, checks: as in :class:`normscope.swaps.reports.HealReport`.
+        left_with: likewise; empty until all is done.
         budget: seconds for the training; None with a number of steps, and before it begins.
         seconds: duration of the training until the last check.
         step: number of steps done.
-        checks: all checks so far.
-        left_with: stage whose state the network was left with; empty until all is done.
         tensors: ``calibrated``: parameters that calibration changed; ``best``: trained parameters in the state of the
             least drift so far; ``trained``: present :attr:`TrainedParameters.tensors`; ``moment.NAME``: of the
-            optimizer. Empty before the first of each.
+            optimizer.
     """
 
     drift: float
@@ -177,10 +174,10 @@ def train(
         trained: the parameters.
         width: of the norms, see :func:`rate_for`.
         steps: of the whole schedule; None with ``state.budget``.
-        gradients: adds the gradients of a step's number to the network's parameters, and returns the loss.
-        drift: measures its median and 90th percentile, on the inputs that decide.
+        gradients: adds the gradients of a step to the network's parameters, and returns the loss.
+        drift: returns its median and 90th percentile, on the inputs that decide.
         saved: called after every check.
-        progress: called after every step with the steps done and their total, or the seconds.
+        progress: called after every step with the steps or seconds done, and their total.
         checked: called with each check.
     """
     optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
@@ -272,7 +269,7 @@ class TrainedParameters:
                     self.tensors[f"{prefix}shift"] = self.parameters[f"{prefix}shift"].detach() / start
 
     def _has_shift(self, prefix: str) -> bool:
-        """True if a function has a trained shift for each α; one shift of several α is trained as it is."""
+        """True if a function has a trained shift for each α; a shift that several α share is trained as it is."""
         shift = self.parameters.get(f"{prefix}shift")
         return shift is not None and shift.shape == self.parameters[f"{prefix}alpha"].shape
 
@@ -316,6 +313,7 @@ class TrainedParameters:
             tensor.grad = None
 
 
+@dataclass
 class TrainingTargets:
     """Targets from the original network for lists of batches, and gradients of the loss towards them.
 
@@ -323,41 +321,32 @@ class TrainingTargets:
     modules, which imitate their norms. The gradients of the batches of a list are summed.
     """
 
-    def __init__(
-        self,
-        original: nn.Module,
-        swapped: nn.Module,
-        outputs: Outputs,
-        sites: Sequence[str],
-        batches: Sequence[Sequence[Batch]],
-    ) -> None:
-        self._original, self._swapped, self._outputs = original, swapped, outputs
-        self._sites, self._batches = sites, batches
-        self._buffers = KeptBuffers(original), KeptBuffers(swapped)
+    original: nn.Module
+    swapped: nn.Module
+    outputs: Outputs
+    sites: Sequence[str]
+    batches: Sequence[Sequence[Batch]]
+
+    def __post_init__(self) -> None:
+        self._buffers = KeptBuffers(self.original), KeptBuffers(self.swapped)
         self._kept: dict[int, list[Target]] = {}
         self._bytes_left = MOST_TARGET_BYTES
-
-    def __len__(self) -> int:
-        """Return the number of lists."""
-        return len(self._batches)
 
     def targets(self, number: int) -> list[Target]:
         """Return copies of the original's outputs for a list of batches."""
         if number in self._kept:
             return self._kept[number]
-        targets = [self._target(batch) for batch in self._batches[number]]
+        targets: list[Target] = []
+        for batch in self.batches[number]:
+            with _site_outputs(self.original, self.sites) as of_sites, torch.no_grad():
+                output = self.outputs.read(run(self.original, batch), batch).clone()  # it may be a buffer
+            self._buffers[0].put_back()
+            targets.append((output, of_sites))
         size = sum(tensor.nbytes for tensor in tensors_of(targets))
         if size <= self._bytes_left:
             self._bytes_left -= size
             self._kept[number] = targets
         return targets
-
-    @torch.no_grad()
-    def _target(self, batch: Batch) -> Target:
-        with _site_outputs(self._original, self._sites) as of_sites:
-            output = self._outputs.read(run(self._original, batch), batch).clone()  # it may be a buffer
-        self._buffers[0].put_back()
-        return output, of_sites
 
     def gradients(self, number: int) -> float:
         """Add the gradients of the loss on a list of batches, and return the loss.
@@ -365,7 +354,7 @@ class TrainingTargets:
         The loss is the relative L2 at the output, or the root of the KL divergence of logits, plus the mean relative L2
         at the sites, which contain far more information about an input than the few numbers of the output.
         """
-        total, batches = 0.0, self._batches[number]
+        total, batches = 0.0, self.batches[number]
         samples = sum(len(batch.samples) for batch in batches)
         for batch, target in zip(batches, self.targets(number), strict=True):
             with torch.enable_grad():
@@ -376,14 +365,14 @@ class TrainingTargets:
         return total
 
     def _loss(self, batch: Batch, target: Target) -> Tensor:
-        with _site_outputs(self._swapped, self._sites) as of_sites:
-            output = self._outputs.read(run(self._swapped, batch), batch)
+        with _site_outputs(self.swapped, self.sites) as of_sites:
+            output = self.outputs.read(run(self.swapped, batch), batch)
         at_sites = [
             pooled_loss(at_site, original, batch.valid_at(path))
             for path, calls in target[1].items()
             for at_site, original in zip(of_sites[path], calls, strict=True)
         ]
-        if measure_of(self._outputs.kind) == KL:
+        if measure_of(self.outputs.kind) == KL:
             loss = kl_divergences(output, target[0], batch.valid).mean().clamp_min(_LEAST_KL).sqrt()
         else:
             loss = pooled_loss(output, target[0], batch.valid)
@@ -392,9 +381,7 @@ class TrainingTargets:
 
 def pooled_loss(output: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
     """Return the relative L2 of all samples and positions together."""
-    if valid is not None and output.ndim > 2 and output.shape[:2] == valid.shape:
-        kept = valid.to(output.device).view(*valid.shape, *[1] * (output.ndim - 2))
-        output, target = output * kept, target * kept
+    output, target = without_padding(output, valid), without_padding(target, valid)
     return torch.div(vector_norm(output - target), vector_norm(target).clamp_min(torch.finfo(torch.float32).tiny))
 
 

@@ -120,29 +120,6 @@ def test_the_penalty_is_the_one_that_does_best_on_other_sources(noise, larger, m
     assert (found.penalty > 0.1) == larger and (found.penalty < 0.1) != larger
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_sums_of_groups_are_those_of_each(seed):
-    h, one, other = tokens(seed, 90, 12, 6, 6)
-    h, weight = h.reshape(90, 3, 4), torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).double()
-    factors = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed))
-    made = {
-        "whole": lambda sums, part: sums,
-        "combined": lambda sums, part: sums.combined(factors[:, part]),
-        "centred": lambda sums, part: sums.centred(),
-        "with a layer's own": lambda sums, part: sums.with_own(weight[part]),
-    }
-    for what, of in made.items():
-        whole = of(sums_of(h, one, other), slice(None))
-        for group in range(3):
-            part = slice(2 * group, 2 * group + 2)
-            alone = of(sums_of(h[:, group], one[:, part], other[:, part]), part)
-            pairs = [(whole.features[group], alone.features[0]), (whole.gram[group], alone.gram[0])]
-            pairs += [(whole.cross[:, group], alone.cross[:, 0]), (whole.products[..., part], alone.products)]
-            pairs += [(whole.targets[:, part], alone.targets)]
-            for mine, theirs in pairs:
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3, msg=lambda text, w=what: f"{w}: {text}")
-
-
 def test_a_layer_that_is_right_already_stays_to_the_bit():
     # Whole numbers and halves, whose products float32 sums exactly.
     h = torch.randint(-8, 9, (100, 5), generator=torch.Generator().manual_seed(1)).float()
@@ -164,27 +141,35 @@ def test_what_inputs_do_not_explain_is_left_to_the_bias():
     assert unbiased.penalty is None and unbiased.bias is None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sums_of_what_is_made_of_targets_are_those_of_it_in_any_pieces(seed):
-    h, one, other = tokens(seed, 200, 5, 3, 3)
-    factors = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
-    weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed + 1))
-    both, long = sums_of(h, one, other), tokens(2, 9000, 4, 3)
+@pytest.mark.parametrize(("seed", "groups"), [(0, 1), (1, 3), (2, 6)])
+def test_derived_sums_are_the_sums_of_derived_values_in_any_pieces(seed, groups):
+    h, first, second = tokens(seed, 200, 12, 6, 6)
+    h, generator = h.reshape(200, groups, -1), torch.Generator().manual_seed(seed)
+    factors, weight = torch.randn(2, 6, generator=generator), torch.randn(6, 12 // groups, generator=generator)
+    outputs = torch.einsum("ngf,gcf->ngc", h, weight.unflatten(0, (groups, -1))).flatten(1)
+    both, long = sums_of(h, first, second), tokens(2, 9000, 4, 3)
     pieces = LayerSums()
     for rows in (slice(0, 1), slice(1, 5000), slice(5000, 9000)):
         pieces.add(long[0][rows], [long[1][rows]])
     checks = {
-        "combined": (both.combined(factors), sums_of(h, factors[0] * one + factors[1] * other)),
-        "centred": (both.centred(), sums_of(h - h.mean(0), one - one.mean(0), other - other.mean(0))),
-        "with a layer's own": (both.with_own(weight.double()), sums_of(h, one, other + h @ weight.T)),
-        "added": (sums_of(h[:50], one[:50]) + sums_of(h[50:], one[50:]), sums_of(h, one)),
+        "combined": (both.combined(factors), sums_of(h, factors[0] * first + factors[1] * second)),
+        "centred": (both.centred(), sums_of(h - h.mean(0), first - first.mean(0), second - second.mean(0))),
+        "with a layer's own": (both.with_own(weight.double()), sums_of(h, first, second + outputs)),
+        "added": (sums_of(h[:50], first[:50]) + sums_of(h[50:], first[50:]), sums_of(h, first)),
         "in pieces": (pieces, sums_of(*long)),
     }
-    for what, (found, wanted) in checks.items():
-        assert found.count == wanted.count
-        for name in ("features", "gram", "targets", "cross", "products"):
-            pair = getattr(found, name), getattr(wanted, name)
+    for name in ("features", "gram", "targets", "cross", "products"):
+        for what, (derived, direct) in checks.items():
+            assert derived.count == direct.count
+            pair = getattr(derived, name), getattr(direct, name)
             torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-2, msg=lambda text, what=what: f"{what}: {text}")
+    for group in range(groups):
+        part = slice(group * 6 // groups, (group + 1) * 6 // groups)
+        alone = sums_of(h[:, group], first[:, part], second[:, part])
+        pairs = [(both.features[group], alone.features[0]), (both.gram[group], alone.gram[0])]
+        pairs += [(both.cross[:, group], alone.cross[:, 0]), (both.products[..., part], alone.products)]
+        for of_group, of_alone in [*pairs, (both.targets[:, part], alone.targets)]:
+            torch.testing.assert_close(of_group, of_alone, rtol=1e-4, atol=1e-3)
 
 
 def test_slopes_are_of_what_the_inputs_do_not_explain():
@@ -211,6 +196,13 @@ def test_features_that_depend_on_one_another(mean):
     assert found.after < 0.1 * found.before
 
 
+def fitted_by_least_squares(function, x, y):
+    """Return the parameters in float64, and the function with them."""
+    values = {name: value.double() for name, value in least_squares(function, x, y).items()}
+    f = function.curve.function(values["alpha"] * x + values.get("shift", 0.0))
+    return values, values["weight"] * f + values["bias"]
+
+
 @pytest.mark.parametrize("curve", ["tanh", "isru", "erf"])
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("spread", [1e-3, 1.0, 1e3])
@@ -220,9 +212,8 @@ def test_a_norm_that_is_straight_needs_no_weight_that_half_precision_does_not_ho
     function = PointwiseFunction(
         curve, 3, alpha=torch.full((3 if per_channel else 1,), 0.1 / spread), shift=torch.full((1,), 0.01)
     )
-    found = {name: value.double() for name, value in least_squares(function, x, y).items()}
-    assert found["weight"].abs().max() < 2 * 4 / 0.01 * 1.2  # no token reaches farther than 4 standard deviations
-    fitted = found["weight"] * function.curve.function(found["alpha"] * x + found["shift"]) + found["bias"]
+    values, fitted = fitted_by_least_squares(function, x, y)
+    assert values["weight"].abs().max() < 2 * 4 / 0.01 * 1.2  # no token reaches farther than 4 standard deviations
     assert (fitted - y).norm() < 1e-3 * y.norm()  # a trace of the bend, and float32 parameters
 
 
@@ -232,13 +223,12 @@ def test_alpha_is_positive_and_the_weight_has_the_sign(alpha, straight):
     """A search that begins below 0 ends there; the same function is written with α above it."""
     x = torch.randn(400, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = -2 * x + 0.5 if straight else 3 * torch.tanh(-0.7 * x + 0.4) - 1
-    starts = [torch.tensor(alpha), torch.tensor(alpha).abs()]
     ends = []
-    for start in starts:
+    for start in (torch.tensor(alpha), torch.tensor(alpha).abs()):
         function = PointwiseFunction("tanh", 3, alpha=start, shift=-0.1 * start.sign())
-        found = {name: value.double() for name, value in least_squares(function, x, y).items()}
-        assert (found["alpha"] > 0).all() and (found["weight"] < 0).all()
-        ends.append(found["weight"] * torch.tanh(found["alpha"] * x + found["shift"]) + found["bias"])
+        values, fitted = fitted_by_least_squares(function, x, y)
+        assert (values["alpha"] > 0).all() and (values["weight"] < 0).all()
+        ends.append(fitted)
     torch.testing.assert_close(*ends, rtol=1e-3 if straight else 1e-4, atol=1e-3 if straight else 1e-4)  # float32
     assert (ends[0] - y).norm() < 1e-3 * y.norm()
 
@@ -246,10 +236,8 @@ def test_alpha_is_positive_and_the_weight_has_the_sign(alpha, straight):
 def test_what_is_not_odd_keeps_its_sign():
     x = torch.randn(400, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = 3 * torch.sigmoid(-0.7 * x) - 1
-    function = PointwiseFunction("sigmoid", 2, alpha=-0.4)
-    found = {name: value.double() for name, value in least_squares(function, x, y).items()}
-    fitted = found["weight"] * torch.sigmoid(found["alpha"] * x) + found["bias"]
-    assert (found["alpha"] < 0).all() and (fitted - y).norm() < 1e-4 * y.norm()  # where the search ends
+    values, fitted = fitted_by_least_squares(PointwiseFunction("sigmoid", 2, alpha=-0.4), x, y)
+    assert (values["alpha"] < 0).all() and (fitted - y).norm() < 1e-4 * y.norm()  # where the search ends
 
 
 def test_one_shift_for_alphas_of_both_signs_leaves_them():
@@ -258,10 +246,9 @@ def test_one_shift_for_alphas_of_both_signs_leaves_them():
     y = 3 * torch.tanh(slopes * x + 0.3) - 1
     for alpha, shift, signs in (([0.4, -0.4], 0.1, [1, -1]), ([-0.4, -0.4], -0.1, [1, 1])):
         function = PointwiseFunction("tanh", 2, alpha=torch.tensor(alpha), shift=torch.tensor([shift]))
-        found = {name: value.double() for name, value in least_squares(function, x, y).items()}
-        assert found["alpha"].sign().tolist() == signs
+        values, fitted = fitted_by_least_squares(function, x, y)
+        assert values["alpha"].sign().tolist() == signs
         if signs == [1, -1]:
-            fitted = found["weight"] * torch.tanh(found["alpha"] * x + found["shift"]) + found["bias"]
             assert (fitted - y).norm() < 1e-5 * y.norm()
 
 

@@ -269,14 +269,6 @@ def test_a_convolution_is_a_matrix_between_rows(axes, kernel, stride, dilation, 
         torch.testing.assert_close(given, features[:, :, feature, None].expand_as(given), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("padding", ["same", "valid"])
-def test_padding_by_name(padding):
-    torch.manual_seed(0)
-    module = nn.Conv1d(3, 5, 4, padding=padding).requires_grad_(False)
-    layer, x = LinearLayer.of(module), torch.randn(2, 3, 9)
-    torch.testing.assert_close(rows_given(layer, x), layer.outputs(x, module(x)), **ROUNDING)
-
-
 def test_only_valid_frames_are_rows():
     torch.manual_seed(0)
     module = nn.Conv1d(3, 5, 3, padding=1).requires_grad_(False)
@@ -298,10 +290,19 @@ def test_attention_is_the_matrix_of_its_queries_keys_and_values(batch_first):
     torch.testing.assert_close(rows_given(layer, x), layer.outputs(x, None), **ROUNDING)
 
 
-def test_a_flat_layer_of_transformers_is_one_whose_weight_is_turned():
-    flat = pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 5)
-    layer, x = LinearLayer.of(flat), torch.randn(2, 5)
-    torch.testing.assert_close(rows_given(layer, x), flat(x), **ROUNDING)
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: nn.Conv1d(3, 5, 4, padding="same"), (2, 3, 9)),
+        (lambda: nn.Conv1d(3, 5, 4, padding="valid"), (2, 3, 9)),
+        (lambda: pytest.importorskip("transformers.pytorch_utils").Conv1D(3, 5), (2, 5)),
+    ],
+)
+def test_padding_by_name_and_a_transposed_weight(make, shape):
+    torch.manual_seed(0)
+    module = make().requires_grad_(False)
+    layer, x = LinearLayer.of(module), torch.randn(shape)
+    torch.testing.assert_close(rows_given(layer, x), layer.outputs(x, module(x)), **ROUNDING)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.Conv1d(2, 3, 2), lambda: nn.Conv2d(4, 3, 1)])

@@ -44,35 +44,24 @@ def median(model, batches, modules):
     return pytest.approx(moved, rel=1e-5)  # a few units of float32 in each of many products
 
 
-def test_one_norm_to_keep_is_that_of_brute_force(chain):
-    model, batches = chain
-    modules = modules_of(model)
-    report = keep(model, batches, modules, number=1)
-    moved = {
-        path: median(model, batches, {name: one for name, one in modules.items() if name != path}) for path in modules
-    }
-    least = min(one.expected for one in moved.values())
-    assert [moved[path].expected for path in report.kept] == [least]
-    assert report.steps[0].error.p50 == median(model, batches, modules)
-    assert report.steps[1].error.p50 == pytest.approx(least, rel=1e-5)
-    assert report.swapped == [path for path in modules if path not in report.kept]
-
-
-def test_each_further_one_is_the_best_beside_those_before(chain):
+def test_each_norm_to_keep_is_the_best_beside_those_before_it(chain):
     model, batches = chain
     modules = modules_of(model)
     report = keep(model, batches, modules, number=3)
     assert [(step.kept, step.swapped, step.site) for step in report.steps] == [
         (number, 4 - number, None if number == 0 else report.kept[number - 1]) for number in range(4)
     ]
+    assert report.swapped == [path for path in modules if path not in report.kept]
+    assert report.steps[0].error.p50 == median(model, batches, modules)
     for number, step in enumerate(report.steps[1:]):
         before = set(report.kept[:number])
-        moved = [
-            median(model, batches, {name: one for name, one in modules.items() if name not in {*before, path}})
+        moved = {
+            path: median(model, batches, {name: one for name, one in modules.items() if name not in {*before, path}})
             for path in modules
             if path not in before
-        ]
-        assert step.error.p50 == min(moved, key=lambda one: one.expected)
+        }
+        least = min(moved, key=lambda path: moved[path].expected)
+        assert (step.site, step.error.p50) == (least, moved[least])
 
 
 def test_a_norm_that_alone_is_responsible_comes_back_first():
@@ -85,31 +74,16 @@ def test_a_norm_that_alone_is_responsible_comes_back_first():
     assert report.steps[0].error.p50 > 0 == report.steps[1].error.p50
 
 
-def test_the_network_is_left_as_found(chain):
-    model, batches = chain
-    before, state = list(model.norms), {name: value.clone() for name, value in model.state_dict().items()}
-    modules = modules_of(model)
-    keep(model, batches, modules, number=2, held_out=batches)
-    assert all(one is other for one, other in zip(model.norms, before, strict=True))
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+@pytest.mark.parametrize("share", [1.1, 0.9, 0.5, 0.2])
 def test_as_few_norms_as_the_drift_allows(chain, share):
     model, batches = chain
     modules = modules_of(model)
     whole = keep(model, batches, modules, number=3)
     most = share * whole.steps[0].error.p50
     medians = [step.error.p50 for step in whole.steps]
-    fewest = next(number for number, own in enumerate(medians) if own <= most)
+    fewest = next(number for number, error in enumerate(medians) if error <= most)
     report = keep(model, batches, modules, max_drift=most)
-    assert (len(report.kept), report.kept) == (fewest, whole.kept[:fewest])
-
-
-def test_a_bound_that_all_meet_keeps_none(chain):
-    model, batches = chain
-    report = keep(model, batches, modules_of(model), max_drift=100.0)
-    assert (report.kept, len(report.swapped), len(report.steps)) == ([], 4, 1)
+    assert (report.kept, len(report.steps)) == (whole.kept[:fewest], fewest + 1)
 
 
 @pytest.mark.parametrize("needed", range(8))
@@ -136,7 +110,10 @@ def test_held_out_inputs_report_and_do_not_choose(chain):
     model, batches = chain
     modules = modules_of(model)
     others = [3 * batch.flip(1) for batch in batches]
+    norms, state = list(model.norms), {name: value.clone() for name, value in model.state_dict().items()}
     report = keep(model, batches, modules, number=2, held_out=others, quality=lambda module: module.norms[0].weight[0])
+    assert list(model.norms) == norms  # it is left as found
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert report.kept == keep(model, batches, modules, number=2).kept
     for kept, step in enumerate(report.steps):
         left = {path: one for path, one in modules.items() if path not in report.kept[:kept]}
