@@ -100,7 +100,7 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         without, held = problems.nodes("others", odd=odd), problems.nodes("folds", odd=odd)
         left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, left, 0.0)
-        r2_cv = 1 - held_out.sum(-1) / nodes.total
+        r2_cv = (1 - held_out.sum(-1) / nodes.total).where(problems.occupied.any(-1), torch.nan)
         r2_without = 1 - without.residual(others.predicted(curve, without.x)) / without.total
         estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, others, r2_without)
         intervals = _intervals(problems, form, curve, solutions, *estimates)

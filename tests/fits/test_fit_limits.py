@@ -82,3 +82,23 @@ def test_where_nothing_is_left_to_explain_there_is_no_interval():
     for name in ("r2", "r2_ceiling"):
         low, high = first.intervals[name]
         assert 0 < low < getattr(first, name) < high < 1
+
+
+class OfAllAndOfTwo(nn.Module):
+    """One norm of all tokens, and one of the first two."""
+
+    def __init__(self):
+        super().__init__()
+        self.all, self.two = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.all(x), self.two(x[:2])
+
+
+def test_a_site_without_folds_is_fitted_beside_one_with_folds():
+    token = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
+    seen = normscope.capture(OfAllAndOfTwo(), [token.repeat(4, 1)])
+    with_folds, without = normscope.fit(seen, "tanh")
+    assert with_folds.folds == "source" and with_folds.r2_cv is not None
+    assert (without.folds, without.r2_cv, without.r2_ceiling, dict(without.intervals)) == (None, None, None, {})
+    assert without.alpha == pytest.approx(with_folds.alpha, rel=1e-6)
