@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import normscope
-from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.stats import Magnitudes, of_pairs, of_tokens
+from tests.captures import observed
 
 D, EPS = 96, 1e-5
 ABOUT_THE_MEAN = ("ln", "quiet")
@@ -37,18 +36,6 @@ def heavy_tailed(samples=40, tokens=60, seed=0):
     x[..., 7] *= 20
     x[..., 9] *= -8
     return x + 0.7 * x.std(-1, keepdim=True) * noise(samples, tokens, 1)
-
-
-def observed(model, batches, **options):
-    """A capture, and of every site its raw x and y, float64 ``(tokens, d)``."""
-    raw = {}
-
-    def observe(site, x, y):
-        raw.setdefault(site.name, []).append((x.double().clone(), y.double().clone()))
-
-    named = {name: options.pop(name) for name in ("about", "layers") if name in options}
-    seen = captured(model, batches, Summing(observe=observe, **options), **named)
-    return seen, {name: tuple(map(torch.cat, zip(*rows, strict=True))) for name, rows in raw.items()}
 
 
 def cards_of(model, batches, **options):

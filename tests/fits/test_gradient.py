@@ -17,9 +17,8 @@ from normscope.errors import DataError
 from normscope.figures.gradient import plot_gradient
 from normscope.fits.gradient import gradient, jacobians
 from normscope.fits.jackknife import interval
-from normscope.pairs.capture import captured
 from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
-from normscope.pairs.recorder import Summing
+from tests import captures
 
 D = 24
 
@@ -52,12 +51,10 @@ def test_jacobians_are_those_of_automatic_differentiation(form, seed, d, scale, 
             assert float(found.others[token, i]) == pytest.approx(without, rel=1e-6, abs=1e-6 / size)
 
 
-def observed(module, x, **about):
-    """A capture of one norm, its fits, and its raw tokens as the hooks saw them."""
-    raw = []
-    summing = Summing(diagonal=True, observe=lambda site, x, y: raw.append((x.clone(), y.clone())))
-    seen = captured(nn.Sequential(module), [x], summing, about=about)
-    return seen, normscope.fit(seen), [torch.cat(part).double() for part in zip(*raw, strict=True)]
+def observed(module, x):
+    """A capture of one norm, its fits, and its raw x and y."""
+    seen, raw = captures.observed(nn.Sequential(module), [x], diagonal=True)
+    return seen, normscope.fit(seen), raw.get("0")
 
 
 def heavy_tailed(tokens=60):
