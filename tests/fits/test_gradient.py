@@ -81,10 +81,14 @@ def site(request):
     return gradient(seen, fits)[0], fits, x, plain(x), matrices
 
 
+def shares_of(matrices):
+    """Share of the diagonal in each Jacobian's squared norm."""
+    return matrices.diagonal(dim1=1, dim2=2).square().sum(1) / matrices.square().sum((1, 2))
+
+
 def test_shares_are_those_of_the_raw_tokens(site):
     view, _, x, _, matrices = site
-    diagonals = matrices.diagonal(dim1=1, dim2=2)
-    shares = diagonals.square().sum(1) / matrices.square().sum((1, 2))
+    diagonals, shares = matrices.diagonal(dim1=1, dim2=2), shares_of(matrices)
     rows = diagonals.square() / matrices.square().sum(2)
     assert view.n_tokens == view.of_tokens == len(x)
     # The capture's x are these very numbers: what differs is float64's rounding.
@@ -284,9 +288,7 @@ def test_tokens_without_a_mean_do_not_make_an_rmsnorm_a_layernorm():
     x = noise(20)
     seen, fits, (x, _) = observed(nn.RMSNorm(D), x - x.mean(1, keepdim=True))
     truth = jacobian(lambda x: nn.functional.rms_norm(x, (D,), eps=torch.finfo(torch.float32).eps).sum(0), x)
-    matrices = truth.transpose(0, 1)
-    shares = matrices.diagonal(dim1=1, dim2=2).square().sum(1) / matrices.square().sum((1, 2))
-    assert gradient(seen, fits)[0].share == pytest.approx(float(shares.mean()), rel=1e-9)
+    assert gradient(seen, fits)[0].share == pytest.approx(float(shares_of(truth.transpose(0, 1)).mean()), rel=1e-9)
 
 
 def module_of(normalize, eps, **options):
@@ -308,8 +310,7 @@ def test_a_norm_by_deviation_is_told_from_an_rmsnorm_by_its_slopes():
     seen, fits, (x, _) = observed(module_of(std_norm, 1e-5), noise(20) + 2)
     [view] = gradient(seen, fits)
     truth = torch.stack([jacobian(lambda x: std_norm(x[None], 1e-5)[0][0], row) for row in x])
-    shares = truth.diagonal(dim1=1, dim2=2).square().sum(1) / truth.square().sum((1, 2))
-    assert view.share == pytest.approx(float(shares.mean()), rel=1e-9)
+    assert view.share == pytest.approx(float(shares_of(truth).mean()), rel=1e-9)
 
 
 def by_largest(rows, eps):
