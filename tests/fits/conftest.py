@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from captures import moments_of
 from scipy.optimize import curve_fit
 
 import normscope
@@ -15,7 +16,6 @@ from normscope.fits.curves.known import CURVES
 from normscope.fits.jackknife import fitted
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import FitTarget, batches
-from tests.captures import moments_of
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import pytest
 import scipy.optimize
 import scipy.stats
 import torch
+from captures import observed
 from diffusers.models.normalization import LpNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from torch import nn
 import normscope
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.stats import Magnitudes, of_pairs, of_tokens
-from tests.captures import observed
 
 D, EPS = 96, 1e-5
 ABOUT_THE_MEAN = ("ln", "quiet")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
+from captures import moments_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from normscope.fits.jackknife import fitted
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import FitTarget, batches
 from normscope.pairs.sums.binning import PAIR_GRID
-from tests.captures import moments_of
 
 
 def by_fold(x, y, folds):

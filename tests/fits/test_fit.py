@@ -3,6 +3,7 @@
 import math
 import pickle
 
+import captures
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,6 @@ from normscope.errors import DataError, UsageError
 from normscope.fits.curves.known import CURVES
 from normscope.inputs.batch import as_batches
 from normscope.pairs.sums.sampling import SourcesSeen
-from tests import captures
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import captures
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,6 @@ from normscope.figures.gradient import plot_gradient
 from normscope.fits.gradient import gradient, jacobians
 from normscope.fits.jackknife import interval
 from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
-from tests import captures
 
 D = 24
 

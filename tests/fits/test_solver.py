@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from captures import moments_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq, curve_fit, minimize_scalar
@@ -14,7 +15,6 @@ from normscope.fits import solver
 from normscope.fits.curves.known import CURVES
 from normscope.fits.solver import CLOSE, FitForm, Objective, _descended, least_squares, refined
 from normscope.fits.targets import joined, nodes_of
-from tests.captures import moments_of
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
 SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from captures import observed
 from scipy.optimize import curve_fit
 from torch import nn
 
 import normscope
-from tests.captures import observed
 
 pytestmark = pytest.mark.slow
 

@@ -5,12 +5,12 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from captures import moments_of
 from torch import nn
 
 import normscope
 from normscope.fits.targets import fit_targets, joined, mirrored, nodes_of
 from normscope.pairs.sums.binning import PAIR_GRID
-from tests.captures import moments_of
 
 
 def test_joined_bins_hold_what_their_bins_did():
