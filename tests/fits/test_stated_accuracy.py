@@ -49,8 +49,8 @@ def of_docs(page, stated):
 def test_fits_of_channels_are_as_right_as_the_docs_say(networks):
     of_docs(
         "methods.md",
-        "α is right to 10⁻³ in nine channels of ten and to 2·10⁻² in the worst, RMSE to 10⁻⁴ and to 7·10⁻⁴ "
-        "(of the embedded networks, against scipy on all raw pairs; the worst hardly bend)",
+        "α is accurate to 10⁻³ in nine channels of ten and to 2·10⁻² in the worst, RMSE to 10⁻⁴ and 7·10⁻⁴; "
+        "the worst channels hardly bend",
     )
     errors, saved = [], []
     for seen, raw in networks:
