@@ -1,9 +1,12 @@
-"""Captures in tests: compared where pairs were summed up in another order, and as earlier versions stored them."""
+"""Captures in tests: beside their raw pairs, compared with others, and as earlier versions stored them."""
 
 import dataclasses
 
+import numpy as np
 import torch
 
+from normscope.pairs.capture import captured
+from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import pack
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.sampling import FOLDS
@@ -43,3 +46,23 @@ def with_every_fold(tensors):
             dense[:, cells] = tensors[moments]
             older[moments] = dense.view(6, FOLDS, -1).movedim(0, 1)[..., bins].contiguous()
     return older
+
+
+def observed(network, batches=None, *, about=None, layers="all", **summing):
+    """Return a capture, and the raw x and y of each site, float64 ``(tokens, d)``."""
+    raw = {}
+
+    def observe(site, x, y):
+        raw.setdefault(site.name, []).append((x.double().clone(), y.double().clone()))
+
+    seen = captured(network, batches, Summing(observe=observe, **summing), about=about, layers=layers)
+    return seen, {name: tuple(map(torch.cat, zip(*rows, strict=True))) for name, rows in raw.items()}
+
+
+def moments_of(x, y):
+    """Bin raw pairs, as float32 holds x: ``(6, bins)``."""
+    x, y = np.asarray(x, np.float32), np.asarray(y, float)
+    bins = PAIR_GRID.index(torch.from_numpy(x)).numpy()
+    x = x.astype(float)
+    weights = (None, x, y, x * x, x * y, y * y)
+    return torch.stack([torch.from_numpy(np.bincount(bins, w, PAIR_GRID.size)).double() for w in weights])

@@ -70,13 +70,9 @@ class Advice(Tabled):
         model: the fitted network.
         kind: module paths that differ in numbers alone, with ``*`` for those.
         curve: name of f.
-        sites: number of sites whose pairs bend; all numbers are over these.
-        straight: number of sites left out as their pairs do not bend, so that no α is better than another.
-        not_converged: number of sites left out as the search found no α.
-        nothing: number of sites left out as there was nothing to fit.
-        alpha: α, in units of 1/x; None if every site is left out.
-        shift: s.
-        amplitude: A, to start γ at.
+        sites: number of sites whose pairs bend; all values are over these.
+        straight, not_converged, nothing: numbers of sites left out: pairs that do not bend, no α found, nothing to fit.
+        alpha, shift, amplitude: α in units of 1/x, s, and A to start γ at; None if every site is left out.
         feeds: ``attention`` or ``other``, the layers after these norms; None if unknown.
         published: the published value for such a norm; None without one.
     """
@@ -186,12 +182,10 @@ def feeds_of(kind: str, placements: set[str | None]) -> Feeds | None:
     """
     if placements == {"final"}:
         return "other"
-    name = kind.rpartition(".")[2]
     if placements != {"pre-norm"}:
         return None
-    if _ATTENTION.fullmatch(name):
-        return "attention"
-    return "other" if _OTHER.fullmatch(name) else None
+    name = kind.rpartition(".")[2]
+    return "attention" if _ATTENTION.fullmatch(name) else "other" if _OTHER.fullmatch(name) else None
 
 
 def published(family: str | None, widths: set[int], feeds: Feeds | None) -> Published | None:
@@ -253,7 +247,7 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     curves: dict[int | None, set[str]] = {}
     for fit in scored:
         curves.setdefault(fit.parameters, set()).add(fit.curve)
-    if not curves or max(map(len, curves.values())) < 2:
+    if max(map(len, curves.values()), default=0) < 2:
         return None
     parameters = max(curves, key=lambda number: (len(curves[number]), number or 0))
     by_site: dict[tuple[str, int | None], dict[str, float]] = {}
@@ -330,7 +324,6 @@ def _slopes(capture: Capture, site: str) -> TokenSlopes:
 
 
 def _largest_error(stats: PairStats) -> float:
-    """Largest distance of the drawn tokens' elements from the line of slope rstd through each token's mean."""
     if not len(stats.tokens.key):
         return math.nan
     x, y, rstd = stats.tokens.x.double(), stats.tokens.y.double(), stats.tokens.rstd.double()

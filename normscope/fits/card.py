@@ -56,10 +56,8 @@ class Tails(Record):
     Attributes:
         kurtosis: of x, E(x − E x)⁴/Var(x)²; a normal distribution has 3.
         median: of |x|.
-        largest: |x|.
-        channel: of the largest |x|.
-        beyond_100: number of pairs whose |x| is more than 100 times the median; None if the median is zero.
-        beyond_1000: more than 1000 times.
+        largest, channel: the largest |x|, and its channel.
+        beyond_100, beyond_1000: numbers of pairs with |x| over 100 and 1000 times the median; None if that is zero.
         massive: number of massive activations: |x| beyond both 100 and 1000 times the median.
         channels: the channels that contribute most to Σx², in descending order.
         tokens: the tokens of largest |x|, in descending order.
@@ -111,7 +109,7 @@ def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails:
 
 def _kurtosis(moments: Tensor) -> float:
     """Put each bin's pairs one standard deviation to either side of its mean: right to third order in its width."""
-    n, x, _, xx, _, _ = moments[:, moments[0] > 0].numpy()
+    n, x, _, xx, *_ = moments[:, moments[0] > 0].numpy()
     centre = x.sum() / n.sum()
     mean, variance = x / n - centre, np.maximum(xx / n - (x / n) ** 2, 0)
     second = n @ (mean**2 + variance)
@@ -168,9 +166,7 @@ class Scale(Record):
     """The σ that tokens are divided by, and the c for which eps still leaves y(c·x) = y(x); over all tokens.
 
     Attributes:
-        sigma_p5: 5th percentile of σ = 1/rstd, in units of x; about zero if the norm does not centre.
-        sigma_p50: median.
-        sigma_p95: 95th percentile.
+        sigma_p5, sigma_p50, sigma_p95: percentiles of σ = 1/rstd, about zero if the norm does not centre.
         touched: share of tokens whose y eps makes smaller by more than 1 %. None, with the other two, if y does not
             follow from the token alone.
         holds_to: the c at which y(c·x) is smaller than y(x) by 1 % for one token in a hundred, and by less for the
@@ -198,19 +194,16 @@ class NormCard(SiteRecord, Record):
     """One norm's effect on its tokens, at a glance.
 
     Attributes:
-        kind: of norm.
-        placement: as of :class:`normscope.pairs.norms.sites.NormSite`.
-        eps: term under the root, or its bound.
-        n_pairs: number of pairs.
-        n_tokens: number of tokens.
+        kind, placement, eps: as of :class:`normscope.pairs.norms.sites.NormSite`.
+        n_pairs, n_tokens: numbers of pairs and tokens.
         degenerate: reason why there is nothing to report; None if there is.
-        centring: None without a report, or if the norm's line does not follow from the token.
-        scale: None without a report.
+        centring: effect of the mean; also None if the norm's line does not follow from the token.
+        scale: effect of σ and eps.
         linear: share of pairs at which the site's own tanh is within 5 % of its tangent; 1 if the pairs do not bend,
             None without a tanh.
         linear_up_to: the |x| up to which it is; None if the pairs do not bend, or without a tanh.
         straight: True if the pairs do not bend.
-        tails: None without a report.
+        tails: the large activations.
     """
 
     kind: str
@@ -246,16 +239,16 @@ def norm_cards(capture: Capture) -> Records[NormCard]:
     >>> round(card.centring.offset_p50, 1), round(card.centring.mean_share, 2), card.scale.touched
     (5.0, 0.96, 0.0)
     """
-    bends = {each.site: each for each in fit(capture, "tanh")}
-    return Records(_card(capture, site, bends[site.name]) for site in capture.sites)
+    fits = fit(capture, "tanh")  # one per site, in their order
+    return Records(_card(capture, *of_site) for of_site in zip(capture.sites, fits, strict=True))
 
 
 def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
     stats = capture.stats[site.name]
     about = {
         **about_site(capture, site.name),
-        **{name: getattr(site, name) for name in ("kind", "placement", "eps")},
-        **{name: getattr(stats, name) for name in ("n_pairs", "n_tokens")},
+        **{"kind": site.kind, "placement": site.placement, "eps": site.eps},
+        **{"n_pairs": stats.n_pairs, "n_tokens": stats.n_tokens},
         # Tokens that are all mean have a constant y, but also a σ and tails.
         "degenerate": None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
     }

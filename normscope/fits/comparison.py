@@ -99,9 +99,8 @@ class Compared(Tabled):
     Attributes:
         number: of the capture, from 1.
         counterpart: module path of the matching site in the first capture.
-        d: elements of one token there.
+        d, fit: elements of one token, and the fit of the curve.
         matched: ``name`` or ``depth``, see :class:`Match`; None in the first capture.
-        fit: of the curve there.
         alpha: α over that of the first; None if one of the two does not bend.
         slope: slope at the origin over that of the first.
         r2_of_first: R², about the mean of y, of the first capture's curve on this one's pairs.

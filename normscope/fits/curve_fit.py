@@ -22,9 +22,7 @@ class SiteRecord(Tabled):
     """Record about one norm site of a capture.
 
     Attributes:
-        model: the network.
-        weights: its resolved checkpoint and revision.
-        data: the inputs.
+        model, weights, data: the network, its resolved checkpoint and revision, and its inputs.
         site: module path of the norm; of pooled sites, what they have in common.
     """
 
@@ -46,12 +44,9 @@ class CurveFit(SiteRecord):
     Numbers are NaN if there was nothing to fit.
 
     Attributes:
-        curve: name of f.
-        function: f itself.
+        curve, function: name of f, and f itself.
         n_pairs: number of pairs.
-        amplitude: A.
-        alpha: α, in units of 1/x.
-        shift: s; zero if it was not fitted.
+        amplitude, alpha, shift: A, α in units of 1/x, and s, zero if it was not fitted.
         r2: R² about the mean of y.
         rmse: root of the mean squared error, in units of y.
         r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.ceiling`); None without
@@ -61,13 +56,10 @@ class CurveFit(SiteRecord):
         converged: True if the search for α ended inside its range, and the pairs lie within the grid.
         form: fitted parameters, in words: ``A, α`` by default.
         weights_by: weighting of the pairs: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
-        channel: number of the channel; None for all.
-        sites: module paths of pooled sites.
+        channel, sites: number of the channel, None for all; module paths of pooled sites.
         r2_cv: R² of held-out folds; None without folds.
-        tail_rmse: RMSE of the pairs with |x| beyond the 99th percentile.
-        centre_rmse: RMSE of the others.
-        largest_error: largest distance between the curve and the mean y of neighbouring pairs.
-        largest_error_at: their x.
+        tail_rmse, centre_rmse: RMSE of the pairs with |x| beyond the 99th percentile, and of the others.
+        largest_error, largest_error_at: largest distance between curve and mean y of neighbouring pairs; their x.
         saturated: share of the pairs at which |f′| is under 5 % of its largest value.
         reach: α·max|x|.
         intervals: 95 % of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling, by a jackknife over the

@@ -122,7 +122,7 @@ def _about(target: FitTarget, capture: Capture, weights_by: str) -> Attributes:
     """Attributes that all fits of a target share."""
     return {
         **about_site(capture, target.site),
-        **{name: getattr(target, name) for name in ("sites", "channel", "x_repeats")},
+        **{"sites": target.sites, "channel": target.channel, "x_repeats": target.x_repeats},
         "weights_by": weights_by,
         "folds": target.fold_by,
         "norm": next((site for site in capture.sites if site.name == target.site), None),

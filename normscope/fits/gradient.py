@@ -157,13 +157,10 @@ class GradientView(SiteRecord, Record):
     R² of its diagonal are over all pairs; shares and constants, which need whole tokens, over the drawn tokens.
 
     Attributes:
-        kind: its name in the table of norms.
-        d: number of elements of a token.
-        centred: True if the norm subtracts the token's mean.
+        kind, d, centred: name in the table of norms, elements of a token, and True if the norm subtracts its mean.
         reason: reason why there is no closed form, so that all numbers are NaN; None if there is one.
-        n_tokens: number of uniformly drawn tokens, for shares and constants.
+        n_tokens, of_tokens: numbers of uniformly drawn tokens, for shares and constants, and of all tokens.
         n_largest: number of tokens of largest |x|, also included in the smallest shares.
-        of_tokens: number of all tokens.
         folds: unit of the folds that intervals and cross-validation leave out, one at a time; None without folds.
         share: share of the diagonal in the Jacobian's squared Frobenius norm, averaged over tokens.
         least_share: the smallest such share; at least 1 − 1/d for an RMSNorm, 1 − 2/d for a LayerNorm.
@@ -325,7 +322,7 @@ def _of_x(diagonal: FitBatch, capture: Capture) -> tuple[float, Interval | None]
     [target] = diagonal.targets
     if target.fold_by is None or target.nothing is not None:
         return math.nan, None
-    for _, problems in batches(fit_targets(capture.only([target.site]))):
+    top = None
+    for _, problems in batches(fit_targets(capture.only([target.site]))):  # none, if there is nothing to fit
         [top] = ceilings(problems, diagonal)
-        return (top.r2, top.interval) if top else (math.nan, None)
-    return math.nan, None
+    return (top.r2, top.interval) if top else (math.nan, None)

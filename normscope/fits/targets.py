@@ -63,7 +63,8 @@ def fit_targets(
     if pool is not None:
         groups: dict[str, list[FitTarget]] = {}
         for site, target in zip(capture.sites, targets, strict=True):
-            groups.setdefault(_pool_of(site, pool), []).append(target)
+            pools = {"placement": site.placement or "beside the residual stream", "kind": kind_of_site(site.name)}
+            groups.setdefault(pools.get(pool, "all sites"), []).append(target)
         targets = [_pooled(name, members) for name, members in groups.items()]
     return [_even_over_x(target) for target in targets] if weights_by == "x" else targets
 
@@ -77,12 +78,6 @@ def check_targets(per: str, pool: str | None, weights_by: str) -> None:
         raise UsageError(
             "Channels are fitted site by site, and γ² is one number in each; leave pool and weights by gamma out."
         )
-
-
-def _pool_of(site: NormSite, pool: str) -> str:
-    if pool == "placement":
-        return site.placement or "beside the residual stream"
-    return kind_of_site(site.name) if pool == "kind" else "all sites"
 
 
 def sums_of(sums: Tensor | None, what: str, site: NormSite, option: str) -> Tensor:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from captures import moments_of
 from scipy.optimize import curve_fit
 
 import normscope
@@ -15,7 +16,6 @@ from normscope.fits.curves.known import CURVES
 from normscope.fits.jackknife import fitted
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import FitTarget, batches
-from normscope.pairs.sums.binning import PAIR_GRID
 
 
 @pytest.fixture(scope="session")
@@ -52,21 +52,7 @@ def embedded(made_on_demand):
 
 
 @pytest.fixture(scope="session")
-def moments_of():
-    """Bin raw pairs, as float32 holds x: ``(6, bins)``."""
-
-    def moments(x, y, grid=PAIR_GRID):
-        x, y = np.asarray(x, np.float32), np.asarray(y, float)
-        bins = grid.index(torch.from_numpy(x)).numpy()
-        x = x.astype(float)
-        weights = (None, x, y, x * x, x * y, y * y)
-        return torch.stack([torch.from_numpy(np.bincount(bins, w, grid.size)).double() for w in weights])
-
-    return moments
-
-
-@pytest.fixture(scope="session")
-def level_of(moments_of):
+def level_of():
     """Make a level of raw pairs, which belong to no folds or to eight."""
 
     def level(x, y, folds=None, bound=math.inf, slope=math.nan):

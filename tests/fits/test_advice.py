@@ -42,21 +42,17 @@ def table(advice, width=200):
 @pytest.mark.parametrize("alphas", [[0.2, 5.0, 0.8], [0.1, 0.4, 1.6, 30.0], [0.7]])
 def test_the_start_is_the_median_and_one_outlier_does_not_move_it(alphas):
     amplitudes = [3 + n for n, _ in enumerate(alphas)]
-    fits = [made(f"blocks.{n}.norm1", *both) for n, both in enumerate(zip(alphas, amplitudes, strict=True))]
+    fits = [
+        made(f"blocks.{n}.norm1", *both, curve="isru") for n, both in enumerate(zip(alphas, amplitudes, strict=True))
+    ]
     (found,) = advise(fits)
+    assert pytest.approx(float(np.exp(np.median(np.log([fit.C for fit in fits])))), rel=1e-12) == found.C
+    assert advise([made("norm")])[0].C is None
     middle = float(np.exp(np.median(np.log(alphas))))
     assert found.alpha.value == pytest.approx(middle, rel=1e-12)  # float64's rounding of logarithms
     assert (found.alpha.least, found.alpha.most) == (min(alphas), max(alphas))
     assert found.amplitude == StartingValue(float(np.median(amplitudes)), min(amplitudes), max(amplitudes))
     assert (found.kind, found.sites, found.left_out) == ("blocks.*.norm1", len(alphas), 0)
-
-
-@pytest.mark.parametrize("alphas", [[0.2, 5.0, 0.8], [0.1, 0.4, 1.6, 30.0]])
-def test_c_is_the_median_of_the_sites_own_c(alphas):
-    fits = [made(f"blocks.{n}.norm1", alpha, curve="isru") for n, alpha in enumerate(alphas)]
-    (found,) = advise(fits)
-    assert pytest.approx(float(np.exp(np.median(np.log([fit.C for fit in fits])))), rel=1e-12) == found.C
-    assert advise([made("norm")])[0].C is None
 
 
 def test_sites_that_say_nothing_are_counted_and_left_out():

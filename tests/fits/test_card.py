@@ -8,14 +8,13 @@ import pytest
 import scipy.optimize
 import scipy.stats
 import torch
+from captures import observed
 from diffusers.models.normalization import LpNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import normscope
-from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.stats import Magnitudes, of_pairs, of_tokens
 
@@ -37,18 +36,6 @@ def heavy_tailed(samples=40, tokens=60, seed=0):
     x[..., 7] *= 20
     x[..., 9] *= -8
     return x + 0.7 * x.std(-1, keepdim=True) * noise(samples, tokens, 1)
-
-
-def observed(model, batches, **options):
-    """A capture, and of every site its raw x and y, float64 ``(tokens, d)``."""
-    raw = {}
-
-    def observe(site, x, y):
-        raw.setdefault(site.name, []).append((x.double().clone(), y.double().clone()))
-
-    named = {name: options.pop(name) for name in ("about", "layers") if name in options}
-    seen = captured(model, batches, Summing(observe=observe, **options), **named)
-    return seen, {name: tuple(map(torch.cat, zip(*rows, strict=True))) for name, rows in raw.items()}
 
 
 def cards_of(model, batches, **options):
@@ -131,13 +118,14 @@ def test_y_of_c_times_x_is_that_of_x_down_to_where_the_card_says(found, norms, n
     cards, raw = found
     x, scale = raw[name][0], cards[name].scale
     norm = type(norms[name])(D, eps=cards[name].eps, dtype=torch.float64)
+    for c, share in ((scale.holds_to, 0.01), (scale.holds_to_p50, 0.5)):
+        # As far to either side as a percentile of σ may be off.
+        assert changed(norm, x, c * (1 + IN_A_BIN)) < share < changed(norm, x, c * (1 - IN_A_BIN))
 
-    def changed(c):
-        return (norm(c * x).norm(dim=1) < 0.99 * norm(x).norm(dim=1)).double().mean().item()
 
-    # As far to either side as a percentile of σ may be off.
-    assert changed(scale.holds_to * (1 + IN_A_BIN)) < 0.01 < changed(scale.holds_to * (1 - IN_A_BIN))
-    assert changed(scale.holds_to_p50 * (1 + IN_A_BIN)) < 0.5 < changed(scale.holds_to_p50 * (1 - IN_A_BIN))
+def changed(norm, x, c):
+    """Share of tokens whose y(c·x) is smaller than y(x) by more than 1 %."""
+    return (norm(c * x).norm(dim=1) < 0.99 * norm(x).norm(dim=1)).double().mean().item()
 
 
 def test_an_eps_that_bounds_the_norm():
@@ -151,13 +139,9 @@ def test_an_eps_that_bounds_the_norm():
     assert 0.04 < bounded < 0.4
     in_the_bin = ((x.norm(dim=1) / eps).log2().abs() < 0.25).double().mean().item()
     assert bounded <= scale.touched <= bounded + in_the_bin
-
-    def changed(c):
-        return (norm(c * x).norm(dim=1) < 0.99 * norm(x).norm(dim=1)).double().mean().item()
-
     assert scale.holds_to == pytest.approx(0.99, rel=IN_A_BIN)
     median = scale.holds_to_p50
-    assert changed(median * (1 + IN_A_BIN)) < 0.5 < changed(median * (1 - IN_A_BIN))
+    assert changed(norm, x, median * (1 + IN_A_BIN)) < 0.5 < changed(norm, x, median * (1 - IN_A_BIN))
 
 
 @pytest.mark.parametrize("name", ["ln", "quiet_rms"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy
 import torch
+from captures import moments_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,14 +18,6 @@ from normscope.fits.jackknife import fitted
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import FitTarget, batches
 from normscope.pairs.sums.binning import PAIR_GRID
-
-
-def moments_of(x, y):
-    x, y = np.asarray(x, np.float32), np.asarray(y, np.float32).astype(float)
-    bins = PAIR_GRID.index(torch.from_numpy(x)).numpy()
-    x = x.astype(float)
-    weights = (None, x, y, x * x, x * y, y * y)
-    return torch.stack([torch.from_numpy(np.bincount(bins, w, PAIR_GRID.size)).double() for w in weights])
 
 
 def by_fold(x, y, folds):
@@ -247,8 +240,7 @@ def test_the_ceiling_of_pure_noise_is_zero_although_tail_bins_hold_single_pairs(
     generator = np.random.default_rng(0)
     x = generator.standard_cauchy(3000)
     y = generator.standard_normal(3000)
-    folds = np.arange(3000) % 8
-    moments = torch.stack([moments_of(x[folds == k], y[folds == k]) for k in range(8)])
+    moments = by_fold(x, y, 8)
     n, total, squares = (moments.sum(0)[row].numpy() for row in (0, 2, 5))
     occupied = n > 0
     naive = 1 - (squares - total**2 / np.maximum(n, 1))[occupied].sum() / (squares.sum() - total.sum() ** 2 / 3000)

@@ -139,19 +139,14 @@ def test_each_site_is_paired_with_itself_alone():
     assert b.fit.alpha == pytest.approx(a.fit.alpha * 2.0**-11, rel=1e-6)
 
 
-def other_samples(x):
-    return captured(noise(3))
+OTHER_INPUTS = {
+    "other samples": lambda x: captured(noise(3)),
+    "another seed": lambda x: normscope.capture(network("norm", before=twice), [x], about=ABOUT, seed=1),
+    "more samples": lambda x: captured(torch.cat([x, noise(3)]), before=twice),
+}
 
 
-def another_seed(x):
-    return normscope.capture(network("norm", before=twice), [x], about=ABOUT, seed=1)
-
-
-def more_samples(x):
-    return captured(torch.cat([x, noise(3)]), before=twice)
-
-
-@pytest.mark.parametrize("other", [other_samples, another_seed, more_samples])
+@pytest.mark.parametrize("other", OTHER_INPUTS.values(), ids=OTHER_INPUTS)
 def test_of_other_inputs_errors_add_up_as_squares(other):
     first, second = compare([captured(noise(0)), other(noise(0))], "tanh")
     student = stats.t.ppf(0.975, 7)
@@ -238,26 +233,26 @@ def sites(*names, placement="pre-norm"):
     return [NormSite(number, name, *known) for number, name in enumerate(names)]
 
 
-def test_networks_built_alike_are_matched_by_name():
-    found = match(sites("a", "b", "c", "d"), sites("d", "b", "a"))
-    assert found.by == "name"
-    assert found.counterparts == {"a": "a", "b": "b", "d": "d"}
-    assert found.unmatched == (("c",), ())
-
-
-def test_one_name_that_happens_to_be_shared_makes_no_architecture():
-    first = [*sites("blocks.0", "blocks.1"), *sites("norm", placement="final")]
-    second = [*sites("stem.0", "norm", "layers.1"), *sites("ln_f", placement="final")]
+@pytest.mark.parametrize(
+    "first, second, by, counterparts, unmatched",
+    [
+        (sites("a", "b", "c", "d"), sites("d", "b", "a"), "name", {"a": "a", "b": "b", "d": "d"}, (("c",), ())),
+        (  # one name that happens to be shared makes no architecture
+            [*sites("blocks.0", "blocks.1"), *sites("norm", placement="final")],
+            [*sites("stem.0", "norm", "layers.1"), *sites("ln_f", placement="final")],
+            "depth",
+            {"blocks.0": "stem.0", "blocks.1": "layers.1", "norm": "ln_f"},
+            ((), ("norm",)),
+        ),
+        (sites("q", placement="qk"), sites("p"), "depth", {}, (("q",), ("p",))),
+    ],
+    ids=["built alike", "one shared name", "no placement in common"],
+)
+def test_sites_are_matched_by_name_in_networks_built_alike_and_otherwise_by_depth(
+    first, second, by, counterparts, unmatched
+):
     found = match(first, second)
-    assert found.by == "depth"
-    assert found.counterparts == {"blocks.0": "stem.0", "blocks.1": "layers.1", "norm": "ln_f"}
-    assert found.unmatched == ((), ("norm",))
-
-
-def test_placements_without_a_counterpart_are_said_to_have_none():
-    found = match(sites("q", placement="qk"), sites("p"))
-    assert found.counterparts == {}
-    assert found.unmatched == (("q",), ("p",))
+    assert (found.by, found.counterparts, found.unmatched) == (by, counterparts, unmatched)
 
 
 @given(st.integers(1, 60), st.integers(1, 60))
@@ -284,19 +279,14 @@ def test_sites_without_a_counterpart_are_listed_with_who_lacks_them():
 
 
 @pytest.mark.parametrize(
-    "captures, curves, sentence",
+    "names, curves, sentence",
     [
-        (1, "tanh", "two or more captures"),
-        (2, "best", "another at every site"),
-        (2, "thanh", "Did you mean 'tanh'"),
+        (["norm"], "tanh", "two or more captures"),
+        (["norm", "norm"], "best", "another at every site"),
+        (["norm", "norm"], "thanh", "Did you mean 'tanh'"),
+        (["q_norm", "first"], "tanh", "No norm site of net has a counterpart"),
     ],
 )
-def test_mistakes_are_said(captures, curves, sentence):
+def test_mistakes_are_said(names, curves, sentence):
     with pytest.raises(UsageError, match=sentence):
-        compare([captured(noise(0))] * captures, curves)
-
-
-def test_networks_with_nothing_in_common_are_refused():
-    seen = [captured(noise(0), "q_norm"), captured(noise(0), "first")]
-    with pytest.raises(UsageError, match="No norm site of net has a counterpart"):
-        compare(seen, "tanh")
+        compare([captured(noise(0), name) for name in names], curves)

@@ -3,6 +3,7 @@
 import math
 import pickle
 
+import captures
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,6 @@ import normscope
 from normscope.errors import DataError, UsageError
 from normscope.fits.curves.known import CURVES
 from normscope.inputs.batch import as_batches
-from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
 from normscope.pairs.sums.sampling import SourcesSeen
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
@@ -48,18 +47,9 @@ class Two(nn.Module):
 @pytest.fixture(scope="module")
 def observed():
     """A capture, and all of its raw pairs: of each site x and y, ``(samples, tokens, d)``."""
-    pairs = {}
     model = Two()
-    summing = Summing(
-        by_gamma=True,
-        per_channel=True,
-        observe=lambda site, x, y: pairs.setdefault(site.name, []).append((x.clone(), y.clone())),
-    )
-    seen = captured(model, heavy_tailed_batches(), summing)
-    raw = {
-        name: [torch.cat(v).double().view(32, 50, 128).numpy() for v in zip(*rows, strict=True)]
-        for name, rows in pairs.items()
-    }
+    seen, rows = captures.observed(model, heavy_tailed_batches(), by_gamma=True, per_channel=True)
+    raw = {name: [values.view(32, 50, 128).numpy() for values in both] for name, both in rows.items()}
     return seen, raw, model.norms["ln"].weight.detach().double().numpy()
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import captures
 import numpy as np
 import pytest
 import torch
@@ -17,9 +18,7 @@ from normscope.errors import DataError
 from normscope.figures.gradient import plot_gradient
 from normscope.fits.gradient import gradient, jacobians
 from normscope.fits.jackknife import interval
-from normscope.pairs.capture import captured
 from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
-from normscope.pairs.recorder import Summing
 
 D = 24
 
@@ -52,12 +51,10 @@ def test_jacobians_are_those_of_automatic_differentiation(form, seed, d, scale, 
             assert float(found.others[token, i]) == pytest.approx(without, rel=1e-6, abs=1e-6 / size)
 
 
-def observed(module, x, **about):
-    """A capture of one norm, its fits, and its raw tokens as the hooks saw them."""
-    raw = []
-    summing = Summing(diagonal=True, observe=lambda site, x, y: raw.append((x.clone(), y.clone())))
-    seen = captured(nn.Sequential(module), [x], summing, about=about)
-    return seen, normscope.fit(seen), [torch.cat(part).double() for part in zip(*raw, strict=True)]
+def observed(module, x):
+    """A capture of one norm, its fits, and its raw x and y."""
+    seen, raw = captures.observed(nn.Sequential(module), [x], diagonal=True)
+    return seen, normscope.fit(seen), raw.get("0")
 
 
 def heavy_tailed(tokens=60):
@@ -84,10 +81,14 @@ def site(request):
     return gradient(seen, fits)[0], fits, x, plain(x), matrices
 
 
+def shares_of(matrices):
+    """Share of the diagonal in each Jacobian's squared norm."""
+    return matrices.diagonal(dim1=1, dim2=2).square().sum(1) / matrices.square().sum((1, 2))
+
+
 def test_shares_are_those_of_the_raw_tokens(site):
     view, _, x, _, matrices = site
-    diagonals = matrices.diagonal(dim1=1, dim2=2)
-    shares = diagonals.square().sum(1) / matrices.square().sum((1, 2))
+    diagonals, shares = matrices.diagonal(dim1=1, dim2=2), shares_of(matrices)
     rows = diagonals.square() / matrices.square().sum(2)
     assert view.n_tokens == view.of_tokens == len(x)
     # The capture's x are these very numbers: what differs is float64's rounding.
@@ -287,9 +288,7 @@ def test_tokens_without_a_mean_do_not_make_an_rmsnorm_a_layernorm():
     x = noise(20)
     seen, fits, (x, _) = observed(nn.RMSNorm(D), x - x.mean(1, keepdim=True))
     truth = jacobian(lambda x: nn.functional.rms_norm(x, (D,), eps=torch.finfo(torch.float32).eps).sum(0), x)
-    matrices = truth.transpose(0, 1)
-    shares = matrices.diagonal(dim1=1, dim2=2).square().sum(1) / matrices.square().sum((1, 2))
-    assert gradient(seen, fits)[0].share == pytest.approx(float(shares.mean()), rel=1e-9)
+    assert gradient(seen, fits)[0].share == pytest.approx(float(shares_of(truth.transpose(0, 1)).mean()), rel=1e-9)
 
 
 def module_of(normalize, eps, **options):
@@ -311,8 +310,7 @@ def test_a_norm_by_deviation_is_told_from_an_rmsnorm_by_its_slopes():
     seen, fits, (x, _) = observed(module_of(std_norm, 1e-5), noise(20) + 2)
     [view] = gradient(seen, fits)
     truth = torch.stack([jacobian(lambda x: std_norm(x[None], 1e-5)[0][0], row) for row in x])
-    shares = truth.diagonal(dim1=1, dim2=2).square().sum(1) / truth.square().sum((1, 2))
-    assert view.share == pytest.approx(float(shares.mean()), rel=1e-9)
+    assert view.share == pytest.approx(float(shares_of(truth).mean()), rel=1e-9)
 
 
 def by_largest(rows, eps):

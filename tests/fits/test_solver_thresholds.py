@@ -44,35 +44,26 @@ def test_the_interval_of_alpha_is_that_of_its_logarithm(solved):
     assert high - math.exp(whole) > 1.1 * (math.exp(whole) - low)  # far from symmetric on a linear scale
 
 
-@pytest.mark.parametrize(("saved", "straight"), [(0.8e-3, True), (1.25e-3, False)])
-def test_a_bend_counts_from_a_thousandth_of_the_squared_error_of_the_line(solved, saved, straight):
-    generator = np.random.default_rng(3)
-    x, noise = generator.standard_normal((2, 20_000))
+# By rival: the seed, A·tanh(αx) that bends by α, its bounds in log α, the rival itself, and α where it is searched.
+RIVALS = {
+    "line": (3, lambda bend, x: np.tanh(bend * x) / bend, (math.log(0.03), 0.0), lambda x: x, (1e-3, 10)),
+    "step": (4, lambda bend, x: np.tanh(bend * x), (math.log(10), math.log(1e4)), np.sign, (1, 1e5)),
+}
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+@pytest.mark.parametrize(("saved", "counts"), [(0.8e-3, False), (1.25e-3, True)])
+def test_a_bend_counts_from_a_thousandth_of_the_squared_error_of_the_line_or_step(solved, rival, saved, counts):
+    seed, curve, bounds, alone, searched = RIVALS[rival]
+    x, noise = np.random.default_rng(seed).standard_normal((2, 20_000))
 
     def share(log_bend):
-        bend = math.exp(log_bend)
-        y = np.tanh(bend * x) / bend + 0.3 * noise
-        line = y @ y - (y @ x) ** 2 / (x @ x)
-        return 1 - least_error(x, y, (1e-3, 10))[0] / line - saved
+        y = curve(math.exp(log_bend), x) + 0.3 * noise
+        of_rival = y @ y - (y @ alone(x)) ** 2 / (alone(x) @ alone(x))
+        return 1 - least_error(x, y, searched)[0] / of_rival - saved
 
-    bend = math.exp(brentq(share, math.log(0.03), math.log(1), xtol=1e-5))
-    found = solved(x, np.tanh(bend * x) / bend + 0.3 * noise)
-    assert found.straight == straight and found.converged
-
-
-@pytest.mark.parametrize(("saved", "converged"), [(0.8e-3, False), (1.25e-3, True)])
-def test_a_bend_counts_from_a_thousandth_of_the_squared_error_of_the_step(solved, saved, converged):
-    generator = np.random.default_rng(4)
-    x, noise = generator.standard_normal((2, 20_000))
-
-    def share(log_steepness):
-        y = np.tanh(math.exp(log_steepness) * x) + 0.3 * noise
-        step = y @ y - (y @ np.sign(x)) ** 2 / x.size
-        return 1 - least_error(x, y, (1, 1e5))[0] / step - saved
-
-    y = np.tanh(math.exp(brentq(share, math.log(10), math.log(1e4), xtol=1e-5)) * x) + 0.3 * noise
-    found = solved(x, y)
-    assert found.converged == converged and not found.straight
+    found = solved(x, curve(math.exp(brentq(share, *bounds, xtol=1e-5)), x) + 0.3 * noise)
+    assert (found.straight, found.converged) == (rival == "line" and not counts, rival == "line" or counts)
 
 
 @pytest.mark.parametrize("end", ["beyond", "below"])

@@ -1,18 +1,16 @@
 """What the docs state of errors that come of bins, on the embedded networks, against all raw pairs and tokens."""
 
 import contextlib
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from captures import observed
 from scipy.optimize import curve_fit
 from torch import nn
 
 import normscope
-from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
 
 pytestmark = pytest.mark.slow
 
@@ -24,30 +22,11 @@ CHANNELS = 2  # of three, those with this remainder: the worst is among them
 MOST_TOKENS = 6000  # of a site: the first convolution has 92,000, which take scipy as long as all the rest
 
 
-@dataclass
-class Observed:
-    """A capture of all default inputs of a network, and its raw rows by site, float64 ``(tokens, d)``."""
-
-    seen: normscope.Capture
-    rows: dict
-
-
 @pytest.fixture(scope="module")
 def networks():
-    found = []
-    for name in ("demo_vit", "demo_wav2vec2", "demo_dit"):
-        network, kept = normscope.load(name, device="cpu"), {}
-
-        def keep(site, x, y, kept=kept):
-            kept.setdefault(site.name, []).append((x.clone(), y.clone()))
-
-        seen = captured(network, summing=Summing(per_channel=True, observe=keep))
-        rows = {
-            site: [torch.cat(part).double().numpy() for part in zip(*calls, strict=True)]
-            for site, calls in kept.items()
-        }
-        found.append(Observed(seen, rows))
-    return found
+    """A capture of all default inputs of each embedded network, and its raw x and y by site."""
+    names = ("demo_vit", "demo_wav2vec2", "demo_dit")
+    return [observed(normscope.load(name, device="cpu"), per_channel=True) for name in names]
 
 
 def of_raw_pairs(curve, x, y):
@@ -70,16 +49,16 @@ def of_docs(page, stated):
 def test_fits_of_channels_are_as_right_as_the_docs_say(networks):
     of_docs(
         "methods.md",
-        "α is right to 10⁻³ in nine channels of ten and to 2·10⁻² in the worst, RMSE to 10⁻⁴ and to 7·10⁻⁴ "
-        "(of the embedded networks, against scipy on all raw pairs; the worst hardly bend)",
+        "α is accurate to 10⁻³ in nine channels of ten and to 2·10⁻² in the worst, RMSE to 10⁻⁴ and 7·10⁻⁴; "
+        "the worst channels hardly bend",
     )
     errors, saved = [], []
-    for network in networks:
-        for found in normscope.fit(network.seen, per="channel"):
+    for seen, raw in networks:
+        for found in normscope.fit(seen, per="channel"):
             # α of a line is none to be right about; one channel in three is enough to tell.
             if not found.told_apart or found.channel % 3 != CHANNELS:
                 continue
-            x, y = (values[:, found.channel] for values in network.rows[found.site])
+            x, y = (values[:, found.channel].numpy() for values in raw[found.site])
             if len(x) > MOST_TOKENS:
                 continue
             alpha, rmse = of_raw_pairs(found.curve, x, y)
@@ -105,12 +84,12 @@ def test_the_means_share_is_as_right_as_the_docs_say(networks):
     stated = "0.3 % of it; 2 % in the worst of the embedded networks, 13 % where all tokens are alike"
     of_docs("card.md", f"mean over tokens | the same | {stated} |")
     off = []
-    for network in networks:
-        cards = {card.site: card.centring for card in normscope.norm_cards(network.seen)}
-        for site in network.seen.sites:
+    for seen, raw in networks:
+        cards = {card.site: card.centring for card in normscope.norm_cards(seen)}
+        for site in seen.sites:
             if site.grouped or site.form != "layer_norm":
                 continue
-            share, change = shares_of(site, network.rows[site.name][0])
+            share, change = shares_of(site, raw[site.name][0].numpy())
             own = cards[site.name]
             off.append((abs(own.mean_share / share - 1), abs(own.change_without / change - 1)))
     assert len(off) == 59

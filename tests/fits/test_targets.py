@@ -5,6 +5,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from captures import moments_of
 from torch import nn
 
 import normscope
@@ -27,14 +28,14 @@ def test_joined_bins_hold_what_their_bins_did():
     torch.testing.assert_close(wide[..., -2], moments[..., -5:-1].sum(-1), rtol=1e-12, atol=0)
 
 
-def test_mirrored_sums_are_those_of_mirrored_pairs(moments_of):
+def test_mirrored_sums_are_those_of_mirrored_pairs():
     x, y = np.random.default_rng(0).standard_normal((2, 1000))
     both = moments_of(np.concatenate([x, -x]), np.concatenate([y, -y]))[:, PAIR_GRID.centre :]
     folded = mirrored(moments_of(x, y))
     torch.testing.assert_close(folded[:, 1:], both[:, 1:], rtol=1e-12, atol=1e-12)
 
 
-def test_nodes_have_the_sums_of_their_pairs(moments_of):
+def test_nodes_have_the_sums_of_their_pairs():
     x, noise = np.random.default_rng(0).standard_normal((2, 5000))
     y = np.tanh(x) + 0.3 * noise
     nodes = nodes_of(joined(moments_of(x, y), 4)[None])
@@ -48,7 +49,7 @@ def test_nodes_have_the_sums_of_their_pairs(moments_of):
     assert float((nodes.weight * nodes.x.tanh() * nodes.y).sum()) == pytest.approx(np.tanh(x) @ y, rel=1e-5)
 
 
-def test_each_problem_has_nodes_of_its_own_pairs_alone_and_errs_as_it_does_by_itself(moments_of):
+def test_each_problem_has_nodes_of_its_own_pairs_alone_and_errs_as_it_does_by_itself():
     """FitBatch whose x lie octaves apart share no bins: side by side none has more nodes than alone."""
     generator = np.random.default_rng(3)
     x = generator.uniform(0.5, 1, (4, 3000)) * np.array([[1e-3], [1.0], [-30.0], [1e4]])
