@@ -31,7 +31,7 @@ H100 = SimpleNamespace(
 )  # fmt: skip
 ABOUT = f"""
 Code that torch.compile generates for a norm and its neighbours. It compares LayerNorm, DyT in plain torch, and DyT as
-normscope's operator, which is opaque to the compiler. make_fx traces the network with inductor's decompositions, and
+normscope's operator, which is opaque to the compiler. make_fx traces each case with inductor's decompositions, and
 inductor generates Triton source for an H100. No GPU is needed and no time is measured; the same versions give the same
 numbers. The input is bfloat16, without gradients, {SAMPLES} × {TOKENS} tokens. The unit is one such tensor: reading x
 once and writing y once is 2. Modulated: norm · (1 + scale) + shift, with one scale and shift per sample, as in DiT.
