@@ -19,23 +19,23 @@ from scipy.special import erf
 Array = NDArray[np.float64]
 Floats = NDArray[np.float32]
 ABOUT = """
-How far the functions of the fused kernels (docs/kernels.md) and their derivatives are off, at most, over the whole
-range of float32: every u that is a bfloat16 or a float16, and {drawn:,} more of every exponent, {points:,} in all. u is
-float32, and so is what is compared with float64. bfloat16 and float16 have the same cheap functions; the derivatives
-are the same for all three. Rounded: with every instruction correctly rounded, as Triton's interpreter has it.
-Guaranteed: with the instructions as far off as NVIDIA's PTX ISA allows (tanh.approx by 2⁻¹¹, ex2.approx by 2⁻²²,
-rcp.approx by 2⁻²³, rsqrt.approx by 2⁻²²·⁹, relative), with every choice of their signs, and on top of that rounded;
-float32's erf is NVIDIA's own, off by two ulp as the CUDA C++ Programming Guide has it. No GPU was asked. In ulp:
-guaranteed, in units in the last place of the dtype that is written, of which writing it takes half of one. All of this
-where the value is above 2⁻¹²⁰; what is computed of a smaller one is below 2⁻¹¹⁹. In a sum: rounded, of {terms:,} terms
-dy·f (as in the gradient by the weight) or dy·f′·x (by α), dy and u = x normally distributed, relative to Σ|terms|;
-whatever the terms, it is at most the guaranteed relative error. f beside f′: tanh as the backward pass has it in half
-precision, for the gradient by the weight alone.
+Largest errors of the functions of the fused kernels (docs/kernels.md) and of their derivatives, over the whole range of
+float32. The points are every bfloat16, every float16, and {drawn:,} random float32 from all exponents: {points:,} in
+all. The functions take float32 and are compared with float64. bfloat16 and float16 use the same cheap functions; all
+three dtypes use the same derivatives. Rounded: every instruction is correctly rounded, as in Triton's interpreter.
+Guaranteed: every instruction is off by the most that NVIDIA's PTX ISA allows, in every combination of signs, plus
+rounding. The relative errors are 2⁻¹¹ for tanh.approx, 2⁻²² for ex2.approx, 2⁻²³ for rcp.approx and 2⁻²²·⁹ for
+rsqrt.approx. float32's erf is NVIDIA's own, off by two ulp according to the CUDA C++ Programming Guide. No GPU is
+involved. In ulp: the guaranteed error in units in the last place of the output's dtype; rounding to that dtype adds
+half a unit. These errors apply where the value exceeds 2⁻¹²⁰; for smaller values the result is below 2⁻¹¹⁹. In a sum:
+the rounded error of a sum of {terms:,} terms, relative to Σ|terms|. The terms are dy·f (as in the weight's gradient) or
+dy·f′·x (as in α's), with normally distributed dy and u = x. For any terms, this error is at most the guaranteed
+relative error. f beside f′: tanh in the backward pass in half precision, which only the weight's gradient uses.
 """
 ABOUT_GPU = """
-Largest errors of the functions of the fused kernels and their derivatives on this GPU, over the points and by the
-measures of accuracy.py, beside the guarantees that it derives from NVIDIA's documents. f is ±1 and f′ 0 at ±∞, and NaN
-stays NaN.
+Largest errors of the functions of the fused kernels and their derivatives on this GPU, beside the guarantees that
+accuracy.py derives from NVIDIA's documents. Points and measures are those of accuracy.py. At ±∞, f is ±1 and f′ is 0;
+NaN stays NaN.
 """
 FUSED = 2.0**-24  # relative: a GPU may round a product and a sum at once, and differ by one rounding of float32
 CURVES = ("tanh", "isru", "erf")

@@ -45,14 +45,15 @@ ON_A_GPU = {"vit_b16": (8, 64), "dit_xl": (8,)}  # samples per pass; otherwise 1
 PEERS = ("nnsight", "torchlens")
 NORMSCOPE, HOOKS_TIMED, NAIVE = "normscope", "normscope, hooks timed", "naive hooks"
 ABOUT = """
-Cost of a look at all norms of a network while it runs, with random weights, on which the time does not depend.
-normscope sums all pairs, with all its folds, statistics and samples; the number of pairs was found equal to the number
-of elements that the norms took. Naive hooks keep x and y before the affine step; nnsight saves the inputs and outputs
-of the norms; torchlens, by record(), the outputs of layer_norm and group_norm alone. In the hooks: time within the
-hooks over that of the rest of the same pass; on a GPU by events around each hook, in passes of their own. Pass: a pass
-with it over a bare one, which differs by some percent between runs. Kept: growth of the peak memory of the process, or
-of the memory of tensors on a GPU, per further batch. First capture: its duration beyond that of the next one in the
-process, on a machine that has never captured anything (compiling) and later. Waiting threads of OpenMP sleep.
+Cost of observing all norms of a network during its forward pass. Weights are random; the time does not depend on them.
+normscope sums all pairs, including folds, statistics and samples. Its number of pairs equals the number of elements in
+the norms' inputs, which this benchmark checks. Naive hooks store x and y before the affine step. nnsight saves the
+inputs and outputs of the norms. torchlens, by record(), saves only the outputs of layer_norm and group_norm. In the
+hooks: time within the hooks, divided by the time of the rest of the same pass. On a GPU, events around each hook
+measure it in separate passes. Pass: time of a pass with hooks, divided by that of a bare one; it varies by some percent
+between runs. Kept: growth of the process's peak memory per further batch; on a GPU, of the memory of tensors. First
+capture: its extra duration compared with the next one in the same process, on a machine without compiled code (which it
+compiles first) and on one with it. Waiting OpenMP threads sleep (OMP_WAIT_POLICY=PASSIVE).
 """
 
 

@@ -14,11 +14,11 @@ from common import Measurement, finish, in_turn, installed, options
 
 PEERS = ("typer", "rich", "numpy", "matplotlib", "torch", "torchaudio", "diffusers", "transformers")
 ABOUT = """
-Duration of whole processes, from start to exit, after a first one of each that fills the disk's cache and the cache of
-compiled loops. The peer is an import of torch and timm, which every look at a network of timm takes. normscope imports
-a library when the command needs it: its help and its list of models wait for neither torch nor matplotlib. plot without
-a model draws the three embedded ones; stats, compare and fit read captures of demo_vit and demo_dit. A ratio is to the
-peer's median.
+Duration of whole processes, from start to exit. A first run of each, which is not counted, fills the disk's cache and
+the cache of compiled loops. The peer is an import of torch and timm, which any work with a timm network requires.
+normscope imports a library only when the command needs it: its help and its list of models load neither torch nor
+matplotlib. plot without a model draws the three embedded networks; stats, compare and fit read captures of demo_vit and
+demo_dit. Ratios are relative to the peer's median.
 """
 PEER = "import torch, timm"
 STATEMENTS = {

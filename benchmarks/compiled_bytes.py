@@ -30,15 +30,15 @@ H100 = SimpleNamespace(
     shared_memory_per_block_optin=232_448, shared_memory_per_multiprocessor=233_472, L2_cache_size=50 * 2**20,
 )  # fmt: skip
 ABOUT = f"""
-What torch.compile makes of a norm and its neighbours: of LayerNorm, of DyT in plain torch, and of DyT as normscope's
-operator, into which it cannot look. Inductor generates its Triton source for an H100, of what make_fx traces with
-inductor's decompositions. No GPU is needed and no time was measured; the same versions give the same numbers. In
-bfloat16, without gradients, {SAMPLES} × {TOKENS} tokens, in units of one such tensor: reading x once and writing y once
-is 2. Modulated: norm · (1 + scale) + shift, of which each sample has its own, as in DiT. Added: x + branch, which the
-network goes on with, and the norm of it. Read and written: by inductor's own count (get_read_write_buffers_sizes), each
-tensor once for a kernel that reads it, and once for one that writes it. Loads and stores: by the generated source, as
-often as a statement goes over a tensor; what a kernel loads a second time may come from a cache. The operator counts as
-reading x once and writing y once.
+Code that torch.compile generates for a norm and its neighbours. It compares LayerNorm, DyT in plain torch, and DyT as
+normscope's operator, which is opaque to the compiler. make_fx traces each case with inductor's decompositions, and
+inductor generates Triton source for an H100. No GPU is needed and no time is measured; the same versions give the same
+numbers. The input is bfloat16, without gradients, {SAMPLES} × {TOKENS} tokens. The unit is one such tensor: reading x
+once and writing y once is 2. Modulated: norm · (1 + scale) + shift, with one scale and shift per sample, as in DiT.
+Added: the residual sum x + branch, which the network also uses later, and its norm. Read and written: inductor's own
+count (get_read_write_buffers_sizes), which counts a tensor once per kernel that reads it and once per kernel that
+writes it. Loads and stores: the number of times that statements of the generated source traverse a tensor; a second
+load in the same kernel may come from a cache. The operator counts as reading x once and writing y once.
 """
 QUANTITIES = (("read and written", "tensors"), ("loads and stores", "tensors"), ("kernels", "launched"))
 TANH = CURVES["tanh"].function

@@ -25,14 +25,14 @@ MODEL = "minilm"
 TEXTS = 1200
 WITHOUT_TRAINING = "--limit 440 --shuffle"  # of all texts; three fourths are learned from
 ABOUT = """
-All 13 LayerNorms of all-MiniLM-L6-v2, a pretrained network, converted by normscope's own commands, each a process on
-one thread; CPU seconds are of the whole of it, its imports, and the choice of norms to keep included. Its --data are
-{texts} docstrings of Python's standard library, a file a module: what the commands learn from, choose by and hold out;
-without training, 440 of them.
-Drift is judged here, on {judged} docstrings of other modules, which no command saw: relative L2 of the last hidden
-state against the original's (median, smallest and largest). Own text found: of those docstrings that have
-several sentences, {pairs}, how often the embedding of the first sentence is nearer to that of its own rest than to
-any other's (cosine of means over tokens), with the standard error of a share.
+Conversion of all 13 LayerNorms of all-MiniLM-L6-v2, a pretrained network, by normscope's commands. Each command is a
+process on one thread. CPU seconds cover the whole process, including imports and the choice of norms to keep. --data
+contains {texts} docstrings of Python's standard library, one file per module. The commands learn from them, choose
+norms by them and hold some of them out; commands without training use 440 of them. This benchmark measures drift on
+{judged} docstrings of other modules, which no command reads. Drift: relative L2 between the last hidden states of the
+converted and the original network (median, smallest and largest). Own text found: retrieval among the {pairs} of these
+docstrings that have several sentences. It is the share of first sentences whose embedding is nearer to the rest of
+their own docstring than to the rest of any other (cosine of means over tokens), with its standard error.
 """
 _SENTENCES = re.compile(r"(?<=[.!?]) ")
 _LEAST_OF_FIRST, _LEAST_OF_REST = 30, 60  # characters, below which a docstring says too little to be told apart

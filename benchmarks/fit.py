@@ -22,17 +22,17 @@ CHANNELS = 800
 SAMPLED = 65_536
 IN_A_ROW = 20
 ABOUT = """
-How long it takes to fit one curve to one norm site of {pairs:,} pairs. normscope fits all sites of a network at once,
-here {sites} of as many pairs each, and its times are divided by their number. normscope.fit includes goodness, tails,
-intervals, and the ceiling, which fits every built-in curve without each fold; several curves per call share the
-ceiling, and its time is divided by their number too. Of one site: mean of {in_a_row} calls in a row. The peers fit A
-and α to the raw pairs of the first site in float64, one after the other, from the same start: scipy.optimize.curve_fit,
-lmfit, and curve_fit on {drawn:,} pairs drawn uniformly. Off by: distances of α, DyISRU's C = 1/α², and the RMSE of A
-and α over all raw pairs, in float64, from those of curve_fit on all pairs, at the first site, or the median over all
-sites and the range; RMSE as reported: by normscope without the pairs. Sites are LayerNorms of {channels} channels over
-heavy-tailed tokens: lognormal σ, and two channels 30 and 20 times larger; each site has tokens of its own, a tenth
-larger than those of the site before. Everything ran on one thread. No time includes the reading of the pairs, which
-normscope sums as they pass.
+Time to fit one curve to one norm site of {pairs:,} pairs. normscope fits all sites of a network in one call, here
+{sites} sites of that size, and its times are divided by the number of sites. normscope.fit includes goodness, tails,
+intervals, and the ceiling, which fits every built-in curve without each fold. Several curves in one call share the
+ceiling, and their time is divided by the number of curves too. Of one site: mean of {in_a_row} consecutive calls. The
+peers fit A and α to the raw pairs of the first site in float64, one after the other, from the same start. They are
+scipy.optimize.curve_fit, lmfit, and curve_fit on {drawn:,} pairs drawn uniformly. Off by: distance from the result of
+curve_fit on all pairs, for α, for DyISRU's C = 1/α², and for the RMSE of A and α over all raw pairs in float64. It
+refers to the first site, or is the median and range over all sites. RMSE as reported: computed by normscope without the
+pairs. Sites are LayerNorms of {channels} channels over heavy-tailed tokens: lognormal σ, and two channels 30 and 20
+times larger. Each site has its own tokens, a tenth larger than those of the previous site. Everything runs on one
+thread. No time includes reading the pairs, which normscope sums during the capture.
 """
 
 

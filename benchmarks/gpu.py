@@ -40,10 +40,10 @@ REHEARSED = {  # tiny, so that a CPU is done within minutes
 REHEARSAL = "This is a rehearsal on the CPU with tiny shapes: its numbers do not describe a GPU."
 LARGEST = "largest error, of what is allowed"
 ABOUT = """
-The tests that take a GPU (pytest -m gpu): every kernel, forward and backward, in every dtype, against float64; tensors
-as large as those of networks and beyond 2³¹ elements; streams, CUDA graphs, torch.compile, opcheck and export; the sums
-of captures against the CPU's, and NCCL. Largest error: the largest distance of a result from float64, over the
-tolerance there: at most 1.
+Tests that need a GPU (pytest -m gpu). They compare every kernel, forward and backward, in every dtype, with float64,
+including tensors as large as those of networks and beyond 2³¹ elements. They also cover streams, CUDA graphs,
+torch.compile, opcheck and export, the sums of captures against the CPU's, and NCCL. Largest error: the largest distance
+of a result from float64, divided by its tolerance; at most 1 is correct.
 """
 
 

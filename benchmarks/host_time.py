@@ -25,13 +25,13 @@ BLOCKS, CALLS = 30, 50
 NATIVE, FUSED, OPERATOR = "nn.LayerNorm", "DyT", "DyT by torch's operator"
 PASSES = {"forward": "forward, no gradient wanted", "graph": "forward, gradients wanted", "backward": "backward"}
 ABOUT = f"""
-How long the host takes for a fused call, on one thread, where nothing waits for a GPU: DyT's kernels are launched as
-ever, by Triton {{triton}}, but to a driver that drops what it gets (a GPU's takes a few microseconds of its own), and
-tensors of {SHAPE[0]} × {SHAPE[1]} float32 on the CPU stand for those of a GPU. Beside it is torch's own nn.LayerNorm
-on the CPU, over the same tensors, with what it computes there. Backward is y.backward(dy), of the input and all
-parameters, whose gradients were None before. By torch's operator: the way of the first call of its kind, and of calls
-that torch.compile, modes of torch or subclasses of its tensors see. A sample is the median of {BLOCKS} blocks of
-{CALLS} calls, taken in turn; a ratio is one sample over that of nn.LayerNorm of the same round.
+Host time of a fused call on one thread, without a GPU to wait for. Triton {{triton}} launches DyT's kernels as usual,
+but into a driver that discards the launches (a GPU's driver takes a few more microseconds). CPU tensors of {SHAPE[0]} ×
+{SHAPE[1]} float32 replace those of a GPU. The peer is torch's nn.LayerNorm on the CPU over the same tensors, including
+its computation. Backward is y.backward(dy), for the input and all parameters, with gradients set to None before. By
+torch's operator: the path of the first call of each kind, and of calls under torch.compile, torch's modes or tensor
+subclasses. A sample is the median of {BLOCKS} blocks of {CALLS} calls, in turn with the other ways. A ratio divides a
+sample by that of nn.LayerNorm in the same round.
 """
 
 

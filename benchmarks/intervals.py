@@ -26,13 +26,13 @@ AT_ONCE = 50
 NORMAL = 1.959964  # standard errors to either side make 95 %
 NONE = (math.nan, math.nan)
 ABOUT = """
-Coverage of the intervals of 95 % that normscope reports, by a jackknife over 8 folds of independent sources; beside
-them A and α ± 1.96 standard errors of scipy.optimize.curve_fit for the same pairs, which it assumes to be independent,
-and those of the slope that follow from its covariance. Each of {sets} data sets is a LayerNorm of {channels} channels,
-one of them {loud:g} times larger, over sources of {tokens} tokens: normal, with lognormal scales, of spread {within} in
-log σ from token to token, and of the given spread from source to source. The truth is normscope's fit to {truth:,}
-such sources. In percent of the data sets, with a binomial standard error to which two hits and two misses are added
-(Agresti and Coull 1998). A fit without an interval counts as a miss.
+Coverage of normscope's 95 % intervals, from a jackknife over 8 folds of independent sources. The peer is
+scipy.optimize.curve_fit on the same pairs, which it assumes to be independent. Its intervals are A and α ± 1.96
+standard errors, and those of the slope that follow from its covariance. Each of {sets} data sets is a LayerNorm of
+{channels} channels, one of them {loud:g} times larger, over sources of {tokens} tokens. Tokens are normal with
+lognormal scales: log σ has a spread of {within} between tokens, and the spread in the table between sources. The truth
+is normscope's fit to {truth:,} such sources. Coverage is in percent of the data sets. Its binomial standard error is
+computed with two hits and two misses added (Agresti and Coull 1998). A fit without an interval counts as a miss.
 """
 
 Interval = tuple[float, float]

@@ -33,16 +33,17 @@ CEILINGS = {
 }  # on sm_90 in bfloat16
 MULTIPROCESSORS = 132  # of an H100 or H200; how many programs go backward depends on it
 ABOUT = """
-Machine code of the kernels of DyT, DyISRU and Derf. No GPU is needed and no time was measured: Triton {triton} compiles
-each launch ahead of time with its own ptxas ({ptxas}), specialized as at a launch, and cuobjdump reads the result; the
-same versions give the same numbers on every machine. Instructions executed, per element of x: those of all threads that
-are launched over (rows, channels), along the path of a thread that takes part in every store: the code outside of the
-loop once, its body as often as the program repeats it on {multiprocessors} multiprocessors. Instructions that a
-predicate switches off or a branch skips are counted; NOPs and the branch to itself at the end are not. Backward is the
-pass over x and dy, without the sum of its slots, whose work does not grow with the rows. Loop: its body alone. At most:
-the ceiling of bfloat16 on sm_90. α, and the shift of Derf, are single numbers, or α one per channel where the row says
-so; weight and bias are one per channel; all have x's dtype. MUFU: the unit for exponentials, roots and tanh. No kernel
-here uses local memory, so nothing spills. float32 has the accurate functions, the others those of half precision.
+Machine code of the kernels of DyT, DyISRU and Derf. No GPU is needed and no time is measured. Triton {triton} compiles
+each launch ahead of time with its own ptxas ({ptxas}), specialized as at a launch, and cuobjdump disassembles the
+result. The same versions give the same numbers on every machine. Instructions executed, per element of x: those of all
+threads that are launched over (rows, channels), along the path of a thread that takes part in every store. Code outside
+of the loop counts once, the loop's body as often as the program repeats it on {multiprocessors} multiprocessors.
+Instructions that a predicate switches off or a branch skips are counted; NOPs and the branch to itself at the end are
+not. Backward is the pass over x and dy. It excludes the sum of its slots, whose work does not grow with the rows. Loop:
+the loop's body alone. At most: the ceiling of bfloat16 on sm_90. α, and the shift of Derf, are single numbers; some
+rows have one α per channel. Weight and bias have one value per channel; all have x's dtype. MUFU: the unit for
+exponentials, roots and tanh. No kernel here uses local memory, so no register spills. float32 uses the accurate
+functions, the other dtypes those of half precision.
 """
 
 TOKENS, CHANNELS, SAMPLES = 64 * 197, 768, 64  # of a hook of ViT-B/16
@@ -54,15 +55,15 @@ OPERATIONS, RATE = 2 * 17.6e9 * SAMPLES, 0.6 * 989e12  # of a forward pass, and 
 LEFT_OUT = r"(RED|ATOM)\w*\.E\.ADD\.F64.*"
 ABOUT_CAPTURE = """
 Machine code of the kernels of a capture of {samples} images of ViT-B/16: {tokens:,} tokens of {channels} channels,
-{pairs:,} pairs per hook. No GPU is needed and no time was measured: Triton {triton} compiles each launch ahead of time
-with its own ptxas ({ptxas}), specialized as at a launch, and cuobjdump reads the result. Instructions executed, per
-pair: those of all threads that are launched, with each iteration of a loop, without code that a branch skips unless a
-tile contains a zero or a number beyond the grid of bins. At most: the ceiling of bfloat16 on sm_90. Atomic operations:
-on sectors of 32 bytes, for the sums of pairs, the density and the channels; sm_80 cannot add four words at once, and
-eight lanes add one each. Of the forward pass: a prediction from counts, not measured. It compares the instructions of
-describe and add_pairs, at one per clock for each scheduler of {multiprocessors} multiprocessors at {clock} GHz, with
-the pass's 17.6 billion multiply-adds per image at 60 % of 989 Tflop/s, without atomic operations, latency and the host.
-Local memory is used by no kernel that works on every pair.
+{pairs:,} pairs per hook. No GPU is needed and no time is measured. Triton {triton} compiles each launch ahead of time
+with its own ptxas ({ptxas}), specialized as at a launch, and cuobjdump disassembles the result. Instructions executed,
+per pair: those of all threads that are launched, with every iteration of a loop. Code that runs only if a tile contains
+a zero or a number beyond the grid of bins is excluded. At most: the ceiling of bfloat16 on sm_90. Atomic operations: on
+sectors of 32 bytes, for the sums of pairs, the density and the channels. sm_80 cannot add four words at once, so eight
+lanes add one each. Of the forward pass: a prediction from counts, not a measurement. It divides the time of describe
+and add_pairs by the time of the pass. The former assumes one instruction per clock for each scheduler of
+{multiprocessors} multiprocessors at {clock} GHz, the latter 17.6 billion multiply-adds per image at 60 % of 989
+Tflop/s. It ignores atomic operations, latency and the host. No kernel that works on every pair uses local memory.
 """
 
 

@@ -25,13 +25,14 @@ CURVES = "tanh,isru,derf"
 WIDTH, HEIGHT = 1280, 900  # of the browser's window, pixels
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ABOUT = """
-How long `normscope report` takes after its capture, and what its page does in {browser} without a window, {width} ×
-{height} pixels. {pages} Fits: of {curves}, of all sites. Written: the page is made of them and saved. Usable: from the
-beginning of the navigation until all scripts of the page have run; painted: until the frame after that is. Each repeat
-is a browser that was just started, and opens the page on its overview. Answers: from a click, or a slider's step, until
-the frame with its outcome is painted; what a frame waits for (up to 17 ms) is in it, what a graphics card or a screen
-does is not. One action follows another without a pause, each repeat at other sites. First at a site: nothing of it was
-drawn before but its density. R²: of every fit, as the page finds it from its own points, less CurveFit.r2.
+Time that `normscope report` takes after its capture, and response times of its page in {browser}, headless, {width} ×
+{height} pixels. {pages} Fits: fits of {curves} to all sites. Written: the page is built from them and saved. Usable:
+from the start of the navigation until all scripts of the page have run. Painted: until the next frame is painted. Each
+repeat starts a new browser, which opens the page on its overview. Answers: from a click or a slider's step until the
+frame with the result is painted. This includes the wait for a frame (up to 17 ms), but neither graphics card nor
+screen. Actions follow each other without a pause, and each repeat uses other sites. First at a site: only the site's
+density was drawn before. R²: largest difference, over all fits, between the page's R², computed from its own points,
+and CurveFit.r2.
 """
 CHOICE = "document.querySelector('input[value={}]').click()"
 BUTTON = "[...document.querySelectorAll('{} button')].find((one) => one.textContent === '{}').click()"

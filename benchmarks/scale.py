@@ -40,10 +40,10 @@ def main() -> None:
         data = write_images(Path(folder) / "images", args.images)
         measurements = list(speed(Path(folder), data, args))
     about = f"""
-        normscope capture demo_vit of images in a folder, 8 in a batch: whole commands, in turn. "Each further input":
-        duration of a command of all images beyond that of one of {FEW}, without the start, which takes as long as about
-        a thousand inputs of this toy. Captures of 1, 2 and 3 processes of one thread were compared: counts equal to the
-        bit, sums to 1e-12.
+        normscope capture demo_vit, run on a folder of images with 8 per batch; whole commands take turns. "Each further
+        input": difference in duration between a command of all images and one of {FEW}, per image. It excludes the
+        start, which takes as long as about a thousand inputs of this toy. Captures of 1, 2 and 3 processes with one
+        thread each are compared: counts are equal to the bit, and sums agree to 1e-12.
     """
     finish("scale", about, measurements, args, threads=[1, 2], libraries=["timm", "numba"])
 

@@ -20,14 +20,14 @@ PASSES_OF_THE_TABLE = 25  # a quarter of the paper's
 COMPILED = (NATIVE, "dyt")  # whole networks, of which each is a compilation
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 ABOUT = """
-Time of networks of full size with random weights, with other modules in place of their norms, by normscope.bench; and
-of one LayerNorm of tokens × channels on random values, forward and backward. Compared in turns: plain torch (eager),
-torch.compile, normscope's kernels (fused; on a CPU a loop that is compiled by numba, forward alone), RMSNorm, the
-identity, and for a norm a copy of its input. Whole networks run forward: on a CPU on their first sample. Of native: the
-median over that of the native norm in the same run and way. Below 1 is faster by the median, above 1 slower;
-normscope.bench calls it so only if the minimum and all of p20 to p80 agree. GB/s of norms count x and y forward, and x,
-y, dy and dx forward + backward. Of LLaMA 7B also DyT's published table: milliseconds per pass of all its norms, and of
-the network, here and in {source}.
+Time of full-size networks with random weights, measured by normscope.bench, with other modules in place of their norms;
+and of one LayerNorm of tokens × channels on random values, forward and backward. The ways take turns: plain torch
+(eager), torch.compile, normscope's kernels (fused), RMSNorm, the identity, and for a norm a copy of its input. On a
+CPU, fused is a loop compiled by numba, forward only. Whole networks run forward, on a CPU on their first sample. Of
+native: the median divided by that of the native norm in the same run and way. Below 1 is faster by the median, above 1
+slower. normscope.bench reports a difference only if the minimum and all of p20 to p80 agree. GB/s of norms count x and
+y for forward, and x, y, dy and dx for forward + backward. For LLaMA 7B, the table includes DyT's published numbers:
+milliseconds per pass of all its norms, and of the network, here and in {source}.
 """
 
 

@@ -30,17 +30,17 @@ STARTS = ("fit", "fit per channel", "theory", "paper")
 OTHERS = ("free", "best", "identity", "rmsnorm")
 TRAINED = ("functions calibrated", "calibrated", "calibrated, two kept", "healed")
 ABOUT = """
-Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, at each of its held-out inputs, after a swap of
-all its norms; 1 is the error of zero. The demo networks are embedded toys; minilm is all-MiniLM-L6-v2, a pretrained
-network, that learns from {texts} docstrings of Python's standard library and is judged by {held_out} docstrings of
-other modules; torchfcpe is FCPE, a pretrained network that estimates pitch, on the synthetic words of demo_wav2vec2.
-Start values are fitted to the inputs to learn from, with s, weighted by γ² (per channel by pairs alike). Samples are
-inputs: median, smallest and largest. Of paper's: the median over that of the same function with A = 1, α = 0.5, s = 0,
-γ and β kept. free is E[y|x] itself, with one shape for all channels of a site. Functions calibrated: by
-normscope.calibrate with refit="norms"; calibrated: with the linear layers beside them; two kept: of all norms but two
-that normscope.keep chose; healed: calibrated and trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm.
-KL of logits (of FCPE: of its pitches), mean per input in nats; top-1: share of positions with the same largest logit.
-CPU seconds are of the swap, calibration and healing, on one thread.
+Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms;
+an output of zero has an error of 1. The demo networks are embedded toys. minilm is all-MiniLM-L6-v2, a pretrained
+network; it learns from {texts} docstrings of Python's standard library, and {held_out} docstrings of other modules are
+held out. torchfcpe is FCPE, a pretrained network that estimates pitch, on the synthetic words of demo_wav2vec2. Start
+values are fitted to the inputs to learn from, with s, weighted by γ² (per channel: unweighted). Samples are inputs;
+numbers are median, smallest and largest. Of paper's: the median divided by that of the same function with A = 1, α =
+0.5, s = 0, and the original γ and β. free is E[y|x] itself, with one shape for all channels of a site. Functions
+calibrated: by normscope.calibrate with refit="norms". Calibrated: with the neighbouring linear layers too. Two kept:
+all norms are replaced except two, which normscope.keep chose. Healed: calibrated, then trained by normscope.heal for
+{length}. RMSNorm replaces no GroupNorm. KL: of logits (for FCPE, of its pitches), mean per input, in nats. Top-1: share
+of positions with the same largest logit. CPU seconds cover swap, calibration and healing, on one thread.
 """
 
 

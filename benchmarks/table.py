@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 TITLES = {
     "capture": "What a capture costs",
     "fit": "What a fit costs",
-    "intervals": "How often the intervals hold the truth",
+    "intervals": "How often the intervals contain the truth",
     "swaps": "How far a swap moves the output",
     "speed": "How fast swapped networks are",
     "pointwise": "How fast point-wise functions are on the CPU",
@@ -34,9 +34,9 @@ TITLES = {
 }
 INTRODUCTION = """# Benchmarks
 
-Each number is a median, with the smallest and the largest of its samples behind it. Whatever is compared ran in turn on
-the same machine within one command. Ratios carry over to other machines better than times do. The raw samples are in
-[benchmarks/results](../benchmarks/results). To repeat it:
+Each number is the median of its samples, followed by the smallest and the largest. Within one command, everything that
+is compared ran in turn on the same machine. Ratios carry over to other machines better than times do. The raw samples
+are in [benchmarks/results](../benchmarks/results). To repeat the measurements:
 
 ```bash
 pip install -e '.[bench]'
@@ -45,9 +45,14 @@ python benchmarks/gpu.py  # with an NVIDIA GPU, see kernels.md
 python benchmarks/table.py
 ```
 
-This page is written by the last of these commands; a change to it by hand would be lost. Below each section are the
-command and the commit of its numbers. Scripts that are part of others now: `pointwise.py` of `speed.py`,
-`calibration.py`, `healing.py` and `prenorm.py` of `swaps.py`, `machine_code_capture.py` of `machine_code.py`.
+The last command writes this page and overwrites any edit by hand. Each section ends with the command and the commit
+that produced its numbers. Some of these commands name scripts that are now part of others:
+
+| script in a command | now part of |
+|---|---|
+| `pointwise.py` | `speed.py` |
+| `calibration.py`, `healing.py`, `prenorm.py` | `swaps.py` |
+| `machine_code_capture.py` | `machine_code.py` |
 """
 
 
