@@ -128,8 +128,8 @@ def _tail_answers(tails: Tails) -> Iterator[tuple[str, str]]:
     yield "largest tokens", f"{_positions(tails, _NAMED)} (of the {len(tails.tokens)} of largest |x|)"
     for token in tails.tokens[:_NAMED]:
         sample = "" if token.sample is None else f"sample {token.sample}, "
-        place = "" if token.channel is None else f", channel {token.channel}"
-        yield "", f"{sample}token {token.position}{place}: x = {_number(token.x)}"
+        where = "" if token.channel is None else f", channel {token.channel}"
+        yield "", f"{sample}token {token.position}{where}: x = {_number(token.x)}"
 
 
 def _centring(card: NormCard) -> list[str]:
