@@ -88,17 +88,17 @@ class XAxis:
     def _that_fit(self, ticks: Sequence[float], inches: float) -> list[float]:
         """Leave out ticks whose labels would run into the label of one before them in the list."""
         low, high = self.along(np.array(self.limits))
-        kept: list[float] = []
+        letters = float(inches / (high - low) / _LETTER_INCHES)  # between two places on the axis, by their distance
+
+        def apart(tick: float, kept: float) -> bool:
+            distance = letters * abs(float(self.along(np.array(tick))) - float(self.along(np.array(kept))))
+            return distance > (len(number(tick)) + len(number(kept)) + 1.5) / 2
+
+        fitting: list[float] = []
         for tick in ticks:
-            here = float(self.along(np.array(tick)))
-            room = inches / (high - low)
-            if all(
-                abs(here - float(self.along(np.array(other)))) * room
-                > _LETTER_INCHES * (len(number(tick)) + len(number(other)) + 1.5) / 2
-                for other in kept
-            ):
-                kept.append(tick)
-        return kept
+            if all(apart(tick, kept) for kept in fitting):
+                fitting.append(tick)
+        return fitting
 
 
 def few_ticks(limits: Limits, inches: float) -> list[float]:
@@ -240,12 +240,10 @@ def asinh_ticks(least: float, most: float) -> list[float]:
     [0.0, -5.0, 5.0, -2.0, 2.0]
     """
     powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
-    decades = [10.0**power for power in powers if least <= 10.0**power <= most]
-    if len(decades) < 2:
-        decades = [
-            digit * 10.0**power for power in powers for digit in (1, 2, 5) if least <= digit * 10.0**power <= most
-        ]
-        decades = decades[::-1][:3]
+    round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    inside = [at for at in round_numbers if least <= at <= most]
+    tens = [at for at in inside if at in round_numbers[::3]]
+    decades = tens if len(tens) > 1 else inside[::-1][:3]
     first = [max(decades), min(decades)] if decades else []
     return [0.0, *(sign * at for at in dict.fromkeys([*first, *decades]) for sign in (-1, 1))]
 

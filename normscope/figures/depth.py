@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
@@ -78,7 +77,11 @@ def plot_depth(
         raise DataError("There is no fit of a site to draw over the depth; fit each site by itself.")
     curves, _ = best_of([fit for fit in fits if fit.curve != FREE] or fits)
     kinds = list(dict.fromkeys(kind_of_site(site.name) for site in capture.sites))
-    handles = _handles(kinds, theme)
+    handles = [
+        *(key(kind, ms=3, **_look(place, theme)) for place, kind in enumerate(kinds)),
+        key("ceiling: the best f(x) that was found", theme.faint, ":", marker="_", ms=4),
+        key("α = 1/std", theme.faint, "--"),
+    ]
     inches = inches_of(width, max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
     room = (inches - 0.5) / len(curves)
     height, samples = 0.7 + _ROW_INCHES * len(_NUMBERS) + _SQUARE_INCHES, count(capture.n_samples, "sample")
@@ -110,14 +113,6 @@ def plot_depth(
 def _look(place: int, theme: Style) -> dict[str, Any]:
     colours = theme.curves
     return {"color": colours[place % len(colours)], "marker": _MARKERS[place % len(_MARKERS)]}
-
-
-def _handles(kinds: Sequence[str], theme: Style) -> list[Line2D]:
-    return [
-        *(key(kind, ms=3, **_look(place, theme)) for place, kind in enumerate(kinds)),
-        key("ceiling: the best f(x) that was found", theme.faint, ":", marker="_", ms=4),
-        key("α = 1/std", theme.faint, "--"),
-    ]
 
 
 _NUMBERS: dict[str, tuple[str, Callable[[CurveFit], float]]] = {  # by label: the field, and its value to draw
@@ -234,23 +229,26 @@ def shares_of(capture: Capture, site: str) -> Array:
 
 
 def _draw_channels(figure: Figure, ax: Axes, shares: Sequence[Array], theme: Style) -> None:
-    most = max(map(len, shares))
-    each = math.ceil(most / _ROWS)
-    rows = math.ceil(most / each)
+    each, rows = _rows_of(max(map(len, shares)))
     image = np.full((rows, len(shares)), np.nan)
+    peaks: dict[int, float] = {}
     for column, share in enumerate(shares):
         of_rows = np.maximum.reduceat(share, np.arange(0, len(share), each))
         image[: len(of_rows), column] = of_rows
+        for channel in map(int, np.flatnonzero(share > _TIMES / len(share))):
+            peaks[channel] = max(peaks.get(channel, 0.0), float(share[channel]))
     shown = np.ma.masked_where(~(image > 0), image)
     top = float(shown.max()) if shown.count() else 1.0
     norm = LogNorm(max(float(shown.min()), 1e-4 * top) if shown.count() else 0.1, top)
     _draw_map(figure, ax, shown, each, theme, norm, "share of Σx²")
     ax.set_ylabel("channel")
-    peaks: dict[int, float] = {}
-    for share in shares:
-        for channel in np.flatnonzero(share > _TIMES / len(share)):
-            peaks[int(channel)] = max(peaks.get(int(channel), 0.0), float(share[channel]))
-    _name(ax, sorted(peaks, key=lambda channel: -peaks[channel])[:_NAMED], rows * each, theme)
+    _name(ax, peaks, rows * each, theme)
+
+
+def _rows_of(numbers: int) -> tuple[int, int]:
+    """Return how many channels or positions share a row of a map, and the number of its rows."""
+    each = math.ceil(numbers / _ROWS)
+    return each, math.ceil(numbers / each)
 
 
 def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, norm: Normalize, label: str) -> None:
@@ -262,25 +260,23 @@ def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, nor
 
 
 def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]], theme: Style) -> None:
-    positions_drawn = sorted({position for at_site in positions for position in at_site})
-    most = max(positions_drawn, default=0) + 1
-    each = math.ceil(most / _ROWS)
-    rows = math.ceil(most / each)
+    totals = dict.fromkeys(sorted(set().union(*positions)), 0)
+    each, rows = _rows_of(max(totals, default=0) + 1)
     image = np.zeros((rows, len(positions)))
     for column, at_site in enumerate(positions):
         for position, number in at_site.items():
             image[position // each, column] += number
+            totals[position] += number
     norm = Normalize(0, max(image.max(), 1))
     _draw_map(figure, ax, np.ma.masked_equal(image, 0), each, theme, norm, "of the 16 tokens of largest |x|")
     ax.set_ylabel("position of the token")
-    totals = {position: sum(at_site.get(position, 0) for at_site in positions) for position in positions_drawn}
-    _name(ax, sorted(totals, key=lambda position: -totals[position])[:_NAMED], rows * each, theme)
+    _name(ax, totals, rows * each, theme)
 
 
-def _name(ax: Axes, numbers: Sequence[int], top: int, theme: Style) -> None:
+def _name(ax: Axes, weights: Mapping[int, float], top: int, theme: Style) -> None:
     """Write numbers of rows at the right edge, the weightiest first, where none would run into another."""
     kept: list[int] = []
-    for number in numbers:
+    for number in sorted(weights, key=lambda number: -weights[number])[:_NAMED]:
         if all(abs(number - other) > 0.05 * top for other in kept):
             kept.append(number)
             look = {"va": "center", "fontsize": LEAST_POINTS, "color": theme.ink}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,10 @@ _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
-_TOLD = ("model", "weights", "data")
+_SITES = {  # by field of a report: a row's site, title of the panel, and its distance, with room for the placements
+    "by_site": ("site", "the network's output, each site swapped alone", 13),
+    "at_sites": ("at", "each site's own output, all sites swapped", None),
+}
 
 
 @dataclass(frozen=True)
@@ -100,19 +103,19 @@ def plot_drift(
     theme = style_named(style)
     if not reports:
         raise UsageError("There is no drift to draw; measure some first.")
-    if len({tuple(report.about.get(key) for key in _TOLD) for report in reports}) > 1:
+    if len({tuple(map(report.about.get, ("model", "weights", "data"))) for report in reports}) > 1:
         raise UsageError("The drifts are of several networks or inputs; a figure takes those of one.")
     lines = _lines(reports, theme)
     paths = _paths(reports, sites)
     inches = inches_of(width, min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
-    wide = [draw for draw, rows in ((_draw_alone, "by_site"), (_draw_at_sites, "at_sites")) if _any(reports, rows)]
-    narrow = [
-        draw for draw, rows in ((_draw_cumulative, "cumulative"), (_draw_parts, "by_part")) if _any(reports, rows)
-    ]
+    wide, narrow = (
+        [rows for rows in kinds if any(getattr(report, rows) for report in reports)]
+        for kinds in (_SITES, ("cumulative", "by_part"))
+    )
     abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
     names = [tail(path, _NAME_INCHES, _TINY) for path in paths]
     foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
-    ratios = len(reports) > 1 and _any(reports, "by_site")
+    ratios = len(reports) > 1 and "by_site" in wide
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
     inputs = count(max(report.all.inputs for report in reports), "input")
     height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
@@ -121,8 +124,13 @@ def plot_drift(
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
         lower = [figure.add_subplot(grid[place]) for place in places]
-        for ax, draw in zip([*upper, *lower], [*wide, *narrow], strict=True):
-            draw(ax, lines, paths)
+        for ax, rows_name in zip([*upper, *lower], [*wide, *narrow], strict=True):
+            if rows_name in _SITES:
+                _draw_sites(ax, lines, paths, rows_name)
+            elif rows_name == "cumulative":
+                _draw_cumulative(ax, lines)
+            else:
+                _draw_parts(ax, lines)
             _finish(ax, theme)
         if ratios:
             upper.append(figure.add_subplot(grid[len(wide), :]))
@@ -133,10 +141,6 @@ def plot_drift(
             _sign_placements(upper[0], sites, paths, theme)
         figure.align_ylabels()
     return figure
-
-
-def _any(reports: Sequence[DriftReport], rows: str) -> bool:
-    return any(getattr(report, rows) for report in reports)
 
 
 def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
@@ -150,13 +154,14 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     return lines
 
 
-def _colours(funcs: Sequence[str] | dict[str, None], theme: Style) -> dict[str, Any]:
-    """A curve's own colour where it has one and no other function of this figure took it; RMSNorm is no curve."""
-    looks, colours = theme.looks(map(_curve, funcs)), dict[str, Any]()
-    for func in sorted(funcs, key=lambda func: _curve(func) not in CURVES):
-        usual = theme.ink if func == "rmsnorm" else looks[_curve(func)][0]
-        free = [colour for colour in (usual, *theme.curves, *theme.channels) if colour not in colours.values()]
-        colours[func] = free[0] if free else usual
+def _colours(funcs: Iterable[str], theme: Style) -> dict[str, Any]:
+    """Return a colour for each function, a built-in curve's own first; RMSNorm is no curve."""
+    curves = {func: _curve(func) for func in funcs}
+    looks, colours = theme.looks(curves.values()), dict[str, Any]()
+    for func, curve in sorted(curves.items(), key=lambda item: item[1] not in CURVES):
+        usual = theme.ink if func == "rmsnorm" else looks[curve][0]
+        choice = (usual, *theme.curves, *theme.channels)
+        colours[func] = next((colour for colour in choice if colour not in colours.values()), usual)
     return colours
 
 
@@ -191,19 +196,12 @@ def _infinite(quantiles: Quantiles) -> bool:
     return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
 
 
-def _draw_alone(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
-    _draw_sites(ax, [(line, {row.site: row for row in line.report.by_site}) for line in lines], paths)
-    ax.set_title("the network's output, each site swapped alone", loc="left", pad=13)
-
-
-def _draw_at_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
-    _draw_sites(ax, [(line, {row.at: row for row in line.report.at_sites}) for line in lines], paths)
-    ax.set_title("each site's own output, all sites swapped", loc="left")
-
-
-def _draw_sites(ax: Axes, rows: Sequence[tuple[_DriftLine, Mapping[str | None, Drift]]], paths: Sequence[str]) -> None:
-    for line, at in rows:
+def _draw_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], rows_name: str) -> None:
+    name, title, pad = _SITES[rows_name]
+    for line in lines:
+        at = {getattr(row, name): row for row in getattr(line.report, rows_name)}
         _draw_dots(ax, line, [(number, at[path]) for number, path in enumerate(paths) if path in at], line.offset)
+    ax.set_title(title, loc="left", pad=pad)
 
 
 def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
@@ -211,12 +209,12 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
     first = {row.site: row.relative_l2.p50 for row in lines[0].report.by_site}
     for line in lines[1:]:
         rows = {row.site: row.relative_l2.p50 for row in line.report.by_site}
-        points = [
-            (number + line.offset, rows[path] / first[path])
+        drawn = {
+            number + line.offset: rows[path] / first[path]
             for number, path in enumerate(paths)
             if path in rows and 0 < first.get(path, 0) < math.inf and math.isfinite(rows[path])
-        ]
-        x, ratio = [x for x, _ in points], [ratio for _, ratio in points]
+        }
+        x, ratio = list(drawn), list(drawn.values())
         ax.plot(x, ratio, marker=line.marker, ms=2.6, mew=0, color=line.colour, ls="")
         ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
     ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
@@ -226,7 +224,7 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
     draw_guides(ax, theme)
 
 
-def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
+def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine]) -> None:
     for line in lines:
         rows = [(row.sites_swapped, row) for row in line.report.cumulative]
         _draw_dots(ax, line, rows, line.offset, joined=True)
@@ -235,18 +233,18 @@ def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _draw_parts(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str]) -> None:
+def _draw_parts(ax: Axes, lines: Sequence[_DriftLine]) -> None:
     parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
     for line in lines:
         rows = [(parts.index(row.part), row) for row in line.report.by_part]
         _draw_dots(ax, line, rows, 0.6 * line.offset, joined=True)
     words = {part.rpartition(" ")[0] for part in parts}
-    shared = words.pop() if len(words) == 1 else ""
-    names = [literal(part.removeprefix(f"{shared} ")) for part in parts]
+    shared = literal(words.pop()) if len(words) == 1 else ""
+    names = [literal(part).removeprefix(f"{shared} ") for part in parts]
     every = max(1, math.ceil(len(parts) / 12))
     ax.set_xticks(range(0, len(parts), every), names[::every])
-    ax.set_xlabel(literal(shared) or "part of the data")
-    ax.set_title(f"the output by {literal(shared) or 'part of the data'}, all sites swapped", loc="left")
+    ax.set_xlabel(shared or "part of the data")
+    ax.set_title(f"the output by {shared or 'part of the data'}, all sites swapped", loc="left")
 
 
 def _draw_dots(
@@ -321,8 +319,7 @@ def plot_keep(
     foot = max(width_of(name, _TINY) for name in names)
     with sheet(theme, inches, (_KEEP_INCHES[1] + foot) * rows, title, report.about) as figure:
         grid = figure.add_gridspec(rows, 1 + beside)
-        drifts = figure.add_subplot(grid[0, 0])
-        _draw_kept(drifts, report, theme)
+        _draw_kept(figure.add_subplot(grid[0, 0]), report, theme)
         if report.quality is not None:
             _draw_quality(figure.add_subplot(grid[rows - 1, -1]), report.quality, report.taken, theme)
         for ax in figure.axes:
@@ -330,29 +327,26 @@ def plot_keep(
             every = max(1, math.ceil(len(names) * 2 * _UPRIGHT_INCHES * len(figure.axes) / inches))
             ticks = [step.swapped for step in report.taken]
             ax.set_xticks(ticks[::every], names[::every], rotation=90, fontproperties=_TINY)
+            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0, columnspacing=1.2)
             draw_guides(ax, theme)
     return figure
 
 
 def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
-    named = {"chosen on": "error", "held out": "held_out"}
-    for colour, aside, (label, name) in zip(theme.curves, (-_ASIDE, _ASIDE), named.items(), strict=False):
-        drawn = [step for step in report.taken if getattr(step, name) is not None]
-        points = [(step.swapped + aside, getattr(step, name)) for step in drawn]
+    measured = {
+        "chosen on": [(step.swapped - _ASIDE, step.error) for step in report.taken],
+        "held out": [(step.swapped + _ASIDE, step.held_out) for step in report.taken if step.held_out is not None],
+    }
+    for colour, (label, points) in zip(theme.curves, measured.items(), strict=False):
         if points:
-            x, medians = [x for x, _ in points], [quantiles.p50 for _, quantiles in points]
-            ax.plot(x, medians, color=colour, marker="o", ms=3, lw=0.9, label=label)
+            medians = [quantiles.p50 for _, quantiles in points]
+            ax.plot([x for x, _ in points], medians, color=colour, marker="o", ms=3, lw=0.9, label=label)
             _draw_bars(ax, points, colour)
     tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
     if tried:
         ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
     ax.set_ylim(0, None)
     ax.set_ylabel(report.measure)
-    _legend_above(ax)
-
-
-def _legend_above(ax: Axes) -> None:
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0, columnspacing=1.2)
 
 
 def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: Style) -> None:
@@ -360,7 +354,6 @@ def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: 
     points = [(step.swapped, scores[f"{step.kept} kept"].value) for step in taken]
     ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9, label="swapped")
     ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9, label="original")
-    _legend_above(ax)
     ax.set_ylabel(literal(quality.name))
 
 
@@ -404,17 +397,10 @@ def _draw_course(ax: Axes, checks: Sequence[TrainingCheck], style: Style) -> Non
     losses = [(check.step, check.loss) for check in checks if check.loss is not None]
     losses = [(0, losses[0][1]), *losses] if losses else []  # each is of the steps before it
     ax.plot(*_finite(losses), color=style.curves[1], lw=1.1, ds="steps-pre", label="training loss")
+    look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 2.8, "mew": 0.7, "color": style.curves[0]}
     for kept, label in ((True, "median drift, least so far"), (False, "no less than before")):
-        ax.plot(
-            *_finite([(check.step, check.drift) for check in checks if check.kept == kept]),
-            ls="",
-            marker="o",
-            ms=2.8,
-            mew=0.7,
-            color=style.curves[0],
-            mfc=style.curves[0] if kept else style.background,
-            label=label,
-        )
+        drifts = [(check.step, check.drift) for check in checks if check.kept == kept]
+        ax.plot(*_finite(drifts), mfc=style.curves[0] if kept else style.background, label=label, **look)
     end = max((check.step for check in checks), default=1)
     ax.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
     ax.set_xlabel("steps")
@@ -427,10 +413,8 @@ def _finite(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list
 
 
 def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
-    stages = list(report.drifts)
     colour = style.curves[0]
-    for place, stage in enumerate(stages):
-        quantiles = report.drifts[stage]
+    for place, quantiles in enumerate(report.drifts.values()):
         if not all(math.isfinite(value) for value in quantiles.values()):
             at: Any = ("data", "axes fraction")
             ax.annotate("not finite", (place, 0.02), xycoords=at, ha="center", fontsize=LEAST_POINTS)
@@ -440,7 +424,7 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
         behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}  # no line runs through the number
         at, look = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS, "bbox": behind}
         write_at(ax, f"{quantiles['median']:.3f}", at, (4, 0), "data", **look)
-    ax.set_xlim(-0.5, len(stages) - 0.2)
+    ax.set_xlim(-0.5, len(report.drifts) - 0.2)
     ax.set_ylim(bottom=0)
     start = report.before["median"]
     if math.isfinite(start):
@@ -448,7 +432,6 @@ def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
         behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.8}  # the line goes on at either side
         look = {"va": "center", "fontsize": LEAST_POINTS, "color": style.faint, "bbox": behind}
         write_at(ax, f"{1 - _HEALED:.0%} closed", (0.0, _HEALED * start), (3, 0), ("axes fraction", "data"), **look)
-    ax.set_xticks(range(len(stages)), [_STAGES[stage] for stage in stages])
+    ax.set_xticks(range(len(report.drifts)), [_STAGES[stage] for stage in report.drifts])
     ax.set_ylabel(f"{report.measure} on {report.n_held_out} held-out samples")
-    ending = "start values kept" if report.restored else f"{report.closed:.0%} of the median closed"
-    ax.set_title(ending)
+    ax.set_title("start values kept" if report.restored else f"{report.closed:.0%} of the median closed")

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -25,7 +26,7 @@ from normscope.figures.axes import AUTO, Limits, Scales, XAxis, few_ticks, mean_
 from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken, key
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.fits.curves.known import CURVES, FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
@@ -43,12 +44,11 @@ def extreme_channels(stats: PairStats) -> list[int]:
 
 def drawn_tokens(stats: PairStats) -> tuple[Array, Array, Array]:
     """Return x and y, float64 ``(tokens, d)``, and 1/σ, ``(tokens,)``, of the sampled and of the largest tokens."""
-
-    def both(name: str) -> Array:
-        drawn: Array = torch.cat([getattr(stats.tokens, name), getattr(stats.largest, name)]).double().numpy()
-        return drawn
-
-    return both("x"), both("y"), both("rstd")
+    x, y, rstd = (
+        torch.cat([getattr(stats.tokens, name), getattr(stats.largest, name)]).double().numpy()
+        for name in ("x", "y", "rstd")
+    )
+    return x, y, rstd
 
 
 def drawn_pairs(stats: PairStats) -> tuple[Array, Array, NDArray[np.int64]]:
@@ -87,8 +87,7 @@ def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
     below = np.concatenate([np.zeros((1, counts.shape[1])), counts.cumsum(0)])
     bins = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, grid.size - 1)
     share = np.clip((at - edges[bins]) / (edges[bins + 1] - edges[bins]), 0, 1)
-    reached = below[bins] + share[:, None] * (below[bins + 1] - below[bins])
-    gathered: Array = np.diff(reached, axis=0)
+    gathered: Array = np.diff(below[bins] + share[:, None] * (below[bins + 1] - below[bins]), axis=0)
     return gathered
 
 
@@ -230,12 +229,8 @@ def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
     lines = np.concatenate([np.take_along_axis(v[:, :, None], ends, 1) for v in (x, y)], axis=2)
     if axis.linear_width is not None:
         lines = _bent(lines, axis)
-    ax.add_collection(
-        LineCollection(
-            list(lines), array=scale, norm=norm, cmap=panel.style.tokens, lw=0.5, alpha=0.45, rasterized=True
-        ),
-        autolim=False,
-    )
+    look: dict[str, Any] = {"norm": norm, "cmap": panel.style.tokens, "lw": 0.5, "alpha": 0.45, "rasterized": True}
+    ax.add_collection(LineCollection(list(lines), array=scale, **look), autolim=False)
     # One marker stamped along each token: a scatter that colours point by point takes most of a figure's time.
     for token_x, token_y, colour in zip(x, y, matplotlib.colormaps[panel.style.tokens](norm(scale)), strict=True):
         points = Line2D(token_x, token_y, ls="", marker="o", ms=_TOKEN_POINT, mew=0, color=colour, rasterized=True)
@@ -349,21 +344,18 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
     fits = [fit for panel in panels for fit in panel.fits]
     shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
     for curve, function in {fit.curve: fit.function for fit in fits}.items():
-        label = _formula_of(curve, function, "αx+s" if curve in shifted else "αx")
+        argument = "αx+s" if curve in shifted else "αx"
+        if curve == FREE:
+            label = "free: E[y|x] in groups of bins"
+        elif curve in CURVES:
+            alias = "" if function.function_name == curve else f"{curve}: "
+            label = f"{alias}A·{function.function_name}({argument}), least squares"
+        else:
+            label = f"{curve}: A·f({argument}), f(u) = {function.formula}"
         handles.append(key(label, *panels[0].looks[curve], lw=1.1))
     if bounds and any(panel.site.bound < panel.scales.y[1] for panel in panels):
         handles.append(key("bound: ±√(d−1), without centring ±√d", style.faint, ":"))
     return handles
-
-
-def _formula_of(curve: str, function: Curve, argument: str) -> str:
-    """Return the legend's label of a fitted curve; user-defined curves are labelled by formula."""
-    if curve == FREE:
-        return "free: E[y|x] in groups of bins"
-    if curve not in CURVES:
-        return f"{curve}: A·f({argument}), f(u) = {function.formula}"
-    label = f"A·{function.function_name}({argument}), least squares"
-    return label if function.function_name == curve else f"{curve}: {label}"
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool = True) -> list[str]:
@@ -490,15 +482,13 @@ def draw_residuals(ax: Axes, panel: Panel, axis: XAxis) -> None:
     reach = _MARGIN * float(np.nanmax(np.abs(np.array([*groups.off, *([] if fits else [band])])[:, inside]), initial=0))
     reach = reach if reach > 0 else 1.0
     ax.set(xlim=axis.limits, ylim=(-reach, reach * (1 + free) / (1 - free)))
-    drawn: list[Artist] = [
-        ax.fill_between(groups.x, -band, band, color=panel.style.faint, alpha=_BAND_ALPHA, lw=0, zorder=1)
-    ]
+    look: dict[str, Any] = {"lw": 1.0, "zorder": 4, "path_effects": outline(panel.style, 0.6)}
+    band_look: dict[str, Any] = {"color": panel.style.faint, "alpha": _BAND_ALPHA, "lw": 0, "zorder": 1}
+    drawn: list[Artist] = [ax.fill_between(groups.x, -band, band, **band_look)]
     ax.axhline(0, color=panel.style.ink, lw=0.6, zorder=2)
     for fit, off in zip(fits, groups.off, strict=True):
         colour, dashes = panel.looks[fit.curve]
-        drawn += ax.plot(
-            groups.x, off, color=colour, ls=dashes, lw=1.0, zorder=4, path_effects=outline(panel.style, 0.6)
-        )
+        drawn += ax.plot(groups.x, off, color=colour, ls=dashes, **look)
     left, right = axis.limits
     for artist in drawn if free else []:
         artist.set_clip_path(Rectangle((left, -reach), right - left, 2 * reach, transform=ax.transData))

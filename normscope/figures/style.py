@@ -31,15 +31,8 @@ from normscope.runtime.files import visible
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
 
 # Okabe and Ito, "Color Universal Design" (2008): distinguishable with protanopia, deuteranopia and tritanopia.
-ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
-    "#E69F00",
-    "#56B4E9",
-    "#009E73",
-    "#F0E442",
-    "#0072B2",
-    "#D55E00",
-    "#CC79A7",
-)
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 
 
 @dataclass(frozen=True)
@@ -88,8 +81,8 @@ class Style:
         looks, colours = self.looks(curves), dict[str, str]()
         for curve in sorted(curves, key=lambda curve: curve not in CURVES):  # a built-in one keeps its own
             usual = looks[curve][0]
-            free = [colour for colour in (usual, *self.curves) if colour not in colours.values()]
-            colours[curve] = free[0] if free else usual
+            choice = (usual, *self.curves)
+            colours[curve] = next((colour for colour in choice if colour not in colours.values()), usual)
         return {curve: (colours[curve], looks[curve][1]) for curve in curves}
 
     def rc(self) -> dict[Any, Any]:
@@ -223,8 +216,8 @@ def legend_columns(labels: Sequence[str], inches: float, font: FontProperties) -
 
     def width(columns: int) -> float:
         # To each label its handle and a gap of 0.8; 2 between columns, 0.4 at either side.
-        texts = sum(max(column) for column in np.array_split(widths, columns))
-        return float(texts) + ((HANDLE_LENGTH + 2.8) * columns - 1.2) * em
+        texts = sum(float(max(column)) for column in np.array_split(widths, columns))
+        return texts + ((HANDLE_LENGTH + 2.8) * columns - 1.2) * em
 
     return next((columns for columns in range(len(labels), 1, -1) if width(columns) <= inches), 1)
 
@@ -341,9 +334,8 @@ def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
     """Put parts of a text into as few lines as fit; no part is divided."""
     lines: list[str] = []
     for part in parts:
-        longer = f"{lines[-1]}  {part}" if lines else part
-        if lines and width_of(longer, NOTE) <= inches:
-            lines[-1] = longer
+        if lines and width_of(f"{lines[-1]}  {part}", NOTE) <= inches:
+            lines[-1] += f"  {part}"
         else:
             lines.append(part)
     return [[(line, colour)] for line in lines]

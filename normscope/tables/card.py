@@ -13,7 +13,7 @@ from normscope.runtime.files import visible
 from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
 
 if TYPE_CHECKING:
-    from normscope.fits.card import NormCard, Tails, TailToken
+    from normscope.fits.card import NormCard, Tails
     from normscope.fits.gradient import Constants, GradientView
 
 
@@ -29,18 +29,19 @@ def card_tables(cards: Sequence[NormCard]) -> list[Table]:
 
 def scale_table(cards: Sequence[NormCard]) -> Table:
     """Make a table with one line per site: effects of centring and scaling on its tokens."""
+
+    def linear(card: NormCard) -> str:
+        if card.straight:
+            return "straight"
+        return NONE if card.linear is None else _share(card.linear)
+
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
         *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring, (0, 0, 4, 1)),
-        *several(
-            ("σ 5 %", "50 %", "95 %", "95:5", "eps", "holds to"),
-            _scale,
-            (3, 0, 3, 0, 5, 6),
-            labels=("σ 5 %", "σ 50 %", "σ 95 %"),
-        ),
-        Column("linear", _linear, drop=2),
+        *several(("σ 5 %", "50 %", "95 %"), _scale, (3, 0, 3), labels=("σ 5 %", "σ 50 %", "σ 95 %")),
+        *several(("95:5", "eps", "holds to"), lambda card: _scale(card)[3:], (0, 5, 6)),
+        Column("linear", linear, drop=2),
     ]
-    to_1_percent = "the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens"
     caption = [
         Explanation("|μ|/σ: median and 95th percentile over tokens"),
         Explanation("mean's share: of a token's x²", ("mean's share",)),
@@ -48,7 +49,7 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
         Explanation("σ: percentiles over tokens"),
         Explanation("95:5: how many times the 5th the 95th is", ("95:5",), "; "),
         Explanation("eps: share of tokens whose y it lowers by 1 %", ("eps",)),
-        Explanation(f"holds to: {to_1_percent}", ("holds to",)),
+        Explanation("holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens", ("holds to",)),
         Explanation("linear: share of pairs where the tanh fitted is within 5 % of its tangent", ("linear",)),
     ]
     return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate or None)
@@ -66,14 +67,16 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
         words("channels: of Σx²", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
     ]
-    positions = "numbers, within their samples, of the 16 tokens of largest |x|, and how many have each"
     caption = [
         Explanation("kurtosis: of x, 3 for a normal distribution"),
         Explanation("median: of |x|", ("median",)),
         Explanation("ratio: of the largest |x| to the median", ("ratio",)),
         Explanation(">100×: pairs beyond 100 times the median", (">100×",)),
         Explanation("massive: pairs beyond 100 and beyond 1000 times the median (arXiv 2402.17762)", ("massive",)),
-        Explanation(f"tokens: {positions}", ("tokens",)),
+        Explanation(
+            "tokens: numbers, within their samples, of the 16 tokens of largest |x|, and how many have each",
+            ("tokens",),
+        ),
     ]
     return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate)
 
@@ -100,8 +103,7 @@ def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
         p50, p95, share, without = _centring(card)
         yield "|μ|/σ", f"{p50} for half of the tokens, {p95} for 95 %"
         yield "the mean's share", f"{share} of a token's x²"
-        off = "it does not centre" if without == NONE else f"y is off by {without} of y² (RMSNorm)"
-        yield "without centring", off
+        yield "without centring", "it does not centre" if without == NONE else f"y is off by {without} of y² (RMSNorm)"
     p5, p50, p95, spread, touched, holds_to = _scale(card)
     yield "σ", f"{p5} to {p95} for nine tokens in ten, a factor of {spread}; median {p50}"
     if card.scale.holds_to_p50 is not None:
@@ -118,15 +120,16 @@ def _tail_answers(tails: Tails) -> Iterator[tuple[str, str]]:
     ratio = f"{_number(tails.ratio)} times the median, {_number(tails.median)}" if tails.median > 0 else "median 0"
     yield "largest |x|", f"{_number(tails.largest)} in channel {tails.channel}, {ratio}"
     if tails.beyond_100 is not None and tails.massive is not None:
-        beyond = f"{tails.beyond_100:,} pairs beyond 100 times the median, {tails.beyond_1000:,} beyond 1000"
-        yield "far out", beyond
+        yield "far out", f"{tails.beyond_100:,} pairs beyond 100 times the median, {tails.beyond_1000:,} beyond 1000"
         yield "massive activations", f"{tails.massive:,} (beyond 100 and beyond 1000 times the median)"
     for place, channel in enumerate(tails.channels):
         text = f"{channel.channel}: {_share(channel.share)} of Σx², from {_number(channel.low)} to"
         yield "" if place else "channels", f"{text} {_number(channel.high)}"
     yield "largest tokens", f"{_positions(tails, _NAMED)} (of the {len(tails.tokens)} of largest |x|)"
     for token in tails.tokens[:_NAMED]:
-        yield "", _place(token)
+        sample = "" if token.sample is None else f"sample {token.sample}, "
+        where = "" if token.channel is None else f", channel {token.channel}"
+        yield "", f"{sample}token {token.position}{where}: x = {_number(token.x)}"
 
 
 def _centring(card: NormCard) -> list[str]:
@@ -145,12 +148,6 @@ def _scale(card: NormCard) -> list[str]:
     if scale.touched is None or scale.holds_to is None:
         return [*sigmas, NONE, NONE]
     return [*sigmas, _share(scale.touched), _number(scale.holds_to)]
-
-
-def _linear(card: NormCard) -> str:
-    if card.straight:
-        return "straight"
-    return NONE if card.linear is None else _share(card.linear)
 
 
 def _tails(card: NormCard) -> list[str]:
@@ -174,12 +171,6 @@ def _positions(tails: Tails, most: int) -> str:
         return f"{len(positions)} different ones"
     named = ", ".join(f"{position} ({tokens})" for position, tokens in positions[:most])
     return named if len(positions) <= most else f"{named}, …"
-
-
-def _place(token: TailToken) -> str:
-    sample = "" if token.sample is None else f"sample {token.sample}, "
-    channel = "" if token.channel is None else f", channel {token.channel}"
-    return f"{sample}token {token.position}{channel}: x = {_number(token.x)}"
 
 
 def _number(value: float) -> str:
@@ -227,11 +218,19 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
         Explanation(f"least: the smallest share, among the {n_largest} tokens of largest |x| too", ("least",), "; "),
         Explanation("in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|", ("in tail",), "; "),
         Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative", after="; "),
-        *_held_out(views),
     ]
+    if over := ", ".join(sorted({view.folds for view in views if view.folds})):
+        caption += [
+            Explanation("ceiling: by the best held-out function of x that was found", ("ceiling",), "; "),
+            Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}", after="; "),
+        ]
+    else:
+        caption.append(Explanation("no folds, and so no intervals and no ceiling", after="; "))
     missing = [visible(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
     caption += [Explanation(f"{_NOT_COVERED}: {line}", after="\n") for line in missing]
-    return _aligned(table_of(views, columns, caption=caption, remark=_remark, named=4))
+    return _aligned(
+        table_of(views, columns, caption=caption, remark=lambda view: view.reason and _NOT_COVERED, named=4)
+    )
 
 
 def _aligned(table: Table) -> Table:
@@ -242,27 +241,20 @@ def _aligned(table: Table) -> Table:
     return table
 
 
-def _remark(view: GradientView) -> str | None:
-    return None if view.reason is None else _NOT_COVERED
-
-
 def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
     r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
     return [with_interval(number(r2[name], ".4f"), view.intervals.get(name)) for name in r2]
 
 
-def _held_out(views: Sequence[GradientView]) -> list[Explanation]:
-    over = ", ".join(sorted({view.folds for view in views if view.folds}))
-    if not over:
-        return [Explanation("no folds, and so no intervals and no ceiling", after="; ")]
-    return [
-        Explanation("ceiling: by the best held-out function of x that was found", ("ceiling",), "; "),
-        Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}", after="; "),
-    ]
-
-
 def constants_table(views: Sequence[GradientView]) -> Table:
     """Make a table with two lines per site, centre and tail: spread of the terms that DyT and DyISRU hold constant."""
+
+    def steadier(row: tuple[GradientView, str]) -> str:
+        constants = row[0].constants[row[1]] if row[1] else None
+        if constants is None:
+            return ""
+        return _STEADIER[constants.steadier] if constants.n_pairs else NONE
+
     rows = [(view, part) for view in views for part in (("centre", "tail") if view.reason is None else ("",))]
     columns: list[Column[tuple[GradientView, str]]] = [
         names("site", lambda row: row[0].site if row[1] != "tail" else ""),
@@ -273,7 +265,7 @@ def constants_table(views: Sequence[GradientView]) -> Table:
             lambda row: _spreads(row[0].constants[row[1]]) if row[1] else [""] * 5,
             (0, 0, 0, 0, 2),
         ),
-        words("steadier for", lambda row: _steadier(row[0].constants[row[1]]) if row[1] else "", 1),
+        words("steadier for", steadier, 1),
     ]
     caption = [
         Explanation(
@@ -292,7 +284,3 @@ def _spreads(constants: Constants) -> list[str]:
     of_dyt, of_dyisru = constants.scale, constants.others
     values = (of_dyt.p50, of_dyt.ratio, of_dyisru.p50, of_dyisru.ratio, constants.C.ratio**0.5)
     return [number(value, ".4g") for value in values]
-
-
-def _steadier(constants: Constants) -> str:
-    return _STEADIER[constants.steadier] if constants.n_pairs else NONE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
 
 
 _PASSES = 1.0005  # which the table prints as more than 1
-_SIGMOID = "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2"
 
 
 def fits_table(fits: Sequence[CurveFit]) -> Table:
     """Make a table with one line per site and curve; 'straight' replaces A and α that are not identifiable."""
     rivals = Counter((fit.site, fit.channel, fit.parameters) for fit in fits)
+
+    def rank(fit: CurveFit) -> str:
+        if fit.rank is None or rivals[fit.site, fit.channel, fit.parameters] == 1:
+            return NONE
+        return f"{fit.rank}{'≈' if fit.in_noise and fit.rank > 1 else ''}"
+
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
         words("curve", lambda fit: fit.curve + (" *" if fit.best else "")),
@@ -40,7 +45,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=6),
         Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=7),
         Column("sat.", lambda fit: number(fit.saturated, ".1%"), drop=9),
-        Column("rank", lambda fit: _rank(fit, rivals), drop=2),
+        Column("rank", rank, drop=2),
     ]
     return table_of(fits, columns, caption=_explained(fits), remark=lambda fit: fit.nothing, named=2)
 
@@ -128,12 +133,6 @@ def _with_interval(fit: CurveFit, name: str, form: str) -> str:
     return with_interval(number(getattr(fit, name), form), fit.intervals.get(name))
 
 
-def _rank(fit: CurveFit, rivals: Mapping[tuple[str, int | None, int | None], int]) -> str:
-    if fit.rank is None or rivals[fit.site, fit.channel, fit.parameters] == 1:
-        return NONE
-    return f"{fit.rank}{'≈' if fit.in_noise and fit.rank > 1 else ''}"
-
-
 def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
     fitted = [fit for fit in fits if not fit.degenerate]
     bend = [fit for fit in fitted if fit.told_apart]
@@ -149,7 +148,11 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
     """Yield the meaning of the columns with content."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
     weights = weighted.get(fits[0].weights_by, "") if fits else ""
-    yield Explanation(f"y ≈ {_formula(fits)}{weights}; fitted: {_forms(fits)}")
+    # The form that was fitted of most curves, and of each that differs.
+    forms = {fit.curve: fit.form for fit in fits if fit.curve != FREE}
+    usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
+    fitted = "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
+    yield Explanation(f"y ≈ {_formula(fits)}{weights}; fitted: {fitted}")
     over = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
     if over:
         yield Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}")
@@ -177,14 +180,7 @@ def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
     if any(fit.best for fit in fits):
         yield Explanation("*: the best")
     if any(fit.curve == "sigmoid" for fit in fits):
-        yield Explanation(_SIGMOID)
-
-
-def _forms(fits: Sequence[CurveFit]) -> str:
-    """The form that was fitted of most curves, and of each that differs."""
-    forms = {fit.curve: fit.form for fit in fits if fit.curve != FREE}
-    usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
-    return "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
+        yield Explanation("sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2")
 
 
 def _formula(fits: Sequence[CurveFit]) -> str:
@@ -210,17 +206,15 @@ def advice_table(advice: Sequence[Advice]) -> Table:
         Column("A", lambda row: _start(row.amplitude)),
         Column("sites", lambda row: str(row.sites), drop=4),
         names("left out", _left_out, 5),
-        names("published α₀", _published, 1),
+        names(
+            "published α₀", lambda row: f"{row.published.alpha:g} ({row.published.of})" if row.published else NONE, 1
+        ),
     ]
     caption = [
         Explanation(f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}"),
         Explanation(NOTE_ON_PUBLISHED, ("published α₀",), " "),
     ]
     return table_of(advice, columns, caption=caption)
-
-
-def _published(advice: Advice) -> str:
-    return f"{advice.published.alpha:g} ({advice.published.of})" if advice.published else NONE
 
 
 def _start(start: StartingValue | None) -> str:
@@ -237,8 +231,6 @@ def _left_out(row: Advice) -> str:
 
 
 _OF_RATIOS = ("α ratio", "slope ratio")
-_PAIRED = "Of the same inputs, each fold is left out of both captures together."
-_INDEPENDENT = "Of different inputs, captures count as independent."
 
 
 def comparison_table(rows: Sequence[Compared]) -> Table:
@@ -254,8 +246,13 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
         *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit), (3, 0, 5, 0, 6)),
         *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0]), (1, 4, 2)),
     ]
+
+    def nothing(line: tuple[Compared, bool]) -> str | None:
+        fit = line[0].fit
+        return f"nothing to fit: {fit.nothing}" if fit.degenerate else None
+
     lines = list(zip(rows, begins, strict=True))
-    return table_of(lines, columns, caption=_caption(rows), remark=_nothing, named=3 + differ)
+    return table_of(lines, columns, caption=_caption(rows), remark=nothing, named=3 + differ)
 
 
 def matching_lines(comparison: Comparison) -> list[str]:
@@ -283,16 +280,10 @@ def _caption(rows: Sequence[Compared]) -> Iterator[Explanation]:
     yield Explanation("* beyond the noise: a ratio's 95 % do not hold 1", _OF_RATIOS, "; ")
     yield Explanation(".", after="")
     kinds = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
-    yield from (
-        Explanation(text, _OF_RATIOS, " ")
-        for paired, text in ((True, _PAIRED), (False, _INDEPENDENT))
-        if paired in kinds
-    )
-
-
-def _nothing(line: tuple[Compared, bool]) -> str | None:
-    fit = line[0].fit
-    return f"nothing to fit: {fit.nothing}" if fit.degenerate else None
+    if True in kinds:
+        yield Explanation("Of the same inputs, each fold is left out of both captures together.", _OF_RATIOS, " ")
+    if False in kinds:
+        yield Explanation("Of different inputs, captures count as independent.", _OF_RATIOS, " ")
 
 
 def _numbers(fit: CurveFit) -> list[str]:

@@ -214,7 +214,7 @@ def _latex_lines(title: str, table: Table) -> Iterator[str]:
         yield from (_latex_row(map(latex, _headings(table))), r"\midrule")
     for number, cells in enumerate(_rows(table)):
         row = [latex_number(cell) if side == "r" else latex(cell) for side, cell in zip(sides, cells, strict=True)]
-        if (remark := _remark_place(table, number)) is not None:
+        if (remark := getattr(table, "spans", {}).get(number)) is not None:  # in place of the row's numbers
             row[remark:] = [f"\\multicolumn{{{len(row) - remark}}}{{l}}{{{row[remark]}}}"]
         yield _latex_row(row)
     yield from (r"\bottomrule", r"\end{tabular}")
@@ -241,11 +241,6 @@ def _markdown_lines(title: str, table: Table) -> Iterator[str]:
 
 def _markdown_row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(_MARKDOWN.sub(_ESCAPED, cell) for cell in cells)} |"
-
-
-def _remark_place(table: Table, row: int) -> int | None:
-    """Return the column where a row has a remark in place of its numbers."""
-    return getattr(table, "spans", {}).get(row)
 
 
 def _headings(table: Table) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -25,7 +25,6 @@ from normscope.swaps.reports import (
     PublishedReport,
     Quality,
     Quantiles,
-    Score,
     Timing,
 )
 from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
@@ -98,10 +97,15 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
 def sites_table(reports: Sequence[DriftReport]) -> Table:
     """Make a table with one line per site and one column per swap: drift with this site alone swapped."""
     same_init = len({report.init for report in reports}) == 1
+
+    def moved(row: Drift | None) -> str:
+        return NONE if row is None else _distance(row.relative_l2.p50) + ("!" if row.nonfinite else "")
+
     columns: list[Column[str]] = [names("site", lambda path: path)]
     for place, report in enumerate(reports):
         heading = report.func if same_init else f"{report.func} {report.init}".strip()
-        columns.append(Column(heading, _moved_by(report), drop=int(place > 0)))
+        rows = {row.site: row for row in reversed(report.by_site)}
+        columns.append(Column(heading, lambda path, rows=rows: moved(rows.get(path)), drop=int(place > 0)))  # type: ignore[misc]
     caption = (
         "One site alone swapped: median over inputs of the relative L2 at the network's output; "
         "!: of some inputs not finite"
@@ -113,27 +117,15 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
 def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
     """Describe the inputs of calibrated rows."""
-    calibrations = [report.calibration for report in reports if report.calibration is not None]
-    return list(dict.fromkeys(f"{CALIBRATED}: each row {calibration.in_words}" for calibration in calibrations))
+    calibrations = (report.calibration for report in reports)
+    return list(dict.fromkeys(f"{CALIBRATED}: each row {found.in_words}" for found in calibrations if found))
 
 
 def _near(report: DriftReport) -> str:
     """Return how many sites can be swapped in turn before the median L2 exceeds the limit."""
     if not report.cumulative:
         return NONE
-    near = itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)
-    return str(sum(1 for _ in near))
-
-
-def _moved_by(report: DriftReport) -> Callable[[str], str]:
-    """Return the cell of a site: drift of the output with this site alone swapped."""
-    rows = {row.site: row for row in reversed(report.by_site)}
-
-    def moved(path: str) -> str:
-        row = rows.get(path)
-        return NONE if row is None else _distance(row.relative_l2.p50) + ("!" if row.nonfinite else "")
-
-    return moved
+    return str(sum(1 for _ in itertools.takewhile(lambda row: row.relative_l2.p50 <= _NEAR, report.cumulative)))
 
 
 def _end(row: Drift | None) -> list[str]:
@@ -155,12 +147,12 @@ def _distance(value: float | None) -> str:
 
 
 def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
-    """Describe the column of inputs that gave a NaN or an infinity."""
-
-    def spoilt(swap: Swap) -> str:
-        return f"{swap[1].nonfinite} of {swap[1].inputs}" if swap[1].nonfinite else ""
-
-    return Column("not finite", spoilt, any(row.nonfinite for row in rows))
+    """Declare the column of inputs that gave a NaN or an infinity."""
+    return Column(
+        "not finite",
+        lambda swap: f"{swap[1].nonfinite} of {swap[1].inputs}" if swap[1].nonfinite else "",
+        any(row.nonfinite for row in rows),
+    )
 
 
 def _explained(
@@ -233,14 +225,16 @@ def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
         networks[func, init] = quality.scores["swapped"]
         if healed := quality.scores.get("healed"):
             networks[f"{func}, healed", init] = healed
-    form = ".1%" if first.name.endswith("accuracy") else "#.5g"
+    form = _form_of(first)
+
+    def bounds(network: tuple[str, str]) -> str:
+        return " – ".join(format(bound, form) for bound in networks[network].interval or ())
+
     columns: list[Column[tuple[str, str]]] = [
         words("norms", lambda network: network[0]),
         words("init", lambda network: network[1]),
         Column(first.name, lambda network: _quality(networks[network].value, form)),
-        Column(
-            "95 %", lambda network: _bounds(networks[network], form), any(score.interval for score in networks.values())
-        ),
+        Column("95 %", bounds, any(score.interval for score in networks.values())),
     ]
     words_of = {True: "higher is better", False: "lower is better", None: "a function of your own"}
     better = words_of[first.higher_is_better]
@@ -252,8 +246,8 @@ def _quality(value: float, form: str) -> str:
     return "∞" if value == math.inf else number(value, form)
 
 
-def _bounds(score: Score, form: str) -> str:
-    return "" if score.interval is None else " – ".join(format(bound, form) for bound in score.interval)
+def _form_of(quality: Quality) -> str:
+    return ".1%" if quality.name.endswith("accuracy") else "#.5g"
 
 
 def keep_table(report: KeepReport) -> Table:
@@ -263,7 +257,7 @@ def keep_table(report: KeepReport) -> Table:
     worked_on = any(step.worked_on is not None for step in report.steps)
     shown = report.steps if worked_on else steps  # of what was tried and not taken, too
     measured = quality.name if quality else "quality"
-    form = ".1%" if measured.endswith("accuracy") else "#.5g"
+    form = _form_of(quality) if quality else ""
 
     def score(step: KeepStep) -> str:
         scored = quality.scores.get(f"{step.kept} kept") if quality else None
@@ -355,14 +349,9 @@ def _table(title: str, rows: Sequence[Timing], widest: int) -> AdaptiveTable:
 def _times(row: Timing) -> list[str]:
     if row.median is None:
         return [NONE] * 4
-    least, *ends = _in_its_unit(row, row.minimum, row.p20, row.p80)
-    return [duration(row.median), least, "–".join(ends), "" if row.ratio is None else f"{row.ratio:.2f}"]
-
-
-def _in_its_unit(row: Timing, *seconds: float | None) -> list[str]:
-    """Write times in the unit of the median."""
-    size, _ = _unit(row.median or 0)
-    return [_digits((time or 0) / size) for time in seconds]
+    size, _ = _unit(row.median)
+    least, p20, p80 = (_digits((time or 0) / size) for time in (row.minimum, row.p20, row.p80))
+    return [duration(row.median), least, f"{p20}–{p80}", "" if row.ratio is None else f"{row.ratio:.2f}"]
 
 
 def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
@@ -396,11 +385,9 @@ def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
             "compile + fused: the same kernels in a compiled network, beside the compiled native norm. torch.compile "
             "cannot merge such a kernel with what surrounds it, as it can plain torch: compare it with compile."
         )
-    compiled = [row.compile_seconds for row in rows if row.compile_seconds is not None]
-    if compiled:
-        lines.append(
-            f"Compiled in {duration(min(compiled))} to {duration(max(compiled))} each, which is in no time above."
-        )
+    if compiled := [row.compile_seconds for row in rows if row.compile_seconds is not None]:
+        ends = f"{duration(min(compiled))} to {duration(max(compiled))}"
+        lines.append(f"Compiled in {ends} each, which is in no time above.")
     lines += dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)
     return [*parts, *(Explanation(visible(line), after="\n") for line in lines)]
 

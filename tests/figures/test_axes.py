@@ -77,14 +77,13 @@ def test_a_tokens_line_is_bent_as_the_axis_is_and_stays_its_own(massive):
 
 def test_auto_is_linear_where_a_tenth_of_the_width_holds_less():
     x = np.concatenate([np.linspace(-1, 1, 980), np.linspace(5, 8, 20)])
-    assert x_axis([moments_of(x, x)], 8.0, "auto").linear_width is None
     far = np.concatenate([np.linspace(-1, 1, 999), [100.0]])
-    axis = x_axis([moments_of(far, far)], 100.0, "auto")
-    assert axis.linear_width == pytest.approx(0.9, abs=0.01)  # nine tenths of the pairs
-    assert x_axis([moments_of(far, far)], 100.0, "linear").linear_width is None
-    assert x_axis([moments_of(x, x)], 8.0, "asinh").linear_width is not None
+    near, wide = ([moments_of(x, x)], 8.0), ([moments_of(far, far)], 100.0)
+    assert x_axis(*near, "auto").linear_width is None and x_axis(*wide, "linear").linear_width is None
+    assert x_axis(*wide, "auto").linear_width == pytest.approx(0.9, abs=0.01)  # nine tenths of the pairs
+    assert x_axis(*near, "asinh").linear_width is not None
     with pytest.raises(UsageError, match="no scale of x 'log'"):
-        x_axis([moments_of(x, x)], 8.0, "log")
+        x_axis(*near, "log")
 
 
 def test_places_are_evenly_apart_on_paper():
@@ -188,11 +187,12 @@ def test_nothing_is_enlarged_where_axes_are_shared():
     assert len(enlarged.child_axes) == 1 and not shared.child_axes
 
 
-def test_one_site_that_calls_for_an_asinh_axis_gives_it_to_all(several):
-    assert [ax.get_xscale() for ax in panels(plot(several, rows="token"))] == ["linear"] * 3
-    assert [ax.get_xscale() for ax in panels(plot(several, rows="token", share_axes=True))] == ["asinh"] * 3
-    linear = plot(several, rows="token", share_axes=True, xscale="linear")
-    assert [ax.get_xscale() for ax in panels(linear)] == ["linear"] * 3
+@pytest.mark.parametrize(
+    ("look", "scale"),
+    [({}, "linear"), ({"share_axes": True}, "asinh"), ({"share_axes": True, "xscale": "linear"}, "linear")],
+)
+def test_one_site_that_calls_for_an_asinh_axis_gives_it_to_all(several, look, scale):
+    assert [ax.get_xscale() for ax in panels(plot(several, rows="token", **look))] == [scale] * 3
 
 
 def test_the_panels_of_an_overview_share_axes_over_all_networks(several):

@@ -135,9 +135,8 @@ def test_one_site_each_is_enough(tmp_path):
     assert save_figure(figure, tmp_path / "one.png", captures, 40).stat().st_size > 1000
 
 
-def test_mistakes_are_said(pair):
+@pytest.mark.parametrize(("n_captures", "message"), [(1, "two or more captures"), (2, "the fits of 1")])
+def test_mistakes_are_said(pair, n_captures, message):
     captures, fits, _ = pair
-    with pytest.raises(UsageError, match="two or more captures"):
-        plot_comparison(captures[:1], fits[:1])
-    with pytest.raises(UsageError, match="the fits of 1"):
-        plot_comparison(captures, fits[:1])
+    with pytest.raises(UsageError, match=message):
+        plot_comparison(captures[:n_captures], fits[:1])

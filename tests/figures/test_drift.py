@@ -13,7 +13,6 @@ from matplotlib.collections import LineCollection
 from networks import PreNorm
 from rich.console import Console
 
-import normscope
 from normscope.errors import UsageError
 from normscope.figures.drift import plot_drift
 from normscope.figures.scurves import save_figure
@@ -56,6 +55,10 @@ def spoilt(report):
     return replace(report, rows=[row(one) for one in report.rows])
 
 
+def labels(figure):
+    return [text.get_text().replace("\n", " ") for text in figure.legends[0].get_texts()]
+
+
 def titled(figure):
     return {ax.get_title(loc="left"): ax for ax in figure.axes}
 
@@ -70,31 +73,34 @@ def cells(table):
     return list(zip(*(column.cells for column in table.columns), strict=True))
 
 
+def medians(rows):
+    return [row.relative_l2.p50 for row in rows]
+
+
+def dots(ax):
+    """The points that a panel draws of each swap: (x, y)."""
+    lines = [line for line in ax.lines if line.get_marker() in ("o", "s") and len(line.get_xdata())]
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in lines]
+
+
 def test_each_panel_draws_the_medians(reports):
     measured, sites = reports
     alone, at, cumulative, parts, _ = plot_drift(measured, sites).axes
-    drawn = [line.get_ydata() for line in alone.lines if line.get_marker() in "os" and len(line.get_ydata()) == 3]
-    assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.by_site] for one in measured]
-    drawn = [line.get_ydata() for line in at.lines if line.get_marker() in "os" and len(line.get_ydata()) == 3]
-    assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.at_sites] for one in measured]
-    lines = [line for line in cumulative.lines if len(line.get_xdata()) == 3]
-    for line, one in zip(lines, measured, strict=True):
-        assert [round(x) for x in line.get_xdata()] == [1, 2, 3]
-        assert list(line.get_ydata()) == [row.relative_l2.p50 for row in one.cumulative]
+    panels = {"by_site": alone, "at_sites": at, "cumulative": cumulative, "by_part": parts}
+    for rows, ax in panels.items():
+        assert [y for _, y in dots(ax)] == [medians(getattr(report, rows)) for report in measured], rows
+    assert [[round(at) for at in x] for x, _ in dots(cumulative)] == [[1, 2, 3]] * 3
     assert [tick.get_text() for tick in parts.get_xticklabels()] == ["980", "0"] and parts.get_xlabel() == "timestep"
-    drawn = [line.get_ydata() for line in parts.lines if len(line.get_ydata()) == 2 and line.get_marker() in "os"]
-    assert [list(own) for own in drawn] == [[row.relative_l2.p50 for row in one.by_part] for one in measured]
 
 
 def test_ranges_stand_beside_one_another_and_no_bands_overlay(reports):
     measured, sites = reports
     cumulative = titled(plot_drift(measured, sites))["the output, one site more at a time"]
-    assert all(isinstance(one, LineCollection) for one in cumulative.collections)
+    assert all(isinstance(bars, LineCollection) for bars in cumulative.collections)
     drawn = [[(at, low, high) for (at, low), (_, high) in bars.get_segments()] for bars in cumulative.collections]
-    for bars, one in zip(drawn, measured, strict=True):
-        assert [(low, high) for _, low, high in bars] == [
-            (row.relative_l2.p10, row.relative_l2.p90) for row in one.cumulative
-        ]
+    assert [[ends for _, *ends in bars] for bars in drawn] == [
+        [[row.relative_l2.p10, row.relative_l2.p90] for row in report.cumulative] for report in measured
+    ]
     places = [at for bars in drawn for at, _, _ in bars]
     assert len(set(places)) == len(places)
 
@@ -102,17 +108,11 @@ def test_ranges_stand_beside_one_another_and_no_bands_overlay(reports):
 def test_what_coincides_is_told_apart_by_its_ratio_to_the_first(reports):
     measured, sites = reports
     ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of dyt · paper"]
-    drawn = [line for line in ratios.lines if line.get_marker() in "os" and len(line.get_xdata())]
-    first = np.array([row.relative_l2.p50 for row in measured[0].by_site])
-    assert len(drawn) == 2
-    for line, one in zip(drawn, measured[1:], strict=True):
-        np.testing.assert_allclose(line.get_ydata(), [row.relative_l2.p50 for row in one.by_site] / first, rtol=1e-12)
+    first, *others = (np.array(medians(report.by_site)) for report in measured)
+    np.testing.assert_allclose([y for _, y in dots(ratios)], np.array(others) / first, rtol=1e-12)
     assert len(plot_drift(measured[:1], sites).axes) == 4  # one alone has nothing beside it
-    none_moved = replace(
-        measured[0], rows=[replace(r, relative_l2=replace(r.relative_l2, p50=0.0)) for r in measured[0].rows]
-    )
-    figure = plot_drift([none_moved, measured[1]], sites)
-    assert not any(line.get_marker() in "os" and len(line.get_xdata()) for line in figure.axes[-1].lines)
+    rows = [replace(row, relative_l2=replace(row.relative_l2, p50=0.0)) for row in measured[0].rows]
+    assert not dots(plot_drift([replace(measured[0], rows=rows), measured[1]], sites).axes[-1])
 
 
 def test_sites_stand_in_order_with_their_placements(reports):
@@ -123,9 +123,7 @@ def test_sites_stand_in_order_with_their_placements(reports):
     assert names == ["norms.2", "norms.1", "norms.0"] and not any(t.get_text() for t in alone.get_xticklabels())
     (signs,) = [line for line in alone.lines if line.get_marker() == "^" and len(line.get_xdata())]
     assert list(signs.get_xdata()) == [0, 1, 2]
-    assert "pre-norm" in [text.get_text() for text in figure.legends[0].get_texts()]
-    bare = plot_drift(measured[:1])
-    assert "pre-norm" not in [text.get_text() for text in bare.legends[0].get_texts()]
+    assert "pre-norm" in labels(figure) and "pre-norm" not in labels(plot_drift(measured[:1]))
 
 
 @pytest.mark.parametrize("style", ["light", "dark"])
@@ -134,9 +132,8 @@ def test_functions_are_told_apart_by_colour(reports, style):
     handles = figure.legends[0].legend_handles[:3]
     colours = {matplotlib.colors.to_hex(handle.get_color()) for handle in handles}
     assert len(colours) == 3 and matplotlib.colors.to_hex(figure.get_facecolor()) not in colours
-    theme = normscope.figures.style.STYLES[style]
-    assert handles[0].get_color() == theme.looks()["tanh"][0]  # as in every other figure
-    assert [text.get_text() for text in figure.legends[0].get_texts()][:2] == ["dyt · paper", "derf · paper"]
+    assert handles[0].get_color() == style_named(style).looks()["tanh"][0]  # as in every other figure
+    assert labels(figure)[:2] == ["dyt · paper", "derf · paper"]
 
 
 def test_panels_without_anything_are_left_out():
@@ -148,16 +145,13 @@ def test_panels_without_anything_are_left_out():
 
 def test_what_is_not_finite_is_a_cross_and_no_line(reports, tmp_path):
     worse = spoilt(reports[0][0])
-    rows = [
-        replace(row, relative_l2=replace(row.relative_l2, p50=math.inf)) if row.site == "norms.1" else row
-        for row in worse.rows
-    ]
-    worse = replace(worse, rows=rows)
-    figure = plot_drift([worse], reports[1])
+    lost = [replace(row, relative_l2=replace(row.relative_l2, p50=math.inf)) for row in worse.rows]
+    rows = [gone if row.site == "norms.1" else row for row, gone in zip(worse.rows, lost, strict=True)]
+    figure = plot_drift([replace(worse, rows=rows)], reports[1])
     alone = figure.axes[0]
     crosses = [line for line in alone.lines if line.get_marker() == "X"]
     assert [len(line.get_xdata()) for line in crosses] == [3]
-    assert "not finite" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "not finite" in labels(figure)
     assert all(np.isfinite(line.get_ydata()).all() for line in alone.lines)
     assert save_figure(figure, tmp_path / "worse.png", [], 60).stat().st_size > 1000
 
@@ -174,10 +168,10 @@ def test_identical_norms_are_drawn_on_a_linear_axis(tmp_path):
 
 def test_mistakes_are_said(reports):
     measured, _ = reports
-    with pytest.raises(UsageError, match="no drift to draw"):
-        plot_drift([])
-    with pytest.raises(UsageError, match="several networks"):
-        plot_drift([measured[0], replace(measured[1], about={**ABOUT, "data": "other"})])
+    elsewhere = replace(measured[1], about={**ABOUT, "data": "other"})
+    for drifts, message in (([], "no drift to draw"), ([measured[0], elsewhere], "several networks")):
+        with pytest.raises(UsageError, match=message):
+            plot_drift(drifts)
 
 
 def test_the_headline_is_a_row_a_swap(reports):
@@ -217,9 +211,9 @@ def test_what_calibrated_rows_learned_from_is_said(reports, refit, alone):
     measured, sites = reports
     told = DriftCalibration("noise", refit, 36, 12, 0, 0, {})
     calibrated = replace(measured[0], init="calibrated", calibration=told)
-    legend = plot_drift([measured[0], calibrated], sites).legends[0]
-    labels = [text.get_text().replace("\n", " ") for text in legend.get_texts()]
-    assert labels[:2] == ["dyt · paper", f"dyt · calibrated{alone} on 48 other samples"]
+    assert labels(plot_drift([measured[0], calibrated], sites))[:2] == [
+        *("dyt · paper", f"dyt · calibrated{alone} on 48 other samples")
+    ]
     caption = " ".join(text_of(drift_table([measured[0], calibrated])).split())
     assert "calibrated: each row by itself" in caption and "on 48 other samples than it is measured on" in caption
     assert ("functions alone" in caption) == bool(alone)

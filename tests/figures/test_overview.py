@@ -92,22 +92,14 @@ def headings(figure):
 
 def test_a_row_a_model_and_four_sites_along_its_depth(figure, seen):
     rows = panels(figure)
-    assert [len(row) for row in rows] == [4, 4]
-    for row, capture in zip(rows, seen, strict=True):
-        assert titles(row) == [
-            f"{i}  {capture.sites[i].name}\nLayerNorm d=64 · {capture.sites[i].placement}" for i in SHOWN
-        ]
-    assert figure.get_figwidth() == 7
-
-
-def test_every_row_says_which_weights_and_data(figure, seen):
     n = seen[0].stats["blocks.0.norm1"].n_pairs
-    for heading, capture in zip(headings(figure), seen, strict=True):
-        about = capture.about
+    for row, capture, heading in zip(rows, seen, headings(figure), strict=True):
+        sites, about = [capture.sites[i] for i in SHOWN], capture.about
+        assert titles(row) == [f"{site.index}  {site.name}\nLayerNorm d=64 · {site.placement}" for site in sites]
         weights = re.sub(r", sha256 \w+", "", about["weights"])
-        expected = f"demo_vit\nweights: {weights}\ndata (8 samples, {n:,} pairs a panel): {about['data']}"
-        assert heading == expected
+        assert heading == f"demo_vit\nweights: {weights}\ndata (8 samples, {n:,} pairs a panel): {about['data']}"
     assert "weights: random weights, seed 0" in headings(figure)[1].splitlines()
+    assert figure.get_figwidth() == 7
 
 
 def test_parts_of_the_data_are_told_apart():
@@ -143,24 +135,22 @@ def test_fewer_than_four_sites_make_fewer_panels():
     assert alone.get_figwidth() == 3.5
 
 
-def test_a_site_without_a_finite_pair_is_said_so():
-    seen = capture_of(["empty"], scale=math.nan)
-    figure = overview([seen, capture_of(["full"])], [normscope.fit(seen), []])
-    (empty,), (full,) = panels(figure)
-    assert [text.get_text() for text in empty.texts] == ["no finite pair"]
-    assert not empty.images and full.images and not full.texts
-    assert "data (40 samples, 0 pairs a panel): noise" in headings(figure)[0]
-
-
-def test_curves_that_are_no_fit_are_said_so():
-    constant = capture_of(["constant"], scale=0.0)
-    (ax,) = panels(overview([constant], [normscope.fit(constant)]))[0]
-    assert [text.get_text() for text in ax.texts] == ["isru: nothing to fit", "tanh: nothing to fit"]
-    far = capture_of(["far"], scale=1e9)
+def test_what_is_no_fit_is_said_so():
+    empty, constant, far = (capture_of(["norm"], scale=scale) for scale in (math.nan, 0.0, 1e9))
     found = normscope.fit(far, "tanh")
     assert not found[0].converged
-    (ax,) = panels(overview([far], [found]))[0]
-    assert [text.get_text() for text in ax.texts] == ["not converged", f"tanh  R² {found[0].r2:.3f}"]  # upwards
+    figure = overview(
+        [empty, constant, far, capture_of(["full"])], [normscope.fit(empty), normscope.fit(constant), found, []]
+    )
+    rows = [ax for (ax,) in panels(figure)]
+    assert [[text.get_text() for text in ax.texts] for ax in rows] == [
+        ["no finite pair"],
+        ["isru: nothing to fit", "tanh: nothing to fit"],
+        ["not converged", f"tanh  R² {found[0].r2:.3f}"],  # upwards
+        [],
+    ]
+    assert not rows[0].images and rows[-1].images
+    assert "data (40 samples, 0 pairs a panel): noise" in headings(figure)[0]
 
 
 def test_odd_names_are_written_as_they_are(crowded):
@@ -213,10 +203,8 @@ def test_its_file_names_every_model_weights_and_versions(figure, seen, tmp_path)
 def one_unbounded(monkeypatch):
     """The second site is bounded by nothing, as where running statistics normalize."""
     seen = capture_of(["bounded", "unbounded"])
-    bounded = NormSite.bound.fget
-    monkeypatch.setattr(
-        NormSite, "bound", property(lambda site: math.inf if site.name == "unbounded" else bounded(site))
-    )
+    of, unbounded = NormSite.bound.fget, "unbounded"
+    monkeypatch.setattr(NormSite, "bound", property(lambda site: math.inf if site.name == unbounded else of(site)))
     assert [site.bound for site in seen.sites] == [math.sqrt(7), math.inf]
     return seen
 

@@ -54,24 +54,23 @@ def texts(figure):
     return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
 
 
-def test_a_column_a_site_and_a_row_a_colouring(figure):
+def test_titles_and_foot_are_written_as_they_are(figure):
     axes = shown(figure)
     assert len(axes) == 6
     titles = [ax.get_title(loc="left") for ax in axes if ax.get_title(loc="left")]
     assert titles == [f"{i}  {name}\nLayerNorm d=64\n15,360 pairs" for i, name in enumerate(NAMES)]
+    assert figure.get_suptitle() == "odd$name_{ · 8 samples"
+    assert "weights: random weights, seed 0 · data: noise & <more>" in figure.texts[-1].get_text()
 
 
 def test_panels_span_every_pair_on_linear_axes(figure, seen):
-    reach = float(seen.stats[NAMES[0]].channel_extremes.abs().max())
-    largest_y = max(
-        float(part.abs().max()) for s in (seen.stats[NAMES[0]],) for part in (s.tokens.y, s.largest.y, s.pairs.y)
-    )
+    stats = seen.stats[NAMES[0]]
+    reach = float(stats.channel_extremes.abs().max())
+    largest_y = max(float(part.y.abs().max()) for part in (stats.tokens, stats.largest, stats.pairs))
     for ax in shown(figure)[::2]:
-        low, high = ax.get_xlim()
-        assert low <= -reach and high >= reach
+        for (low, high), most in ((ax.get_xlim(), reach), (ax.get_ylim(), largest_y)):
+            assert low <= -most and high >= most
         assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "linear")
-        low, high = ax.get_ylim()
-        assert low <= -largest_y and high >= largest_y
         assert len(ax.child_axes) >= 1  # tails reach 30 times beyond the centre: it is enlarged
 
 
@@ -98,11 +97,6 @@ def test_parameters_ceiling_and_bound_are_written_above_the_panel(figure, fits, 
     assert bound == pytest.approx(np.sqrt(63))
     heights = {float(line.get_ydata()[0]) for line in density.get_lines() if line.get_linestyle() == ":"}
     assert heights == {-bound, bound}
-
-
-def test_random_weights_and_odd_names_are_written_as_they_are(figure):
-    assert figure.get_suptitle() == "odd$name_{ · 8 samples"
-    assert "weights: random weights, seed 0 · data: noise & <more>" in figure.texts[-1].get_text()
 
 
 def test_without_a_title_the_file_still_says_what_it_shows(seen, fits, tmp_path):
@@ -167,9 +161,8 @@ def test_the_density_holds_every_pair(seen):
     image = panels.image(stats, edges, heights)
     assert image.sum() == pytest.approx(stats.n_pairs)
     half = panels.image(stats, np.linspace(0, reach, 65), heights)
-    edges_at_zero = stats.moments[:, 0].sum(0)
-    positive = edges_at_zero[len(edges_at_zero) // 2 :].sum()
-    assert half.sum() == pytest.approx(float(positive), rel=1e-3)
+    counts = stats.moments[:, 0].sum(0)
+    assert half.sum() == pytest.approx(float(counts[len(counts) // 2 :].sum()), rel=1e-3)
 
 
 def test_the_tallest_pair_is_on_the_panel_although_no_sample_holds_it():
@@ -189,21 +182,18 @@ def test_rows_can_be_chosen(seen, fits):
         plot(seen, fits, rows="chanel")
 
 
-def test_degenerate_and_straight_sites_are_said_so():
-    model = nn.ModuleDict({"constant": nn.LayerNorm(8), "straight": nn.LayerNorm(8)})
-    model.forward = lambda x: (model["constant"](x * 0), model["straight"](x))
+def test_degenerate_straight_and_empty_sites_are_said_so():
+    names = ("constant", "straight", "empty")
+    model = nn.ModuleDict({name: nn.LayerNorm(8) for name in names})
+    model.forward = lambda x: [model[name](x * scale) for name, scale in zip(names, (0, 1, torch.nan), strict=True)]
     token = torch.tensor([[1.0, -1, 2, -2, 3, -3, 4, -4]])
     seen = normscope.capture(model, [token.repeat(4, 1)])
-    written = " | ".join(texts(plot(seen, normscope.fit(seen))))
-    assert "tanh: nothing to fit" in written
-    assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", written)
-
-
-def test_a_site_without_a_finite_token_is_drawn_empty():
-    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
-    fits = normscope.fit(seen)
-    assert all(found.degenerate and found.n_pairs == 0 and found.r2_ceiling is None for found in fits)
-    assert "tanh: nothing to fit" in texts(plot(seen, fits))
+    fits = normscope.fit(seen, "tanh")
+    constant, _, empty = fits
+    assert constant.degenerate and empty.degenerate and empty.n_pairs == 0 and empty.r2_ceiling is None
+    written = texts(plot(seen, fits))
+    assert written.count("tanh: nothing to fit") == 2
+    assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", " | ".join(written))
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])

@@ -63,19 +63,12 @@ def test_a_bar_is_as_long_as_its_median(report):
         "the whole network, forward\n2×3×224×224 · float32 · blocks",
         "the whole network,\nforward + backward\n2×197×768 · bfloat16 · blocks",
     ]
-    norm, model, both = axes
-    assert [bar.get_width() for bar in norm.patches] == pytest.approx([2.0, 1.0, 4.0, 0.5, 3.0])
-    assert [label.get_text() for label in norm.get_yticklabels()] == [
-        "native",
-        "dyt",
-        "dyisru",
-        "copy",
-        "native",
-        "dyt",
-    ]
+    norm, *_ = axes
+    widths = [[bar.get_width() for bar in ax.patches] for ax in axes]
+    assert widths == [pytest.approx(of) for of in ([2.0, 1.0, 4.0, 0.5, 3.0], [500.0, 600.0], [7.0])]
+    names = ["native", "dyt", "dyisru", "copy", "native", "dyt"]
+    assert [label.get_text() for label in norm.get_yticklabels()] == names
     assert [ax.get_xlabel() for ax in axes] == ["ms", "ms", "s"]
-    assert [bar.get_width() for bar in model.patches] == pytest.approx([500.0, 600.0])
-    assert [bar.get_width() for bar in both.patches] == pytest.approx([7.0])
     assert norm.get_xlim()[0] == 0
 
 
@@ -86,48 +79,48 @@ def test_a_whisker_that_leaves_the_panel_ends_in_an_arrow(report):
     assert cut[0].get_markevery() == [1]
 
 
-def test_what_is_fused_stands_beside_the_eager_native_norm():
-    rows = [row("native", 2e-3), row("native", 3e-3, way="compile"), row("dyt, Liger", 1e-3, way="fused", ratio=0.5)]
-    [norm] = shown(plot_speed(Record(about={}, device="cuda", rows=rows, left_out=())))
-    assert [line.get_xdata()[0] for line in norm.lines if line.get_linestyle() == ":"] == [2.0, 3.0, 2.0]
-    assert matplotlib.colors.same_color(norm.patches[2].get_facecolor(), STYLES["light"].looks()["tanh"][0])
+def report_of(*rows, device="cuda"):
+    return Record(about={}, device=device, rows=rows, left_out=())
 
 
-def test_what_is_fused_in_a_compiled_network_stands_beside_the_compiled_native_norm():
-    rows = [row("native", 2e-3), row("dyt", 1e-3, way="fused", ratio=0.5), row("native", 3e-3, way="compile")]
-    rows = [*rows, row("dyt", 6e-3, way="compile + fused", ratio=2.0, verdict="slower")]
-    report = Record(about={}, device="cuda", rows=rows, left_out=())
-    figure = plot_speed(report)
-    [norm] = shown(figure)
-    assert [line.get_xdata()[0] for line in norm.lines if line.get_linestyle() == ":"] == [2.0, 2.0, 3.0, 3.0]
-    head = figure.texts[-1].get_text().replace("\n", " ")
-    assert "of fused: native eager; of compile + fused: native compile" in head
+def foot_of(figure):
+    return figure.texts[-1].get_text().replace("\n", " ")
+
+
+def test_what_is_fused_stands_beside_the_native_norm_of_its_network():
+    eager, compiled = row("native", 2e-3), row("native", 3e-3, way="compile")
+    fused = row("dyt, Liger", 1e-3, way="fused", ratio=0.5)
+    both = row("dyt", 6e-3, way="compile + fused", ratio=2.0, verdict="slower")
+    reports = [report_of(eager, compiled, fused), report_of(eager, fused, compiled, both)]
+    for report, dotted in zip(reports, ([2.0, 3.0, 2.0], [2.0, 2.0, 3.0, 3.0]), strict=True):
+        figure = plot_speed(report)
+        [norm] = shown(figure)
+        assert [line.get_xdata()[0] for line in norm.lines if line.get_linestyle() == ":"] == dotted
+        bar = norm.patches[[timing.variant for timing in report.rows].index("dyt, Liger")]
+        assert matplotlib.colors.same_color(bar.get_facecolor(), STYLES["light"].looks()["tanh"][0])
+    assert "of fused: native eager; of compile + fused: native compile" in foot_of(figure)
     said = text_of(speed_tables(report), 80)
     assert "the norm alone · compile + fused · forward" in said
     assert "compare it with compile" in " ".join(said.split())
 
 
-def test_what_too_few_passes_cannot_tell_is_no_speed_up_in_the_figure():
-    rows = [row("native", 2e-3), row("dyt", 1e-3, ratio=0.5, verdict="too few passes to tell")]
-    figure = plot_speed(Record(about={}, device="cpu", rows=rows, left_out=()))
-    texts = {text.get_text(): text.get_fontproperties().get_weight() for text in shown(figure)[0].texts}
-    assert texts["×0.50 ?"] == "normal"
-    assert "?: too few passes to tell" in figure.texts[-1].get_text().replace("\n", " ")
-
-
 def test_only_what_is_faster_is_bold_and_slower_in_italics_and_what_did_not_run_says_so(report):
-    norm = shown(plot_speed(report))[0]
-    bold = [text.get_text() for text in norm.texts if text.get_fontproperties().get_weight() == "bold"]
-    assert bold == ["×0.50"]
-    slanted = [text.get_text() for text in norm.texts if text.get_fontproperties().get_style() == "italic"]
-    assert slanted == ["×2.00"]
-    assert "bold: faster; italics: slower" in plot_speed(report).texts[-1].get_text().replace("\n", " ")
+    figure = plot_speed(report)
+    norm = shown(figure)[0]
+    fonts = {text.get_text(): text.get_fontproperties() for text in norm.texts}
+    assert [text for text, font in fonts.items() if font.get_weight() == "bold"] == ["×0.50"]
+    assert [text for text, font in fonts.items() if font.get_style() == "italic"] == ["×2.00"]
+    assert "bold: faster; italics: slower" in foot_of(figure)
     assert [text.get_text() for text in norm.texts].count("not run") == 1
+    few = row("dyt", 1e-3, ratio=0.5, verdict="too few passes to tell")
+    figure = plot_speed(report_of(row("native", 2e-3), few))
+    texts = {text.get_text(): text.get_fontproperties().get_weight() for text in shown(figure)[0].texts}
+    assert texts["×0.50 ?"] == "normal" and "?: too few passes to tell" in foot_of(figure)
 
 
 def test_a_report_without_times_is_refused():
     with pytest.raises(UsageError, match="Nothing was timed"):
-        plot_speed(Record(about={}, device="cpu", rows=[], left_out=()))
+        plot_speed(report_of())
 
 
 def test_durations_in_three_digits():
