@@ -120,6 +120,24 @@ def check_alone(what: str, more: str = "") -> None:
         raise UsageError(f"{what} in one process, and torchrun started {place.ranks}. Start it without torchrun{more}.")
 
 
+def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
+    """Refuse, before any work, kernels of ``NORMSCOPE_KERNELS`` that the device does not have; UsageError.
+
+    The curves of ``best`` follow from the fits; their kernels are checked with the modules.
+    """
+    import torch
+
+    from normscope.fits.curves.known import BEST
+    from normscope.models.weights.devices import resolve_device
+    from normscope.swaps.kernels.choice import by_kernels
+    from normscope.swaps.start import RMS_NORM
+
+    stand_ins = {BEST: "tanh", RMS_NORM: "linear"}
+    for choice in choices:
+        name = choice.asked if isinstance(choice.asked, str) else choice.asked.function_name
+        by_kernels(stand_ins.get(name, name), resolve_device(device), torch.float32)
+
+
 def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> None:
     """Refuse, before any work, a calibration that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS

@@ -131,6 +131,8 @@ class Opened:
         self.driver.get("about:blank")
         self.logs()
         self.driver.get(f"{file.as_uri()}{address}")
+        # Observers of sizes draw with the next frame, which a busy machine reaches after the load event.
+        self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
         return self
 
     def run(self, script, *arguments):

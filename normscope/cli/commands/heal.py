@@ -57,6 +57,7 @@ def heal(
     from normscope.swaps.store.record import ALSO, FILES
 
     how = swapping.SwapChoice.of(func, init, per, shift)
+    swapping.check_kernels([how], run.device)
     if minutes is None and steps is None:
         steps = STEPS
     check_options(train, steps, minutes)

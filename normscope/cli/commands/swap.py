@@ -58,6 +58,7 @@ def swap(
     from normscope.swaps.store.record import ALSO, FILES
 
     how = swapping.SwapChoice.of(func, init, per, shift)
+    swapping.check_kernels([how], run.device)
     swapping.check_calibrated(init, refit, [how])
     swapping.check_keep(keep, max_drift, sites)
     chooses = keep is not None or max_drift is not None

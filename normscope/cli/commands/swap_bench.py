@@ -66,6 +66,7 @@ def swap_bench(
         func, seconds = _quick_options(func, full, seconds)
     choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
+    swapping.check_kernels(choices, run.device)
     swapping.check_calibrated(init, refit, choices)
     place = Place.from_environment()
     files = FigureFiles(output, look, names if place.speaks else [], ["drift", "speed"])

@@ -105,9 +105,10 @@ def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
     *parameters, _, behind, of_input, of_parameters = others
     _check_shape(dy, x)
     Parameters(*parameters).channel_axes(x, behind)
-    absent = x.new_empty(0)
-    by_parameters = [absent if part is None or not of_parameters else part.new_empty(part.shape) for part in parameters]
-    return [torch.empty_like(x) if of_input else absent, *by_parameters]
+    needed = [part if of_parameters else None for part in parameters]
+    # Each absent gradient is a tensor of its own, as an operator's outputs must not share memory.
+    by_parameters = [x.new_empty(0) if part is None else part.new_empty(part.shape) for part in needed]
+    return [torch.empty_like(x) if of_input else x.new_empty(0), *by_parameters]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
