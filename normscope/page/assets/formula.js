@@ -5,8 +5,8 @@
 const LONGEST = 500;
 const DEEPEST = 50;
 const CONSTANTS = { pi: Math.PI, e: Math.E };
-const CALLED = {
-  abs: [Math.abs, 1], sign: [Math.sign, 1], sqrt: [Math.sqrt, 1], exp: [Math.exp, 1], expm1: [Math.expm1, 1],
+const CALLED = { // sign is 0 for NaN, as in torch
+  abs: [Math.abs, 1], sign: [(x) => Math.sign(x) || 0, 1], sqrt: [Math.sqrt, 1], exp: [Math.exp, 1], expm1: [Math.expm1, 1],
   log: [Math.log, 1], log1p: [Math.log1p, 1], sin: [Math.sin, 1], cos: [Math.cos, 1], tan: [Math.tan, 1],
   sinh: [Math.sinh, 1], cosh: [Math.cosh, 1], tanh: [Math.tanh, 1], asinh: [Math.asinh, 1], atan: [Math.atan, 1],
   arctan: [Math.atan, 1], erf: [erf, 1], sigmoid: [(u) => FUNCTIONS.sigmoid(u), 1],
