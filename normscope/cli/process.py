@@ -58,8 +58,15 @@ class _Stream(io.TextIOWrapper):
 
 
 def guard_streams() -> None:
-    """Make standard output and standard error raise StreamError if they cannot be written; closed ones stay silent."""
-    sys.stdout, sys.stderr = map(_guarded, (sys.stdout, sys.stderr))
+    """Make standard output and standard error raise StreamError if they cannot be written.
+
+    Raises:
+        StreamError: if standard output is closed, as a command's results would be lost.
+    """
+    sys.stderr = _guarded(sys.stderr)
+    if sys.stdout is None:
+        raise StreamError("Standard output is closed; give it a file or a pipe.", _USAGE)
+    sys.stdout = _guarded(sys.stdout)
 
 
 def _guarded(stream: TextIO | None) -> TextIO:
