@@ -79,6 +79,14 @@ def made_on_demand() -> type[_MadeOnDemand]:
     return _MadeOnDemand
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Begin every test and doctest with the same random numbers, whichever tests its process has run before."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C interrupt this process and those that it starts, also where a nohup or a CI has it ignored by all."""

@@ -107,8 +107,9 @@ def calibrate(
         ModelError: if the order in which the network calls its modules depends on its input.
 
     >>> import copy, torch, normscope
+    >>> _ = torch.manual_seed(0)
     >>> original = nn.Sequential(nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 2))
-    >>> x = torch.randn(64, 8, 4, generator=torch.Generator().manual_seed(0))
+    >>> x = torch.randn(64, 8, 4)
     >>> swapped = copy.deepcopy(original)
     >>> _ = normscope.swap(swapped, "tanh", normscope.capture(original, list(x)))
     >>> report = calibrate(original, swapped, list(x))
