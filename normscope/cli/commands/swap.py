@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.norms.sites import NormSite
+    from normscope.swaps.calibrate.calibrate import CalibrationReport
     from normscope.swaps.start import Start
 
 
@@ -125,9 +126,9 @@ class _Calibrations:
     refit: str
     max_drift: float
     say: Output
-    _latest: tuple[Sequence[str], nn.Module, normscope.CalibrationReport] | None = None
+    _latest: tuple[Sequence[str], nn.Module, CalibrationReport] | None = None
 
-    def of(self, paths: Sequence[str]) -> tuple[nn.Module, normscope.CalibrationReport]:
+    def of(self, paths: Sequence[str]) -> tuple[nn.Module, CalibrationReport]:
         """Return a copy of the network with these sites swapped, and the report of its calibration."""
         if self._latest is not None and list(paths) == list(self._latest[0]):
             return self._latest[1:]
@@ -177,7 +178,7 @@ def _now(module: nn.Module) -> dict[str, Any]:
     return {"amplitude": None, "alpha": module.alpha.median().item(), "shift": shift, "r2": None}
 
 
-def _tell(report: normscope.CalibrationReport, say: Output) -> None:
+def _tell(report: CalibrationReport, say: Output) -> None:
     layers = sum(not module.is_norm and module.penalty is not None for module in report.modules)
     learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
     say.result(
@@ -193,12 +194,11 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
+    from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import FREE
 
     of_site = [
-        fit
-        for fit in fits
-        if isinstance(fit, normscope.CurveFit) and fit.function is start.curve and fit.norm is start.norm
+        fit for fit in fits if isinstance(fit, CurveFit) and fit.function is start.curve and fit.norm is start.norm
     ]
     r2 = [fit.r2 for fit in of_site if not fit.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
