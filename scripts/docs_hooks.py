@@ -11,14 +11,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("outputs/gallery/*.png", "normscope/models/embedded/*.md", "CHANGELOG.md")
-_LINK = re.compile(r"\]\(\.\./((?:outputs/gallery|normscope/models/embedded)/[^)]+|CHANGELOG\.md)\)")
+OUTSIDE = ("outputs/gallery/*.png", "normscope/models/embedded/*.md", "CHANGELOG.md", "benchmarks/results/*.json")
+_LINK = re.compile(r"\]\(\.\./((?:outputs/gallery|normscope/models/embedded|benchmarks/results)/[^)]+|CHANGELOG\.md)\)")
 _ROLE = re.compile(r":(?:func|class|mod|attr|meth|data):`~?([^`]+)`")
 _DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the figures, the cards of the embedded networks and the changelog, under their paths in the repository."""
+    """Add figures, results, cards of the embedded networks and the changelog, under their paths in the repository."""
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             place = path.relative_to(ROOT).as_posix()
