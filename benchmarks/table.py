@@ -111,7 +111,7 @@ def power(number: str) -> str:
 def origin(record: Mapping[str, Any]) -> str:
     """Return the machine, torch's version and the day of a record."""
     machine = record["machine"]
-    hardware = f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] > 1 else ''}"
+    hardware = f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] > 1 else ''}, no GPU"
     if "gpu" in machine:
         hardware = f"{machine['gpu']}, CUDA {machine['cuda']}"
     return f"{hardware} · torch {record['versions']['torch']} · {record['date'][:10]}"
