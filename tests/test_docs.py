@@ -1,13 +1,16 @@
-"""docs/curves.md says of every curve what the table of curves says, and its Python runs."""
+"""The docs agree with the tables that they show, their links lead somewhere, and their Python runs."""
 
 import math
 import re
 from pathlib import Path
 
+import pytest
+
 import normscope
 from normscope.fits.curves.known import CURVES
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGE = (DOCS / "curves.md").read_text(encoding="utf-8")
 
 
@@ -33,7 +36,36 @@ def test_the_reference_names_everything_public():
 
 
 def test_the_python_of_the_page_runs():
-    [block] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    [block] = python_of("curves")
     names = {}
     exec(re.sub(r"^  ", "", block, flags=re.MULTILINE), names)  # noqa: S102 - our own page
     assert {found.curve for found in names["fits"]} == {"tanh", "swish"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["figures", "index", "related", "report", "swaps"])
+def test_the_python_of_other_pages_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks, names = python_of(page), {}
+    assert blocks
+    for block in blocks:
+        exec(block, names)  # noqa: S102 - our own page
+
+
+def python_of(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_every_link_leads_to_a_file_and_to_a_heading(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
+    dead = [link for link in links if not leads_somewhere(page, *link)]
+    assert not dead
+
+
+def leads_somewhere(page, path, heading):
+    target = page.parent / path if path else page
+    if not heading or target.suffix != ".md":
+        return target.exists()
+    headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
