@@ -1,4 +1,4 @@
-"""The docs agree with the tables that they show, their links lead somewhere, and their Python runs."""
+"""The docs agree with the tables that they show, and their Python runs."""
 
 import math
 import re
@@ -9,8 +9,7 @@ import pytest
 import normscope
 from normscope.fits.curves.known import CURVES
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "curves.md").read_text(encoding="utf-8")
 
 
@@ -54,18 +53,3 @@ def test_the_python_of_other_pages_runs(page, tmp_path, monkeypatch):
 
 def python_of(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
-def test_every_link_leads_to_a_file_and_to_a_heading(page):
-    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
-    dead = [link for link in links if not leads_somewhere(page, *link)]
-    assert not dead
-
-
-def leads_somewhere(page, path, heading):
-    target = page.parent / path if path else page
-    if not heading or target.suffix != ".md":
-        return target.exists()
-    headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-    return heading in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
