@@ -130,20 +130,23 @@ def draw(chart: Mapping[str, Any], samples: Samples, path: Path) -> None:
             if key in samples:
                 points[(case_label, series_label) if case_label else (series_label, "")] = samples[key]
     rows, series = (list(dict.fromkeys(labels)) for labels in zip(*points, strict=True))
-    present = {row: [label for label in series if (row, label) in points] for row in rows}
+    heights, most = {}, 1
+    for number, row in enumerate(rows):
+        keys = [key for key in points if key[0] == row]
+        most = max(most, len(keys))
+        for place, key in enumerate(keys):
+            heights[key] = number + (place - (len(keys) - 1) / 2) / (len(keys) + 0.6)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 9, "axes.axisbelow": True}):
-        height = 0.75 + len(rows) * max(0.24, 0.19 * max(map(len, present.values())))
-        figure = Figure((6.9, height), layout="constrained")
+        figure = Figure((6.9, 0.75 + len(rows) * max(0.24, 0.19 * most)), layout="constrained")
         axes = figure.subplots()
-        for (row, label), values in points.items():
-            among, number = present[row], series.index(label)
-            y = rows.index(row) + (among.index(label) - (len(among) - 1) / 2) / (len(among) + 0.6)
-            low, median, high = min(values), statistics.median(values), max(values)
-            style = {"color": COLOURS[number], "marker": MARKERS[number], "markersize": 5, "elinewidth": 1}
-            first = next(key for key in points if key[1] == label) == (row, label)
-            labels = {"label": label} if first else {}
-            axes.errorbar(median, y, xerr=[[median - low], [high - median]], linestyle="", **style, **labels)
-            axes.annotate(power(cell([median])), (high, y), (5, 0), textcoords="offset points", va="center")
+        for label, colour, marker in zip(series, COLOURS, MARKERS, strict=False):
+            ys = [y for key, y in heights.items() if key[1] == label]
+            samples_of_row = [points[key] for key in heights if key[1] == label]
+            low, median, high = (list(map(of, samples_of_row)) for of in (min, statistics.median, max))
+            axes.hlines(ys, low, high, colour, linewidth=1)
+            axes.plot(median, ys, marker, color=colour, markersize=5, label=label)
+            for number, end, y in zip(median, high, ys, strict=True):
+                axes.annotate(power(cell([number])), (end, y), (5, 0), textcoords="offset points", va="center")
         axes.set(xlabel=chart["label"], xscale="log" if chart.get("log") else "linear", ylim=(len(rows) - 0.5, -0.5))
         axes.margins(x=0.12)
         if not chart.get("log"):
