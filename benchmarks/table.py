@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and its figures from benchmarks/results: ``python benchmarks/table.py``."""
+"""Write docs/benchmarks.md, its figures and the costs in docs/scale.md: ``python benchmarks/table.py``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from common import RESULTS, cell, tables_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
+SCALE = ROOT / "docs" / "scale.md"
+COSTS = re.compile("(?<=<!-- costs: written by benchmarks/table.py -->\n).*?(?=<!-- end of costs -->)", re.DOTALL)
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))["question"]
 INTRODUCTION = """# Benchmarks
 
@@ -37,7 +39,25 @@ def main() -> None:
     args = parser.parse_args()
     args.page.with_suffix("").mkdir(exist_ok=True)
     args.page.write_text(page_of(args.results, args.page.with_suffix("")), encoding="utf-8")
+    if args.page == PAGE:
+        SCALE.write_text(scale_of(args.results), encoding="utf-8")
     print(args.page)
+
+
+def scale_of(results: Path) -> str:
+    """Return docs/scale.md with the costs of captures."""
+    rows = [
+        "| model | samples | norms | pairs, millions | CPU seconds | memory, GB | file, MB |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for path in sorted(results.glob("costs-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        samples = samples_of(record)
+        for case in dict.fromkeys(case for case, *_ in samples):
+            values = (samples[case, "", name] for name in ("samples", "norms", "pairs", "CPU time", "memory", "file"))
+            rows.append(f"| `{case}` | {' | '.join(cell([statistics.median(each)]) for each in values)} |")
+        rows += ["", f"{origin(record)} · [samples](../benchmarks/results/{path.name})"]
+    return COSTS.sub(lambda _: "\n".join(rows) + "\n", SCALE.read_text(encoding="utf-8"))
 
 
 def page_of(results: Path, figures: Path | None = None) -> str:
@@ -91,7 +111,7 @@ def power(number: str) -> str:
 def origin(record: Mapping[str, Any]) -> str:
     """Return the machine, torch's version and the day of a record."""
     machine = record["machine"]
-    hardware = f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] > 1 else ''}"
+    hardware = f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] > 1 else ''}, no GPU"
     if "gpu" in machine:
         hardware = f"{machine['gpu']}, CUDA {machine['cuda']}"
     return f"{hardware} · torch {record['versions']['torch']} · {record['date'][:10]}"
