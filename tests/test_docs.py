@@ -5,12 +5,16 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 import normscope
+from normscope.cli import app
 from normscope.fits.curves.known import CURVES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+OF_TORCHRUN = {"--max-restarts"}
 PAGE = (DOCS / "curves.md").read_text(encoding="utf-8")
 
 
@@ -56,11 +60,35 @@ def python_of(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_to_a_file_and_to_a_heading(page):
     links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8"))
     dead = [link for link in links if not leads_somewhere(page, *link)]
     assert not dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_that_is_named_exists(page):
+    commands = typer.main.get_command(app).commands
+    options = {
+        name: {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+        for name, command in commands.items()
+    }
+    any_command = {"--install-completion", "--version"}.union(*options.values())
+    unknown = set()
+    for line in lines_of_code(page.read_text(encoding="utf-8")):
+        command = re.search(r"\bnormscope ([a-z-]+)", line)
+        if command or line.startswith("--"):
+            known = options.get(command[1], any_command) if command else any_command
+            words = line[command.start() :] if command else line
+            unknown |= {word for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", words) if word not in known}
+    assert unknown <= OF_TORCHRUN
+
+
+def lines_of_code(markdown):
+    block = re.compile(r"```(?:bash|console)\n(.*?)```", re.DOTALL)
+    lines = "\n".join(block.findall(markdown)).replace("\\\n", " ")
+    return [*re.split(r"\n|&&", lines), *re.findall(r"`([^`]+)`", block.sub("", markdown))]
 
 
 def leads_somewhere(page, path, heading):
