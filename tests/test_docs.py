@@ -2,10 +2,12 @@
 
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 import normscope
 from normscope.cli import app
@@ -37,6 +39,12 @@ def test_the_page_lists_every_curve_as_it_is():
 def test_the_reference_names_everything_public():
     named = re.findall(r"^::: normscope\.(\w+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert sorted(named) == sorted(set(dir(normscope)) & {*normscope.__all__})
+
+
+def test_the_citation_is_of_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert f"version = {{{version}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
 
 
 def test_the_python_of_the_page_runs():
