@@ -1,15 +1,22 @@
-"""The docs agree with the tables that they show, and their Python runs."""
+"""The docs agree with the tables that they show; the options that they name exist, and their Python runs."""
 
 import math
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
 
 import normscope
+from normscope.cli import app
 from normscope.fits.curves.known import CURVES
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+OF_TORCHRUN = {"--max-restarts"}
 PAGE = (DOCS / "curves.md").read_text(encoding="utf-8")
 
 
@@ -34,6 +41,12 @@ def test_the_reference_names_everything_public():
     assert sorted(named) == sorted(set(dir(normscope)) & {*normscope.__all__})
 
 
+def test_the_citation_is_of_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert f"version = {{{version}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
+
+
 def test_the_python_of_the_page_runs():
     [block] = python_of("curves")
     names = {}
@@ -53,3 +66,27 @@ def test_the_python_of_other_pages_runs(page, tmp_path, monkeypatch):
 
 def python_of(page):
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_that_is_named_exists(page):
+    commands = typer.main.get_command(app).commands
+    options = {
+        name: {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+        for name, command in commands.items()
+    }
+    any_command = {"--install-completion", "--version"}.union(*options.values())
+    unknown = set()
+    for line in lines_of_code(page.read_text(encoding="utf-8")):
+        command = re.search(r"\bnormscope ([a-z-]+)", line)
+        if command or line.startswith("--"):
+            known = options.get(command[1], any_command) if command else any_command
+            words = line[command.start() :] if command else line
+            unknown |= {word for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", words) if word not in known}
+    assert unknown <= OF_TORCHRUN
+
+
+def lines_of_code(markdown):
+    block = re.compile(r"```(?:bash|console)\n(.*?)```", re.DOTALL)
+    lines = "\n".join(block.findall(markdown)).replace("\\\n", " ")
+    return [*re.split(r"\n|&&", lines), *re.findall(r"`([^`]+)`", block.sub("", markdown))]
