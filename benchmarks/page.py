@@ -177,7 +177,7 @@ def actions(site: int) -> Sequence[tuple[str, str]]:
         ("σ over an input", CHOICE.format("sigma")),
         ("a curve off", CURVE),
         ("a curve on", CURVE),
-        ("linear axis", CHOICE.format("linear")),
+        ("asinh axis", CHOICE.format("asinh")),
         ("by density", CHOICE.format("density")),
         ("the next site", NEXT),
         ("by channel, first at a site", CHOICE.format("channel")),
