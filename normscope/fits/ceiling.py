@@ -119,8 +119,8 @@ def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[boo
 
 def _without_folds(problems: FitBatch) -> Iterator[tuple[Curve, Solutions]]:
     """Fit every curve of the set to all pairs but those of one fold, ``problems · folds`` times."""
-    forms = [(curve, FitForm()) for curve in CURVES.values() if not curve.shifted]
-    for curve, form in [*forms, *((CURVES[name], FitForm(shift=True)) for name in _SHIFTED)]:
+    forms = [(curve, FitForm(shift=False)) for curve in CURVES.values() if not curve.shifted]
+    for curve, form in [*forms, *((CURVES[name], FitForm()) for name in _SHIFTED)]:
         odd = form.odd(curve)
         coarse = form.objective(problems.nodes("coarse", odd=odd), curve, problems.targets)
         yield curve, roughly(coarse, problems.nodes("rough others", odd=odd))
