@@ -15,9 +15,8 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
-from normscope.fits.jackknife import Interval, interval, student, without_folds
-from normscope.fits.solver import FitForm, Solutions
-from normscope.fits.targets import FitBatch, FitTarget, as_capture, batches, fit_targets, nodes_of
+from normscope.fits.jackknife import Interval, interval, student
+from normscope.fits.targets import FitTarget, as_capture, fit_targets, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -238,57 +237,32 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
     return Comparison(captures, fits, matches, rows)
 
 
-Refits = dict[str, Tensor]  # alpha and slope without each fold, and pairs of that fold, float64 ``(folds,)``
-
-
 @dataclass(frozen=True)
 class _Observed:
-    """One curve at one site of a capture; ``refits`` is None without folds."""
+    """One curve at one site of a capture."""
 
     fit: CurveFit
     target: FitTarget
     stats: PairStats
     d: int
-    refits: Refits | None
+
+    @property
+    def pairs(self) -> Tensor:
+        """Number of pairs in each fold, ``(1, folds)``; zero without folds."""
+        return self.target.counts.sum(1)[None] * (self.target.fold_by is not None)
 
     @property
     def folds(self) -> int:
-        return int((self.target.counts.sum(1) > 0).sum()) if self.target.fold_by else 0
+        return int((self.pairs > 0).sum())
 
 
 def _observed(capture: Capture, fits: Sequence[CurveFit]) -> dict[tuple[str, str], _Observed]:
-    of_place = {(each.site, each.curve): each for each in fits}
     targets = {target.site: target for target in fit_targets(capture)}
-    forms = {
-        each.curve: form
-        for each in fits
-        for form in (FitForm(), FitForm(shift=False))
-        if each.curve != FREE and each.form == form.words(each.function)
-    }
-    refits: dict[tuple[str, str], Refits] = {}
-    for _, problems in batches([target for target in targets.values() if target.fold_by]):
-        for curve, form in forms.items():
-            of_sites = [of_place[target.site, curve] for target in problems.targets]
-            refits |= zip([(each.site, curve) for each in of_sites], _refits(problems, of_sites, form), strict=True)
     widths = {site.name: site.d for site in capture.sites}
     return {
-        place: _Observed(each, targets[each.site], capture.stats[each.site], widths[each.site], refits.get(place))
-        for place, each in of_place.items()
+        (fit.site, fit.curve): _Observed(fit, targets[fit.site], capture.stats[fit.site], widths[fit.site])
+        for fit in fits
     }
-
-
-def _refits(problems: FitBatch, fits: Sequence[CurveFit], form: FitForm) -> list[Refits]:
-    """Fit one curve to each problem without each of its folds, beginning at the fits to all pairs."""
-    curve = fits[0].function
-    parameters = torch.tensor([(each.amplitude, each.alpha, each.shift) for each in fits]).double()
-    flags = torch.tensor([(each.straight or each.power_law, each.converged) for each in fits])
-    columns = (*parameters.unbind(-1), *flags.unbind(-1))
-    near = Solutions(*(column.repeat_interleave(problems.folds) for column in columns))
-    near = without_folds(problems, curve, form, near)
-    slope = near.amplitude * near.alpha * curve.derivative(near.shift)
-    pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
-    rows = zip(near.alpha.view_as(pairs), slope.view_as(pairs), pairs, strict=True)
-    return [{"alpha": alpha, "slope": slope, "pairs": number} for alpha, slope, number in rows]
 
 
 def _against(first: _Observed, other: _Observed, number: int, by: Literal["name", "depth"]) -> Compared:
@@ -313,10 +287,11 @@ def _ratio(name: str, first: _Observed, other: _Observed) -> Ratio | None:
     value = numbers[1] / numbers[0]
     if value <= 0:
         return Ratio(value, None)
-    if first.refits and other.refits and _same_inputs(first.stats, other.stats):
+    if first.folds and other.folds and _same_inputs(first.stats, other.stats):
+        refits = (torch.tensor(each.fit.refits, dtype=torch.float64) for each in (first, other))
+        here, there = (alpha_and_slope[:, int(name == "slope")] for alpha_and_slope in refits)
         whole = torch.tensor([value], dtype=torch.float64).log()
-        without, pairs = (other.refits[name] / first.refits[name]).log(), first.refits["pairs"]
-        low, high = (float(end.exp()) for end in interval(whole, without[None], pairs[None]))
+        low, high = (float(end.exp()) for end in interval(whole, (there / here).log()[None], first.pairs))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
     width = _student(min(first.folds, other.folds)) * math.hypot(_log_error(name, first), _log_error(name, other))
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
