@@ -22,6 +22,7 @@ from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Records, Tabled, as_json
 
+_IN_BLOCKS = {"pre-norm", "post-norm"}
 NAMESAKES = 0.5  # of the sites of the smaller network: networks that share more are built alike
 
 
@@ -39,7 +40,8 @@ def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
 
     Networks are built alike if over half of the sites of the smaller share their module path with one of the other.
     By depth, the sites of one placement are matched in order, the first with the first and the last with the last. If
-    one network has more of them, the matched ones are spread evenly.
+    one network has more of them, the matched ones are spread evenly. Where one network is pre-norm and the other
+    post-norm, these count as one placement.
 
     >>> from types import SimpleNamespace as Site
     >>> deep = [Site(name=f"block.{n}", placement="pre-norm") for n in range(5)]
@@ -56,11 +58,14 @@ def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
 
 
 def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str, str]:
+    here, there = ({site.placement for site in sites} for sites in (first, second))
+    opposed = _IN_BLOCKS.isdisjoint(here & there)
     pairs: dict[str, str] = {}
-    for placement in {site.placement for site in first}:
-        here, there = ([s.name for s in sites if s.placement == placement] for sites in (first, second))
-        few = min(len(here), len(there))
-        pairs |= {here[i]: there[j] for i, j in zip(_evenly(few, len(here)), _evenly(few, len(there)), strict=True)}
+    for placement in here | there:
+        alike = _IN_BLOCKS if opposed and placement in _IN_BLOCKS else {placement}
+        ours, theirs = ([site.name for site in sites if site.placement in alike] for sites in (first, second))
+        few = min(len(ours), len(theirs))
+        pairs |= {ours[i]: theirs[j] for i, j in zip(_evenly(few, len(ours)), _evenly(few, len(theirs)), strict=True)}
     return {site.name: pairs[site.name] for site in first if site.name in pairs}
 
 
@@ -293,12 +298,9 @@ def _ratio(name: str, first: _Observed, other: _Observed) -> Ratio | None:
         whole = torch.tensor([value], dtype=torch.float64).log()
         low, high = (float(end.exp()) for end in interval(whole, (there / here).log()[None], first.pairs))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
-    width = _student(min(first.folds, other.folds)) * math.hypot(_log_error(name, first), _log_error(name, other))
+    folds = torch.tensor([first.folds, other.folds])
+    width = float(student(folds.min())) * math.hypot(_log_error(name, first), _log_error(name, other))
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
-
-
-def _student(folds: int) -> float:
-    return float(student(torch.tensor(folds)))
 
 
 def _log_error(name: str, observed: _Observed) -> float:
@@ -307,7 +309,7 @@ def _log_error(name: str, observed: _Observed) -> float:
     if not low * high > 0:
         return math.nan
     # α's interval is symmetric on the log scale; the slope's on its own, where errors propagate likewise.
-    return math.log(high / low) / 2 / _student(observed.folds)
+    return math.log(high / low) / 2 / float(student(torch.tensor(observed.folds)))
 
 
 def _same_inputs(here: PairStats, there: PairStats) -> bool:
