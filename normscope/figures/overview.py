@@ -39,6 +39,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select
 
+LEAD = "input x of norm layers, and their output y before the affine step"
 _ACROSS = 4
 _COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # four of them are a page's text width
 _PANEL_INCHES = 1.15
@@ -127,7 +128,7 @@ def overview(
         above = heading_inches(every, labels) + 0.04
         height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
         handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
-        foot = [*remarks(every, every_fit)]
+        foot = [*([LEAD] if caption else []), *remarks(every, every_fit, str(notes))]
         for capture, panels in zip(captures, networks, strict=True):
             name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
             of_network = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])

@@ -422,15 +422,14 @@ def facts(panels: Sequence[Panel], labels: str) -> str:
     """Return class, d and placement of the norms, and their numbers of pairs, as far as no panel names them."""
 
     def listed(values: Iterable[Any]) -> str:
-        return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))
+        return " and ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
-    counts = sorted({panel.stats.n_pairs for panel in panels})
-    pairs = f"{' to '.join(f'{n:,}' for n in dict.fromkeys((counts[0], counts[-1])))} pairs a panel"
     if labels == FULL:
         return ""
-    sites = [panel.site for panel in sorted(panels, key=lambda panel: panel.site.d)]
-    parts = (listed(site.kind for site in sites), f"d = {listed(site.d for site in sites)}")
-    return " · ".join(filter(None, (*parts, listed(panel.site.placement for panel in panels), pairs)))
+    sites, counts = [panel.site for panel in panels], sorted({panel.stats.n_pairs for panel in panels})
+    of_norms = (listed(site.kind for site in sites), f"d = {listed(sorted(site.d for site in sites))}")
+    pairs = f"{' to '.join(f'{n:,}' for n in dict.fromkeys((counts[0], counts[-1])))} pairs a panel"
+    return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs)))
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], notes: str = "") -> list[str]:
@@ -510,7 +509,9 @@ def write_heading(ax: Axes, panel: Panel, labels: str, notes: Sequence[Words], l
         head_panel(ax, panel.site, [*bounded, pairs], panel.room, pad)
     elif labels == SHORT:
         font = FontProperties(size=HEAD_POINTS)
-        ax.set_title(tail(panel.name, panel.room, font), parse_math=False, loc="left", pad=pad, fontproperties=font)
+        ax.set_title(
+            tail(panel.name, panel.room, font), parse_math=False, loc="left", y=1, pad=pad, fontproperties=font
+        )
 
 
 HEAD_POINTS = 7.0

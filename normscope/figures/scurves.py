@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from normscope.errors import UsageError, count, unknown
 from normscope.figures.axes import LINEAR, share_colours, share_heights
-from normscope.figures.overview import overview
+from normscope.figures.overview import LEAD, overview
 from normscope.figures.panels import (
     DRAW,
     NO_LABELS,
@@ -52,6 +52,7 @@ from normscope.figures.style import (
     style_named,
     width_of,
     words_inches,
+    write_at,
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
@@ -135,7 +136,7 @@ def plot(
                 f"{count(len(capture.sites), 'site')}: name them by layers= and rows=."
             )
         inches = ax.get_window_extent().width / ax.figure.dpi
-        (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches, room=inches)
+        (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
         return _draw_on(ax, panel, shown[0], labels)
     columns, panel_inches = columns_within(len(capture.sites), width)
     inches = panel_inches[0] - _EDGE_INCHES
@@ -149,7 +150,8 @@ def plot(
         rows_inches = len(shown) * panel_inches[1] + sum(lines) * LINE_POINTS / 72
         height = blocks * (rows_inches + heading_inches(panels, labels) + 0.12)
         handles = legend_handles(panels, shown, "sample" in capture.about)
-        foot = [*filter(None, [facts(panels, labels)]), *_drawn_tokens(panels, shown), *remarks(panels, fits)]
+        foot = [facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, str(notes))]
+        foot = [LEAD, *foot] if caption else foot
         figure_inches = inches_of(width, 0.5 + panel_inches[0] * columns)
         detail = count(capture.n_samples, "sample")
         about = capture.about
@@ -188,15 +190,11 @@ def plot(
 def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
     """Draw one panel into somebody's axes, with its heading in the corner that an S leaves empty."""
     draw_panel(ax, panel, row, beyond=True, inset=False)
-    lines = [[(panel.name, panel.style.ink)], *notes_of(panel, labels)] if labels != NO_LABELS else []
-    look: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "va": "top", "zorder": 6}
-    for number, words in enumerate(lines):
-        left = 3.0
-        for text, colour in words:
-            at = (left, -3 - LINE_POINTS * number)
-            look |= {"color": readable(colour, ax.get_facecolor()), "path_effects": outline(panel.style)}
-            ax.annotate(text, (0, 1), at, fontproperties=NOTE, parse_math=False, **look)
-            left += 72 * words_inches([(text, colour)]) + LINE_POINTS / 2
+    words = [(panel.name, panel.style.ink), *(word for line in notes_of(panel, labels) for word in line)]
+    look: dict[str, Any] = {"va": "top", "zorder": 6, "fontproperties": NOTE, "parse_math": False}
+    for number, (text, colour) in enumerate(words if labels != NO_LABELS else ()):
+        look |= {"color": readable(colour, ax.get_facecolor()), "path_effects": outline(panel.style)}
+        write_at(ax, text, (0, 1), (3, -3 - LINE_POINTS * number), **look)
     ax.set(xlabel=panel.axis.label(panel.inches), ylabel=_name_of_y(row))
     return ax
 

@@ -292,7 +292,7 @@ def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, 
     font = _head_font(inches)
     detail = that_fits(details, inches, font.get_size_in_points())
     lines = [*name_lines(site, inches, font), tail(detail, inches, font)]
-    ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
+    ax.set_title("\n".join(lines), parse_math=False, loc="left", y=1, pad=pad, fontproperties=font)
 
 
 def head_inches(sites: Iterable[NormSite], inches: float) -> float:
@@ -352,8 +352,8 @@ def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
     number = max(len(lines), least)
     if not number:
         return _ABOVE_POINTS
-    # A title is given room by its height alone, and these lines need no other.
-    ax.set_title(" ", loc="right", fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
+    # A title is given room by its height alone, and these lines need no other; with y it stays below a strip.
+    ax.set_title(" ", loc="right", y=1, fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
     return _ABOVE_POINTS + LINE_POINTS * number + _BELOW_TITLE
 
 
@@ -509,10 +509,8 @@ def sheet(
         figure = Sheet(figsize=(width, height))
         if caption:
             first, last = title_and_foot(None if title == NONE else title, usual, about, names)
-            figure.caption = (
-                caption,
-                " ".join(f"{text[:1].upper()}{text[1:]}." for text in (first, *foot, last) if text),
-            )
+            sentences = [f"{text[:1].upper()}{text[1:]}." for text in (*foot, last) if text]
+            figure.caption = caption, " ".join([*([f"{first}."] if first else []), *sentences])
         below = 0.04 + 0.12 * len(lines) if lines else 0.0
         legend = _legend(figure, handles, font)
         legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
