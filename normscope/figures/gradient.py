@@ -107,7 +107,7 @@ def plot_gradient(
         for column in columns
         if isinstance(column, _SiteColumn)
     ]
-    height = 2 * panel_height + 0.35 + head_inches(capture.sites, room) + max(notes, default=0) * LINE_POINTS / 72
+    height = 2 * panel_height + 0.35 + head_inches(room) + max(notes, default=0) * LINE_POINTS / 72
     inches = inches_of(width, max(0.5 + panel_width * across, _LEAST_INCHES))
     samples, handles = count(capture.n_samples, "sample"), _handles(fits, theme)
     with sheet(theme, inches, height * blocks, title, capture.about, samples, handles=handles) as figure:
