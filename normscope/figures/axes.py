@@ -189,7 +189,7 @@ def _end_of(stats: PairStats, fits: Sequence[CurveFit]) -> float:
 def _top_of(site: NormSite, stats: PairStats, end: float) -> float:
     """Return the end of an axis that contains every y at |x| up to ``end``; the norm's bound if y comes near it."""
     x_edges = DENSITY_X_GRID.edges()
-    inside = torch.minimum(x_edges[:-1].abs(), x_edges[1:].abs()) < end
+    inside = (x_edges[:-1] < end) & (x_edges[1:] > -end)
     filled = stats.density[inside].sum(0).nonzero().squeeze(1)
     edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
     reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
