@@ -30,7 +30,7 @@ from normscope.figures.style import (
 )
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.swaps.inits import INITS
 from normscope.swaps.reports import (
     CALIBRATED,
@@ -43,7 +43,6 @@ from normscope.swaps.reports import (
     KeepStep,
     Quality,
     Quantiles,
-    TrainingCheck,
 )
 
 _WIDTH, _WIDEST = 6.6, 24.0
@@ -113,8 +112,8 @@ def plot_drift(
         for kinds in (_SITES, ("cumulative", "by_part"))
     )
     abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
-    names = [tail(path, _NAME_INCHES, _TINY) for path in paths]
-    foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
+    names = _upright(short_names(paths).values())
+    foot = _foot(names) if wide else 0.0
     ratios = len(reports) > 1 and "by_site" in wide
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
     inputs = count(max(report.all.inputs for report in reports), "input")
@@ -136,7 +135,7 @@ def plot_drift(
             upper.append(figure.add_subplot(grid[len(wide), :]))
             _draw_ratios(upper[-1], lines, paths, theme)
         for ax in upper:
-            _name_sites(ax, names if ax is upper[-1] else [], inches - _EDGE_INCHES)
+            name_sites(ax, names if ax is upper[-1] else [], inches - _EDGE_INCHES)
         if upper:
             _sign_placements(upper[0], sites, paths, theme)
         figure.align_ylabels()
@@ -279,7 +278,17 @@ def _finish(ax: Axes, theme: Style) -> None:
     draw_guides(ax, theme)
 
 
-def _name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
+def _upright(names: Iterable[str]) -> list[str]:
+    return [tail(name, _NAME_INCHES, _TINY) for name in names]
+
+
+def _foot(names: Sequence[str]) -> float:
+    """Return the height of upright names in inches."""
+    return max((width_of(name, _TINY) for name in names), default=0.0)
+
+
+def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
+    """Write names upright below a panel so many inches wide: every one, or every second, third … of them."""
     every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
     labels = [literal(name) for name in names[::every]]
     ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=_TINY)
@@ -296,11 +305,11 @@ def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], 
 def plot_keep(
     report: KeepReport, title: str | None = None, *, width: float | None = None, style: str = "light"
 ) -> Figure:
-    """Draw the drift, and beside it the quality, against the number of norms that are swapped.
+    """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
-    Medians over inputs, with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
-    ones; crosses are drifts after ``after``, for example a calibration. Each number follows the norm put back last. The
-    dotted line is the original's quality.
+    Medians over inputs with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
+    ones. Crosses are medians after ``after``, for example a calibration, on the inputs that decide there. The dotted
+    line is the original's quality; bars of quality are 95 % intervals. Each tick names the norm kept in addition.
 
     Args:
         report: what :func:`normscope.keep` returned.
@@ -313,54 +322,77 @@ def plot_keep(
     """
     theme = style_named(style)
     inches = inches_of(width, _KEEP_INCHES[0])
-    beside = report.quality is not None and inches >= 2 * _LEAST_ABREAST
-    rows = 1 + (report.quality is not None and not beside)
-    names = [literal(tail(f"{step.site or 'none'}  {step.swapped}", _NAME_INCHES, _TINY)) for step in report.taken]
-    foot = max(width_of(name, _TINY) for name in names)
-    with sheet(theme, inches, (_KEEP_INCHES[1] + foot) * rows, title, report.about) as figure:
-        grid = figure.add_gridspec(rows, 1 + beside)
+    quality = report.quality
+    beside = quality is not None and inches >= 2 * _LEAST_ABREAST
+    rows, columns = 1 + (quality is not None and not beside), 1 + beside
+    short = short_names(report.sites)
+    names = _upright(f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in report.taken)
+    height, handles = (_KEEP_INCHES[1] + _foot(names)) * rows, _keep_handles(report, theme)
+    with sheet(theme, inches, height, title, report.about, handles=handles) as figure:
+        grid = figure.add_gridspec(rows, columns)
         _draw_kept(figure.add_subplot(grid[0, 0]), report, theme)
-        if report.quality is not None:
-            _draw_quality(figure.add_subplot(grid[rows - 1, -1]), report.quality, report.taken, theme)
+        if quality is not None:
+            _draw_quality(figure.add_subplot(grid[rows - 1, -1]), quality, report.taken, theme)
         for ax in figure.axes:
-            ax.set_xlabel(f"norms swapped, of {len(report.sites)}, and the one put back last")
-            every = max(1, math.ceil(len(names) * 2 * _UPRIGHT_INCHES * len(figure.axes) / inches))
-            ticks = [step.swapped for step in report.taken]
-            ax.set_xticks(ticks[::every], names[::every], rotation=90, fontproperties=_TINY)
-            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0, columnspacing=1.2)
+            ax.set_xlabel(f"norms kept, of {len(report.sites)}")
+            name_sites(ax, names, inches / columns - _EDGE_INCHES)
+            ax.margins(x=0.06)
             draw_guides(ax, theme)
     return figure
 
 
+_CROSS: dict[str, Any] = {"ls": "", "marker": "X", "ms": 4.5, "mew": 0, "zorder": 4}
+
+
+def _keep_handles(report: KeepReport, theme: Style) -> list[Artist]:
+    chosen, held_out = _choice(theme)
+    handles = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
+    if held := [step.held_out for step in report.taken if step.held_out is not None]:
+        handles.append(key(f"on {held[0].n} held-out samples", **held_out))
+    if any(step.worked_on is not None for step in report.steps):
+        handles.append(key("calibrated, on samples that decide its state", theme.ink, **_CROSS))
+    if report.quality is not None:
+        handles.append(key("original", theme.ink, ":"))
+    return handles
+
+
+def _choice(theme: Style) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the looks of measurements on the inputs of the choice, and on held-out ones."""
+    dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
+    chosen = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
+    return chosen, {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
+
+
 def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
-    measured = {
-        "chosen on": [(step.swapped - _ASIDE, step.error) for step in report.taken],
-        "held out": [(step.swapped + _ASIDE, step.held_out) for step in report.taken if step.held_out is not None],
-    }
-    for colour, (label, points) in zip(theme.curves, measured.items(), strict=False):
-        if points:
-            medians = [quantiles.p50 for _, quantiles in points]
-            ax.plot([x for x, _ in points], medians, color=colour, marker="o", ms=3, lw=0.9, label=label)
-            _draw_bars(ax, points, colour)
-    tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
-    if tried:
-        ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
-    ax.set_ylim(0, None)
-    ax.set_ylabel(report.measure)
+    chosen = [(step.kept - _ASIDE, step.error) for step in report.taken]
+    held_out = [(step.kept + _ASIDE, step.held_out) for step in report.taken if step.held_out is not None]
+    for points, look in zip((chosen, held_out), _choice(theme), strict=True):
+        ax.plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
+        _draw_bars(ax, points, look["color"])
+    tried = [(step.kept, step.worked_on) for step in report.steps if step.worked_on is not None]
+    ax.plot([kept for kept, _ in tried], [error for _, error in tried], color=theme.ink, **_CROSS)
+    if not scale_where_wide(ax):
+        ax.set_ylim(0, None)
+    ax.set_ylabel(_with_unit(report.measure))
 
 
 def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: Style) -> None:
-    scores = quality.scores
-    points = [(step.swapped, scores[f"{step.kept} kept"].value) for step in taken]
-    ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9, label="swapped")
-    ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9, label="original")
+    _, look = _choice(theme)
+    scores = [(step.kept, quality.scores[f"{step.kept} kept"]) for step in taken]
+    ax.plot([kept for kept, _ in scores], [score.value for _, score in scores], **look)
+    for kept, score in scores:
+        ax.plot([kept, kept], score.interval or [score.value] * 2, color=look["color"], lw=0.7)
+    ax.axhline(quality.scores["original"].value, color=theme.ink, ls=":", lw=0.9)
     ax.set_ylabel(literal(quality.name))
 
 
-_HEAL_INCHES = (6.4, 2.4)
-_LEAST_HEAL_INCHES = 4.5  # of both panels beside one another
+def _with_unit(measure: str) -> str:
+    return f"{measure} [nats]" if measure.startswith("KL") else measure
+
+
+_HEAL_INCHES = (6.4, 2.7)
+_LEAST_HEAL_INCHES = 4.5  # of the panels beside one another
 _STAGES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
-_HEALED = 0.2  # of the start's drift
 
 
 def plot_healing(
@@ -368,8 +400,10 @@ def plot_healing(
 ) -> Figure:
     """Draw the course of a healing, and the drift on held-out inputs before and after each stage.
 
-    Left: the training loss between checks, and the median drift at each check, with a filled marker if it is the least
-    so far. Right: medians on the held-out inputs, and bars from the 10th to the 90th percentile.
+    Left, the training: its loss between checks, and the median drift at each check on the inputs that decide, with a
+    filled marker if the state was kept; dashed, the median before training. Right, the held-out inputs: medians and
+    bars from the 10th to the 90th percentile, filled for the state that the network was left in. A training at whose
+    checks no state was kept has no state of its own there.
 
     Args:
         report: what :func:`normscope.heal` returned.
@@ -383,55 +417,63 @@ def plot_healing(
     theme = style_named(style)
     inches = inches_of(width, _HEAL_INCHES[0])
     narrow = inches < _LEAST_HEAL_INCHES
-    with sheet(theme, inches, _HEAL_INCHES[1] * (1 + narrow), title, report.about) as figure:
-        grid = figure.add_gridspec(1 + narrow, 2 - narrow, width_ratios=[1.4, 1.3][: 2 - narrow])
-        course, drifts = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[-1, -1])
-        _draw_course(course, report.checks, theme)
-        scale_where_wide(course)
-        course.set_ylabel("relative L2")
-        _draw_drifts(drifts, report, theme)
+    stages = [stage for stage in report.drifts if stage != TRAINED or report.training_kept]
+    foot = [] if report.training_kept else ["The training lowered the median at no check: no state of it was kept."]
+    look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 3, "mew": 0.8, "color": theme.curves[0]}
+    handles = [
+        key("state kept", **look),
+        key("state not kept", mfc=theme.background, **look),
+        key("10th to 90th percentile", theme.curves[0], "", marker="|", ms=6),
+    ]
+    if report.before_training is not None:
+        handles.append(key("before training", theme.ink, "--"))
+    height = _HEAL_INCHES[1] * (1.9 if narrow else 1)
+    with sheet(theme, inches, height, title, report.about, foot=foot, handles=handles) as figure:
+        grid = figure.add_gridspec(2 + narrow, 2 - narrow, height_ratios=[1, 1.6, 2][: 2 + narrow])
+        course = figure.add_subplot(grid[1, 0])
+        losses = figure.add_subplot(grid[0, 0], sharex=course)
+        drifts = figure.add_subplot(grid[2, 0] if narrow else grid[:, 1])
+        _draw_course(losses, course, report, look, theme)
+        _draw_stages(drifts, report, stages, look, theme)
+        figure.align_ylabels([losses, course])
     return figure
 
 
-def _draw_course(ax: Axes, checks: Sequence[TrainingCheck], style: Style) -> None:
-    losses = [(check.step, check.loss) for check in checks if check.loss is not None]
-    losses = [(0, losses[0][1]), *losses] if losses else []  # each is of the steps before it
-    ax.plot(*_finite(losses), color=style.curves[1], lw=1.1, ds="steps-pre", label="training loss")
-    look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 2.8, "mew": 0.7, "color": style.curves[0]}
-    for kept, label in ((True, "median drift, least so far"), (False, "no less than before")):
-        drifts = [(check.step, check.drift) for check in checks if check.kept == kept]
-        ax.plot(*_finite(drifts), mfc=style.curves[0] if kept else style.background, label=label, **look)
-    end = max((check.step for check in checks), default=1)
-    ax.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
-    ax.set_xlabel("steps")
-    ax.legend(loc="upper right", fontsize=LEAST_POINTS)
+def _draw_course(losses: Axes, course: Axes, report: HealReport, look: dict[str, Any], theme: Style) -> None:
+    loss = [(check.step, check.loss) for check in report.checks if check.loss is not None]
+    loss = [(0, loss[0][1]), *loss] if loss else []  # each is of the steps before it
+    losses.plot([step for step, _ in loss], [value for _, value in loss], color=theme.ink, lw=1.1, ds="steps-pre")
+    losses.set_ylabel("training\nloss")
+    losses.tick_params(labelbottom=False)
+    for kept, face in ((True, theme.curves[0]), (False, theme.background)):
+        shown = [check for check in report.checks if check.kept == kept and check.drift is not None]
+        course.plot([check.step for check in shown], [check.drift for check in shown], mfc=face, zorder=3, **look)
+    if report.before_training is not None:
+        course.axhline(report.before_training, color=theme.ink, ls="--", lw=0.9)
+    for ax in (losses, course):
+        scale_where_wide(ax)
+    end = max((check.step for check in report.checks), default=1)
+    course.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
+    course.set_xlabel("training steps")
+    course.set_ylabel(f"{_with_unit(report.measure)},\n{report.n_judged} samples that decide")
 
 
-def _finite(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
-    shown = [(step, value) for step, value in points if value is not None]
-    return [step for step, _ in shown], [value for _, value in shown]
-
-
-def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
-    colour = style.curves[0]
-    for place, quantiles in enumerate(report.drifts.values()):
+def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict[str, Any], theme: Style) -> None:
+    for place, stage in enumerate(stages):
+        quantiles = report.drifts[stage]
         if not all(math.isfinite(value) for value in quantiles.values()):
             at: Any = ("data", "axes fraction")
             ax.annotate("not finite", (place, 0.02), xycoords=at, ha="center", fontsize=LEAST_POINTS)
             continue
-        ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
-        ax.plot([place], [quantiles["median"]], marker="o", ms=4, mew=0, color=colour)
-        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}  # no line runs through the number
-        at, look = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS, "bbox": behind}
-        write_at(ax, f"{quantiles['median']:.3f}", at, (4, 0), "data", **look)
-    ax.set_xlim(-0.5, len(report.drifts) - 0.2)
-    ax.set_ylim(bottom=0)
-    start = report.before["median"]
-    if math.isfinite(start):
-        ax.axhline(_HEALED * start, color=style.faint, lw=0.8, ls="--", zorder=0)
-        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.8}  # the line goes on at either side
-        look = {"va": "center", "fontsize": LEAST_POINTS, "color": style.faint, "bbox": behind}
-        write_at(ax, f"{1 - _HEALED:.0%} closed", (0.0, _HEALED * start), (3, 0), ("axes fraction", "data"), **look)
-    ax.set_xticks(range(len(report.drifts)), [_STAGES[stage] for stage in report.drifts])
-    ax.set_ylabel(f"{report.measure} on {report.n_held_out} held-out samples")
-    ax.set_title("start values kept" if report.restored else f"{report.closed:.0%} of the median closed")
+        ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=look["color"], lw=1.2, zorder=2)
+        face = look["color"] if stage == report.left_with else theme.background
+        ax.plot([place], [quantiles["median"]], mfc=face, zorder=3, **look)
+        at, beside = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS}
+        write_at(ax, f"{quantiles['median']:.3g}", at, (5, 0), "data", **beside)
+    if not scale_where_wide(ax):
+        ax.set_ylim(bottom=0)
+    ax.set_xlim(-0.5, len(stages) - 0.3)
+    ax.set_xticks(range(len(stages)), [_STAGES[stage] for stage in stages])
+    ax.set_ylabel(f"{_with_unit(report.measure)}, {report.n_held_out} held-out samples")
+    kept, change = _STAGES[report.left_with].replace("\n", " "), f"{-100 * report.closed:+.3g} %".replace("-", "−")
+    ax.set_title("start values kept" if report.restored else f"{kept} state kept: median {change}")

@@ -173,6 +173,7 @@ def heal(
         no_quality=judge.untold,
         about=about,
         measure=measure_of(outputs.kind),
+        before_training=state.before_training,
     )
 
 
@@ -294,7 +295,7 @@ class _Healing:
         targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, of_steps)
         trained = TrainedParameters(self.swapped, names)
         if not state.tensors["best"]:
-            state.tensors["best"] = copies(trained.parameters)
+            state.tensors["best"], state.before_training = copies(trained.parameters), state.drift
             if until is not None:
                 state.budget = until - self._measuring - time.monotonic()
             saved()
