@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
 from normscope.figures.panels import outline
-from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, that_fits, width_of
+from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.swaps import SCOPES, duration
@@ -23,7 +23,7 @@ _NATIVE, _COPY = "native", "copy"
 _MOST_ACROSS = 4
 _MOST_MEDIANS = 1.3  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-_TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=LEAST_POINTS)
+_TITLE, _SMALL = FontProperties(size=7), FontProperties(size=LEAST_POINTS)
 
 
 def plot_speed(
@@ -32,8 +32,8 @@ def plot_speed(
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
     A whisker that continues beyond the panel ends in an arrow. A dotted line through each group is the native norm's
-    median: the eager one's for ``fused``, the compiled one's for ``compile + fused``. Numbers are bold for the verdict
-    ``faster``, in italics for ``slower``, and have a question mark where the passes are too few to tell.
+    median: the eager one's for ``fused``, the compiled one's for ``compile + fused``. A ratio to it, bold for the
+    verdict ``faster`` and in italics for ``slower``, stands at each bar; its time instead if the passes are too few.
 
     Args:
         report: what :func:`normscope.bench` returned.
@@ -57,7 +57,7 @@ def plot_speed(
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
     inches = inches_of(width, max(4.6, 0.3 + _PANEL_INCHES * across))
-    height = sum(0.62 + _BAR_INCHES * height for height in heights)
+    height = sum(0.5 + _BAR_INCHES * height for height in heights)
     with sheet(theme, inches, height, title, report.about, report.device, foot=[_signs(report)]) as figure:
         axes = figure.subplots(
             len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
@@ -126,13 +126,10 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(4))
     first = rows[0]
-    ax.set_xlabel(unit, labelpad=1)
-    detail = " · ".join(part for part in (first.dtype, next((row.timer for row in rows if row.timer), "")) if part)
-    shape = "×".join(map(str, first.shape))
-    names = (f"{SCOPES[first.scope]}, {first.passes}", f"{SCOPES[first.scope]},\n{first.passes}")
-    details = (f"{shape} · {detail}", f"{shape}\n{detail}")
-    title = "\n".join(that_fits(texts, _BARS_INCHES, 7.5) for texts in (names, details))
-    ax.set_title(title, parse_math=False)
+    ax.set_xlabel(f"time [{unit}]", labelpad=1)
+    timer = next((row.timer for row in rows if row.timer), "")
+    detail = " · ".join(filter(None, ("×".join(map(str, first.shape)), first.dtype, timer)))
+    ax.set_title(f"{SCOPES[first.scope].removeprefix('the ')}, {first.passes}\n{detail}", fontproperties=_TITLE)
 
 
 def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:
@@ -144,9 +141,7 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     face = "none" if hatch else colour
     ax.barh(y, row.median / scale, height=0.72, color=face, edgecolor=colour, hatch=hatch, lw=0.6, zorder=2)
     low, high = row.p20 / scale, row.p80 / scale
-    text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
-    if row.verdict == TOO_FEW:
-        text = f"{text} ?"
+    text = duration(row.median) if row.ratio is None or row.verdict == TOO_FEW else f"×{row.ratio:#.3g}".rstrip(".")
     font = FontProperties(size=LEAST_POINTS, weight="bold" if row.verdict == FASTER else "normal")
     if row.verdict == SLOWER:
         font.set_style("italic")
@@ -172,9 +167,17 @@ def _colour(variant: str, style: Style) -> Any:
 
 
 def _signs(report: BenchReport) -> str:
-    """Return the meaning of bars, whiskers, lines and fonts."""
-    signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
-    signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
-    meant = {FASTER: "bold", SLOWER: "italics", TOO_FEW: "?"}
-    signs += [f"{sign}: {said}" for said, sign in meant.items() if any(row.verdict == said for row in report.rows)]
+    """Return the meaning of bars, whiskers, lines, numbers and fonts."""
+    verdicts = {row.verdict for row in report.rows}
+    beside = [f"{BESIDE[way]} for {way}" for way in BESIDE if any(row.way == way for row in report.rows)]
+    signs = ["Bars: median", "whiskers: 20th to 80th percentile"]
+    signs.append(", ".join(["dotted: native norm", *beside]))
+    if any(row.ratio is not None for row in report.rows):
+        fonts = [f"{font} if {verdict}" for verdict, font in _FONTS.items() if verdict in verdicts]
+        signs.append(", ".join(["×: multiple of its time", *fonts]))
+    if TOO_FEW in verdicts:
+        signs.append("no ×: too few passes to compare")
     return "; ".join(signs)
+
+
+_FONTS = {FASTER: "bold", SLOWER: "in italics"}

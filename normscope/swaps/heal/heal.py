@@ -295,7 +295,8 @@ class _Healing:
         targets = TrainingTargets(self.original, self.swapped, self.outputs, self.sites, of_steps)
         trained = TrainedParameters(self.swapped, names)
         if not state.tensors["best"]:
-            state.tensors["best"], state.before_training = copies(trained.parameters), state.drift
+            state.tensors["best"] = copies(trained.parameters)
+            state.before_training = state.drift if math.isfinite(state.drift) else None
             if until is not None:
                 state.budget = until - self._measuring - time.monotonic()
             saved()
