@@ -1,220 +1,156 @@
-"""Several networks in one figure: a row a network, and across it four norm sites from shallow to deep."""
+"""Compact figure of one or several networks: a row a network, and across it four norm sites from shallow to deep."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any
 
-from matplotlib.axes import Axes
+import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.gridspec import GridSpec
 
-from normscope.errors import UsageError, count
-from normscope.figures.axes import AUTO, share_colours
+from normscope.errors import UsageError
+from normscope.figures.axes import LINEAR, share_colours
 from normscope.figures.panels import (
-    Panel,
+    SHORT,
     best_of,
-    ceiling_note,
+    check_labels,
     draw_panel,
-    fit_notes,
+    facts,
+    heading_inches,
     legend_handles,
+    notes_of,
     panels_of,
     remarks,
     with_shared_scales,
+    write_heading,
 )
 from normscope.figures.style import (
-    LEAST_POINTS,
     LINE_POINTS,
-    NONE,
-    Style,
-    Words,
     heading,
     inches_of,
-    name_lines,
     sheet,
     style_named,
     tail,
     title_and_foot,
-    without_digest,
-    wrapped,
-    write_above,
-    write_at,
+    untrained,
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import select
 
+LEAD = "input x of norm layers, and their output y before the affine step"
 _ACROSS = 4
-_COLUMN_INCHES = 1.75  # four of them are a page's text width
-_LEAST_COLUMN = 1.2
+_COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # four of them are a page's text width
 _PANEL_INCHES = 1.15
 _AXIS_INCHES = 0.25  # of a panel's ticks
 _EDGE_INCHES = 0.38  # of a panel's width, that its ticks take
-_GAP_INCHES = 0.1  # above a heading
-_LINE_INCHES = 0.105
-_FOOT_INCHES = 0.2
-_BOLD, _SMALL, _TINY = (
-    FontProperties(size=7.5, weight="bold"),
-    FontProperties(size=6.2),
-    FontProperties(size=LEAST_POINTS),
-)
+_LABEL_INCHES = 0.3  # left of all panels
+_BOLD = FontProperties(size=7.5, weight="bold")
 
 
 def overview(
     captures: Sequence[Capture],
     fits: Sequence[Sequence[CurveFit]] = (),
     *,
-    xscale: str = AUTO,
+    xscale: str = LINEAR,
     share_axes: bool = False,
     width: float | None = None,
+    labels: str = SHORT,
+    font: str | None = None,
+    caption: str | None = None,
     title: str | None = None,
     style: str = "light",
 ) -> Figure:
-    """Draw several captures below one another: four norm sites each, evenly over the depth, as wide as a page's text.
+    """Draw one or several captures as panels alone: a row a network, and four norm sites evenly over the depth.
 
-    Each panel shows the density of all pairs, E[y|x], the fitted curves, and the bound where the pairs come near it, as
-    figure 2 of arXiv 2503.10622 does for some tokens.
+    Each panel shows the density of all pairs, E[y|x], and the fitted curves, as figure 2 of arXiv 2503.10622 does for
+    some tokens.
 
     Args:
-        captures: a row each; one of fewer than four sites has as many panels.
+        captures: a row each; fewer than four sites make fewer panels.
         fits: for each capture, what :func:`normscope.fit` made of it; without any, no curves are drawn.
-        xscale: ``linear``, ``asinh`` or ``auto``, as of :func:`normscope.plot`.
-        share_axes: whether all panels of all networks have the same axes and colours, as of :func:`normscope.plot`.
+        xscale: as of :func:`normscope.plot`.
+        share_axes: likewise, for all panels of all networks.
         width: of the figure, in inches; by default that of a page's text, 7 for four sites. In a narrow one panels go
             below one another.
-        title: above all panels; by default none, as each row names its network, weights and data. With ``none`` it
-            names the network alone.
+        labels: above each panel, as of :func:`normscope.plot`.
+        font: likewise.
+        caption: likewise.
+        title: above all panels; by default none, as each row names its network. With ``none`` weights and data are
+            left out too.
         style: ``light`` or ``dark``.
 
     Raises:
-        UsageError: if there is no capture, if the fits are of another number of captures, if there is no such scale or
-            style, or if the width is under 2 inches.
+        UsageError: as of :func:`normscope.plot`; and if there is no capture, or the fits are of another number of
+            captures.
 
     >>> import normscope, torch
     >>> from torch import nn
     >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     >>> captures = [normscope.capture(nn.Sequential(norm), [x]) for norm in (nn.LayerNorm(8), nn.RMSNorm(8))]
     >>> figure = overview(captures, [normscope.fit(capture) for capture in captures])
-    >>> [ax.get_title(loc="left") for ax in figure.axes if ax.images]
-    ['0  0\\nLayerNorm d=8', '0  0\\nRMSNorm d=8']
+    >>> [ax.get_ylabel().split("\\n")[0] for ax in figure.axes if ax.get_visible()]
+    ['Sequential', 'Sequential']
     """
     if not captures:
         raise UsageError("There is no capture to draw; an overview takes one or more.")
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme = style_named(style)
+    check_labels(labels)
+    theme = style_named(style, font)
+    columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
+    width = inches_of(width, _COLUMN_INCHES * columns)
+    columns = columns if width / columns >= _LEAST_COLUMN else 2
+    inches = (width - _LABEL_INCHES) / columns - _EDGE_INCHES
     every_fit = [fit for fitted in fits for fit in fitted]
-    columns, width = _columns(captures, width)
-    networks = _panels(captures, fits or [()] * len(captures), theme, xscale, width / columns - _EDGE_INCHES)
-    every = [panel for panels in networks for panel in panels]
-    if share_axes:
-        every = with_shared_scales(every, xscale)
-        shared = iter(every)
-        networks = [[next(shared) for _ in panels] for panels in networks]
-    rows: list[_Row] = []
-    for capture, panels in zip(captures, networks, strict=True):
-        lines = _heading(capture, panels, width - 0.45, title)
-        rows += [([] if first else lines, panels[first : first + columns]) for first in range(0, len(panels), columns)]
-    handles = legend_handles(every, density=True, sampled=any("sample" in capture.about for capture in captures))
-    notes = [[_notes(panel) for panel in panels] for _, panels in rows]
-    panel_inches = min(_PANEL_INCHES, 0.85 * every[0].inches)
-    heights = [_GAP_INCHES + _LINE_INCHES * len(heading) for heading, _ in rows]
-    note_inches = [max(map(len, lines)) * LINE_POINTS / 72 for lines in notes]
-    name_inches = _LINE_INCHES * max(len(name_lines(panel.site, panel.room, _SMALL)) for panel in every)
-    height = sum(heights) + sum(note_inches) + (panel_inches + name_inches + _AXIS_INCHES) * len(rows) + _FOOT_INCHES
-    foot = remarks(every, every_fit)
-    with sheet(
-        theme, width, height, title, {}, foot=foot, handles=handles, font=_SMALL, h_pad=0.03, hspace=0
-    ) as figure:
-        ratios = [inches for height in heights for inches in (height, panel_inches)]
-        grid = GridSpec(2 * len(rows), columns, figure, height_ratios=ratios)
-        for number, (above_row, of_row) in enumerate(rows):
-            _write(figure.add_subplot(grid[2 * number, :]), above_row)
-            for column, panel in enumerate(of_row):
-                ax = figure.add_subplot(grid[2 * number + 1, column])
-                _draw(ax, panel, notes[number][column], max(map(len, notes[number])))
-                followed = any(column < len(others) for _, others in rows[number + 1 :])
-                _name_axes(ax, panel, first=column == 0, last=not followed)
+    drawn, _ = best_of(every_fit)
+    with matplotlib.rc_context(theme.rc()):
+        networks = [
+            panels_of(
+                *(capture, select(capture.sites, _ACROSS), [fit for fit in fitted if fit.curve in drawn], theme),
+                *(theme.looks_of(drawn), xscale, inches, inches + 0.05),
+            )
+            for capture, fitted in zip(captures, fits or [()] * len(captures), strict=True)
+        ]
+        if share_axes:
+            shared = iter(with_shared_scales([panel for panels in networks for panel in panels], xscale))
+            networks = [[next(shared) for _ in panels] for panels in networks]
+        every = [panel for panels in networks for panel in panels]
+        rows = [
+            (capture, panels[first : first + columns])
+            for capture, panels in zip(captures, networks, strict=True)
+            for first in range(0, len(panels), columns)
+        ]
+        notes = [[notes_of(panel, labels) for panel in panels] for _, panels in rows]
+        lines = [max(map(len, of_row)) for of_row in notes]
+        panel_inches = min(_PANEL_INCHES, 0.85 * inches)
+        above = heading_inches(every, labels) + 0.04
+        height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
+        handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
+        foot = [*([LEAD] if caption else []), *remarks(every, every_fit, str(notes))]
+        for capture, panels in zip(captures, networks, strict=True):
+            name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
+            of_network = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])
+            foot.append(name + " · ".join(filter(None, of_network)))
+    below: dict[str, Any] = {"foot": foot, "handles": handles, "caption": caption}
+    with sheet(theme, width, height, title, {}, **below, h_pad=0.03, hspace=0) as figure:
+        axes = figure.subplots(len(rows), columns, squeeze=False)
+        for number, ((capture, panels), of_row) in enumerate(zip(rows, axes, strict=True)):
+            for column, ax in enumerate(of_row):
+                if column >= len(panels):
+                    ax.set_visible(False)
+                    continue
+                panel, shared_axes = panels[column], panels[column].scales.shared
+                draw_panel(ax, panel, "density", beyond=True)
+                ax.locator_params(axis="y", nbins=4)
+                ax.tick_params(length=2, pad=1.5, labelleft=column == 0 or not shared_axes)
+                write_heading(ax, panel, labels, notes[number][column], lines[number])
+                if column == 0:
+                    name = " · ".join(filter(None, (heading(capture.about), untrained(capture.about))))
+                    ax.set_ylabel(f"{tail(name, panel_inches + 0.2, _BOLD)}\noutput y", parse_math=False, labelpad=1)
+                if not any(column < len(below) for _, below in rows[number + 1 :]):
+                    ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
         if share_axes:
             share_colours([ax for ax in figure.axes if ax.images])
     return figure
-
-
-_Row: TypeAlias = tuple[Sequence[str], Sequence[Panel]]  # a heading's lines, of a network's first row, and panels
-
-
-def _columns(captures: Sequence[Capture], width: float | None) -> tuple[int, float]:
-    """Return the number of columns and the width of the figure."""
-    columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
-    inches = inches_of(width, _COLUMN_INCHES * columns)
-    return (columns if inches / columns >= _LEAST_COLUMN else 2), inches
-
-
-def _panels(
-    captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, xscale: str, inches: float
-) -> list[list[Panel]]:
-    """Four panels of each network, evenly over its depth."""
-    drawn, _ = best_of([fit for fitted in fits for fit in fitted])
-    looks = theme.looks_of(drawn)
-    return [
-        panels_of(
-            *(capture, select(capture.sites, _ACROSS), [fit for fit in fitted if fit.curve in drawn], theme, looks),
-            *(xscale, inches, inches),
-        )
-        for capture, fitted in zip(captures, fits, strict=True)
-    ]
-
-
-def _heading(capture: Capture, panels: Sequence[Panel], inches: float, title: str | None) -> list[str]:
-    """The bold line, and those below it: network, weights, data."""
-    about, name = capture.about, tail(heading(capture.about), inches, _BOLD)
-    if title == NONE:
-        return [name, *wrapped(title_and_foot(NONE, "", about)[1], inches, _SMALL)]
-    counts = sorted({panel.stats.n_pairs for panel in panels})
-    pairs = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
-    weights = f"weights: {without_digest(about['weights'])}"
-    data = f"data ({count(capture.n_samples, 'sample')}, {pairs} pairs a panel): {about['data']}"
-    return [name, *wrapped(weights, inches, _SMALL), *wrapped(data, inches, _SMALL)]
-
-
-def _write(ax: Axes, lines: Sequence[str]) -> None:
-    """Write the heading into axes of its own, so that the layout reserves its room."""
-    ax.axis("off")
-    for line, text in enumerate(lines):
-        points = 0, 2 + 72 * _LINE_INCHES * (len(lines) - 1 - line)
-        font = _SMALL if line else _BOLD
-        write_at(ax, text, (0, 0), points, va="baseline", fontproperties=font, parse_math=False, in_layout=False)
-
-
-def _draw(ax: Axes, panel: Panel, notes: Sequence[Words], least: int) -> None:
-    draw_panel(ax, panel, "density")
-    ax.locator_params(axis="y", nbins=4)
-    ax.tick_params(labelsize=_TINY.get_size(), length=2, pad=1.5)
-    # Wider numbers would take the panels' room.
-    ax.ticklabel_format(axis="both" if panel.axis.linear_width is None else "y", scilimits=(-2, 4))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.get_offset_text().set_fontproperties(_TINY)
-    site = panel.site
-    lines = name_lines(site, panel.room, _SMALL)
-    pad = write_above(ax, notes, least)
-    ax.set_title("\n".join(lines), loc="left", fontproperties=_SMALL, parse_math=False, pad=pad)
-    if not panel.stats.n_pairs:
-        ax.text(0, 0, "no finite pair", fontproperties=_SMALL, color=panel.style.faint, ha="center")
-
-
-def _name_axes(ax: Axes, panel: Panel, *, first: bool, last: bool) -> None:
-    """Name y at the first panel of a row, and x at the last of a column and wherever the axis is another."""
-    shared = panel.scales.shared
-    if first:
-        ax.set_ylabel("output before affine, y", fontproperties=_SMALL, labelpad=1)
-    ax.tick_params(labelleft=first or not shared)
-    if last or (panel.axis.linear_width is not None and not shared):
-        ax.set_xlabel(panel.axis.label(panel.inches), fontproperties=_SMALL, labelpad=1)
-
-
-def _notes(panel: Panel) -> list[Words]:
-    if not panel.stats.n_pairs:
-        return []
-    lines = fit_notes(panel, lambda fit: [f"R² {fit.r2:.3f}", *([fit.doubt] if fit.doubt else [])])
-    return [*lines, *ceiling_note(panel)]

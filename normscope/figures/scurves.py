@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +17,53 @@ from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
 
 from normscope.errors import UsageError, count, unknown
-from normscope.figures.axes import AUTO, check_xscale, share_colours, share_heights
+from normscope.figures.axes import LINEAR, share_colours, share_heights
+from normscope.figures.overview import LEAD, overview
 from normscope.figures.panels import (
     DRAW,
+    NO_LABELS,
     RESIDUAL,
+    SHORT,
     Panel,
-    ceiling_note,
+    check_labels,
     draw_panel,
     extreme_channels,
-    fit_notes,
+    facts,
+    fits_in_line,
+    heading_inches,
     legend_handles,
+    notes_of,
+    outline,
     panels_of,
     remarks,
-    residual_handles,
     with_shared_scales,
+    write_heading,
 )
 from normscope.figures.style import (
     LINE_POINTS,
     NOTE,
-    Style,
+    Sheet,
     Words,
-    broken,
     columns_within,
-    head_inches,
-    head_panel,
     inches_of,
-    lined,
+    readable,
     sheet,
     strip_above,
     style_named,
     width_of,
-    write_above,
+    words_inches,
+    write_at,
 )
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers
 from normscope.runtime.files import whole_file
+from normscope.tables.markup import latex
 
 ROWS = tuple(row for row in DRAW if row != RESIDUAL)
 FORMATS = ("png", "svg", "pdf")
 _VECTOR_DPI = 72  # at which matplotlib lays out what is in points
+_LEAST_DPI = 300  # of the points within a vector graphic
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
 
 
@@ -65,69 +71,93 @@ def plot(
     capture: Capture,
     fits: Sequence[CurveFit] = (),
     *,
-    sites: Layers | None = None,
+    layers: Layers | None = None,
     rows: str | Sequence[str] = ROWS,
-    xscale: str = AUTO,
+    compact: bool = False,
+    xscale: str = LINEAR,
     share_axes: bool = False,
     width: float | None = None,
+    labels: str = SHORT,
+    font: str | None = None,
+    caption: str | None = None,
     title: str | None = None,
     style: str = "light",
     ax: Axes | None = None,
-) -> Figure:
+) -> Any:
     """Draw the S-curves of every site of a capture.
 
-    The axis of x contains every pair. It is linear, with the centre enlarged in an inset where the tails reach far
-    beyond it. Where massive activations leave 99 % of the pairs in a tenth of the width, it is asinh: nearly linear
-    for the 90 % of the pairs nearest to zero, logarithmic beyond. E[y|x] is drawn where 32 pairs lie within 1/20 of
-    the axis. Dotted lines are the bounds ±√(d−1) of a LayerNorm (±√d of an RMSNorm). Of more than four curves, the
-    four of largest mean R² are drawn.
+    A linear axis of x ends where the fitted tanh saturates, at |αx| = 3, but contains 99 % of the pairs; the panel
+    names the number of pairs beyond. A bar on the axis marks the range of 99 % of the pairs, and an inset enlarges it
+    where it is narrow. E[y|x] is drawn where 32 pairs lie within 1/20 of the axis. Dotted lines are the bounds ±√(d−1)
+    of a LayerNorm (±√d of an RMSNorm). Of more than four curves, the four of largest mean R² are drawn.
 
     Args:
         capture: what :func:`normscope.capture` returned.
         fits: what :func:`normscope.fit` made of it; drawn over every panel.
-        sites: which sites, as ``layers`` of :func:`normscope.capture`; by default all.
+        layers: which sites, as of :func:`normscope.capture`; by default all.
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
             list or separated by commas.
-        xscale: ``linear``, ``asinh`` or ``auto``.
-        share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets;
-            ``auto`` is asinh if one site's pairs require it.
+        compact: draw the densities of four sites beside one another, as :func:`normscope.overview` does.
+        xscale: ``linear``, ``asinh`` or ``symlog``; the latter two contain every pair.
+        share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets.
         width: of the figure, in inches; narrow figures have fewer columns, and letters of at least 6 points.
+        labels: above each column: ``short`` (short name and R²), ``full`` (path, class, d, placement, number of pairs,
+            and all numbers of the fits) or ``none``.
+        font: family of all letters, such as ``Times New Roman``.
+        caption: ``txt`` or ``tex``: what all panels share goes into a caption, which :func:`normscope.save_figure`
+            writes beside the figure, in place of the lines below the panels.
         title: above all panels; by default the network's name, and weights and data below all panels; ``none`` for
             neither.
         style: ``light`` or ``dark``.
-        ax: axes of yours, for one row of one site; only the panel is drawn there.
+        ax: your axes, for one row of one site; the heading is then written inside of them.
 
     Returns:
-        A matplotlib figure, that of ``ax`` if given; :func:`save_figure` writes it.
+        A matplotlib figure, which :func:`save_figure` writes; ``ax`` if given.
 
     Raises:
-        UsageError: if there is no such site, row, scale or style, or if ``ax`` is given for several panels, or the
-            width is under 2 inches.
+        UsageError: if there is no such site, row, scale, style, font, or kind of labels or caption, if ``ax`` is given
+            for several panels, if the width is under 2 inches, or if the first argument is no capture.
     """
-    shown, theme = rows_named(rows), style_named(style)
-    check_xscale(xscale)
-    capture = capture if sites is None else capture.only(sites)
+    if not isinstance(capture, Capture):
+        raise UsageError(
+            f"plot draws a Capture, but this is a {type(capture).__name__}: seen = normscope.capture(network), "
+            "fits = normscope.fit(seen), then normscope.plot(seen, fits)."
+        )
+    shown, theme = rows_named(rows), style_named(style, font)
+    check_labels(labels)
+    capture = capture if layers is None else capture.only(layers)
+    if compact and ax is None:
+        look: dict[str, Any] = {"labels": labels, "font": font, "caption": caption, "title": title, "style": style}
+        return overview([capture], [fits], xscale=xscale, share_axes=share_axes, width=width, **look)
     if ax is not None:
-        return _draw_on(ax, capture, fits, shown, xscale, theme)
+        if len(capture.sites) != 1 or len(shown) != 1 or compact:
+            raise UsageError(
+                f"ax takes one row of one site, but there are {count(len(shown), 'row')} of "
+                f"{count(len(capture.sites), 'site')}: name them by layers= and rows=."
+            )
+        inches = ax.get_window_extent().width / ax.figure.dpi
+        (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
+        return _draw_on(ax, panel, shown[0], labels)
     columns, panel_inches = columns_within(len(capture.sites), width)
     inches = panel_inches[0] - _EDGE_INCHES
-    panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches, room=inches + 0.05)
-    if share_axes:
-        panels = with_shared_scales(panels, xscale)
-    inches = inches_of(width, 0.5 + panel_inches[0] * columns)
-    notes = [[_NOTES[row](panel) for row in shown] for panel in panels]
-    blocks = math.ceil(len(panels) / columns)
-    lines = [max(map(len, of_row)) for of_row in zip(*notes, strict=True)]  # above the panels of each row
-    rows_inches = len(shown) * panel_inches[1] + sum(lines) * LINE_POINTS / 72
-    height = blocks * (rows_inches + head_inches(capture.sites, panels[0].room) + 0.12)
-    handles = legend_handles(
-        panels, density="density" in shown, sampled="sample" in capture.about, bounds=set(shown) != {RESIDUAL}
-    )
-    if RESIDUAL in shown:
-        handles += residual_handles(panels)
-    samples = count(capture.n_samples, "sample")
-    foot = remarks(panels, fits, ceilings="density" in shown)
-    with sheet(theme, inches, height, title, capture.about, samples, foot=foot, handles=handles) as figure:
+    with matplotlib.rc_context(theme.rc()):
+        panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches, room=inches + 0.05)
+        if share_axes:
+            panels = with_shared_scales(panels, xscale)
+        blocks = math.ceil(len(panels) / columns)
+        notes = [[_notes(panel, row, labels, first=row == shown[0]) for row in shown] for panel in panels]
+        lines = [max(map(len, of_row)) for of_row in zip(*notes, strict=True)]  # above the panels of each row
+        rows_inches = len(shown) * panel_inches[1] + sum(lines) * LINE_POINTS / 72
+        height = blocks * (rows_inches + heading_inches(panels, labels) + 0.12)
+        handles = legend_handles(panels, shown, "sample" in capture.about)
+        foot = [facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, str(notes))]
+        foot = [LEAD, *foot] if caption else foot
+        figure_inches = inches_of(width, 0.5 + panel_inches[0] * columns)
+        detail = count(capture.n_samples, "sample")
+        about = capture.about
+    with sheet(
+        theme, figure_inches, height, title, about, detail, foot=foot, handles=handles, caption=caption
+    ) as figure:
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
         for empty in axes.flat:
             empty.set_visible(False)
@@ -136,7 +166,11 @@ def plot(
             for place, row in enumerate(shown):
                 panel_ax = axes[block * len(shown) + place, column]
                 panel_ax.set_visible(True)
-                _draw(panel_ax, panel, row, notes[number][place], lines[place], title=place == 0)
+                draw_panel(panel_ax, panel, row, beyond=place == 0)
+                if row == "token":
+                    _draw_scale(panel_ax, panel)
+                heading = labels if place == 0 else NO_LABELS
+                write_heading(panel_ax, panel, heading, notes[number][place], lines[place])
                 if column == 0:
                     panel_ax.set_ylabel(_name_of_y(row), labelpad=1)
                 elif share_axes:
@@ -153,23 +187,16 @@ def plot(
     return figure
 
 
-def _draw_on(
-    ax: Axes, capture: Capture, fits: Sequence[CurveFit], rows: Sequence[str], xscale: str, theme: Style
-) -> Figure:
-    """Draw one panel into somebody's axes."""
-    if len(capture.sites) != 1 or len(rows) != 1:
-        raise UsageError(
-            f"ax takes one row of one site, but there are {count(len(rows), 'row')} of "
-            f"{count(len(capture.sites), 'site')}: say sites= and rows=."
-        )
-    figure = ax.get_figure(root=True)
-    if figure is None:
-        raise UsageError("ax belongs to no figure.")
-    inches = ax.get_window_extent().width / figure.dpi
-    (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches, room=inches)
-    _draw(ax, panel, rows[0], _NOTES[rows[0]](panel), title=True)
-    ax.set(xlabel=panel.axis.label(inches), ylabel=_name_of_y(rows[0]))
-    return figure
+def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
+    """Draw one panel into somebody's axes, with its heading in the corner that an S leaves empty."""
+    draw_panel(ax, panel, row, beyond=True, inset=False)
+    words = [(panel.name, panel.style.ink), *(word for line in notes_of(panel, labels) for word in line)]
+    look: dict[str, Any] = {"va": "top", "zorder": 6, "fontproperties": NOTE, "parse_math": False}
+    for number, (text, colour) in enumerate(words if labels != NO_LABELS else ()):
+        look |= {"color": readable(colour, ax.get_facecolor()), "path_effects": outline(panel.style)}
+        write_at(ax, text, (0, 1), (3, -3 - LINE_POINTS * number), **look)
+    ax.set(xlabel=panel.axis.label(panel.inches), ylabel=_name_of_y(row))
+    return ax
 
 
 def _name_of_y(row: str) -> str:
@@ -177,14 +204,14 @@ def _name_of_y(row: str) -> str:
 
 
 def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) -> Path:
-    """Write a figure to a file whose suffix is its format, with its provenance in the metadata.
+    """Write a figure to a file whose suffix is its format, with its provenance in the metadata, and its caption beside.
 
     Args:
         figure: what :func:`normscope.plot`, :func:`normscope.overview` or another of them drew.
         path: of the file.
         shown: a capture or a list of them, whose model, weights, data, versions and seed the file contains as JSON; or
             other JSON.
-        dpi: dots per inch, also of the points within svg and pdf.
+        dpi: dots per inch; of the points within svg and pdf at least 300.
 
     Returns:
         The path.
@@ -197,6 +224,7 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
     if kind not in FORMATS:
         raise UsageError(unknown("figure format", kind, FORMATS))
     text = json.dumps(_origin(shown))
+    dpi = dpi if kind == "png" else max(dpi, _LEAST_DPI)
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
@@ -207,6 +235,11 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
         figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})
     with whole_file(path) as partial:
         partial.write_bytes(drawn.getvalue())
+    if isinstance(figure, Sheet) and figure.caption:
+        suffix, caption = figure.caption
+        written = f"\\caption{{{latex(caption)}}}" if suffix == "tex" else caption
+        with whole_file(path.with_suffix(f".{suffix}")) as partial:
+            partial.write_text(f"{written}\n", encoding="utf-8")
     return path
 
 
@@ -247,43 +280,23 @@ def _origin(shown: Any) -> Any:
     return [_origin(capture) for capture in shown] if isinstance(shown, (list, tuple)) else shown
 
 
-def _draw(ax: Axes, panel: Panel, row: str, notes: Sequence[Words], least: int = 0, *, title: bool) -> None:
-    draw_panel(ax, panel, row)
+def _notes(panel: Panel, row: str, labels: str, *, first: bool) -> list[Words]:
+    """Return the lines above a panel: those of its column, and those of its row."""
+    lines = notes_of(panel, labels) if first else []
     if row == "token":
-        _draw_scale(ax, panel)
-    pad = write_above(ax, notes, least)
-    if title:
-        pairs = f"{panel.stats.n_pairs:,} pairs"
-        bound = panel.site.bound  # written where its lines lie beyond the panel
-        bounded = [f"{pairs} · |y| ≤ {bound:.3g}"] if panel.scales.y[1] < bound < math.inf else []
-        head_panel(ax, panel.site, [*bounded, pairs], panel.room, pad)
+        low, high = panel.scales.sigma
+        ends: Words = [(_least_scale(low), panel.style.ink), (_ROOM, "none"), (f"{high:.2g}", panel.style.ink)]
+        return [*lines, ends]
+    if row == "channel":
+        extreme = zip(map(str, extreme_channels(panel.stats)), panel.style.channels, strict=False)
+        words = [("channels" if panel.room > _LEAST_ROOM else "ch.", panel.style.ink), *extreme]
+        while words_inches(words) > panel.room:
+            words.pop()
+        return [*lines, words]
+    return [*lines, *(fits_in_line(panel, "RMSE", lambda fit: f"{fit.rmse:.3g}") if row == RESIDUAL else [])]
 
 
-def _density_notes(panel: Panel) -> list[Words]:
-    """The parameters and R² of each curve, and of the best function of x."""
-    return [*fit_notes(panel, _result), *ceiling_note(panel)]
-
-
-def _result(fit: CurveFit) -> list[str]:
-    if fit.curve == FREE:
-        return [f"R² {fit.r2:.3f}"]
-    shape = [f"A {fit.amplitude:.3g}", f"α {fit.alpha:.3g}"]
-    if fit.doubt == "straight":
-        shape = [f"slope {fit.slope:.3g}, straight"]
-    elif fit.doubt == "power law":
-        shape = [f"{fit.coefficient:.3g}·|x|^{fit.function.power_at_origin:.3g}, power law"]
-    return [*shape, f"R² {fit.r2:.3f}", *(["not converged"] if fit.doubt == "not converged" else [])]
-
-
-def _token_notes(panel: Panel) -> list[Words]:
-    """Ends of the colour bar, with room for it between them, and how many tokens are drawn."""
-    low, high = panel.scales.sigma
-    drawn = len(panel.stats.tokens.key) + len(panel.stats.largest.key)
-    ink = panel.style.ink
-    below: Words = [(_least_scale(low), ink), (_ROOM, "none"), (f"{high:.2g}", ink)]
-    return [*broken([f"{drawn:,} of {panel.stats.n_tokens:,}", "tokens, by σ (log)"], ink, panel.room), below]
-
-
+_LEAST_ROOM = 1.2  # inches
 _ROOM = "mmm"  # is not drawn
 
 
@@ -300,17 +313,10 @@ def _draw_scale(ax: Axes, panel: Panel) -> None:
         spine.set_visible(False)
 
 
-def _channel_notes(panel: Panel) -> list[Words]:
-    """The channels of largest |x|, each in its colour."""
-    extreme = extreme_channels(panel.stats)
-    named = [(f"{c}", colour) for c, colour in zip(extreme, panel.style.channels, strict=False)]
-    others = broken(["others: a sample,", "even over x"], panel.style.faint, panel.room)
-    return [*lined([("channels", panel.style.ink), *named], panel.room), *others]
-
-
-_NOTES: dict[str, Callable[[Panel], list[Words]]] = {
-    "density": _density_notes,
-    "token": _token_notes,
-    "channel": _channel_notes,
-    RESIDUAL: lambda panel: fit_notes(panel, lambda fit: [f"RMSE {fit.rmse:.3g}"]),
-}
+def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:
+    """Return a sentence on the tokens that are drawn."""
+    if "token" not in rows:
+        return []
+    drawn = max(len(panel.stats.tokens.key) + len(panel.stats.largest.key) for panel in panels)
+    every = max(panel.stats.n_tokens for panel in panels)
+    return [f"lines: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]

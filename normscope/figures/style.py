@@ -7,18 +7,20 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
+from matplotlib.font_manager import FontProperties, findfont, get_font_names
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
@@ -47,6 +49,7 @@ class Style:
         density: matplotlib colour map of numbers of pairs.
         tokens: matplotlib colour map of the tokens' σ.
         channels: colours of the channels of largest |x|, the largest first.
+        fonts: families of all letters, in the order in which they are looked for a letter.
     """
 
     background: str
@@ -56,6 +59,7 @@ class Style:
     density: str
     tokens: str
     channels: tuple[str, ...]
+    fonts: tuple[str, ...] = ("sans-serif",)
 
     def looks(self, curves: Iterable[str] = ()) -> dict[str, Look]:
         """Return a colour and a line style for every built-in curve and for each of ``curves``.
@@ -93,6 +97,7 @@ class Style:
                 ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), self.ink
             ),
             "axes.linewidth": 0.6,
+            "font.family": self.fonts,
             "font.size": 7,
             "axes.titlesize": 7.5,
             "axes.labelsize": 7,
@@ -125,7 +130,7 @@ STYLES = {
     "light": Style(
         background="#FFFFFF",
         ink="#1A1A1A",
-        faint="#8C8C8C",
+        faint="#707070",
         curves=(VERMILLION, BLUE, VIOLET, BROWN, NAVY),
         density="Greys",
         tokens="viridis",
@@ -134,7 +139,7 @@ STYLES = {
     "dark": Style(
         background="#14171C",
         ink="#E8E8E8",
-        faint="#7A808A",
+        faint="#8D939D",
         curves=(ORANGE, SKY, LILAC, OLIVE, MINT),
         density="bone",
         tokens="viridis",
@@ -143,11 +148,42 @@ STYLES = {
 }
 
 
-def style_named(name: str) -> Style:
-    """Return a theme by its name; UsageError for an unknown one."""
+def style_named(name: str, font: str | None = None) -> Style:
+    """Return a theme by its name, in a font family; UsageError for an unknown name or family."""
     if name not in STYLES:
         raise UsageError(unknown("style", name, STYLES))
-    return STYLES[name]
+    if font is None:
+        return STYLES[name]
+    try:
+        findfont(FontProperties(family=[font]), fallback_to_default=False)
+    except ValueError:
+        raise UsageError(f"matplotlib finds no such font. {unknown('font', font, sorted(get_font_names()))}") from None
+    return replace(STYLES[name], fonts=(font, "DejaVu Sans"))  # has the Greek letters that other fonts may lack
+
+
+_CONTRAST = 4.5  # of letters, by the Web Content Accessibility Guidelines 2.2
+
+
+def readable(colour: str, background: Any) -> str:
+    """Return a colour for letters: mixed with black or white until its contrast with the background is 4.5:1.
+
+    >>> readable("#D55E00", "white"), readable("#0072B2", "white")
+    ('#c05500', '#0072b2')
+    """
+    if colour == NONE:
+        return colour
+    behind, end = _luminance(to_rgb(background)), np.full(3, float(_luminance(to_rgb(background)) < 0.18))
+    for share in np.linspace(0, 1, 21):
+        mixed = (1 - share) * np.array(to_rgb(colour)) + share * end
+        high, low = sorted((_luminance(mixed), behind), reverse=True)
+        if (high + 0.05) / (low + 0.05) >= _CONTRAST:
+            break
+    return to_hex(tuple(mixed))
+
+
+def _luminance(rgb: Any) -> float:
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
+    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
 
 _MOST_COLUMNS = 6
@@ -178,6 +214,8 @@ _LETTERS = TextToPath()
 
 def width_of(text: str, font: FontProperties) -> float:
     """Return the width of a text's longest line in inches, without drawing it."""
+    font = font.copy()
+    font.set_family(matplotlib.rcParams["font.family"])
     widths = [_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0] for line in text.split("\n")]
     return float(max(widths)) / 72 * _HINTING
 
@@ -254,7 +292,7 @@ def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, 
     font = _head_font(inches)
     detail = that_fits(details, inches, font.get_size_in_points())
     lines = [*name_lines(site, inches, font), tail(detail, inches, font)]
-    ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
+    ax.set_title("\n".join(lines), parse_math=False, loc="left", y=1, pad=pad, fontproperties=font)
 
 
 def head_inches(sites: Iterable[NormSite], inches: float) -> float:
@@ -304,17 +342,18 @@ def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
     Returns:
         The pad of a title above them, in points.
     """
+    look: dict[str, Any] = {"fontproperties": NOTE, "parse_math": False, "in_layout": False}
     for number, words in enumerate(reversed(lines)):
         x = 0.0
         for text, colour in words:
-            look: dict[str, Any] = {"color": colour, "fontproperties": NOTE, "parse_math": False, "in_layout": False}
+            look["color"] = readable(colour, ax.get_facecolor())
             write_at(ax, text, (0, 1), (x, _ABOVE_POINTS + LINE_POINTS * number), annotation_clip=False, **look)
             x += 72 * width_of(text, NOTE) + _SPACE_POINTS
     number = max(len(lines), least)
     if not number:
         return _ABOVE_POINTS
-    # A title is given room by its height alone, and these lines need no other.
-    ax.set_title(" ", loc="right", fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
+    # A title is given room by its height alone, and these lines need no other; with y it stays below a strip.
+    ax.set_title(" ", loc="right", y=1, fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
     return _ABOVE_POINTS + LINE_POINTS * number + _BELOW_TITLE
 
 
@@ -353,6 +392,11 @@ def lined(words: Words, inches: float) -> list[Words]:
         lines[-1].append((text, colour))
         left -= width
     return list(lines)
+
+
+def words_inches(words: Words) -> float:
+    """Return the width of a line of words."""
+    return sum(width_of(text, NOTE) + _SPACE_POINTS / 72 for text, _ in words) - _SPACE_POINTS / 72
 
 
 def strip_above(ax: Axes, left_points: float, width_points: float) -> Axes:
@@ -404,6 +448,19 @@ def inches_of(width: float | None, usual: float) -> float:
     return width or usual
 
 
+class Sheet(Figure):
+    """A figure, and the text for a file beside it.
+
+    Attributes:
+        caption: suffix and text of that file; None for no file.
+    """
+
+    caption: tuple[str, str] | None = None
+
+
+CAPTIONS = ("txt", "tex")
+
+
 @contextlib.contextmanager
 def sheet(
     style: Style,
@@ -417,8 +474,9 @@ def sheet(
     handles: Sequence[Artist] = (),
     names: Sequence[str] = ("weights", "data"),
     font: FontProperties = LEGEND,
+    caption: str | None = None,
     **layout: Any,
-) -> Iterator[Figure]:
+) -> Iterator[Sheet]:
     """Make a figure with a title above its panels, and a legend and lines of text below; nothing overlaps.
 
     The style's parameters apply while its panels are drawn.
@@ -430,17 +488,29 @@ def sheet(
         title: the user's, see :func:`title_and_foot`.
         about: of the network.
         detail: in the default title, after the network's name.
-        foot: texts above the line of weights and data, each on a line of its own.
+        foot: sentences above the line of weights and data, each on a line of its own.
         handles: of the legend; long labels are wrapped.
         names: entries of ``about`` in the last line.
         font: of the legend.
+        caption: ``txt`` or ``tex``: :func:`normscope.save_figure` writes the foot beside the figure, as its caption.
         layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
+
+    Raises:
+        UsageError: for an unknown kind of caption.
     """
-    above, origin = title_and_foot(title, heading(about, detail), about, names)
-    head = wrapped(above, width - 0.2, _TITLE)
-    lines = [line for text in (*foot, origin) for line in wrapped(text, width - 0.2, NOTE)]
+    if caption not in (None, *CAPTIONS):
+        raise UsageError(unknown("kind of caption", caption, CAPTIONS))
+    usual = heading({**about, "part": " · ".join(filter(None, (about.get("part"), untrained(about))))}, detail)
+    above, origin = title_and_foot(title, usual, about, names)
     with matplotlib.rc_context(style.rc()):
-        figure = Figure(figsize=(width, height))
+        head = wrapped(above, width - 0.2, _TITLE)
+        below_panels = () if caption else (*foot, origin)
+        lines = [line for text in below_panels for line in wrapped(text, width - 0.2, NOTE)]
+        figure = Sheet(figsize=(width, height))
+        if caption:
+            first, last = title_and_foot(None if title == NONE else title, usual, about, names)
+            sentences = [f"{text[:1].upper()}{text[1:]}." for text in (*foot, last) if text]
+            figure.caption = caption, " ".join([*([f"{first}."] if first else []), *sentences])
         below = 0.04 + 0.12 * len(lines) if lines else 0.0
         legend = _legend(figure, handles, font)
         legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
@@ -456,6 +526,14 @@ def sheet(
         below = (below + legend_inches) / whole
         figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
         yield figure
+        for text in figure.findobj(Text):  # letters are drawn where these parameters no longer apply
+            text.set_fontfamily(style.fonts)
+        for ax in figure.findobj(Axes):
+            ax.tick_params(which="both", labelfontfamily=style.fonts)
+
+
+def untrained(about: Mapping[str, str]) -> str:
+    return "random weights" if "random" in about.get("weights", "").lower() else ""
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> Legend | None:
