@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -22,14 +23,13 @@ from normscope.figures.depth import (
     handles_of_fits,
     r_squared,
 )
+from normscope.figures.panels import FigureOptions, sheet_of, theme_of
 from normscope.figures.style import (
     MANY_TIMES,
     Style,
     inches_of,
     key,
     scale_by_factors,
-    sheet,
-    style_named,
     that_fits,
     without_digest,
 )
@@ -82,10 +82,7 @@ def _about(capture: Capture) -> dict[str, str]:
 def plot_comparison(
     captures: Sequence[Capture],
     fits: Sequence[Sequence[CurveFit]],
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 
@@ -96,36 +93,34 @@ def plot_comparison(
     Args:
         captures: two or more.
         fits: for each, what :func:`normscope.fit` made of it, of the same curves.
-        width: of the figure, in inches.
-        title: above all panels, as of :func:`normscope.plot`; by default what the captures have in common, while the
-            legend contains their differences.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there are fewer than two captures, if the fits are of another number of them, or if there is no
-            such style.
+        UsageError: if there are fewer than two captures, if the fits are of another number of them, or if an
+            option is not valid.
     """
     check_number(len(captures))
     if len(fits) != len(captures):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme = style_named(style)
+    theme = theme_of(options)
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
     curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
-    columns = min(_COLUMNS, len(curves))
-    if width is not None:
-        columns = max(1, min(columns, int((width - 0.5) / _LEAST_COLUMN)))
+    most = ((options.get("width") or math.inf) - 0.5) / _LEAST_COLUMN
+    columns = max(1, int(min(_COLUMNS, len(curves), most)))
     blocks = math.ceil(len(curves) / columns)
-    inches = inches_of(width, max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
+    inches = inches_of(options.get("width"), max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
     room = (inches - 0.5) / columns
     common = _in_common(captures)
     how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
     every = [fit for fitted in fits for fit in fitted]
     numbers = (ALPHA, SLOPE, r_squared(every))
     height = (0.3 + _ROW_INCHES * len(numbers)) * blocks
-    handles = [key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines]
+    handles: list[Artist] = [
+        key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines
+    ]
     handles += handles_of_fits(every, theme)
-    with sheet(theme, inches, height, title, common, how, handles=handles, names=_TOLD[1:]) as figure:
+    with sheet_of(options, theme, inches, height, common, detail=how, handles=handles, names=_TOLD[1:]) as figure:
         axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
         for place in range(len(curves), blocks * columns):
             for ax in axes[-len(numbers) :, place % columns]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from normscope.errors import DataError, UsageError, count
 from normscope.figures.drift import name_sites
-from normscope.figures.panels import best_of, remarks
+from normscope.figures.panels import FigureOptions, best_of, remarks, sheet_of, site_labels, theme_of
 from normscope.figures.style import (
     LEAST_POINTS,
     Style,
@@ -30,8 +30,6 @@ from normscope.figures.style import (
     key,
     literal,
     scale_where_wide,
-    sheet,
-    style_named,
     tail,
     that_fits,
     write_at,
@@ -41,7 +39,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import FREE, Curve
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import kind_of_site, short_names
+from normscope.pairs.norms.sites import kind_of_site
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
 
@@ -55,10 +53,7 @@ _AGAINST_STD = "α = c/std, c the median of α·std"
 def plot_depth(
     capture: Capture,
     fits: Sequence[CurveFit],
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw A, α and R² of every site over the depth, a line a kind of site, and α against 1/std of the norm's input.
 
@@ -70,34 +65,32 @@ def plot_depth(
     Args:
         capture: what :func:`normscope.capture` returned.
         fits: what :func:`normscope.fit` made of each of its sites.
-        width: of the figure, in inches.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         DataError: if there is no fit of a site of this capture.
-        UsageError: if there is no such style.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     numbers = {site.name: site.index for site in capture.sites}
     fits = [fit for fit in fits if fit.site in numbers and fit.channel is None]
     if not fits:
         raise DataError("There is no fit of a site to draw over the depth; fit each site by itself.")
     fits = [fit for fit in fits if fit.curve != FREE] or fits
     curves, _ = best_of(fits)
-    names = short_names(numbers)
+    names = site_labels(numbers, options)
     by_kind: dict[str, list[str]] = {}
     for site in capture.sites:
         by_kind.setdefault(kind_of_site(names[site.name]), []).append(site.name)
     kinds = [(set(sites), _look(place, theme)) for place, sites in enumerate(by_kind.values())]
     handles: list[Artist] = [key(kind, ms=3, **look) for kind, (_, look) in zip(by_kind, kinds, strict=True)]
     handles += [*handles_of_fits(fits, theme), key(_AGAINST_STD, theme.ink, (0, (4, 2)))]
-    inches = inches_of(width, max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
+    inches = inches_of(options.get("width"), max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
     room = (inches - 0.5) / len(curves)
     rows = (AMPLITUDE, ALPHA, r_squared(fits))
     height, samples = 0.7 + _ROW_INCHES * len(rows) + _SQUARE_INCHES, count(capture.n_samples, "sample")
     foot = remarks([], fits)
-    with sheet(theme, inches, height, title, capture.about, samples, foot=foot, handles=handles) as figure:
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
         ratios = [*([_ROW_INCHES] * len(rows)), _SQUARE_INCHES]
         axes = figure.subplots(len(ratios), len(curves), squeeze=False, height_ratios=ratios)
         for column, curve in enumerate(curves):
@@ -234,10 +227,7 @@ _COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
 def plot_tails(
     capture: Capture,
     cards: Sequence[NormCard],
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
 
@@ -250,34 +240,33 @@ def plot_tails(
     Args:
         capture: what :func:`normscope.capture` returned.
         cards: what :func:`normscope.norm_cards` made of it.
-        width: of the figure, in inches.
-        title: above both maps, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         DataError: if no site has pairs.
-        UsageError: if there is no such style.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     sites = [site.name for site in capture.sites if capture.stats[site.name].n_pairs]
     if not sites:
         raise DataError("No site holds a pair, so that there are no tails to draw.")
-    tails = {card.site: card.tails for card in cards}
-    positions = [dict(tail.positions) if (tail := tails.get(site)) else {} for site in sites]
-    massive = [place for place, site in enumerate(sites) if (tail := tails.get(site)) and tail.massive]
-    inches = inches_of(width, max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
+    by_site = {card.site: card.tails for card in cards}
+    tails = [by_site.get(site) for site in sites]
+    positions = [dict(at_site.positions) if at_site else {} for at_site in tails]
+    massive = [place for place, at_site in enumerate(tails) if at_site and at_site.massive]
+    inches = inches_of(options.get("width"), max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
     most = min(_DOT_POINTS, 72 * (inches - _SIDES_INCHES) / len(sites))
-    tokens_at = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
+    tokens_at: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
     handles = [key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **tokens_at) for n in _COUNTS]
     foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if massive else []
     height, samples = 0.9 + 2 * _MAP_INCHES, count(capture.n_samples, "sample")
-    with sheet(theme, inches, height, title, capture.about, samples, foot=foot, handles=handles) as figure:
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
         channels, tokens = figure.subplots(2, 1, sharex=True)
         _draw_channels(figure, channels, [shares_of(capture, site) for site in sites], theme)
         _draw_positions(tokens, positions, most, theme)
         for place in massive:
             write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
-        name_sites(tokens, list(short_names(sites).values()), inches - _SIDES_INCHES)
+        name_sites(tokens, list(site_labels(sites, options).values()), inches - _SIDES_INCHES)
         tokens.set_xlim(-0.5, len(sites) - 0.5)
     return figure
 
@@ -347,10 +336,7 @@ ALPHAS = {0.5: "-", 1.0: (0, (4, 1.5)), 2.0: (0, (1, 1.2))}  # with their dashes
 
 def plot_curves(
     curves: str | Sequence[str | Curve] = "all",
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw f(αx) of curves for α = 0.5, 1 and 2, a panel each, with its formula above it.
 
@@ -358,25 +344,26 @@ def plot_curves(
 
     Args:
         curves: names separated by commas or as a list, ``all``, or formulas, as ``func`` of :func:`normscope.fit`.
-        width: of the figure, in inches.
-        title: above all panels; by default, and with ``none``, there is none.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such curve or style, or if the width is under 2 inches.
+        UsageError: if there is no such curve, or if an option is not valid.
     """
-    chosen, theme = curves_named(curves), style_named(style)
+    chosen, theme = curves_named(curves), theme_of(options)
     if not chosen:
         raise UsageError("There is no curve to draw; name one or more, or all.")
     formulas = [mathtext(curve.formula) for curve in chosen]
     most = min(_COLUMNS, len(chosen))
-    widest = min((width or _WIDEST) - 0.3, max(_PANEL_INCHES, _GAP_INCHES + max(map(_inches_of_math, formulas))))
-    inches = inches_of(width, 0.3 + widest * most)
+    widest = min(
+        (options.get("width") or _WIDEST) - 0.3, max(_PANEL_INCHES, _GAP_INCHES + max(map(_inches_of_math, formulas)))
+    )
+    inches = inches_of(options.get("width"), 0.3 + widest * most)
     columns = max(1, min(most, int((inches - 0.3) / widest)))
     rows = math.ceil(len(chosen) / columns)
     looks = [(alpha, theme.curves[place], dashes) for place, (alpha, dashes) in enumerate(ALPHAS.items())]
     handles = [key(f"α = {alpha:g}", colour, dashes, lw=1.1) for alpha, colour, dashes in looks]
-    with sheet(theme, inches, 0.25 + (_HEIGHT + 0.45) * rows, title, {}, foot=[_ABOVE], handles=handles) as figure:
+    height = 0.25 + (_HEIGHT + 0.45) * rows
+    with sheet_of(options, theme, inches, height, {}, foot=[_ABOVE], handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
         for ax in axes.flat[len(chosen) :]:
             ax.set_visible(False)

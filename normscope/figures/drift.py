@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -14,6 +14,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
+from normscope.figures.panels import FigureOptions, sheet_of, site_labels, theme_of
 from normscope.figures.style import (
     LEAST_POINTS,
     Style,
@@ -22,15 +23,13 @@ from normscope.figures.style import (
     key,
     literal,
     scale_where_wide,
-    sheet,
-    style_named,
     tail,
     width_of,
     write_at,
 )
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import CURVES
-from normscope.pairs.norms.sites import NormSite, short_names
+from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.inits import INITS
 from normscope.swaps.reports import (
     CALIBRATED,
@@ -77,10 +76,7 @@ class _DriftLine:
 def plot_drift(
     reports: Sequence[DriftReport],
     sites: Sequence[NormSite] = (),
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
@@ -92,33 +88,31 @@ def plot_drift(
     Args:
         reports: of one network; a colour a function, a marker and dashes an init.
         sites: its norm sites: their order, and their placements as signs above the panels.
-        width: of the figure, in inches; where not every site's name has room, every second, third … is named.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no report, if they are of several networks or inputs, or if there is no such style.
+        UsageError: if there is no report, if they are of several networks or inputs, or if an option is not valid.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     if not reports:
         raise UsageError("There is no drift to draw; measure some first.")
     if len({tuple(map(report.about.get, ("model", "weights", "data"))) for report in reports}) > 1:
         raise UsageError("The drifts are of several networks or inputs; a figure takes those of one.")
     lines = _lines(reports, theme)
     paths = _paths(reports, sites)
-    inches = inches_of(width, min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
+    inches = inches_of(options.get("width"), min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
     wide, narrow = (
         [rows for rows in kinds if any(getattr(report, rows) for report in reports)]
         for kinds in (_SITES, ("cumulative", "by_part"))
     )
     abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
-    names = _upright(short_names(paths).values())
+    names = _upright(site_labels(paths, options).values())
     foot = _foot(names) if wide else 0.0
     ratios = len(reports) > 1 and "by_site" in wide
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
     inputs = count(max(report.all.inputs for report in reports), "input")
     height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
-    with sheet(theme, inches, height, title, reports[0].about, inputs, handles=handles) as figure:
+    with sheet_of(options, theme, inches, height, reports[0].about, detail=inputs, handles=handles) as figure:
         grid = figure.add_gridspec(rows, max(1, abreast))
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
@@ -302,9 +296,7 @@ def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], 
         ax.plot(x, [1.06] * len(x), transform=edge, marker=marker, ms=2.6, color=theme.faint, **_OUTSIDE)
 
 
-def plot_keep(
-    report: KeepReport, title: str | None = None, *, width: float | None = None, style: str = "light"
-) -> Figure:
+def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
     Medians over inputs with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
@@ -313,22 +305,21 @@ def plot_keep(
 
     Args:
         report: what :func:`normscope.keep` returned.
-        title: above all panels, as of :func:`normscope.plot`.
-        width: of the figure, in inches.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such style, or if the width is under 2 inches.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
-    inches = inches_of(width, _KEEP_INCHES[0])
+    options = {"title": title, **options}
+    theme = theme_of(options)
+    inches = inches_of(options.get("width"), _KEEP_INCHES[0])
     quality = report.quality
     beside = quality is not None and inches >= 2 * _LEAST_ABREAST
     rows, columns = 1 + (quality is not None and not beside), 1 + beside
-    short = short_names(report.sites)
+    short = site_labels(report.sites, options)
     names = _upright(f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in report.taken)
     height, handles = (_KEEP_INCHES[1] + _foot(names)) * rows, _keep_handles(report, theme)
-    with sheet(theme, inches, height, title, report.about, handles=handles) as figure:
+    with sheet_of(options, theme, inches, height, report.about, handles=handles) as figure:
         grid = figure.add_gridspec(rows, columns)
         _draw_kept(figure.add_subplot(grid[0, 0]), report, theme)
         if quality is not None:
@@ -346,7 +337,7 @@ _CROSS: dict[str, Any] = {"ls": "", "marker": "X", "ms": 4.5, "mew": 0, "zorder"
 
 def _keep_handles(report: KeepReport, theme: Style) -> list[Artist]:
     chosen, held_out = _choice(theme)
-    handles = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
+    handles: list[Artist] = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
     if held := [step.held_out for step in report.taken if step.held_out is not None]:
         handles.append(key(f"on {held[0].n} held-out samples", **held_out))
     if any(step.worked_on is not None for step in report.steps):
@@ -395,9 +386,7 @@ _LEAST_HEAL_INCHES = 4.5  # of the panels beside one another
 _STAGES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
 
 
-def plot_healing(
-    report: HealReport, title: str | None = None, *, width: float | None = None, style: str = "light"
-) -> Figure:
+def plot_healing(report: HealReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the course of a healing, and the drift on held-out inputs before and after each stage.
 
     Left, the training: its loss between checks, and the median drift at each check on the inputs that decide, with a
@@ -407,15 +396,14 @@ def plot_healing(
 
     Args:
         report: what :func:`normscope.heal` returned.
-        title: above all panels, as of :func:`normscope.plot`.
-        width: of the figure, in inches; a narrow one has the drifts below the course.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such style, or if the width is under 2 inches.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
-    inches = inches_of(width, _HEAL_INCHES[0])
+    options = {"title": title, **options}
+    theme = theme_of(options)
+    inches = inches_of(options.get("width"), _HEAL_INCHES[0])
     narrow = inches < _LEAST_HEAL_INCHES
     stages = [stage for stage in report.drifts if stage != TRAINED or report.training_kept]
     foot = [] if report.training_kept else ["The training lowered the median at no check: no state of it was kept."]
@@ -428,7 +416,7 @@ def plot_healing(
     if report.before_training is not None:
         handles.append(key("before training", theme.ink, "--"))
     height = _HEAL_INCHES[1] * (1.9 if narrow else 1)
-    with sheet(theme, inches, height, title, report.about, foot=foot, handles=handles) as figure:
+    with sheet_of(options, theme, inches, height, report.about, foot=foot, handles=handles) as figure:
         grid = figure.add_gridspec(2 + narrow, 2 - narrow, height_ratios=[1, 1.6, 2][: 2 + narrow])
         course = figure.add_subplot(grid[1, 0])
         losses = figure.add_subplot(grid[0, 0], sharex=course)
@@ -446,8 +434,8 @@ def _draw_course(losses: Axes, course: Axes, report: HealReport, look: dict[str,
     losses.set_ylabel("training\nloss")
     losses.tick_params(labelbottom=False)
     for kept, face in ((True, theme.curves[0]), (False, theme.background)):
-        shown = [check for check in report.checks if check.kept == kept and check.drift is not None]
-        course.plot([check.step for check in shown], [check.drift for check in shown], mfc=face, zorder=3, **look)
+        shown = [(check.step, check.drift) for check in report.checks if check.kept == kept and check.drift is not None]
+        course.plot([step for step, _ in shown], [drift for _, drift in shown], mfc=face, zorder=3, **look)
     if report.before_training is not None:
         course.axhline(report.before_training, color=theme.ink, ls="--", lw=0.9)
     for ax in (losses, course):

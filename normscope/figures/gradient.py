@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -18,22 +18,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import count
-from normscope.figures.axes import XAxis
-from normscope.figures.panels import outline
+from normscope.figures.axes import LINEAR, pairs_beyond, scales_of
+from normscope.figures.panels import FigureOptions, outline, sheet_of, site_labels, theme_of
 from normscope.figures.style import (
     LINE_POINTS,
     NOTE,
     Style,
     inches_of,
     key,
-    sheet,
-    style_named,
+    that_fits,
     wrapped,
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite, short_names
+from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
 
@@ -45,11 +44,8 @@ _MOST_COLUMNS = 6
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
-_GROUPS = 80  # of the mean, across the axis
-_SATURATED = 3.0  # |αx| at the end of the axis
-_FOOT = (
-    "p84/p16: 84th over 16th percentile over the drawn tokens. The tail, the 1 % of largest |x|, begins at the line."
-)
+_GROUPS = 60  # of the mean, across the axis
+_FOOT = "p84/p16: ratio of percentiles over the drawn tokens; the grey line: where the tail begins, 1 % of the pairs"
 
 
 @dataclass(frozen=True)
@@ -68,42 +64,39 @@ class _SiteColumn:
 def plot_gradient(
     capture: Capture,
     fits: Sequence[CurveFit] = (),
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw every site's Jacobian.
 
     Above, the diagonal ∂y_i/∂x_i of the drawn tokens against x, E[∂y_i/∂x_i | x] over all pairs and the derivative of
-    each fitted curve, as far as |αx| = 3 of the first that saturates. Below, over the drawn tokens, what DyT and DyISRU
+    each fitted curve, on the linear axis of :func:`normscope.plot`. Below, over the drawn tokens, what DyT and DyISRU
     hold constant against |x|, in one unit: medians, and of DyT's the range from quantile 0.16 to 0.84; the assumption
     holds where a line is flat and its range narrow.
 
     Args:
         capture: what :func:`normscope.capture` returned with ``diagonal=True``.
         fits: what :func:`normscope.fit` made of it.
-        width: of the figure, in inches; panels go below one another where there is no room for all.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such style, or if the width is under 2 inches.
+        UsageError: if an option is not valid.
         DataError: if the capture has no sums of the Jacobian's diagonal.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     views = gradient(capture, fits)
-    most = _MOST_COLUMNS if width is None else max(1, int((width - 0.3) / _LEAST_PANEL))
+    most = max(1, int(min(_MOST_COLUMNS, ((options.get("width") or math.inf) - 0.3) / _LEAST_PANEL)))
     blocks = math.ceil(len(views) / most)
     across = math.ceil(len(views) / blocks)
-    inches = inches_of(width, max(0.5 + _PANEL_INCHES[0] * across, _LEAST_INCHES))
+    inches = inches_of(options.get("width"), max(0.5 + _PANEL_INCHES[0] * across, _LEAST_INCHES))
     room = (inches - 0.3) / across - _EDGE_INCHES
-    names = short_names(site.name for site in capture.sites)
+    names = site_labels((site.name for site in capture.sites), options)
     heads = [wrapped(_head(view), room, NOTE) for view in views]
     height = 2 * _PANEL_INCHES[1] + (max(map(len, heads)) + 3) * LINE_POINTS / 72
     samples, handles = count(capture.n_samples, "sample"), _handles(views, fits, theme)
     foot = [*_share_of_diagonal(views), _FOOT]
-    with sheet(theme, inches, height * blocks, title, capture.about, samples, handles=handles, foot=foot) as figure:
+    with sheet_of(
+        options, theme, inches, height * blocks, capture.about, detail=samples, handles=handles, foot=foot
+    ) as figure:
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
@@ -154,7 +147,7 @@ def _share_of_diagonal(views: Sequence[GradientView]) -> list[str]:
     if not shares:
         return []
     ends = dict.fromkeys(f"{100 * end:.3g}" for end in (min(shares), max(shares)))
-    return [f"R²: of functions of x for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²."]
+    return [f"R²: of functions of x for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²"]
 
 
 def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
@@ -164,12 +157,11 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
         (drawn.largest_x, drawn.largest.diagonal, style.channels[0]),
     ):
         ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
-    reach = 1.06 * max(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel()) or 1.0
-    ends = [_SATURATED / fit.alpha for fit in column.fits if fit.told_apart and fit.function.limit is not None]
-    end = min([reach, *ends[:1]])
-    XAxis((-end, end)).set_on(ax, column.room)
-    x, mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, 2 * end / _GROUPS)
-    ax.plot(x, mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
+    axis = scales_of([(column.site, column.stats)], LINEAR, column.fits).x
+    axis.set_on(ax, column.room)
+    end = axis.limits[1]
+    at, mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, 2 * end / _GROUPS)
+    ax.plot(at, mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
     grid = torch.linspace(-end, end, 601, dtype=torch.float64)
     looks = style.looks(fit.curve for fit in column.fits)
     for fit in column.fits:
@@ -177,7 +169,9 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
         look: dict[str, Any] = {"color": colour, "ls": dashes, "lw": 1.1, "path_effects": outline(style, 0.8)}
         ax.plot(grid, fit.derivative(grid), zorder=4, **look)
     ax.set_ylim(0, None)
-    ax.set_xlabel("norm input x", labelpad=1)
+    n = pairs_beyond(column.stats.moments.sum(0), axis.limits)
+    beyond = f" ({count(n, 'pair')} beyond)" if n else ""
+    ax.set_xlabel(that_fits((f"norm input x{beyond}", f"x{beyond}"), column.room), labelpad=1)
 
 
 def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
@@ -196,7 +190,7 @@ def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
     look: dict[str, Any] = {"color": style.channels[0], "s": 3, "lw": 0, "alpha": 0.6, "rasterized": True}
     ax.scatter(*_thinned(largest[largest > drawn.tail], values[largest > drawn.tail]), **look)
     ax.set(xscale="log", yscale="log", xlabel="|x|")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     ax.yaxis.set_minor_locator(NullLocator())
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import matplotlib
 import numpy as np
@@ -39,12 +40,15 @@ from normscope.figures.axes import (
 from normscope.figures.style import (
     LEAST_POINTS,
     Look,
+    Sheet,
     Style,
     Words,
     broken,
     head_inches,
     head_panel,
     key,
+    sheet,
+    style_named,
     tail,
     that_fits,
     words_inches,
@@ -376,6 +380,39 @@ def check_labels(labels: str) -> None:
     """Raise UsageError for an unknown kind of heading."""
     if labels not in LABELS:
         raise UsageError(unknown("kind of labels", labels, LABELS))
+
+
+class FigureOptions(TypedDict, total=False):
+    """Options of every figure, as of :func:`normscope.plot`."""
+
+    width: float | None
+    title: str | None
+    style: str
+    labels: str
+    font: str | None
+    caption: str | None
+
+
+def theme_of(options: FigureOptions) -> Style:
+    """Return the theme; UsageError for an unknown style, font or kind of labels."""
+    check_labels(options.get("labels", SHORT))
+    return style_named(options.get("style", "light"), options.get("font"))
+
+
+def sheet_of(
+    options: FigureOptions, theme: Style, width: float, height: float, about: Mapping[str, str], **parts: Any
+) -> AbstractContextManager[Sheet]:
+    """Make a figure as :func:`normscope.figures.style.sheet` does, with the user's title and caption."""
+    return sheet(theme, width, height, options.get("title"), about, caption=options.get("caption"), **parts)
+
+
+def site_labels(paths: Iterable[str], options: FigureOptions) -> dict[str, str]:
+    """Return the label of each site: its short name or path, or with ``none`` its number in the list."""
+    names = list(paths)
+    labels = options.get("labels", SHORT)
+    if labels == FULL:
+        return dict(zip(names, names, strict=True))
+    return short_names(names) if labels == SHORT else {name: str(number) for number, name in enumerate(names)}
 
 
 def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) -> list[Artist]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,8 +12,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
-from normscope.figures.panels import outline
-from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, width_of
+from normscope.figures.panels import FigureOptions, outline, sheet_of, theme_of
+from normscope.figures.style import LEAST_POINTS, Style, inches_of, width_of
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.swaps import SCOPES, duration
@@ -26,9 +27,7 @@ _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 _TITLE, _SMALL = FontProperties(size=7), FontProperties(size=LEAST_POINTS)
 
 
-def plot_speed(
-    report: BenchReport, *, width: float | None = None, title: str | None = None, style: str = "light"
-) -> Figure:
+def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
     A whisker that continues beyond the panel ends in an arrow. A dotted line through each group is the native norm's
@@ -37,28 +36,26 @@ def plot_speed(
 
     Args:
         report: what :func:`normscope.bench` returned.
-        width: of the figure, in inches; panels go below one another where there is no room for all.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Returns:
         A figure with a panel for each of norm alone and whole network, number of passes, dtype and timer.
 
     Raises:
-        UsageError: if there is no such style, or nothing was timed.
+        UsageError: if nothing was timed, or if an option is not valid.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     kinds = dict.fromkeys((row.scope, row.passes) for row in report.rows)
     panels = [rows for scope, passes in kinds for rows in _rows_of(report.rows, scope, passes)]
     if not panels:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
-    most = _MOST_ACROSS if width is None else max(1, min(_MOST_ACROSS, int((width - 0.3) / _LEAST_PANEL_INCHES)))
+    most = max(1, int(min(_MOST_ACROSS, ((options.get("width") or math.inf) - 0.3) / _LEAST_PANEL_INCHES)))
     across = _across(len(panels), most)
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
-    inches = inches_of(width, max(4.6, 0.3 + _PANEL_INCHES * across))
+    inches = inches_of(options.get("width"), max(4.6, 0.3 + _PANEL_INCHES * across))
     height = sum(0.5 + _BAR_INCHES * height for height in heights)
-    with sheet(theme, inches, height, title, report.about, report.device, foot=[_signs(report)]) as figure:
+    with sheet_of(options, theme, inches, height, report.about, detail=report.device, foot=[_signs(report)]) as figure:
         axes = figure.subplots(
             len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
         )
