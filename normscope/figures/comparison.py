@@ -23,14 +23,17 @@ from normscope.figures.depth import (
     handles_of_fits,
     r_squared,
 )
-from normscope.figures.panels import FigureOptions, sheet_of, theme_of
 from normscope.figures.style import (
     MANY_TIMES,
+    FigureOptions,
     Style,
+    columns_of,
     inches_of,
     key,
     scale_by_factors,
+    sheet_of,
     that_fits,
+    theme_of,
     without_digest,
 )
 from normscope.fits.comparison import check_number, match
@@ -106,8 +109,7 @@ def plot_comparison(
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
     curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
-    most = ((options.get("width") or math.inf) - 0.5) / _LEAST_COLUMN
-    columns = max(1, int(min(_COLUMNS, len(curves), most)))
+    columns = columns_of(options, len(curves), _LEAST_COLUMN, _COLUMNS)
     blocks = math.ceil(len(curves) / columns)
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
     room = (inches - 0.5) / columns

@@ -21,17 +21,22 @@ from numpy.typing import NDArray
 
 from normscope.errors import DataError, UsageError, count
 from normscope.figures.drift import name_sites
-from normscope.figures.panels import FigureOptions, best_of, remarks, sheet_of, site_labels, theme_of
+from normscope.figures.panels import best_of, remarks
 from normscope.figures.style import (
     LEAST_POINTS,
+    FigureOptions,
     Style,
+    columns_of,
     draw_guides,
     inches_of,
     key,
     literal,
     scale_where_wide,
+    sheet_of,
+    site_labels,
     tail,
     that_fits,
+    theme_of,
     write_at,
 )
 from normscope.fits.card import NormCard
@@ -353,12 +358,10 @@ def plot_curves(
     if not chosen:
         raise UsageError("There is no curve to draw; name one or more, or all.")
     formulas = [mathtext(curve.formula) for curve in chosen]
-    most = min(_COLUMNS, len(chosen))
-    widest = min(
-        (options.get("width") or _WIDEST) - 0.3, max(_PANEL_INCHES, _GAP_INCHES + max(map(_inches_of_math, formulas)))
-    )
-    inches = inches_of(options.get("width"), 0.3 + widest * most)
-    columns = max(1, min(most, int((inches - 0.3) / widest)))
+    widest = max(_PANEL_INCHES, _GAP_INCHES + max(map(_inches_of_math, formulas)))
+    widest = min(widest, (options.get("width") or _WIDEST) - 0.3)
+    columns = columns_of(options, len(chosen), widest, _COLUMNS)
+    inches = inches_of(options.get("width"), 0.3 + widest * columns)
     rows = math.ceil(len(chosen) / columns)
     looks = [(alpha, theme.curves[place], dashes) for place, (alpha, dashes) in enumerate(ALPHAS.items())]
     handles = [key(f"α = {alpha:g}", colour, dashes, lw=1.1) for alpha, colour, dashes in looks]

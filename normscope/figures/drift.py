@@ -14,21 +14,23 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
-from normscope.figures.panels import FigureOptions, sheet_of, site_labels, theme_of
 from normscope.figures.style import (
     LEAST_POINTS,
+    FigureOptions,
     Style,
     draw_guides,
     inches_of,
     key,
     literal,
     scale_where_wide,
+    sheet_of,
+    site_labels,
     tail,
+    theme_of,
     width_of,
     write_at,
 )
 from normscope.fits.curves.expressions import curves_named
-from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.inits import INITS
 from normscope.swaps.reports import (
@@ -55,10 +57,13 @@ _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
-_SITES = {  # by field of a report: a row's site, title of the panel, and its distance, with room for the placements
-    "by_site": ("site", "the network's output, each site swapped alone", 13),
-    "at_sites": ("at", "each site's own output, all sites swapped", None),
+_KEYS = {"by_site": "site", "at_sites": "at", "cumulative": "sites_swapped", "by_part": "part"}  # x of a row, by panel
+_TITLES = {
+    "by_site": "the network's output, each site swapped alone",
+    "at_sites": "each site's own output, all sites swapped",
+    "cumulative": "the output, one site more at a time",
 }
+_SIGNS_POINTS = 13  # the distance of a title above the signs of placements
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,9 @@ def plot_drift(
     lines = _lines(reports, theme)
     paths = _paths(reports, sites)
     inches = inches_of(options.get("width"), min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
-    wide, narrow = (
-        [rows for rows in kinds if any(getattr(report, rows) for report in reports)]
-        for kinds in (_SITES, ("cumulative", "by_part"))
-    )
+    panels = [panel for panel in _KEYS if any(getattr(report, panel) for report in reports)]
+    wide = [panel for panel in ("by_site", "at_sites") if panel in panels]
+    narrow = panels[len(wide) :]
     abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
     names = _upright(site_labels(paths, options).values())
     foot = _foot(names) if wide else 0.0
@@ -117,13 +121,8 @@ def plot_drift(
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
         lower = [figure.add_subplot(grid[place]) for place in places]
-        for ax, rows_name in zip([*upper, *lower], [*wide, *narrow], strict=True):
-            if rows_name in _SITES:
-                _draw_sites(ax, lines, paths, rows_name)
-            elif rows_name == "cumulative":
-                _draw_cumulative(ax, lines)
-            else:
-                _draw_parts(ax, lines)
+        for ax, panel in zip([*upper, *lower], panels, strict=True):
+            _draw_panel(ax, lines, panel, paths)
             _finish(ax, theme)
         if ratios:
             upper.append(figure.add_subplot(grid[len(wide), :]))
@@ -137,25 +136,16 @@ def plot_drift(
 
 
 def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
-    colours = _colours(dict.fromkeys(report.func for report in reports), theme)
+    curves = {report.func: _curve(report.func) for report in reports}
+    looks = theme.looks_of([curve for curve in dict.fromkeys(curves.values()) if curve != "rmsnorm"])
     lines = []
     for number, report in enumerate(reports):
         init = INITS.get(report.init, INITS["fit"])
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
         label = " · ".join(part for part in (report.func, report.start_in_words) if part)
-        lines.append(_DriftLine(report, label, colours[report.func], init.marker, init.dashes, offset))
+        colour, _ = looks.get(curves[report.func], (theme.ink, ""))
+        lines.append(_DriftLine(report, label, colour, init.marker, init.dashes, offset))
     return lines
-
-
-def _colours(funcs: Iterable[str], theme: Style) -> dict[str, Any]:
-    """Return a colour for each function, a built-in curve's own first; RMSNorm is no curve."""
-    curves = {func: _curve(func) for func in funcs}
-    looks, colours = theme.looks(curves.values()), dict[str, Any]()
-    for func, curve in sorted(curves.items(), key=lambda item: item[1] not in CURVES):
-        usual = theme.ink if func == "rmsnorm" else looks[curve][0]
-        choice = (usual, *theme.curves, *theme.channels)
-        colours[func] = next((colour for colour in choice if colour not in colours.values()), usual)
-    return colours
 
 
 def _curve(func: str) -> str:
@@ -189,12 +179,26 @@ def _infinite(quantiles: Quantiles) -> bool:
     return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
 
 
-def _draw_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], rows_name: str) -> None:
-    name, title, pad = _SITES[rows_name]
+def _draw_panel(ax: Axes, lines: Sequence[_DriftLine], panel: str, paths: Sequence[str]) -> None:
+    """A dot and a bar for each row of each swap, and the title and x of the panel."""
+    parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
+    places = {name: place for place, name in enumerate(parts if panel == "by_part" else paths)}
     for line in lines:
-        at = {getattr(row, name): row for row in getattr(line.report, rows_name)}
-        _draw_dots(ax, line, [(number, at[path]) for number, path in enumerate(paths) if path in at], line.offset)
-    ax.set_title(title, loc="left", pad=pad)
+        rows = [(getattr(row, _KEYS[panel]), row) for row in getattr(line.report, panel)]
+        _draw_dots(ax, line, [(places.get(x, x), row) for x, row in rows], joined=panel in ("cumulative", "by_part"))
+    title = _TITLES.get(panel, "")
+    if panel == "cumulative":
+        ax.set_xlabel("number of sites swapped, the least harmful first")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    elif panel == "by_part":
+        words = {part.rpartition(" ")[0] for part in parts}
+        shared = literal(words.pop()) if len(words) == 1 else ""
+        every = max(1, math.ceil(len(parts) / 12))
+        names = [literal(part).removeprefix(f"{shared} ") for part in parts[::every]]
+        ax.set_xticks(range(0, len(parts), every), names)
+        ax.set_xlabel(shared or "part of the data")
+        title = f"the output by {shared or 'part of the data'}, all sites swapped"
+    ax.set_title(title, loc="left", pad=_SIGNS_POINTS if panel == "by_site" else None)
 
 
 def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
@@ -217,34 +221,9 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
     draw_guides(ax, theme)
 
 
-def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine]) -> None:
-    for line in lines:
-        rows = [(row.sites_swapped, row) for row in line.report.cumulative]
-        _draw_dots(ax, line, rows, line.offset, joined=True)
-    ax.set_title("the output, one site more at a time", loc="left")
-    ax.set_xlabel("number of sites swapped, the least harmful first")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _draw_parts(ax: Axes, lines: Sequence[_DriftLine]) -> None:
-    parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
-    for line in lines:
-        rows = [(parts.index(row.part), row) for row in line.report.by_part]
-        _draw_dots(ax, line, rows, 0.6 * line.offset, joined=True)
-    words = {part.rpartition(" ")[0] for part in parts}
-    shared = literal(words.pop()) if len(words) == 1 else ""
-    names = [literal(part).removeprefix(f"{shared} ") for part in parts]
-    every = max(1, math.ceil(len(parts) / 12))
-    ax.set_xticks(range(0, len(parts), every), names[::every])
-    ax.set_xlabel(shared or "part of the data")
-    ax.set_title(f"the output by {shared or 'part of the data'}, all sites swapped", loc="left")
-
-
-def _draw_dots(
-    ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], offset: float, *, joined: bool = False
-) -> None:
-    """A dot and a bar for each row, set aside so that one swap does not hide another."""
-    points = [(x + offset, row.relative_l2) for x, row in rows]
+def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *, joined: bool) -> None:
+    """Draw medians and bars, set aside so that one swap does not hide another."""
+    points = [(x + line.offset, row.relative_l2) for x, row in rows]
     finite = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
     medians = [quantiles.p50 for _, quantiles in finite]
     dashes = line.dashes if joined else ""

@@ -19,14 +19,19 @@ from torch import Tensor
 
 from normscope.errors import count
 from normscope.figures.axes import LINEAR, pairs_beyond, scales_of
-from normscope.figures.panels import FigureOptions, outline, sheet_of, site_labels, theme_of
+from normscope.figures.panels import outline
 from normscope.figures.style import (
     LINE_POINTS,
     NOTE,
+    FigureOptions,
     Style,
+    columns_of,
     inches_of,
     key,
+    sheet_of,
+    site_labels,
     that_fits,
+    theme_of,
     wrapped,
 )
 from normscope.fits.curve_fit import CurveFit
@@ -84,9 +89,8 @@ def plot_gradient(
     """
     theme = theme_of(options)
     views = gradient(capture, fits)
-    most = max(1, int(min(_MOST_COLUMNS, ((options.get("width") or math.inf) - 0.3) / _LEAST_PANEL)))
-    blocks = math.ceil(len(views) / most)
-    across = math.ceil(len(views) / blocks)
+    across = columns_of(options, len(views), _LEAST_PANEL, _MOST_COLUMNS)
+    blocks = math.ceil(len(views) / across)
     inches = inches_of(options.get("width"), max(0.5 + _PANEL_INCHES[0] * across, _LEAST_INCHES))
     room = (inches - 0.3) / across - _EDGE_INCHES
     names = site_labels((site.name for site in capture.sites), options)

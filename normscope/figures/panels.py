@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -24,7 +23,6 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.errors import UsageError, unknown
 from normscope.figures.axes import (
     LINEAR,
     MOST_PAIRS,
@@ -38,17 +36,17 @@ from normscope.figures.axes import (
     scales_of,
 )
 from normscope.figures.style import (
+    FULL,
     LEAST_POINTS,
+    NO_LABELS,
+    SHORT,
     Look,
-    Sheet,
     Style,
     Words,
     broken,
     head_inches,
     head_panel,
     key,
-    sheet,
-    style_named,
     tail,
     that_fits,
     words_inches,
@@ -372,47 +370,7 @@ def outline(style: Style, width: float = 1.2) -> list[withStroke]:
     return [withStroke(linewidth=1.1 + width, foreground=style.background, alpha=0.7)]
 
 
-LABELS = NO_LABELS, SHORT, FULL = ("none", "short", "full")
 _MOST_LISTED = 20
-
-
-def check_labels(labels: str) -> None:
-    """Raise UsageError for an unknown kind of heading."""
-    if labels not in LABELS:
-        raise UsageError(unknown("kind of labels", labels, LABELS))
-
-
-class FigureOptions(TypedDict, total=False):
-    """Options of every figure, as of :func:`normscope.plot`."""
-
-    width: float | None
-    title: str | None
-    style: str
-    labels: str
-    font: str | None
-    caption: str | None
-
-
-def theme_of(options: FigureOptions) -> Style:
-    """Return the theme; UsageError for an unknown style, font or kind of labels."""
-    check_labels(options.get("labels", SHORT))
-    return style_named(options.get("style", "light"), options.get("font"))
-
-
-def sheet_of(
-    options: FigureOptions, theme: Style, width: float, height: float, about: Mapping[str, str], **parts: Any
-) -> AbstractContextManager[Sheet]:
-    """Make a figure as :func:`normscope.figures.style.sheet` does, with the user's title and caption."""
-    return sheet(theme, width, height, options.get("title"), about, caption=options.get("caption"), **parts)
-
-
-def site_labels(paths: Iterable[str], options: FigureOptions) -> dict[str, str]:
-    """Return the label of each site: its short name or path, or with ``none`` its number in the list."""
-    names = list(paths)
-    labels = options.get("labels", SHORT)
-    if labels == FULL:
-        return dict(zip(names, names, strict=True))
-    return short_names(names) if labels == SHORT else {name: str(number) for number, name in enumerate(names)}
 
 
 def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) -> list[Artist]:
@@ -455,6 +413,9 @@ def _folds(panels: Sequence[Panel]) -> str:
     return ", ".join(sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by}))
 
 
+_AFFINE = "y before the affine step"
+
+
 def facts(panels: Sequence[Panel], labels: str) -> str:
     """Return class, d and placement of the norms, and their numbers of pairs, as far as no panel names them."""
 
@@ -462,11 +423,11 @@ def facts(panels: Sequence[Panel], labels: str) -> str:
         return " and ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
     if labels == FULL:
-        return ""
+        return _AFFINE
     sites, counts = [panel.site for panel in panels], sorted({panel.stats.n_pairs for panel in panels})
     of_norms = (listed(site.kind for site in sites), f"d = {listed(sorted(site.d for site in sites))}")
     pairs = f"{' to '.join(f'{n:,}' for n in dict.fromkeys((counts[0], counts[-1])))} pairs a panel"
-    return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs)))
+    return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs, _AFFINE)))
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], notes: str = "") -> list[str]:
@@ -481,11 +442,12 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], notes: str = "") 
             lines[0] += "; *: too low, as x repeats there, finer than bins resolve"
     if others := best_of(fits)[1]:
         more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
-        lines.append(f"not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
+        lines.append(f"Not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
     return lines
 
 
-def _r2(fit: CurveFit) -> str:
+def r2_of(fit: CurveFit) -> str:
+    """Return R² in three digits, on held-out pairs if there are any."""
     return f"{fit.r2 if fit.r2_cv is None else fit.r2_cv:.3f}"
 
 
@@ -497,7 +459,7 @@ def notes_of(panel: Panel, labels: str) -> list[Words]:
     mark = "*" if panel.fits[0].x_repeats else ""
     top = [] if ceiling is None else [f"ceiling {ceiling:.3f}{mark}"]
     if labels == SHORT:
-        return fits_in_line(panel, "R²", _r2, top)
+        return fits_in_line(panel, "R²", r2_of, top)
     lines: list[Words] = []
     for fit in panel.fits:
         parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *_result(fit)]
@@ -557,7 +519,7 @@ HEAD_POINTS = 7.0
 def heading_inches(panels: Sequence[Panel], labels: str) -> float:
     """Return the height of the names above panels."""
     if labels == FULL:
-        return head_inches([panel.site for panel in panels], panels[0].room)
+        return head_inches(panels[0].room)
     return 1.25 * HEAD_POINTS / 72 if labels == SHORT else 0.0
 
 

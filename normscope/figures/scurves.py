@@ -1,4 +1,4 @@
-"""The S-curves of a network: a column a norm site, and a row each for density, tokens, channels and residuals."""
+"""S-curves: a column a norm site, and a row each for density, tokens, channels and residuals, or a row a network."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 
 from normscope.errors import UsageError, count, unknown
 from normscope.figures.axes import LINEAR, share_colours, share_heights
-from normscope.figures.overview import LEAD, overview
 from normscope.figures.panels import (
     DRAW,
-    NO_LABELS,
     RESIDUAL,
-    SHORT,
     Panel,
-    check_labels,
+    best_of,
     draw_panel,
     extreme_channels,
     facts,
@@ -35,28 +33,35 @@ from normscope.figures.panels import (
     notes_of,
     outline,
     panels_of,
+    r2_of,
     remarks,
     with_shared_scales,
     write_heading,
 )
 from normscope.figures.style import (
     LINE_POINTS,
+    NO_LABELS,
     NOTE,
+    SHORT,
     Sheet,
     Words,
+    check_look,
     columns_within,
+    heading,
     inches_of,
     readable,
     sheet,
     strip_above,
-    style_named,
+    tail,
+    title_and_foot,
+    untrained,
     width_of,
     words_inches,
     write_at,
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import Layers
+from normscope.pairs.norms.sites import Layers, select
 from normscope.runtime.files import whole_file
 from normscope.tables.markup import latex
 
@@ -65,6 +70,13 @@ FORMATS = ("png", "svg", "pdf")
 _VECTOR_DPI = 72  # at which matplotlib lays out what is in points
 _LEAST_DPI = 300  # of the points within a vector graphic
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
+_LEAD = "Input x and output y of norm layers"
+_ACROSS = 4
+_COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # four of them are a page's text width
+_PANEL_INCHES = 1.15
+_AXIS_INCHES = 0.25  # of a panel's ticks
+_LABEL_INCHES = 0.3  # left of all panels
+_LABEL = FontProperties(size=7)
 
 
 def plot(
@@ -123,8 +135,7 @@ def plot(
             f"plot draws a Capture, but this is a {type(capture).__name__}: seen = normscope.capture(network), "
             "fits = normscope.fit(seen), then normscope.plot(seen, fits)."
         )
-    shown, theme = rows_named(rows), style_named(style, font)
-    check_labels(labels)
+    shown, theme = rows_named(rows), check_look(style, labels, font, caption)
     capture = capture if layers is None else capture.only(layers)
     if compact and ax is None:
         look: dict[str, Any] = {"labels": labels, "font": font, "caption": caption, "title": title, "style": style}
@@ -151,13 +162,9 @@ def plot(
         height = blocks * (rows_inches + heading_inches(panels, labels) + 0.12)
         handles = legend_handles(panels, shown, "sample" in capture.about)
         foot = [facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, str(notes))]
-        foot = [LEAD, *foot] if caption else foot
-        figure_inches = inches_of(width, 0.5 + panel_inches[0] * columns)
-        detail = count(capture.n_samples, "sample")
-        about = capture.about
-    with sheet(
-        theme, figure_inches, height, title, about, detail, foot=foot, handles=handles, caption=caption
-    ) as figure:
+    inches, samples = inches_of(width, 0.5 + panel_inches[0] * columns), count(capture.n_samples, "sample")
+    below: dict[str, Any] = {"foot": [_LEAD, *foot] if caption else foot, "handles": handles, "caption": caption}
+    with sheet(theme, inches, height, title, capture.about, samples, **below) as figure:
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
         for empty in axes.flat:
             empty.set_visible(False)
@@ -169,8 +176,7 @@ def plot(
                 draw_panel(panel_ax, panel, row, beyond=place == 0)
                 if row == "token":
                     _draw_scale(panel_ax, panel)
-                heading = labels if place == 0 else NO_LABELS
-                write_heading(panel_ax, panel, heading, notes[number][place], lines[place])
+                write_heading(panel_ax, panel, NO_LABELS if place else labels, notes[number][place], lines[place])
                 if column == 0:
                     panel_ax.set_ylabel(_name_of_y(row), labelpad=1)
                 elif share_axes:
@@ -178,19 +184,17 @@ def plot(
                 if place == len(shown) - 1:
                     panel_ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
         if share_axes:
-            for place, row in enumerate(shown):
-                of_row = [ax for ax in axes[place :: len(shown)].flat if ax.get_visible()]
-                if row == "density":
-                    share_colours(of_row)
-                elif row == RESIDUAL:
-                    share_heights(of_row)
+            share_colours(figure.axes)
+            if RESIDUAL in shown:
+                share_heights([ax for ax in axes[shown.index(RESIDUAL) :: len(shown)].flat if ax.get_visible()])
     return figure
 
 
 def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
     """Draw one panel into somebody's axes, with its heading in the corner that an S leaves empty."""
     draw_panel(ax, panel, row, beyond=True, inset=False)
-    words = [(panel.name, panel.style.ink), *(word for line in notes_of(panel, labels) for word in line)]
+    fits = [(f"{fit.curve} R² {r2_of(fit)}", panel.looks[fit.curve][0]) for fit in panel.fits if not fit.degenerate]
+    words = [(panel.name, panel.style.ink), *fits]
     look: dict[str, Any] = {"va": "top", "zorder": 6, "fontproperties": NOTE, "parse_math": False}
     for number, (text, colour) in enumerate(words if labels != NO_LABELS else ()):
         look |= {"color": readable(colour, ax.get_facecolor()), "path_effects": outline(panel.style)}
@@ -200,7 +204,113 @@ def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
 
 
 def _name_of_y(row: str) -> str:
-    return "E[y|x] − fit" if row == RESIDUAL else "output before affine, y"
+    return "E[y|x] − fit" if row == RESIDUAL else "output y"
+
+
+def overview(
+    captures: Sequence[Capture],
+    fits: Sequence[Sequence[CurveFit]] = (),
+    *,
+    xscale: str = LINEAR,
+    share_axes: bool = False,
+    width: float | None = None,
+    labels: str = SHORT,
+    font: str | None = None,
+    caption: str | None = None,
+    title: str | None = None,
+    style: str = "light",
+) -> Figure:
+    """Draw one or several captures as panels alone: a row a network, and four norm sites evenly over the depth.
+
+    Each panel shows the density of all pairs, E[y|x], and the fitted curves, as figure 2 of arXiv 2503.10622 does for
+    some tokens.
+
+    Args:
+        captures: a row each; fewer than four sites make fewer panels.
+        fits: for each capture, what :func:`normscope.fit` made of it; without any, no curves are drawn.
+        xscale: as of :func:`normscope.plot`.
+        share_axes: likewise, for all panels of all networks.
+        width: of the figure, in inches; by default that of a page's text, 7 for four sites. In a narrow one panels go
+            below one another.
+        labels: above each panel, as of :func:`normscope.plot`.
+        font: likewise.
+        caption: likewise.
+        title: above all panels; by default none, as each row names its network. With ``none`` weights and data are
+            left out too.
+        style: ``light`` or ``dark``.
+
+    Raises:
+        UsageError: as of :func:`normscope.plot`; and if there is no capture, or the fits are of another number of
+            captures.
+
+    >>> import normscope, torch
+    >>> from torch import nn
+    >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    >>> captures = [normscope.capture(nn.Sequential(norm), [x]) for norm in (nn.LayerNorm(8), nn.RMSNorm(8))]
+    >>> figure = overview(captures, [normscope.fit(capture) for capture in captures])
+    >>> [ax.get_ylabel().split("\\n")[0] for ax in figure.axes if ax.get_visible()]
+    ['Sequential', 'Sequential']
+    """
+    if not captures:
+        raise UsageError("There is no capture to draw; an overview takes one or more.")
+    if len(fits) not in (0, len(captures)):
+        raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
+    theme = check_look(style, labels, font, caption)
+    columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
+    width = inches_of(width, _COLUMN_INCHES * columns)
+    columns = columns if width / columns >= _LEAST_COLUMN else 2
+    inches = (width - _LABEL_INCHES) / columns - _EDGE_INCHES
+    every_fit = [fit for fitted in fits for fit in fitted]
+    drawn, _ = best_of(every_fit)
+    with matplotlib.rc_context(theme.rc()):
+        networks = [
+            panels_of(
+                *(capture, select(capture.sites, _ACROSS), [fit for fit in fitted if fit.curve in drawn], theme),
+                *(theme.looks_of(drawn), xscale, inches, inches + 0.05),
+            )
+            for capture, fitted in zip(captures, fits or [()] * len(captures), strict=True)
+        ]
+        if share_axes:
+            shared = iter(with_shared_scales([panel for panels in networks for panel in panels], xscale))
+            networks = [[next(shared) for _ in panels] for panels in networks]
+        every = [panel for panels in networks for panel in panels]
+        rows = [
+            (capture, panels[first : first + columns])
+            for capture, panels in zip(captures, networks, strict=True)
+            for first in range(0, len(panels), columns)
+        ]
+        notes = [[notes_of(panel, labels) for panel in panels] for _, panels in rows]
+        lines = [max(map(len, of_row)) for of_row in notes]
+        panel_inches = min(_PANEL_INCHES, 0.85 * inches)
+        above = heading_inches(every, labels) + 0.04
+        height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
+        handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
+        foot = [*([_LEAD] if caption else []), *remarks(every, every_fit, str(notes))]
+        for capture, panels in zip(captures, networks, strict=True):
+            name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
+            of_network = (facts(panels, labels), title_and_foot(None if caption else title, "", capture.about)[1])
+            foot.append(name + " · ".join(filter(None, of_network)))
+    below: dict[str, Any] = {"foot": foot, "handles": handles, "caption": caption}
+    with sheet(theme, width, height, title, {}, **below, h_pad=0.03, hspace=0) as figure:
+        axes = figure.subplots(len(rows), columns, squeeze=False)
+        for number, ((capture, panels), of_row) in enumerate(zip(rows, axes, strict=True)):
+            for column, ax in enumerate(of_row):
+                if column >= len(panels):
+                    ax.set_visible(False)
+                    continue
+                panel, shared_axes = panels[column], panels[column].scales.shared
+                draw_panel(ax, panel, "density", beyond=True)
+                ax.locator_params(axis="y", nbins=4)
+                ax.tick_params(length=2, pad=1.5, labelleft=column == 0 or not shared_axes)
+                write_heading(ax, panel, labels, notes[number][column], lines[number])
+                if column == 0:
+                    name = " · ".join(filter(None, (heading(capture.about), untrained(capture.about))))
+                    ax.set_ylabel(f"{tail(name, panel_inches + 0.3, _LABEL)}\noutput y", parse_math=False, labelpad=1)
+                if not any(column < len(under) for _, under in rows[number + 1 :]):
+                    ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
+        if share_axes:
+            share_colours(figure.axes)
+    return figure
 
 
 def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) -> Path:
@@ -319,4 +429,4 @@ def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:
         return []
     drawn = max(len(panel.stats.tokens.key) + len(panel.stats.largest.key) for panel in panels)
     every = max(panel.stats.n_tokens for panel in panels)
-    return [f"lines: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]
+    return [f"Lines: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]

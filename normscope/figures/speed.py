@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -12,8 +11,17 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import NormscopeError, UsageError
-from normscope.figures.panels import FigureOptions, outline, sheet_of, theme_of
-from normscope.figures.style import LEAST_POINTS, Style, inches_of, width_of
+from normscope.figures.panels import outline
+from normscope.figures.style import (
+    LEAST_POINTS,
+    FigureOptions,
+    Style,
+    columns_of,
+    inches_of,
+    sheet_of,
+    theme_of,
+    width_of,
+)
 from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.swaps import SCOPES, duration
@@ -49,8 +57,7 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
     panels = [rows for scope, passes in kinds for rows in _rows_of(report.rows, scope, passes)]
     if not panels:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
-    most = max(1, int(min(_MOST_ACROSS, ((options.get("width") or math.inf) - 0.3) / _LEAST_PANEL_INCHES)))
-    across = _across(len(panels), most)
+    across = columns_of(options, len(panels), _LEAST_PANEL_INCHES, _MOST_ACROSS)
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
     inches = inches_of(options.get("width"), max(4.6, 0.3 + _PANEL_INCHES * across))
@@ -64,16 +71,6 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
         for number, (ax, rows) in enumerate(zip(axes.flat, panels, strict=False)):
             _draw(ax, rows, heights[number // across], theme)
     return figure
-
-
-def _across(panels: int, most: int) -> int:
-    """Return the number of columns that leaves the fewest places empty; of equals, the largest.
-
-    >>> [_across(panels, 4) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
-    [1, 2, 3, 4, 3, 3, 4, 4]
-    """
-    most = min(most, panels)
-    return min(range(min(2, most), most + 1), key=lambda across: (-panels % across, -across))
 
 
 def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timing]]:

@@ -8,7 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import matplotlib
 import numpy as np
@@ -27,7 +27,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.runtime.files import visible
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
@@ -85,7 +85,7 @@ class Style:
         looks, colours = self.looks(curves), dict[str, str]()
         for curve in sorted(curves, key=lambda curve: curve not in CURVES):  # a built-in one keeps its own
             usual = looks[curve][0]
-            choice = (usual, *self.curves)
+            choice = (usual, *self.curves, *self.channels)
             colours[curve] = next((colour for colour in choice if colour not in colours.values()), usual)
         return {curve: (colours[curve], looks[curve][1]) for curve in curves}
 
@@ -157,8 +157,22 @@ def style_named(name: str, font: str | None = None) -> Style:
     try:
         findfont(FontProperties(family=[font]), fallback_to_default=False)
     except ValueError:
-        raise UsageError(f"matplotlib finds no such font. {unknown('font', font, sorted(get_font_names()))}") from None
+        fonts = unknown("font", font, sorted(get_font_names()))
+        raise UsageError(f"{fonts} matplotlib takes those that are installed.") from None
     return replace(STYLES[name], fonts=(font, "DejaVu Sans"))  # has the Greek letters that other fonts may lack
+
+
+LABELS = NO_LABELS, SHORT, FULL = ("none", "short", "full")
+CAPTIONS = ("txt", "tex")
+
+
+def check_look(style: str, labels: str = SHORT, font: str | None = None, caption: str | None = None) -> Style:
+    """Return a theme as :func:`style_named` does; UsageError also for an unknown kind of labels or caption."""
+    if labels not in LABELS:
+        raise UsageError(unknown("kind of labels", labels, LABELS))
+    if caption not in (None, *CAPTIONS):
+        raise UsageError(unknown("kind of caption", str(caption), CAPTIONS))
+    return style_named(style, font)
 
 
 _CONTRAST = 4.5  # of letters, by the Web Content Accessibility Guidelines 2.2
@@ -207,7 +221,7 @@ def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, 
 
 _MOST_LINES = 3
 MANY_TIMES = 4  # between the values of a logarithmic axis, at least
-_NARROW, _NARROWEST = 1.6, 1.3  # inches of a panel, with smaller titles, and with paths in two lines
+_NARROW = 1.6  # inches of a panel, with smaller titles
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
 
@@ -288,36 +302,25 @@ def literal(text: str) -> str:
 
 
 def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
-    """Write a norm's name above a panel, and the first line of detail that fits."""
+    """Write a norm's path, class, d and placement above a panel, and the first line of detail that fits."""
     font = _head_font(inches)
+    norm = " · ".join(part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part)
     detail = that_fits(details, inches, font.get_size_in_points())
-    lines = [*name_lines(site, inches, font), tail(detail, inches, font)]
+    number = f"{site.index}  "
+    lines = [
+        number + tail(site.name, inches - width_of(number, font), font),
+        *(tail(line, inches, font) for line in (norm, detail)),
+    ]
     ax.set_title("\n".join(lines), parse_math=False, loc="left", y=1, pad=pad, fontproperties=font)
 
 
-def head_inches(sites: Iterable[NormSite], inches: float) -> float:
-    """Return the height of the tallest text that :func:`head_panel` writes above panels of this width."""
-    font = _head_font(inches)
-    most = max(len(name_lines(site, inches, font)) + 1 for site in sites)
-    return most * 1.25 * font.get_size_in_points() / 72
+def head_inches(inches: float) -> float:
+    """Return the height of the text that :func:`head_panel` writes above panels of this width."""
+    return 3 * 1.25 * _head_font(inches).get_size_in_points() / 72
 
 
 def _head_font(inches: float) -> FontProperties:
     return FontProperties(size=7.5 if inches > _NARROW else 6.5)
-
-
-def name_lines(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return number and path of a norm, then its class, d and placement; each in one line, or in two if narrow."""
-    number, path = f"{site.index}  ", visible(site.name)
-    room = inches - width_of(number, font)
-    lines = [number + tail(path, room, font)]
-    if inches <= _NARROWEST and width_of(path, font) > room:
-        ends = [path[at + 1 :] for at, letter in enumerate(path) if letter == "."]
-        if end := next((end for end in ends if width_of(end, font) <= inches), ""):
-            lines = [number + tail(path.removesuffix(end), room, font), end]
-    parts = [part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part]
-    whole = " · ".join(parts)
-    return [*lines, *([whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts])]
 
 
 Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
@@ -378,20 +381,6 @@ def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
         else:
             lines.append(part)
     return [[(line, colour)] for line in lines]
-
-
-def lined(words: Words, inches: float) -> list[Words]:
-    """Put words of several colours into as few lines as fit."""
-    lines: list[list[tuple[str, str]]] = [[]]
-    left = inches
-    for text, colour in words:
-        width = width_of(text, NOTE) + _SPACE_POINTS / 72
-        if lines[-1] and width > left:
-            lines.append([])
-            left = inches
-        lines[-1].append((text, colour))
-        left -= width
-    return list(lines)
 
 
 def words_inches(words: Words) -> float:
@@ -458,9 +447,6 @@ class Sheet(Figure):
     caption: tuple[str, str] | None = None
 
 
-CAPTIONS = ("txt", "tex")
-
-
 @contextlib.contextmanager
 def sheet(
     style: Style,
@@ -494,12 +480,7 @@ def sheet(
         font: of the legend.
         caption: ``txt`` or ``tex``: :func:`normscope.save_figure` writes the foot beside the figure, as its caption.
         layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
-
-    Raises:
-        UsageError: for an unknown kind of caption.
     """
-    if caption not in (None, *CAPTIONS):
-        raise UsageError(unknown("kind of caption", caption, CAPTIONS))
     usual = heading({**about, "part": " · ".join(filter(None, (about.get("part"), untrained(about))))}, detail)
     above, origin = title_and_foot(title, usual, about, names)
     with matplotlib.rc_context(style.rc()):
@@ -509,8 +490,7 @@ def sheet(
         figure = Sheet(figsize=(width, height))
         if caption:
             first, last = title_and_foot(None if title == NONE else title, usual, about, names)
-            sentences = [f"{text[:1].upper()}{text[1:]}." for text in (*foot, last) if text]
-            figure.caption = caption, " ".join([*([f"{first}."] if first else []), *sentences])
+            figure.caption = caption, " ".join(f"{text}." for text in (first, *foot, last) if text)
         below = 0.04 + 0.12 * len(lines) if lines else 0.0
         legend = _legend(figure, handles, font)
         legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
@@ -556,3 +536,46 @@ def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> 
 def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> Line2D:
     """Make a legend's entry, in which no dollar sign begins a formula: a line, or with a ``marker`` a point."""
     return Line2D([], [], color=color, ls=ls, lw=lw, label=literal(label), **look)
+
+
+class FigureOptions(TypedDict, total=False):
+    """Options of every figure, as of :func:`normscope.plot`."""
+
+    width: float | None
+    title: str | None
+    style: str
+    labels: str
+    font: str | None
+    caption: str | None
+
+
+def theme_of(options: FigureOptions) -> Style:
+    """Return the theme; UsageError for an unknown style, kind of labels, font or kind of caption."""
+    style, labels = options.get("style", "light"), options.get("labels", SHORT)
+    return check_look(style, labels, options.get("font"), options.get("caption"))
+
+
+def sheet_of(
+    options: FigureOptions, theme: Style, width: float, height: float, about: Mapping[str, str], **parts: Any
+) -> contextlib.AbstractContextManager[Sheet]:
+    """Make a figure as :func:`sheet` does, with the user's title and caption."""
+    return sheet(theme, width, height, options.get("title"), about, caption=options.get("caption"), **parts)
+
+
+def columns_of(options: FigureOptions, panels: int, least_inches: float, most: int) -> int:
+    """Return the number of columns with room for each panel, as even over the rows as possible.
+
+    >>> [columns_of({"width": 9.5}, panels, 2.3, 4) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
+    [1, 2, 3, 4, 3, 3, 4, 4]
+    """
+    fitting = max(1, int(min(most, ((options.get("width") or math.inf) - 0.3) / least_inches)))
+    return math.ceil(panels / math.ceil(panels / fitting))
+
+
+def site_labels(paths: Iterable[str], options: FigureOptions) -> dict[str, str]:
+    """Return the label of each site: its short name or path, or with ``none`` its number in the list."""
+    names = list(paths)
+    labels = options.get("labels", SHORT)
+    if labels == FULL:
+        return dict(zip(names, names, strict=True))
+    return short_names(names) if labels == SHORT else {name: str(number) for number, name in enumerate(names)}
