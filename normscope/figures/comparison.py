@@ -83,9 +83,7 @@ def _about(capture: Capture) -> dict[str, str]:
 
 
 def plot_comparison(
-    captures: Sequence[Capture],
-    fits: Sequence[Sequence[CurveFit]],
-    **options: Unpack[FigureOptions],
+    captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], **options: Unpack[FigureOptions]
 ) -> Figure:
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 

@@ -20,10 +20,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, UsageError, count
-from normscope.figures.drift import name_sites
+from normscope.figures.drift import name_sites, names_inches
 from normscope.figures.panels import best_of, remarks
 from normscope.figures.style import (
     LEAST_POINTS,
+    NO_LABELS,
     FigureOptions,
     Style,
     columns_of,
@@ -55,11 +56,7 @@ _STRAIGHT_AT = 0.04  # of a panel's height: open markers of fits without the pan
 _AGAINST_STD = "α = c/std, c the median of α·std"
 
 
-def plot_depth(
-    capture: Capture,
-    fits: Sequence[CurveFit],
-    **options: Unpack[FigureOptions],
-) -> Figure:
+def plot_depth(capture: Capture, fits: Sequence[CurveFit], **options: Unpack[FigureOptions]) -> Figure:
     """Draw A, α and R² of every site over the depth, a line a kind of site, and α against 1/std of the norm's input.
 
     A column a curve, of more than four those of the four largest mean R². Bars are 95 % intervals; dotted lines are the
@@ -83,13 +80,14 @@ def plot_depth(
         raise DataError("There is no fit of a site to draw over the depth; fit each site by itself.")
     fits = [fit for fit in fits if fit.curve != FREE] or fits
     curves, _ = best_of(fits)
-    names = site_labels(numbers, options)
-    by_kind: dict[str, list[str]] = {}
-    for site in capture.sites:
-        by_kind.setdefault(kind_of_site(names[site.name]), []).append(site.name)
-    kinds = [(set(sites), _look(place, theme)) for place, sites in enumerate(by_kind.values())]
-    handles: list[Artist] = [key(kind, ms=3, **look) for kind, (_, look) in zip(by_kind, kinds, strict=True)]
-    handles += [*handles_of_fits(fits, theme), key(_AGAINST_STD, theme.ink, (0, (4, 2)))]
+    names = site_labels(numbers, {} if options.get("labels") == NO_LABELS else options)
+    kind_of = {path: kind_of_site(name) for path, name in names.items()}
+    looks = {kind: _look(place, theme) for place, kind in enumerate(dict.fromkeys(kind_of.values()))}
+    handles: list[Artist] = [key(kind, ms=3, **look) for kind, look in looks.items()]
+    handles += [
+        *handles_of_fits([fit for fit in fits if fit.curve in curves], theme),
+        key(_AGAINST_STD, theme.ink, (0, (4, 2))),
+    ]
     inches = inches_of(options.get("width"), max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
     room = (inches - 0.5) / len(curves)
     rows = (AMPLITUDE, ALPHA, r_squared(fits))
@@ -101,18 +99,19 @@ def plot_depth(
         for column, curve in enumerate(curves):
             of_curve = [fit for fit in fits if fit.curve == curve]
             for ax, row in zip(axes[:-1, column], rows, strict=True):
-                for sites, look in kinds:
-                    draw_number(ax, row, [(numbers[fit.site], fit) for fit in of_curve if fit.site in sites], look)
+                for kind, look in looks.items():
+                    of_kind = [(numbers[fit.site], fit) for fit in of_curve if kind_of[fit.site] == kind]
+                    draw_number(ax, row, of_kind, look)
                 ax.set_ylabel(row.label if column == 0 else "")
                 ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
                 scale_where_wide(ax)
                 finish(ax, row, theme)
-            names_of_x = ("norm site, in the order of calls", "norm site")
-            axes[-2, column].set_xlabel(that_fits(names_of_x, room), labelpad=1)
+            axes[-2, column].set_xlabel(that_fits(("norm site, in the order of calls", "norm site"), room), labelpad=1)
+            axes[-1, column].set_xlabel(that_fits(("1 / std of the norm's input x", "1 / std of x"), room), labelpad=1)
             axes[0, column].set_title(curve, parse_math=False)
-            _draw_spread(axes[-1, column], capture, of_curve, kinds, theme)
-            names_of_x = ("1 / std of the norm's input x", "1 / std of x")
-            axes[-1, column].set_xlabel(that_fits(names_of_x, room), labelpad=1)
+            stds = {fit.site: spread(capture.stats[fit.site]) for fit in of_curve}
+            points = [(1 / stds[fit.site], fit) for fit in of_curve if fit.told_apart and stds[fit.site] > 0]
+            _draw_spread(axes[-1, column], [(x, fit.alpha, looks[kind_of[fit.site]]) for x, fit in points], theme)
         axes[-1, 0].set_ylabel("α")
         figure.align_ylabels(axes[:, 0])
     return figure
@@ -191,32 +190,21 @@ def spread(stats: PairStats) -> float:
     return math.sqrt(max(xx / n - (x / n) ** 2, 0.0)) if n else math.nan
 
 
-def _draw_spread(
-    ax: Axes,
-    capture: Capture,
-    fits: Sequence[CurveFit],
-    kinds: Sequence[tuple[set[str], dict[str, Any]]],
-    theme: Style,
-) -> None:
+def _draw_spread(ax: Axes, points: Sequence[tuple[float, float, dict[str, Any]]], theme: Style) -> None:
     """α against 1/std of x, on axes of equal factors, and the line of the median α·std."""
-    every: list[tuple[float, float]] = []
-    for sites, look in kinds:
-        of_kind = [fit for fit in fits if fit.told_apart and fit.alpha > 0 and fit.site in sites]
-        stds = [spread(capture.stats[fit.site]) for fit in of_kind]
-        points = [(1 / std, fit.alpha) for std, fit in zip(stds, of_kind, strict=True) if std > 0]
-        every += points
-        ax.plot([x for x, _ in points], [alpha for _, alpha in points], ls="", ms=3, mew=0, zorder=3, **look)
-    if not every:
+    if not points:
         finish(ax, ALPHA, theme)
         return
+    for x, alpha, look in points:
+        ax.plot([x], [alpha], ls="", ms=3, mew=0, zorder=3, **look)
+    at, alphas = np.array(sorted((x, alpha) for x, alpha, _ in points)).T
     ax.set(xscale="log", yscale="log")
-    for axis, values in zip((ax.xaxis, ax.yaxis), zip(*every, strict=True), strict=True):
+    for axis, values in ((ax.xaxis, at), (ax.yaxis, alphas)):
         digits = (1, 2, 5) if max(values) > 4 * min(values) else (1, 1.5, 2, 3, 5, 7)
         axis.set_major_locator(LogLocator(subs=digits, numticks=8))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
-    x, alpha = np.array(sorted(every)).T
-    ax.plot(x[[0, -1]], np.median(alpha / x) * x[[0, -1]], color=theme.ink, ls=(0, (4, 2)), lw=0.8, zorder=1)
+    ax.plot(at[[0, -1]], np.median(alphas / at) * at[[0, -1]], color=theme.ink, ls=(0, (4, 2)), lw=0.8, zorder=1)
 
 
 Array = NDArray[np.float64]
@@ -229,11 +217,7 @@ _DOT_POINTS = 9.0  # diameter of the dot of all 16 tokens
 _COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
 
 
-def plot_tails(
-    capture: Capture,
-    cards: Sequence[NormCard],
-    **options: Unpack[FigureOptions],
-) -> Figure:
+def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[FigureOptions]) -> Figure:
     """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
 
     Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
@@ -264,14 +248,15 @@ def plot_tails(
     tokens_at: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
     handles = [key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **tokens_at) for n in _COUNTS]
     foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if massive else []
-    height, samples = 0.9 + 2 * _MAP_INCHES, count(capture.n_samples, "sample")
+    names = list(site_labels(sites, options).values())
+    height, samples = 0.6 + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
     with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
         channels, tokens = figure.subplots(2, 1, sharex=True)
         _draw_channels(figure, channels, [shares_of(capture, site) for site in sites], theme)
         _draw_positions(tokens, positions, most, theme)
         for place in massive:
             write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
-        name_sites(tokens, list(site_labels(sites, options).values()), inches - _SIDES_INCHES)
+        name_sites(tokens, names, inches - _SIDES_INCHES)
         tokens.set_xlim(-0.5, len(sites) - 0.5)
     return figure
 
@@ -339,10 +324,7 @@ _ABOVE = "f(u) stands above each panel; u = αx"
 ALPHAS = {0.5: "-", 1.0: (0, (4, 1.5)), 2.0: (0, (1, 1.2))}  # with their dashes
 
 
-def plot_curves(
-    curves: str | Sequence[str | Curve] = "all",
-    **options: Unpack[FigureOptions],
-) -> Figure:
+def plot_curves(curves: str | Sequence[str | Curve] = "all", **options: Unpack[FigureOptions]) -> Figure:
     """Draw f(αx) of curves for α = 0.5, 1 and 2, a panel each, with its formula above it.
 
     The panels of hardtanh, sigmoid and tanh are figure 7 of arXiv 2503.10622, and that of tanh its figure 3.
@@ -398,7 +380,7 @@ _TO_MATH: Sequence[tuple[str, Any]] = (
     (r"\^(\d+(\.\d*)?)", r"^{\1}"),
     (r"(?<=[,(])( ?)−", r"\1{-}"),
     (r", ?", r",\\ "),
-    (r"[·*]", r"\\,"),
+    (r" ?[·*] ?", r"\\cdot "),
     ("−", "-"),
     ("²", "^{2}"),
     ("³", "^{3}"),
@@ -411,7 +393,7 @@ def mathtext(formula: str) -> str:
     """Write a formula as matplotlib's mathtext, or as it is if that cannot be parsed.
 
     >>> mathtext("sign(u)·√(1 − |u|^(2/3))")
-    '$\\\\mathrm{sign}(u)\\\\,\\\\sqrt{1 - |u|^{2/3}}$'
+    '$\\\\mathrm{sign}(u)\\\\cdot \\\\sqrt{1 - |u|^{2/3}}$'
     """
     text = formula
     for pattern, replacement in _TO_MATH:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -41,8 +41,6 @@ from normscope.swaps.reports import (
     DriftReport,
     HealReport,
     KeepReport,
-    KeepStep,
-    Quality,
     Quantiles,
 )
 
@@ -52,6 +50,7 @@ _NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # of a site, which stands upright
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
+_BARS = "bars: 10th to 90th percentile over samples; of the quality, 95 % interval"
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
@@ -79,9 +78,7 @@ class _DriftLine:
 
 
 def plot_drift(
-    reports: Sequence[DriftReport],
-    sites: Sequence[NormSite] = (),
-    **options: Unpack[FigureOptions],
+    reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), **options: Unpack[FigureOptions]
 ) -> Figure:
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
@@ -110,8 +107,8 @@ def plot_drift(
     wide = [panel for panel in ("by_site", "at_sites") if panel in panels]
     narrow = panels[len(wide) :]
     abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
-    names = _upright(site_labels(paths, options).values())
-    foot = _foot(names) if wide else 0.0
+    names = list(site_labels(paths, options).values())
+    foot = names_inches(names) if wide else 0.0
     ratios = len(reports) > 1 and "by_site" in wide
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
     inputs = count(max(report.all.inputs for report in reports), "input")
@@ -136,7 +133,7 @@ def plot_drift(
 
 
 def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
-    curves = {report.func: _curve(report.func) for report in reports}
+    curves = {report.func: curve_name(report.func) for report in reports}
     looks = theme.looks_of([curve for curve in dict.fromkeys(curves.values()) if curve != "rmsnorm"])
     lines = []
     for number, report in enumerate(reports):
@@ -148,7 +145,8 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     return lines
 
 
-def _curve(func: str) -> str:
+def curve_name(func: str) -> str:
+    """Return the name of the built-in curve of a swap, or the swap's own."""
     try:
         return curves_named(func)[0].name
     except UsageError:  # free, best and others that are no single curve
@@ -251,19 +249,15 @@ def _finish(ax: Axes, theme: Style) -> None:
     draw_guides(ax, theme)
 
 
-def _upright(names: Iterable[str]) -> list[str]:
-    return [tail(name, _NAME_INCHES, _TINY) for name in names]
-
-
-def _foot(names: Sequence[str]) -> float:
-    """Return the height of upright names in inches."""
-    return max((width_of(name, _TINY) for name in names), default=0.0)
+def names_inches(names: Sequence[str]) -> float:
+    """Return the height of names that :func:`name_sites` writes."""
+    return min(_NAME_INCHES, max((width_of(name, _TINY) for name in names), default=0.0))
 
 
 def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
     """Write names upright below a panel so many inches wide: every one, or every second, third … of them."""
     every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
-    labels = [literal(name) for name in names[::every]]
+    labels = [literal(tail(name, _NAME_INCHES, _TINY)) for name in names[::every]]
     ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=_TINY)
     ax.margins(x=0.01)
 
@@ -284,76 +278,53 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
 
     Args:
         report: what :func:`normscope.keep` returned.
+        title: above all panels.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         UsageError: if an option is not valid.
     """
-    options = {"title": title, **options}
-    theme = theme_of(options)
+    options.setdefault("title", title)
+    theme, quality, taken = theme_of(options), report.quality, report.taken
+    dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
+    chosen: dict[str, Any] = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
+    held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
+    calibrated: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
+    of_choice = [(step.kept - _ASIDE, step.error) for step in taken]
+    of_held_out = [(step.kept + _ASIDE, step.held_out) for step in taken if step.held_out is not None]
+    tried = [(step.kept, step.worked_on) for step in report.steps if step.worked_on is not None]
+    handles: list[Artist] = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
+    handles += [key(f"on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
+    handles += [key("calibrated, on samples that decide its state", **calibrated)] if tried else []
+    handles += [key("original", theme.ink, ":")] if quality else []
     inches = inches_of(options.get("width"), _KEEP_INCHES[0])
-    quality = report.quality
-    beside = quality is not None and inches >= 2 * _LEAST_ABREAST
-    rows, columns = 1 + (quality is not None and not beside), 1 + beside
+    columns = 2 if quality and inches >= 2 * _LEAST_ABREAST else 1
+    rows = 2 if quality and columns == 1 else 1
     short = site_labels(report.sites, options)
-    names = _upright(f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in report.taken)
-    height, handles = (_KEEP_INCHES[1] + _foot(names)) * rows, _keep_handles(report, theme)
-    with sheet_of(options, theme, inches, height, report.about, handles=handles) as figure:
-        grid = figure.add_gridspec(rows, columns)
-        _draw_kept(figure.add_subplot(grid[0, 0]), report, theme)
-        if quality is not None:
-            _draw_quality(figure.add_subplot(grid[rows - 1, -1]), quality, report.taken, theme)
-        for ax in figure.axes:
+    names = [f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in taken]
+    height = (_KEEP_INCHES[1] + names_inches(names)) * rows
+    with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for points, look in ((of_choice, chosen), (of_held_out, held_out)):
+            axes[0].plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
+            _draw_bars(axes[0], points, look["color"])
+        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **calibrated)
+        if not scale_where_wide(axes[0]):
+            axes[0].set_ylim(0, None)
+        axes[0].set_ylabel(_with_unit(report.measure))
+        if quality:
+            scores = [quality.scores[f"{step.kept} kept"] for step in taken]
+            axes[1].plot([step.kept for step in taken], [score.value for score in scores], **held_out)
+            for step, score in zip(taken, scores, strict=True):
+                axes[1].plot([step.kept] * 2, score.interval or [score.value] * 2, color=held_out["color"], lw=0.7)
+            axes[1].axhline(quality.scores["original"].value, color=theme.ink, ls=":", lw=0.9)
+            axes[1].set_ylabel(literal(quality.name))
+        for ax in axes:
             ax.set_xlabel(f"norms kept, of {len(report.sites)}")
             name_sites(ax, names, inches / columns - _EDGE_INCHES)
             ax.margins(x=0.06)
             draw_guides(ax, theme)
     return figure
-
-
-_CROSS: dict[str, Any] = {"ls": "", "marker": "X", "ms": 4.5, "mew": 0, "zorder": 4}
-
-
-def _keep_handles(report: KeepReport, theme: Style) -> list[Artist]:
-    chosen, held_out = _choice(theme)
-    handles: list[Artist] = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
-    if held := [step.held_out for step in report.taken if step.held_out is not None]:
-        handles.append(key(f"on {held[0].n} held-out samples", **held_out))
-    if any(step.worked_on is not None for step in report.steps):
-        handles.append(key("calibrated, on samples that decide its state", theme.ink, **_CROSS))
-    if report.quality is not None:
-        handles.append(key("original", theme.ink, ":"))
-    return handles
-
-
-def _choice(theme: Style) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the looks of measurements on the inputs of the choice, and on held-out ones."""
-    dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
-    chosen = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
-    return chosen, {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
-
-
-def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
-    chosen = [(step.kept - _ASIDE, step.error) for step in report.taken]
-    held_out = [(step.kept + _ASIDE, step.held_out) for step in report.taken if step.held_out is not None]
-    for points, look in zip((chosen, held_out), _choice(theme), strict=True):
-        ax.plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
-        _draw_bars(ax, points, look["color"])
-    tried = [(step.kept, step.worked_on) for step in report.steps if step.worked_on is not None]
-    ax.plot([kept for kept, _ in tried], [error for _, error in tried], color=theme.ink, **_CROSS)
-    if not scale_where_wide(ax):
-        ax.set_ylim(0, None)
-    ax.set_ylabel(_with_unit(report.measure))
-
-
-def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: Style) -> None:
-    _, look = _choice(theme)
-    scores = [(step.kept, quality.scores[f"{step.kept} kept"]) for step in taken]
-    ax.plot([kept for kept, _ in scores], [score.value for _, score in scores], **look)
-    for kept, score in scores:
-        ax.plot([kept, kept], score.interval or [score.value] * 2, color=look["color"], lw=0.7)
-    ax.axhline(quality.scores["original"].value, color=theme.ink, ls=":", lw=0.9)
-    ax.set_ylabel(literal(quality.name))
 
 
 def _with_unit(measure: str) -> str:
@@ -375,12 +346,13 @@ def plot_healing(report: HealReport, title: str | None = None, /, **options: Unp
 
     Args:
         report: what :func:`normscope.heal` returned.
+        title: above all panels.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         UsageError: if an option is not valid.
     """
-    options = {"title": title, **options}
+    options.setdefault("title", title)
     theme = theme_of(options)
     inches = inches_of(options.get("width"), _HEAL_INCHES[0])
     narrow = inches < _LEAST_HEAL_INCHES

@@ -66,11 +66,7 @@ class _SiteColumn:
     room: float  # inches that a line of text above a panel may take
 
 
-def plot_gradient(
-    capture: Capture,
-    fits: Sequence[CurveFit] = (),
-    **options: Unpack[FigureOptions],
-) -> Figure:
+def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Unpack[FigureOptions]) -> Figure:
     """Draw every site's Jacobian.
 
     Above, the diagonal ∂y_i/∂x_i of the drawn tokens against x, E[∂y_i/∂x_i | x] over all pairs and the derivative of

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from normscope.errors import NormscopeError, UsageError
+from normscope.errors import UsageError
+from normscope.figures.drift import curve_name
 from normscope.figures.panels import outline
 from normscope.figures.style import (
     LEAST_POINTS,
@@ -22,7 +23,6 @@ from normscope.figures.style import (
     theme_of,
     width_of,
 )
-from normscope.fits.curves.expressions import curves_named
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.swaps import SCOPES, duration
 
@@ -41,13 +41,11 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
     A whisker that continues beyond the panel ends in an arrow. A dotted line through each group is the native norm's
     median: the eager one's for ``fused``, the compiled one's for ``compile + fused``. A ratio to it, bold for the
     verdict ``faster`` and in italics for ``slower``, stands at each bar; its time instead if the passes are too few.
+    A panel each has the norm alone and the whole network, each number of passes, dtype and timer.
 
     Args:
         report: what :func:`normscope.bench` returned.
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
-
-    Returns:
-        A figure with a panel for each of norm alone and whole network, number of passes, dtype and timer.
 
     Raises:
         UsageError: if nothing was timed, or if an option is not valid.
@@ -153,11 +151,8 @@ def _colour(variant: str, style: Style) -> Any:
     """Return a curve's colour in all figures; other variants are faint."""
     if variant == _NATIVE:
         return style.ink
-    try:
-        [curve] = curves_named(variant.partition(",")[0])
-    except (NormscopeError, ValueError):
-        return style.faint
-    return style.looks([curve.name])[curve.name][0]
+    colour, _ = style.looks().get(curve_name(variant.partition(",")[0]), (style.faint, ""))
+    return colour
 
 
 def _signs(report: BenchReport) -> str:

@@ -290,7 +290,7 @@ class HealReport(_AboutNetwork):
         no_quality: reason why there is none.
         about: model, weights and held-out data; empty for a plain module.
         measure: of all errors: ``KL divergence`` of logits, in nats, or ``relative L2`` of other outputs.
-        before_training: median error on the inputs that decide before the first training step; None if it was not finite.
+        before_training: median error on the inputs that decide, before the first step; None if it was not finite.
     """
 
     drifts: Mapping[str, Mapping[str, float]]
