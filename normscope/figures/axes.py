@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.scale import AsinhTransform, SymmetricalLogTransform
-from matplotlib.ticker import AsinhLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import IdentityTransform, Transform
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,7 +30,8 @@ MOST_PAIRS = 0.99  # that a linear axis contains at least, wherever the curve sa
 _SATURATED = 3.0  # |αx|, where tanh is 0.995
 _LINEAR_SHARE = 0.9  # of the pairs lie on the part of an asinh axis that is nearly linear
 _NARROW = 1.4  # inches
-_TICK_INCHES = 0.3
+_LETTER_INCHES = 0.052  # of a tick's label, at six points
+_ENOUGH_TICKS = 2
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _MOST_APART = 1 / 20  # of the axis, that these lie on, and that two joined points lie apart
 _BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
@@ -86,16 +87,29 @@ class XAxis:
 
     def set_on(self, ax: Axes, inches: float) -> None:
         """Set scale, limits and ticks of a panel that is ``inches`` wide."""
-        ticks = max(2, min(6, int(inches / _TICK_INCHES)))
         if self.linear_width is None:
-            ax.xaxis.set_major_locator(MaxNLocator(ticks, steps=(1, 2, 5, 10)))
+            ax.xaxis.set_major_locator(MaxNLocator(max(2, min(6, int(inches / 0.42))), steps=(1, 2, 5, 10)))
         else:
             width = "linthresh" if self.symlog else "linear_width"
             ax.set_xscale(SYMLOG if self.symlog else ASINH, **{width: self.linear_width})
-            ax.xaxis.set_major_locator(AsinhLocator(self.linear_width, ticks))
+            ax.xaxis.set_major_locator(FixedLocator(self._ticks(inches)))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
             ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlim(self.limits)
+
+    def _ticks(self, inches: float) -> list[float]:
+        """Zero and powers of ten of both signs, as far as their labels have room; 1, 2 and 5 times them if few have."""
+        end = self.limits[1]
+        tens, ticks = 10.0 ** (math.floor(math.log10(end)) - np.arange(9)), [0.0]
+        for tick in (*tens, *(5 * tens), *(2 * tens)):
+            if len(ticks) > _ENOUGH_TICKS and tick not in tens:
+                break
+            places = self.along(np.array([end, tick, *ticks]))
+            apart = np.abs(places[1] - places[2:]) / (2 * places[0]) * inches / _LETTER_INCHES
+            letters = np.array([len(number(-tick)) + len(number(-other)) + 3 for other in ticks]) / 2
+            if tick <= end and (apart > letters).all():
+                ticks.append(float(tick))
+        return [*(-tick for tick in ticks[1:]), *ticks]
 
 
 def number(value: float) -> str:
@@ -175,7 +189,7 @@ def _end_of(stats: PairStats, fits: Sequence[CurveFit]) -> float:
 def _top_of(site: NormSite, stats: PairStats, end: float) -> float:
     """Return the end of an axis that contains every y at |x| up to ``end``; the norm's bound if y comes near it."""
     x_edges = DENSITY_X_GRID.edges()
-    inside = torch.minimum(x_edges[:-1].abs(), x_edges[1:].abs()) < end
+    inside = (x_edges[:-1] < end) & (x_edges[1:] > -end)
     filled = stats.density[inside].sum(0).nonzero().squeeze(1)
     edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
     reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())

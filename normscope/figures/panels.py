@@ -177,7 +177,7 @@ class Panel:
         reach = reach_of(self.moments, MOST_PAIRS)
         x, mean, deviation = conditional_mean(self.moments, max(1, self.stats.n_pairs // 100))
         inside = np.abs(x) <= reach
-        if not inside.any() or self.axis.limits[1] < _INSET_FROM * reach:
+        if reach <= 0 or not inside.any() or self.axis.limits[1] < _INSET_FROM * reach:
             return None
         top = float(np.max(np.abs(mean[inside]) + 1.5 * deviation[inside]))
         return (-reach, reach), (-top, top)
@@ -491,10 +491,8 @@ def fits_in_line(panel: Panel, lead: str, value: Callable[[CurveFit], str], afte
     named = [(f"{fit.curve} {value(fit)}", colour) for fit, colour in zip(fits, colours, strict=True)]
     bare = [(value(fit), colour) for fit, colour in zip(fits, colours, strict=True)]
     begin, end = [(lead, ink)], [(text, ink) for text in after]
-    lines: list[Words] = [
-        *([*begin, *named, *doubts, *end], [*begin, *named, *end], [*named, *doubts], named),
-        *([*begin, *bare, *doubts], [*bare, *doubts], [*begin, *bare], bare),
-    ]
+    some: list[Words] = [[*begin, *named, *doubts], [*named, *doubts], [*begin, *bare, *doubts], [*bare, *doubts]]
+    lines = ([*begin, *named, *doubts, *end], *some)
     return [next((line for line in lines if words_inches(line) <= panel.room), bare)]
 
 

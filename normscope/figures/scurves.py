@@ -293,8 +293,8 @@ def overview(
     below: dict[str, Any] = {"foot": foot, "handles": handles, "caption": caption}
     with sheet(theme, width, height, title, {}, **below, h_pad=0.03, hspace=0) as figure:
         axes = figure.subplots(len(rows), columns, squeeze=False)
-        for number, ((capture, panels), of_row) in enumerate(zip(rows, axes, strict=True)):
-            for column, ax in enumerate(of_row):
+        for number, ((capture, panels), axes_of_row) in enumerate(zip(rows, axes, strict=True)):
+            for column, ax in enumerate(axes_of_row):
                 if column >= len(panels):
                     ax.set_visible(False)
                     continue
@@ -304,8 +304,9 @@ def overview(
                 ax.tick_params(length=2, pad=1.5, labelleft=column == 0 or not shared_axes)
                 write_heading(ax, panel, labels, notes[number][column], lines[number])
                 if column == 0:
-                    name = " · ".join(filter(None, (heading(capture.about), untrained(capture.about))))
-                    ax.set_ylabel(f"{tail(name, panel_inches + 0.3, _LABEL)}\noutput y", parse_math=False, labelpad=1)
+                    name = tail(heading(capture.about), panel_inches + 0.3, _LABEL)
+                    of_row = filter(None, (name, untrained(capture.about), _name_of_y("density")))
+                    ax.set_ylabel("\n".join(of_row), parse_math=False, labelpad=1)
                 if not any(column < len(under) for _, under in rows[number + 1 :]):
                     ax.set_xlabel(panel.axis.label(panel.inches), labelpad=1)
         if share_axes:
