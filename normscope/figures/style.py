@@ -8,7 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import matplotlib
 import numpy as np
@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.runtime.files import visible
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
@@ -84,7 +84,7 @@ class Style:
         looks, colours = self.looks(curves), dict[str, str]()
         for curve in sorted(curves, key=lambda curve: curve not in CURVES):  # a built-in one keeps its own
             usual = looks[curve][0]
-            choice = (usual, *self.curves)
+            choice = (usual, *self.curves, *self.channels)
             colours[curve] = next((colour for colour in choice if colour not in colours.values()), usual)
         return {curve: (colours[curve], looks[curve][1]) for curve in curves}
 
@@ -524,3 +524,46 @@ def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> 
 def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> Line2D:
     """Make a legend's entry, in which no dollar sign begins a formula: a line, or with a ``marker`` a point."""
     return Line2D([], [], color=color, ls=ls, lw=lw, label=literal(label), **look)
+
+
+class FigureOptions(TypedDict, total=False):
+    """Options of every figure, as of :func:`normscope.plot`."""
+
+    width: float | None
+    title: str | None
+    style: str
+    labels: str
+    font: str | None
+    caption: str | None
+
+
+def theme_of(options: FigureOptions) -> Style:
+    """Return the theme; UsageError for an unknown style, kind of labels, font or kind of caption."""
+    style, labels = options.get("style", "light"), options.get("labels", SHORT)
+    return check_look(style, labels, options.get("font"), options.get("caption"))
+
+
+def sheet_of(
+    options: FigureOptions, theme: Style, width: float, height: float, about: Mapping[str, str], **parts: Any
+) -> contextlib.AbstractContextManager[Sheet]:
+    """Make a figure as :func:`sheet` does, with the user's title and caption."""
+    return sheet(theme, width, height, options.get("title"), about, caption=options.get("caption"), **parts)
+
+
+def columns_of(options: FigureOptions, panels: int, least_inches: float, most: int) -> int:
+    """Return the number of columns with room for each panel, as even over the rows as possible.
+
+    >>> [columns_of({"width": 9.5}, panels, 2.3, 4) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
+    [1, 2, 3, 4, 3, 3, 4, 4]
+    """
+    fitting = max(1, int(min(most, ((options.get("width") or math.inf) - 0.3) / least_inches)))
+    return math.ceil(panels / math.ceil(panels / fitting))
+
+
+def site_labels(paths: Iterable[str], options: FigureOptions) -> dict[str, str]:
+    """Return the label of each site: its short name or path, or with ``none`` its number in the list."""
+    names = list(paths)
+    labels = options.get("labels", SHORT)
+    if labels == FULL:
+        return dict(zip(names, names, strict=True))
+    return short_names(names) if labels == SHORT else {name: str(number) for number, name in enumerate(names)}
