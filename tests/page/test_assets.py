@@ -29,7 +29,7 @@ def first_plot(page):
 def test_a_click_over_the_depth_opens_a_site(browser, pages):
     page = browser.open(pages.one)
     plot = page.driver.find_elements(By.CSS_SELECTOR, ".strip .plot")[0]
-    at = page.run("const p = [...Plot.all].find((p) => p.host === arguments[0]); return p.across(1)", plot)
+    at = page.run("const p = [...Plot.all.values()].find((p) => p.host === arguments[0]); return p.across(1)", plot)
     box = page.run("const b = arguments[0].getBoundingClientRect(); return [b.width, b.height]", plot)
     chain = ActionChains(page.driver).move_to_element_with_offset(plot, at - box[0] / 2, 0).perform()
     assert chain is None and "second" in page.texts(".tip:not([hidden]) div")[0]
@@ -57,11 +57,12 @@ def test_colours_scales_and_curves_redraw_what_they_name(page):
     assert page.run("return [state.colour, state.scale, [...state.hidden].join()]") == ["channel", "asinh", "isru"]
 
 
-def test_hovering_names_the_pair(page, seen):
+def test_hovering_names_the_pair(browser, pages, seen):
+    page = browser.open(pages.one, f"{FIRST}&x=asinh")
     plot = first_plot(page)
     tokens = seen.stats["first"].largest
     spot = page.run(
-        """const plot = [...Plot.all].find((p) => p.host === arguments[0]);
+        """const plot = [...Plot.all.values()].find((p) => p.host === arguments[0]);
         const {x} = pointsOf(open.site);
         const at = [...x.keys()].sort((a, b) => x[b] - x[a])[0];
         return [plot.across(x[at]) - plot.width / 2, plot.upwards(pointsOf(open.site).y[at]) - plot.high / 2]""",
@@ -130,7 +131,7 @@ def test_dots_are_those_that_the_canvas_draws_itself(page):
 
 def test_zoom_and_back(page):
     plot = first_plot(page)
-    limits = "const p = [...Plot.all].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
+    limits = "const p = [...Plot.all.values()].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
     low, high = page.run(limits, plot)
     pointer = ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60)
     pointer.click_and_hold().move_by_offset(120, 90).release().perform()
@@ -154,10 +155,10 @@ def test_two_fingers_zoom_and_one_scrolls(browser, pages):
     page = browser.open(pages.one, f"{FIRST}&x=linear", width=390)
     page.fingers = 0
     page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
-    state = "const p = [...Plot.all][0]; return [p.x.low, p.x.high, p.y.low, p.y.high]"
+    state = "const p = [...Plot.all.values()][0]; return [p.x.low, p.x.high, p.y.low, p.y.high]"
     whole = page.run(state)
     left, top, width, height = page.run(
-        """const p = [...Plot.all][0]; p.host.scrollIntoView({block: "center"});
+        """const p = [...Plot.all.values()][0]; p.host.scrollIntoView({block: "center"});
         const box = p.host.getBoundingClientRect();
         return [box.left + p.box.left, box.top + p.box.top, p.box.width, p.box.height]"""
     )
@@ -240,18 +241,18 @@ def test_tables_are_copied_as_csv(page, fits):
 
 
 def test_figures_are_saved(page):
-    text = page.run("return [...Plot.all][0].asSvg()")
+    text = page.run("return [...Plot.all.values()][0].asSvg()")
     assert text.startswith("<svg") and "data:image/png;base64" in text and "norm input x" in text
     assert "1 second" not in text and "0 first" in text
     # Its key: a line and a name for each curve that is not switched off.
     assert [name in text for name in (">E[y|x]<", ">tanh<", ">isru<", ">derf<")] == [True] * 4
     press_button(page, "isru")
-    assert ">isru<" not in page.run("return [...Plot.all][0].asSvg()")
-    picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all][0];
+    assert ">isru<" not in page.run("return [...Plot.all.values()][0].asSvg()")
+    picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all.values()][0];
         asPng(new Blob([plot.asSvg()], {type: "image/svg+xml"}), 2)
             .then((blob) => createImageBitmap(blob))
             .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
-    size = page.run("const plot = [...Plot.all][0]; return [plot.width, plot.high + plot.key().height]")
+    size = page.run("const plot = [...Plot.all.values()][0]; return [plot.width, plot.high + plot.key().height]")
     assert picture == [2 * size[0], 2 * size[1]]
 
 
@@ -283,18 +284,26 @@ def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
 
 def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
     page = browser.open(pages.two, "#view=compare&capture=2&site=second")
-    heads = page.texts(".side-by-side h3")
-    assert len(heads) == 2 and all(head.endswith("1 second") for head in heads) and heads[1].startswith("2 the other")
-    limits = page.run("return [...Plot.all].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])")
-    assert limits[0] == limits[1]
-    assert page.texts("td:first-child").count("2 the other") == 2
+    limits = "return [...Plot.all.values()].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])"
+    assert page.texts(".side-by-side h3")[1] == "2 the other"
+    assert page.texts(".side-by-side option:checked") == ["1 second", "1 second"]
+    one, two = page.run(limits)
+    assert one == two and page.texts("td:first-child").count("2 the other") == 2
+    choose = "const s = document.getElementById('beside-0'); s.value = 0; s.dispatchEvent(new Event('change'))"
+    page.run(choose)
+    page.driver.refresh()  # the address holds the choice
+    assert page.texts(".side-by-side option:checked") == ["0 first", "1 second"]
+    one, two = page.run(limits)
+    assert one == two and page.texts("td:nth-child(2)") == ["first"] * 2 + ["second"] * 2
+    page.press("ArrowRight")
+    assert page.texts(".side-by-side option:checked") == ["2 groups", "2 groups"]
 
 
 def test_it_is_printed_white_and_within_the_paper(browser, pages):
     page = browser.open(pages.one, FIRST, scheme="dark")
     page.run("""window.seen = [];
         window.addEventListener("beforeprint", () => window.seen.push(palette.theme,
-            Math.max(...[...Plot.all].map(({width}) => width)) <= 700))""")
+            [...Plot.all.values()].every(({width = 0}) => width <= 700)))""")
     page.driver.print_page()
     assert page.run("return window.seen") == ["light", True]
     assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]

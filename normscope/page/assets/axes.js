@@ -4,9 +4,9 @@
 const TICK_PIXELS = { across: 62, upwards: 28 };
 
 class Axis {
-  // `linear` is the half-width of the part about zero on which an asinh axis is nearly linear.
-  constructor(low, high, { linear = null, logarithmic = false, whole = false } = {}) {
-    Object.assign(this, { low, high, linear, logarithmic, whole });
+  // `linear` is the half-width of the part about zero on which an asinh axis is nearly linear; `beyond`, of pairs in words.
+  constructor(low, high, { linear = null, logarithmic = false, whole = false, beyond = "" } = {}) {
+    Object.assign(this, { low, high, linear, logarithmic, whole, beyond });
     this.begin = this.along(low);
     this.length = this.along(high) - this.begin || 1;
   }

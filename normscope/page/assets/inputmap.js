@@ -130,9 +130,9 @@ class InputMap {
     return tokenOfPlace(this.kept, place, this.other);
   }
 
-  draw() {
-    this.width = this.host.clientWidth;
-    if (!this.host.isConnected || !this.width) return;
+  draw(width = this.host.clientWidth) {
+    if (!width) return;
+    this.width = width;
     const heat = this.kept && placesIn(this.kept) ? heatOf(this.site, this.input, this.kept) : null;
     if (this.inWords) this.drawWords(heat);
     else this.drawBoxes(heat);

@@ -18,7 +18,6 @@ function inputsSection(site, plot) {
 
 function fillInputs(section) {
   const { whole, site } = section;
-  if (section.map) Plot.all.delete(section.map);
   const kept = keptAt(site);
   const others = kept ? kept.places.others : 1;
   chosenOther = clipped(chosenOther, 0, others - 1);
@@ -35,7 +34,7 @@ function fillInputs(section) {
     element("p", { class: "picks" }, [section.pinned]),
     heatKey(site, kept), remark(saidOfPlaces(site, kept)),
   ]);
-  section.map.draw();
+  if (whole.isConnected) section.map.draw();
   markInputs(section, -1);
 }
 
@@ -97,8 +96,8 @@ function heatKey(site, kept) {
   if (!heat) return element("div");
   const alike = partsOf(state.input).length > 1 ? ", on one scale for all parts of the data" : "";
   const { low: least, high: most } = heat.scale;
-  const [low, high, what] = heat.what === "sigma" ? [number(least, 3), number(most, 3), `σ of each token, by factors${alike}`]
-    : [percent(0, 0), percent(most), `share of each token's elements with |x| ≥ ${number(site.tail_from)}, beyond the linear range of this site's tanh${alike}`];
+  const [low, high, what] = heat.what === "sigma" ? [`≤ ${number(least, 3)}`, `≥ ${number(most, 3)}`, `σ of each token, by factors${alike}`]
+    : [percent(0, 0), `≥ ${percent(most)}`, `share of each token's elements with |x| ≥ ${number(site.drawn.tail_from)}, beyond the linear range of this site's tanh${alike}`];
   return element("div", { class: "note", id: "heat-key" }, [
     element("div", { class: "group" }, [element("span", { text: low }), ramp(VIRIDIS.map(rgb)), element("span", { text: high })]),
     element("div", { text: what })]);

@@ -6,7 +6,7 @@ const SHAPES = ["●", "■", "◆", "▲", "▼"];
 function overviewView() {
   const { capture } = open;
   if (!capture.sites.length) return [warning("This capture holds no norm site.")];
-  const kinds = [...new Set(capture.sites.map(({ name }) => kindOfSite(name)))];
+  const kinds = [...new Set(capture.sites.map(kindOfSite))];
   const figures = depthRows(capture).map((row) => depthFigure(capture, row, kinds));
   return [
     section("h2", "Over the depth", [
@@ -88,18 +88,18 @@ function depthFigure(capture, row, kinds) {
 // A thin line through the sites of each kind.
 function kindLines(capture, { colour, dashes = [], values, label, level = false }, kinds) {
   return kinds.map((kind) => {
-    const places = capture.sites.map((site, place) => place).filter((place) => kindOfSite(capture.sites[place].name) === kind);
+    const places = capture.sites.map((site, place) => place).filter((place) => kindOfSite(capture.sites[place]) === kind);
     return { x: places, y: places.map((place) => values[place]), colour, dashes: level ? [1, 2] : dashes, width: 1.1, halo: false, opacity: 0.7, name: label };
   });
 }
 
 function marksOf(capture, { colour, values, label, level = false }, kinds) {
   return capture.sites.flatMap((site, place) => (Number.isFinite(values[place])
-    ? [{ x: place, y: values[place], colour, shape: kinds.indexOf(kindOfSite(site.name)), size: level ? 2 : 3.6, name: label }] : []));
+    ? [{ x: place, y: values[place], colour, shape: kinds.indexOf(kindOfSite(site)), size: level ? 2 : 3.6, name: label }] : []));
 }
 
 function legend(capture, kinds) {
-  const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${visible(kind)}` }));
+  const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${shortly(kind)}` }));
   return element("div", { class: "controls" }, [
     curveToggles(capture.curves),
     element("div", { class: "group" }, [...shapes, element("span", { class: "key", text: "small marks, dotted: ceiling, 95 %, tokens" })]),
@@ -128,41 +128,27 @@ function formulaOf(curve) {
 }
 
 function thumbnails(capture) {
-  const seen = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) if (isIntersecting) {
-      seen.unobserve(target);
-      target.drawn();
-    }
-  }, { rootMargin: "200px" });
   return element("div", { class: "thumbnails" }, capture.sites.map((site, place) => {
-    const host = element("span", { class: "small" });
-    const made = element("button", { type: "button", class: "thumbnail", onclick: () => go({ view: "site", site: place }) }, [
-      element("span", { class: "name", text: tailOf(siteTitle(site), 36) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
+    const host = element("span");
+    if (!site.nothing) {
+      const scene = () => scurveScene(site, { colour: "density", thin: true, hovers: false, lines: curveLines(site, "line", 1.2) });
+      new Plot(host, { label: `S-curve of ${siteTitle(site)}`, size: "small", scene, zooms: false });
+    }
+    return element("button", { type: "button", class: "thumbnail", title: visible(site.name), onclick: () => go({ view: "site", site: place }) }, [
+      element("span", { class: "name", text: shortly(siteTitle(site)) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
     ]);
-    host.drawn = () => {
-      if (emptiness(site)) return;
-      const scene = () => scurveScene(site, { colour: "density", thin: true, hovers: false, axis: axisOfSite(site, "auto"), lines: curveLines(site, "line", 1.2) });
-      new Plot(host, { label: `S-curve of ${siteTitle(site)}`, height: 120, scene, zooms: false, small: true }).draw();
-    };
-    seen.observe(host);
-    return made;
   }));
 }
 
-// The end of a path tells it from the others.
-function tailOf(text, most) {
-  return text.length > most ? `${text.split(" ")[0]} …${text.slice(text.length - most)}` : text;
-}
-
 function thumbnailText(site) {
-  if (emptiness(site)) return visible(emptiness(site));
+  if (site.nothing) return visible(site.nothing);
   const best = site.fits.filter((fit) => !fit.nothing).sort((one, other) => other.r2 - one.r2)[0];
   return best ? `${best.curve} R² ${number(best.r2, 3)}` : siteDetail(site);
 }
 
 function overviewTable(capture) {
   const heads = ["#", "site", "kind", "placement", "pairs"];
-  for (const curve of capture.curves) heads.push(`${curve} A`, `${curve} α`, `${curve} R²`);
+  for (const curve of capture.curves) heads.push(`${curve} A`, `${curve} α`, `${curve} R²`, `${curve} held-out R²`);
   heads.push("ceiling", "|μ|/σ", "σ median", "σ 95:5", "beyond linear", "Σx² in 3", "massive pairs", "massive channels");
   const rows = capture.sites.map((site, place) => [
     cellOf(site.index),
@@ -174,8 +160,7 @@ function overviewTable(capture) {
     percentCell(site.numbers.bent), percentCell(site.numbers.channel_share),
     groupedCell(site.numbers.massive), cellOf(site.numbers.massive_channels),
   ]);
-  const caption = "A and α are left out where the pairs tell no more than a line or a power law, and the word stands there; beyond linear: pairs at which tanh departs from its tangent by over 5 %; massive: beyond 100, and beyond 1000 times the median of |x|.";
-  return table(`${captureName(capture)} sites`, heads, rows, { caption, chosen: state.site });
+  return table(`${captureName(capture)} sites`, heads, rows, { chosen: state.site });
 }
 
 function cellOf(value, digits = 4) {
@@ -190,11 +175,11 @@ function groupedCell(count) {
   return { text: grouped(count), value: count ?? "" };
 }
 
-// A, α and R² of a fit; the reason in their place where there is none.
+// A, α, R² and held-out R² of a fit; the reason in their place where there is none.
 function fitCells(fit) {
-  if (!fit || fit.nothing) return [fit ? visible(fit.nothing) : cellOf(null), cellOf(null), cellOf(null)];
+  if (!fit || fit.nothing) return [fit ? visible(fit.nothing) : cellOf(null), cellOf(null), cellOf(null), cellOf(null)];
   const values = fit.doubt ? [fit.doubt, cellOf(null)] : [cellOf(fit.amplitude), cellOf(fit.alpha)];
-  return [...values, cellOf(fit.r2)];
+  return [...values, cellOf(fit.r2), cellOf(fit.r2_cv)];
 }
 
 function aboutCapture(capture) {

@@ -3,7 +3,7 @@
 
 const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, swap: swapView, compare: compareView };
 const KEYS = [
-  ["← →", "site before, next site"], ["1 … 5", "overview, site, explorer, swap, compare"], ["/", "search tokens and channels"],
+  ["← →", "site before, next site"], ["1 2 …", Object.values(VIEWS).join(", ").toLowerCase()], ["/", "search tokens and channels"],
   ["d t c", "colour by density, token, channel"], ["l", "light or dark"], ["?", "this help"], ["Esc", "close it"],
   ["← ↑ ↓ → Enter", "in an input: from token to token, pin one"],
 ];
@@ -17,7 +17,7 @@ function render() {
   Plot.all.clear();
   const main = document.getElementById("main");
   refill(main, SHOWN[state.view]());
-  for (const plot of Plot.all) plot.draw();
+  Plot.redrawAll();
   if (shownView !== null && shownView !== state.view) window.scrollTo(0, 0);
   shownView = state.view;
   if (state.view === "site" && open.site) say(siteTitle(open.site));
@@ -65,8 +65,8 @@ function head() {
 function originOf(capture) {
   const { weights, data, dtype, sample } = capture.about;
   const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
-  const made = capture.made ? warning(`These weights are not trained: ${visible(capture.made)}.`) : "";
-  return [remark(words.join(" · ")), inputsInside(), made];
+  const untrained = capture.random ? warning(`These weights are not trained: ${visible(weights)}.`) : "";
+  return [remark(words.join(" · ")), inputsInside(), untrained];
 }
 
 // Whoever sends the file should know that pictures, recordings or texts are in it, of whichever capture.
@@ -81,11 +81,9 @@ function inputsInside() {
 
 // The same site in another capture, where there is one.
 function chooseCapture(capture) {
-  const name = open.site ? open.site.name : "";
   const { sites } = PAGE.captures[capture];
-  const first = open.site ? firstName() : null;
-  const at = first === null ? null : counterpart(capture, first);
-  go({ capture, site: at ? at.place : Math.max(sites.findIndex((site) => site.name === name), 0) });
+  const same = sites.findIndex((site) => open.site && site.name === open.site.name);
+  go({ capture, site: counterpart(capture, firstName()) ?? Math.max(same, 0) });
 }
 
 function setTheme(theme) {
@@ -142,7 +140,7 @@ function printed() {
     before = palette.theme;
     root.dataset.print = "";
     setTheme("light");
-    Plot.redrawAll();
+    Plot.redrawAll(true);
   });
   window.addEventListener("afterprint", () => {
     delete root.dataset.print;

@@ -35,10 +35,11 @@ function sizedContext(canvas, width, height) {
 }
 
 class Plot {
-  // `scene` is a function of this plot that says what is drawn:
+  // `scene` is a function of this plot that returns what is drawn:
   // {x, y: Axis, xlabel, ylabel, paint: [function of (context, plot)], lines, bands, marks, levels, hover}.
-  constructor(host, { label, height, scene, title = "", zooms = true, open = null, small = false }) {
-    Object.assign(this, { host, label, height, scene, title, open, small });
+  // Without a height, in pixels, its style is `size`.
+  constructor(host, { label, scene, height = null, size = "", title = "", zooms = true, open = null, small = false }) {
+    Object.assign(this, { host, label, scene, title, open, small });
     this.zoom = null;
     this.traces = [];
     this.pointed = null; // is told which point is pointed at, −1 for none
@@ -47,7 +48,8 @@ class Plot {
     this.svg = svg("svg", { role: "img", "aria-label": label });
     this.tip = element("div", { class: "tip", hidden: "" });
     host.replaceChildren(this.canvas, this.svg, this.tip);
-    host.classList.add("plot");
+    host.className = `plot ${size}`;
+    if (height) host.style.height = `${height}px`;
     host.addEventListener("pointermove", (event) => this.moved(event));
     host.addEventListener("pointerleave", () => this.left());
     host.addEventListener("click", (event) => this.clicked(event));
@@ -55,28 +57,29 @@ class Plot {
     Plot.add(this);
   }
 
-  // Redraws a view, which has a host and draws itself, as wide as its host is.
+  // Draws a view, which has a host and draws itself, when it is nearly in sight, and again when its width changes.
   static add(view) {
-    new ResizeObserver(() => { if (view.host.clientWidth !== view.width) view.draw(); }).observe(view.host);
-    Plot.all.add(view);
+    Plot.all.set(view.host, view);
+    sizes.observe(view.host);
   }
 
-  static redrawAll() {
-    for (const plot of Plot.all) {
-      if (plot.host.isConnected) plot.draw();
-      else Plot.all.delete(plot);
+  // Draws again what is in sight, or `every` view; the others follow when they come near.
+  static redrawAll(every = false) {
+    for (const host of Plot.all.keys()) if (!host.isConnected) Plot.all.delete(host);
+    // All sizes are read before anything is written: the browser lays the page out once.
+    const places = [...Plot.all.keys()].map((host) => [host, host.getBoundingClientRect(), host.clientWidth, host.clientHeight]);
+    for (const [host, { top, bottom }, width, height] of places) {
+      sight.unobserve(host);
+      if (every || (top < window.innerHeight && bottom >= 0)) Plot.all.get(host).draw(width, height);
+      else sight.observe(host);
     }
   }
 
-  draw() {
-    if (!this.host.isConnected || !this.host.clientWidth) return;
-    this.shown = this.scene(this);
-    this.width = this.host.clientWidth;
-    const high = typeof this.height === "function" ? this.height(this.width) : this.height;
+  draw(width = this.host.clientWidth, high = this.host.clientHeight) {
+    if (!width) return;
+    Object.assign(this, { width, high, shown: this.scene(this) });
     const edge = this.small ? { left: 2, right: 2, top: 2, bottom: 2 } : { left: 54, right: 12, top: 8, bottom: this.shown.xlabel ? 42 : 24 };
-    this.box = { left: edge.left, top: edge.top, width: this.width - edge.left - edge.right, height: high - edge.top - edge.bottom };
-    this.high = high;
-    this.host.style.height = `${high}px`;
+    this.box = { left: edge.left, top: edge.top, width: width - edge.left - edge.right, height: high - edge.top - edge.bottom };
     this.x = this.zoom ? this.shown.x.within(...this.zoom.x) : this.shown.x;
     this.y = this.zoom ? this.shown.y.within(...this.zoom.y) : this.shown.y;
     this.placed = null;
@@ -333,7 +336,20 @@ class Plot {
   }
 }
 
-Plot.all = new Set();
+Plot.all = new Map(); // a view by its host
+const sizes = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const view = Plot.all.get(target);
+    if (view && view.width && view.width !== target.clientWidth) view.draw();
+  }
+});
+// Each in a task of its own, so that what is in sight is painted first.
+const sight = new IntersectionObserver((entries) => {
+  for (const { target } of entries.filter(({ isIntersecting }) => isIntersecting)) {
+    sight.unobserve(target);
+    setTimeout(() => { if (target.isConnected && Plot.all.has(target)) Plot.all.get(target).draw(); });
+  }
+}, { rootMargin: "300px" });
 
 // An SVG file as PNG, so many times as large.
 async function asPng(text, times) {

@@ -3,6 +3,12 @@
 
 const PAGE = JSON.parse(document.getElementById("data").textContent);
 palette.styles = PAGE.styles;
+// What a site's figures need is read when the site is first drawn; null of a site of nothing.
+PAGE.captures.forEach(({ sites }, capture) => sites.forEach((site, place) => {
+  let drawn;
+  const read = () => JSON.parse(document.getElementById(`drawn-${capture}-${place}`).textContent);
+  Object.defineProperty(site, "drawn", { get: () => (drawn ??= read()) });
+}));
 
 // A function whose results are kept as long as their arguments; `key` tells several results of one argument apart.
 function cached(made, key = () => "") {
@@ -43,6 +49,13 @@ function extent(values) {
   return [low, high];
 }
 
+// The 5th and the 95th percentile of some numbers, at least one number from either end: ends of a range of colours.
+function middle(values) {
+  const sorted = Float64Array.from(values).filter((value) => !Number.isNaN(value)).sort();
+  const aside = Math.min(Math.ceil(0.05 * (sorted.length - 1)), Math.floor((sorted.length - 1) / 2));
+  return [sorted[aside], sorted.at(-1 - aside)];
+}
+
 // Signs that would steer a reader or turn letters are written out, as in the package's tables.
 const STEERING = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]/gu;
 
@@ -71,12 +84,16 @@ function percent(share, digits = 1) {
 }
 
 function grouped(count) {
-  return count === null || count === undefined ? "–" : count.toLocaleString("en-US");
+  return count === null || count === undefined ? "–" : String(count).replace(/\B(?=(\d{3})+$)/g, ",");
 }
 
-// The kind of a site: its path with * for the parts that are numbers.
-function kindOfSite(name) {
-  return name.split(".").map((part) => (/^\d+$/.test(part) ? "*" : part)).join(".");
+function counted(count, noun) {
+  return `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+// The kind of a site: its short name with * for the parts that are numbers.
+function kindOfSite({ short }) {
+  return short.split(".").map((part) => (/^\d+$/.test(part) ? "*" : part)).join(".");
 }
 
 function captureName(capture) {
@@ -90,7 +107,7 @@ function captureTitle(capture) {
 
 // The drawn pairs of a site: x, y, the number of the token and of the channel of each; −1 where it is not known.
 const pointsOf = cached((site) => {
-  const shown = site.shown;
+  const shown = site.drawn.shown;
   const y = numbersOf(shown.y);
   const offset = numbersOf(shown.offset);
   const sigma = numbersOf(shown.sigma);
@@ -103,7 +120,7 @@ const pointsOf = cached((site) => {
     channel[place] = site.channels === null ? -1 : place - row * shown.width;
     if (!shown.x) x[place] = offset[row] + sigma[row] * y[place];
   }
-  const single = site.by_channel;
+  const single = site.drawn.by_channel;
   if (!single.x) return { x, y, token, channel };
   const joined = (first, second) => {
     const both = new first.constructor(first.length + second.length);

@@ -7,7 +7,7 @@ const STRAIGHTEST = 0.02;
 const CENTRES = [0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98];
 
 function nodesOf(site) {
-  const { nodes } = site;
+  const nodes = site.drawn && site.drawn.nodes;
   return nodes && {
     x: numbersOf(nodes.x), y: numbersOf(nodes.y), weight: numbersOf(nodes.weight), scatter: numbersOf(nodes.scatter),
     total: nodes.total,

@@ -3,10 +3,7 @@
 
 function swapView() {
   const { drift, speed } = PAGE.swaps;
-  if (!drift.length && !speed.length) {
-    return [element("h2", { text: "Swap" }), remark("No swap was measured for this page. `normscope swap-bench MODEL --json > FILE` measures one, and `normscope report … --swap-bench FILE` shows it.")];
-  }
-  return [...(drift.length ? driftSections(drift) : []), ...(speed.length ? speed.map(speedSection) : [])];
+  return [...(drift.length ? driftSections(drift) : []), ...speed.map(speedSection)];
 }
 
 function swapName({ func, init }) {
@@ -59,14 +56,14 @@ function driftScene(reports, sites, swapped, placeOf, xlabel) {
 }
 
 function driftTable(reports) {
-  const heads = ["func", "init", "sites", "inputs", "L2 median", "L2 90 %", "cosine median", "cosine 10 %", "same first answer", "not finite"];
+  const heads = ["func", "init", "sites", "inputs", "L2", "p90 of L2", "cosine", "p10 of cosine", "top-1", "not finite"];
   const rows = reports.map((report) => {
     const row = report.rows.find(({ swapped, at, part }) => swapped === "all" && at === "output" && !part);
     if (!row) return [report.func, report.init, ...Array(8).fill("–")];
     return [report.func, report.init, cellOf(row.sites_swapped), cellOf(row.inputs), endless(row.relative_l2.p50), endless(row.relative_l2.p90),
       cellOf(row.cosine.p50), cellOf(row.cosine.p10), percentCell(row.top1), cellOf(row.nonfinite)];
   });
-  return table("Drift with all sites swapped", heads, rows, { caption: "All sites swapped, without training: relative L2 ‖swapped − original‖ / ‖original‖ and cosine at the output, over inputs; ∞: not finite." });
+  return table("Drift with all sites swapped", heads, rows, { caption: "All sites swapped, without training; ∞: not finite.", terms: PAGE.terms.swaps });
 }
 
 // JSON holds null for what is not finite: an output that is infinitely far.
@@ -80,7 +77,7 @@ function sitesTable(reports, sites) {
     const row = report.rows.find((one) => one.swapped === "one" && one.site === site);
     return row ? endless(row.relative_l2.p50) : cellOf(null);
   })]);
-  return table("Drift by site", heads, rows, { caption: "One site alone swapped: median over inputs of the relative L2 at the output." });
+  return table("Drift by site", heads, rows, { caption: "One site alone swapped: median over inputs of the relative L2 at the output.", terms: PAGE.terms.swaps });
 }
 
 function qualitySection(reports) {
@@ -92,11 +89,11 @@ function qualitySection(reports) {
   for (const report of measured) {
     for (const [network, value] of Object.entries(report.quality.scores)) if (network !== "original") rows.push([`${report.func}${network === "swapped" ? "" : `, ${network}`}`, report.init, score(value)]);
   }
-  return [element("h3", { text: "Quality" }), table("Quality", ["norms", "init", name, ], rows, { caption: `${over} · ${higher ? "higher" : "lower"} is better · in brackets 95 %` })];
+  return [element("h3", { text: "Quality" }), table("Quality", ["norms", "init", name], rows, { caption: `${over} · ${higher ? "higher" : "lower"} is better · in brackets 95 %`, terms: PAGE.terms.swaps })];
 }
 
 function speedSection(report) {
-  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "median ms", "20–80 % ms", "GB/s", "of a copy", "to native", "verdict"];
+  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "time", "p20–p80", "GB/s", "copy", "ratio", "verdict"];
   const thousand = (seconds) => cellOf(seconds === null ? null : 1000 * seconds, 3);
   const rows = report.rows.map((row) => [
     row.scope, row.variant, row.way, row.passes, row.dtype, row.shape.join(" × "), thousand(row.median),
@@ -107,7 +104,7 @@ function speedSection(report) {
   const about = Object.values(report.about).join(" · ");
   return section("h2", "Speed", [
     remark(visible(`on ${report.device}; ${about}`)),
-    table("Speed", heads, rows, { caption: "To native: median over that of the network's own norm, above 1 is slower; faster only where minimum, median and the range from 20 to 80 % all lie below." }),
+    table("Speed", heads, rows, { caption: "Times in ms. Faster only where minimum, median and the range from 20 to 80 % all lie below those of the network's own norm.", terms: PAGE.terms.swaps }),
     ...report.left_out.map((line) => remark(visible(line))),
   ]);
 }
