@@ -26,7 +26,7 @@ from normscope.runtime.files import visible, whole_file
 
 # In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (
-    *("palette", "reading", "functions", "formula", "solving", "axes", "dots", "pinch", "plot"),
+    *("palette", "reading", "functions", "formula", "solving", "axes", "pinch", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
     *("overview", "site", "explorer", "swap", "compare", "page"),
 )

@@ -78,7 +78,6 @@ def site_data(
     axis, linear = scales.x, linear_axis(stats, fits)
     data["drawn"] = {
         "axes": {"linear": axis_data(stats, linear, scales.y), "asinh": axis_data(stats, axis, scales.y)},
-        "y": scales.y,
         "lines": {fit.curve: line_data(fit, axis) for fit in fits if not fit.degenerate},
         "nodes": None if nodes is None else nodes_data(nodes),
         "mean": _points(*mean_line(stats.moments.sum(0), axis, _WIDTH_INCHES)),
@@ -100,11 +99,11 @@ def linear_axis(stats: PairStats, fits: Sequence[CurveFit]) -> XAxis:
 
 
 def axis_data(stats: PairStats, axis: XAxis, y: Limits) -> dict[str, Any]:
-    """Return an axis of x, the number of pairs beyond it, and the density along it."""
+    """Return an axis of x with its limits of y, the number of pairs beyond it, and the density along it."""
     n, total = stats.moments.sum(0)[:2]
     beyond = n[(total / n).abs() > axis.limits[1]].sum()
     density = density_data(stats, axis, y)
-    return {"limits": axis.limits, "width": axis.linear_width, "beyond": int(beyond), "density": density}
+    return {"limits": axis.limits, "width": axis.linear_width, "y": y, "beyond": int(beyond), "density": density}
 
 
 def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
@@ -187,7 +186,7 @@ def tokens_data(stats: PairStats, elements: int) -> dict[str, Any]:
         "key": [f"{int(key):x}" for sample, number in parts for key in sample.key[:number]],
         "sigma": packed(sigma, "f4"),
         "offset": packed(offset, "f4"),
-        "y": packed_halves(y),
+        "y": packed_scaled(y),
     }
     if x.size and np.abs(offset[:, None] + sigma[:, None] * y - x).max() > 1e-3 * np.abs(x).max():
         data["x"] = packed(x, "f4")  # a user's own formula, which is no line
@@ -246,7 +245,7 @@ def _points(x: Array, y: Array) -> dict[str, Any]:
 
 Packed: TypeAlias = dict[str, str]
 
-_LARGEST_HALF = 6e4  # float16 ends at 65,504
+_MISSING = -32768  # in place of NaN
 
 
 def packed(values: Any, kind: str) -> Packed:
@@ -259,9 +258,11 @@ def packed(values: Any, kind: str) -> Packed:
     return {"kind": kind, "bytes": base64.b64encode(array.tobytes()).decode("ascii")}
 
 
-def packed_halves(values: NDArray[np.floating[Any]]) -> Packed:
-    """Encode floats as float16, or as float32 if one of them is too large."""
-    return packed(values, "f2" if np.abs(values).max(initial=0) < _LARGEST_HALF else "f4")
+def packed_scaled(floats: Any) -> dict[str, Any]:
+    """Encode floats as multiples of a 32,767th of the largest one, in 16 bits."""
+    values = np.asarray(floats, np.float64)
+    scale = float(np.nanmax(np.abs(values), initial=1e-30)) / 32767
+    return packed(np.where(np.isnan(values), _MISSING, np.round(values / scale)), "i2") | {"scale": scale}
 
 
 PATCHES, FRAMES, WORDS, NOWHERE = "patches", "frames", "words", ""
@@ -341,7 +342,7 @@ def site_inputs(inputs: Sequence[KeptInput], site: NormSite, card: NormCard) -> 
         if card.linear_up_to is not None:
             edge, shares = tokens.tail(card.linear_up_to)
             if abs(edge / card.linear_up_to - 1) < _OFF_BY:
-                tail_from, tail = edge, packed(shares, "f2")
+                tail_from, tail = edge, packed_scaled(shares)
         places = asdict(places_of(tokens.shape, kept.preview, site))
         sigma, offset = packed(tokens.sigma, "f4"), packed(tokens.shift, "f4")
         data.append({"shape": tokens.shape, "places": places, "sigma": sigma, "offset": offset, "tail": tail})

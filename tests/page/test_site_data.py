@@ -72,7 +72,7 @@ def test_the_density_is_the_figures(sites, seen, scale):
     drawn, stats = sites["first"]["drawn"], seen.stats["first"]
     axis, density = drawn["axes"][scale], drawn["axes"][scale]["density"]
     x_edges = XAxis(axis["limits"], axis["width"]).evenly(COLUMNS + 1)
-    counts = image(stats, x_edges, np.linspace(*drawn["y"], ROWS + 1))
+    counts = image(stats, x_edges, np.linspace(*axis["y"], ROWS + 1))
     first, length, levels = (unpacked(density[name]).astype(int) for name in ("first", "length", "levels"))
     shown, place = np.zeros_like(counts), 0
     for column in range(COLUMNS):

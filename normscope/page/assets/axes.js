@@ -21,13 +21,6 @@ class Axis {
     return (this.along(value) - this.begin) / this.length;
   }
 
-  // Where numbers are on so many pixels from a first one.
-  pixels(values, from, length) {
-    const pixels = new Float32Array(values.length);
-    for (let place = 0; place < values.length; place += 1) pixels[place] = from + length * this.share(values[place]);
-    return pixels;
-  }
-
   value(share) {
     const along = this.begin + share * this.length;
     if (this.logarithmic) return Math.exp(along);
@@ -36,6 +29,11 @@ class Axis {
 
   within(low, high) {
     return new Axis(low, high, this);
+  }
+
+  // A part of it, between two shares.
+  part(from, to) {
+    return from === 0 && to === 1 ? this : this.within(this.value(from), this.value(to));
   }
 
   evenly(count) {

@@ -52,7 +52,7 @@ function compareView() {
 
 // Axes that hold what several sites' own axes hold.
 function sharedScales(sites) {
-  const top = Math.max(...sites.map(({ drawn }) => drawn.y[1]));
+  const top = Math.max(...sites.map(({ drawn }) => drawn.axes[state.scale].y[1]));
   const of = (site) => {
     const all = sites.map((each) => axisOfSite(each));
     const high = Math.max(...all.map((axis) => axis.high));

@@ -108,7 +108,7 @@ function keptName(site, { input, token }) {
 function keptLines(site, axis, kept, token, { pinned = false, thin = false } = {}) {
   const [offset, sigma] = [numbersOf(kept.offset)[token], numbersOf(kept.sigma)[token]];
   if (!(sigma > 0)) return [];
-  const most = site.bound === null ? site.drawn.y[1] : Math.min(site.bound, site.drawn.y[1]);
+  const most = Math.min(site.bound ?? Infinity, site.drawn.axes.asinh.y[1]);
   const [low, high] = [Math.max(axis.low, offset - most * sigma), Math.min(axis.high, offset + most * sigma)];
   if (!(low < high)) return [];
   const points = straightLine(axis, offset, sigma, low, high);

@@ -21,32 +21,15 @@ function render() {
   if (shownView !== null && shownView !== state.view) window.scrollTo(0, 0);
   shownView = state.view;
   if (state.view === "site" && open.site) say(siteTitle(open.site));
-  for (const tab of document.querySelectorAll("[role=tab]")) {
-    const on = tab.dataset.view === state.view;
-    tab.setAttribute("aria-selected", String(on));
-    tab.tabIndex = on ? 0 : -1;
-  }
-  main.setAttribute("aria-labelledby", `tab-${state.view}`);
+  for (const tab of document.querySelectorAll("nav button")) tab.setAttribute("aria-current", tab.dataset.view === state.view ? "page" : "false");
   const captures = document.getElementById("captures");
   if (captures) captures.value = state.capture;
   document.getElementById("origin").replaceChildren(...originOf(open.capture));
 }
 
 function tabs() {
-  const made = Object.entries(VIEWS).map(([view, text]) => button(text, () => go({ view }), {
-    role: "tab", id: `tab-${view}`, "data-view": view, "aria-controls": "main",
-  }));
-  const list = element("div", { role: "tablist", "aria-label": "Parts of the page" }, made);
-  list.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    event.stopPropagation();
-    const next = made[(made.indexOf(document.activeElement) + by + made.length) % made.length];
-    next.focus();
-    next.click();
-  });
-  return list;
+  return element("nav", { "aria-label": "Parts of the page" }, Object.entries(VIEWS).map(([view, text]) => (
+    button(text, () => go({ view }), { id: `tab-${view}`, "data-view": view }))));
 }
 
 function head() {

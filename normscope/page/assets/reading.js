@@ -20,27 +20,13 @@ function cached(made, key = () => "") {
   };
 }
 
-const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, i4: Int32Array };
+const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, i2: Int16Array, i4: Int32Array };
 
-// The numbers of a packed array; float16 as float32, which every browser has.
-const numbersOf = cached((packed) => {
-  const text = atob(packed.bytes);
-  const bytes = new Uint8Array(text.length);
-  for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
-  return packed.kind === "f2" ? halves(new Uint16Array(bytes.buffer)) : new KINDS[packed.kind](bytes.buffer);
+// The numbers of a packed array; integers with a scale are floats.
+const numbersOf = cached(({ kind, bytes, scale }) => {
+  const numbers = new KINDS[kind](Uint8Array.from(atob(bytes), (letter) => letter.charCodeAt(0)).buffer);
+  return scale ? Float32Array.from(numbers, (value) => (value === -32768 ? NaN : scale * value)) : numbers;
 });
-
-function halves(bits) {
-  const wide = new Uint32Array(bits.length);
-  const values = new Float32Array(wide.buffer);
-  for (let place = 0; place < bits.length; place += 1) {
-    const sign = bits[place] & 0x8000;
-    const size = bits[place] & 0x7fff;
-    if (size < 0x400) values[place] = (sign ? -size : size) * 2 ** -24; // below the smallest exponent
-    else wide[place] = (sign << 16) | ((size << 13) + 0x38000000);
-  }
-  return values;
-}
 
 // The smallest and the largest of some numbers, NaN left out.
 function extent(values) {

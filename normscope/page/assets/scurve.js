@@ -38,16 +38,16 @@ function paintDensity(site) {
   return (context, plot) => {
     const { linear, asinh } = site.drawn.axes;
     const end = plot.x.linear ? 0 : linear.limits[1];
-    if (plot.shown.x.high > end) paintColumns(context, plot, site, asinh, end);
-    if (end) paintColumns(context, plot, site, linear, 0);
+    if (plot.shown.x.high > end) paintColumns(context, plot, asinh, end);
+    if (end) paintColumns(context, plot, linear, 0);
   };
 }
 
 // Draws the columns of a density beyond some |x|.
-function paintColumns(context, plot, site, { limits, width, density }, beyond) {
+function paintColumns(context, plot, { limits, width, y, density }, beyond) {
   const picture = densityPicture(density);
   const edges = new Axis(...limits, { linear: width }).evenly(picture.width + 1);
-  const [top, bottom] = [1, 0].map((end) => plot.upwards(site.drawn.y[1 - end]));
+  const [bottom, top] = y.map((end) => plot.upwards(end));
   context.imageSmoothingEnabled = false;
   let from = Math.floor(plot.across(edges[0]));
   for (let column = 0; column < picture.width; column += 1) {
@@ -72,6 +72,18 @@ function paintTokens(site) {
     colours.forEach((colour, number) => tokenLine(context, plot, site, number, colour, 1, 0.5));
     paintDots(context, plot, x, y, { size: FEW_POINTS, colours, of: token, alpha: 0.6 });
   };
+}
+
+// Puts a square dot at each pair, in the colour whose place `of` holds, or the first; a pair of no colour is left out.
+function paintDots(context, plot, x, y, { size, colours, of = null, alpha = 1 }) {
+  context.globalAlpha = alpha;
+  for (let place = 0; place < x.length; place += 1) {
+    const colour = colours[of ? of[place] : 0];
+    if (!colour) continue;
+    context.fillStyle = colour;
+    context.fillRect(plot.across(x[place]) - size / 2, plot.upwards(y[place]) - size / 2, size, size);
+  }
+  context.globalAlpha = 1;
 }
 
 // Points of y = (x − offset)/σ between two x: a straight line, which an asinh axis bends.
@@ -149,7 +161,7 @@ function meanLine(site, width = 2.4) {
 }
 
 // The whole scene of a site's S-curve, for a Plot.
-function scurveScene(site, { colour = state.colour, lines = curveLines(site), thin = false, hovers = true, axis = axisOfSite(site), y = site.drawn.y } = {}) {
+function scurveScene(site, { colour = state.colour, lines = curveLines(site), thin = false, hovers = true, axis = axisOfSite(site), y = site.drawn.axes[state.scale].y } = {}) {
   return {
     x: axis,
     y: new Axis(...y),
