@@ -157,8 +157,8 @@ def linear_share(x, y):
     """Share of pairs at which scipy's tanh through all of them is within 5 % of its tangent."""
     x, y = x.flatten().numpy(), y.flatten().numpy()
     start = (np.abs(y).max() / 2, 1 / x.std())
-    (_, alpha), _ = scipy.optimize.curve_fit(lambda x, scale, a: scale * np.tanh(a * x), x, y, p0=start)
-    u = np.abs(alpha * x)
+    (_, alpha, s), _ = scipy.optimize.curve_fit(lambda x, scale, a, s: scale * np.tanh(a * x + s), x, y, p0=(*start, 0))
+    u = np.abs(alpha * x + s)
     return np.mean(np.tanh(u) >= 0.95 * u)
 
 

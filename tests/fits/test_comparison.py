@@ -81,7 +81,7 @@ def test_the_first_curve_is_held_against_the_raw_pairs_of_the_second(curve, func
     x = 3 * noise(1, spread=1.2) + 0.2
     first, second = compare([captured(noise(0)), captured(x, data="other noise")], curve)
     own_x, own_y = raw(x)
-    predicted = first.fit.amplitude * function(first.fit.alpha * own_x)
+    predicted = first.fit.amplitude * function(first.fit.alpha * own_x + first.fit.shift)
     truth = 1 - ((own_y - predicted) ** 2).sum() / ((own_y - own_y.mean()) ** 2).sum()
     # 1e-5: bins of 1/128 octave stand for their pairs to second order.
     assert second.r2_of_first == pytest.approx(truth, abs=1e-5)

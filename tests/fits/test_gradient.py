@@ -357,17 +357,3 @@ def test_a_degenerate_site_has_no_r2():
         "steadier": None,
     }
     assert view.constants["all"].scale.ratio == pytest.approx(1.0)
-
-
-def test_a_file_gives_the_view_that_the_network_gave(tmp_path):
-    about = {"model": "two", "weights": "random weights", "data": "noise"}
-    seen = normscope.capture(
-        nn.Sequential(nn.LayerNorm(D), nn.RMSNorm(D)), [heavy_tailed(300)], about=about, diagonal=True
-    )
-    path = tmp_path / "seen.safetensors"
-    normscope.save_capture(seen, path)
-    read = normscope.load_capture(path)
-    views = [[view.as_dict() for view in gradient(one, normscope.fit(one))] for one in (seen, read)]
-    assert views[0] == views[1]
-    assert [view["site"] for view in views[0]] == ["0", "1"]
-    assert views[0][0]["n_tokens"] == 64 and views[0][0]["of_tokens"] == 300
