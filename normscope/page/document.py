@@ -12,6 +12,7 @@ from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.fits.solver import FitForm
 from normscope.fits.targets import Nodes, batches, fit_targets
 from normscope.inputs.loaded_model import Provenance
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs
@@ -109,7 +110,7 @@ def curve_data(curve: Curve) -> dict[str, Any]:
         "formula": curve.formula,
         "aliases": list(curve.aliases),
         "function": curve.function_name,
-        "shifted": curve.shifted,
+        "shifted": FitForm().shifted(curve),
         "inverse": curve.amplitude_is_inverse_scale,
         "linear": curve.name == "linear",
         "own": own,

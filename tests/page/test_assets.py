@@ -93,42 +93,6 @@ def test_a_pick_lights_up_in_every_site(page):
     assert page.texts(".results button") and all(text.startswith("sample 2") for text in page.texts(".results button"))
 
 
-def test_dots_are_those_that_the_canvas_draws_itself(page):
-    """Half-covered pixels, overlapping dots, dots beyond the edges; on a screen of two dots to the pixel."""
-    off, most = page.run("""
-        const canvas = element("canvas", {width: 160, height: 120});
-        const axes = {x: new Axis(-3, 4, {linear: 0.3}), y: new Axis(-2, 2)};
-        const plot = {canvas, width: 80, box: {left: 5, top: 4, width: 70, height: 50}, ...axes};
-        const x = Array.from({length: 300}, (_, at) => 4 * Math.sin(7 * at));
-        const y = Array.from(x, (value, at) => value / 2 + Math.cos(at));
-        const of = Int32Array.from(x, (_, at) => at % 4 - 1);
-        const colours = ["#e69f00", "rgb(68,1,84)", "#0072b2"];
-        const drawn = (paint) => {
-            const context = canvas.getContext("2d");
-            context.reset();
-            context.scale(2, 2);
-            context.beginPath();
-            context.rect(5, 4, 70, 50);
-            context.clip();
-            paint(context);
-            return Array.from(context.getImageData(0, 0, 160, 120).data);
-        };
-        const one = drawn((context) => paintDots(context, plot, x, y, {size: 1.6, colours, of, alpha: 0.6}));
-        const other = drawn((context) => {
-            context.globalAlpha = 0.6;
-            x.forEach((value, at) => {
-                if (of[at] < 0) return;
-                context.fillStyle = colours[of[at]];
-                const left = plot.box.left + plot.x.share(value) * plot.box.width;
-                const top = plot.box.top + (1 - plot.y.share(y[at])) * plot.box.height;
-                context.fillRect(left - 0.8, top - 0.8, 1.6, 1.6);
-            });
-        });
-        const alpha = (data, at) => data[4 * (at >> 2) + 3] / 255 * (at % 4 < 3 ? data[at] : 255);
-        return [Math.max(...one.map((_, at) => Math.abs(alpha(one, at) - alpha(other, at)))), Math.max(...other)]""")
-    assert most > 200 and off < 12  # of 255: each layer is rounded
-
-
 def test_zoom_and_back(page):
     plot = first_plot(page)
     limits = "const p = [...Plot.all.values()].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
@@ -316,5 +280,5 @@ def test_a_site_opens_at_its_top_and_the_focus_outlasts_a_step(browser, pages):
     page.run("document.querySelector('[aria-label=\"Next site\"]').focus()")
     page.driver.switch_to.active_element.send_keys(Keys.ENTER)
     assert page.run("return [open.site.name, document.activeElement.ariaLabel]") == ["groups", "Next site"]
-    page.driver.find_element(By.CSS_SELECTOR, "[role=tab][aria-selected=true]").send_keys(Keys.ARROW_RIGHT)
-    assert page.run("return [state.view, document.activeElement.dataset.view]") == ["explorer", "explorer"]
+    page.driver.find_element(By.ID, "tab-explorer").send_keys(Keys.ENTER)
+    assert page.run("return [state.view, document.activeElement.id]") == ["explorer", "tab-explorer"]

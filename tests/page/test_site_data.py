@@ -21,7 +21,7 @@ from normscope.page.site_data import COLUMNS, ROWS, places_of
 
 def unpacked(array):
     """Return the numbers of a packed array."""
-    return np.frombuffer(base64.b64decode(array["bytes"]), array["kind"])
+    return np.frombuffer(base64.b64decode(array["bytes"]), array["kind"]) * array.get("scale", 1)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_tokens_are_the_drawn_ones(sites, seen):
     x = torch.cat([stats.tokens.x, stats.largest.x]).numpy()
     y = unpacked(shown["y"]).reshape(x.shape)
     lines = unpacked(shown["offset"])[:, None] + unpacked(shown["sigma"])[:, None] * y
-    # y has eleven bits, and x is σ times as large.
+    # y is a multiple of a 32,767th of the largest one, and x is σ times as large.
     assert np.abs(lines - x).max() < 1e-3 * np.abs(x).max()
     assert "x" not in shown
 

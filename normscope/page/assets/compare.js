@@ -23,7 +23,6 @@ function compared() {
 function compareView() {
   const places = compared();
   const sites = PAGE.captures.map((capture, number) => capture.sites[places[number]]);
-  const axes = sharedScales(sites.filter((site) => site && !site.nothing));
   const panels = PAGE.captures.map((capture, number) => {
     const site = sites[number];
     const choose = dropdown([...(site ? [] : [["", "choose a site"]]), ...siteOptions(capture)], places[number] ?? "", (place) => {
@@ -35,7 +34,7 @@ function compareView() {
     const empty = site ? site.nothing : "This site has no counterpart in this capture.";
     if (empty) return element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading }), choose]), remark(visible(empty))]);
     const { whole } = figure(
-      { label: `S-curve of ${heading}, ${siteTitle(site)}`, title: `${heading} · ${siteTitle(site)}`, size: "tall", scene: () => scurveScene(site, axes.of(site)) },
+      { label: `S-curve of ${heading}, ${siteTitle(site)}`, title: `${heading} · ${siteTitle(site)}`, size: "tall", scene: () => scurveScene(site, sharedScales(sites.filter((each) => each && !each.nothing), site)) },
       { heading, note: visible([siteSummary(site), capture.about.weights, capture.about.data].filter(Boolean).join(" · ")) },
     );
     whole.querySelector(".tools").prepend(choose);
@@ -50,17 +49,15 @@ function compareView() {
   ];
 }
 
-// Axes that hold what several sites' own axes hold.
-function sharedScales(sites) {
+// Scales of a site that hold what the scales of several hold.
+function sharedScales(sites, site) {
+  const axes = sites.map((each) => axisOfSite(each));
+  const high = Math.max(...axes.map((axis) => axis.high));
   const top = Math.max(...sites.map(({ drawn }) => drawn.axes[state.scale].y[1]));
-  const of = (site) => {
-    const all = sites.map((each) => axisOfSite(each));
-    const high = Math.max(...all.map((axis) => axis.high));
-    const own = axisOfSite(site);
-    const beyond = own.high < high ? own.beyond.replace("· ", "· at most ") : own.beyond;
-    return { axis: new Axis(-high, high, { linear: Math.min(...all.map(({ linear }) => linear)) || null, beyond }), y: [-top, top] };
-  };
-  return { of };
+  const linear = Math.min(...axes.map((axis) => axis.linear)) || null;
+  const own = axes[sites.indexOf(site)];
+  const beyond = own.high < high ? own.beyond.replace("· ", "· at most ") : own.beyond;
+  return { axis: new Axis(-high, high, { linear, beyond }), y: [-top, top] };
 }
 
 // A row a capture and curve.
@@ -70,10 +67,10 @@ function compareTable(sites) {
     if (!sites[place]) return [];
     const { name, numbers, fits } = sites[place];
     const ratio = numbers.median ? numbers.largest / numbers.median : null;
-    const of = [cellOf(numbers.sigma, 3), cellOf(numbers.spread, 3), cellOf(numbers.offset, 3), cellOf(ratio, 3)];
+    const of = [cell(numbers.sigma, short), cell(numbers.spread, short), cell(numbers.offset, short), cell(ratio, short)];
     return fits.map((fit) => {
       const [a, alpha, r2, heldOut] = fitCells(fit);
-      return [captureTitle(capture), name, fit.curve, a, alpha, cellOf(fit.slope), r2, heldOut, cellOf(fit.r2_ceiling), ...of];
+      return [captureTitle(capture), name, fit.curve, a, alpha, cell(fit.slope), r2, heldOut, cell(fit.r2_ceiling), ...of];
     });
   });
   return table("Comparison", heads, rows);

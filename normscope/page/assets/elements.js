@@ -26,6 +26,12 @@ function warning(text) {
   return element("p", { class: "warning", text });
 }
 
+// Pairs of a name and a text, as a list.
+function card(pairs) {
+  const lines = pairs.flatMap(([name, text]) => [element("dt", { text: visible(name) }), element("dd", { text: visible(text) })]);
+  return element("dl", { class: "card" }, lines);
+}
+
 // A part of the page under its heading; with an id, the heading names it.
 function section(level, title, parts, id = null) {
   return element("section", { "aria-labelledby": id }, [element(level, { id, text: title }), ...parts]);
@@ -145,11 +151,11 @@ function download(content, name, suffix) {
   say(`${file} saved`);
 }
 
-// A ramp of colours, as a key.
-function ramp(colours) {
+// A ramp of colours between what its ends stand for, as a key.
+function ramp(low, colours, high) {
   const made = element("span", { class: "ramp" });
-  made.style.background = `linear-gradient(to right, ${colours.join(", ")})`;
-  return made;
+  made.style.background = `linear-gradient(to right, ${colours.map(rgb).join(", ")})`;
+  return [element("span", { text: low }), made, element("span", { text: high })];
 }
 
 function keyDot(colour, text) {

@@ -35,7 +35,7 @@ function explorerView() {
     head,
     remark(`${siteTitle(site)} · y ≈ A·f(αx + s) over all ${grouped(site.pairs)} pairs, from their binned sums.`),
     element("div", { class: "columns" }, [
-      element("div", { class: "figures" }, explorerFigures(site, nodes)),
+      element("div", { class: "figures" }, explorerFigures(site)),
       element("div", { class: "beside" }, [
         element("section", { class: "knobs" }, [
           element("label", { class: "row" }, [element("span", { text: "Curve" }), select]),
@@ -66,11 +66,11 @@ function fitOf(site) {
   return explored.formula ? undefined : site.fits.find((fit) => fit.curve === explored.curve && !fit.nothing);
 }
 
-// What a search for the optimum is told of the curve: as the site's fits, it fits s unless the reader chose.
+// The form to fit: with a shift where the curve can have one and the site's fits do, unless the reader chose.
 function formOf(site) {
-  const { shifted, inverse, linear } = explored.formula ? {} : PAGE.curves[explored.curve];
-  const isUsual = site.fits.some(({ curve, form }) => !PAGE.curves[curve].shifted && /\bs\b/.test(form.split(";")[0]));
-  return { shifted: shifted || (explored.shifted ?? isUsual), inverse, linear };
+  const { shifted, inverse, linear } = explored.formula ? { shifted: true } : PAGE.curves[explored.curve];
+  const usual = site.fits.some(({ form }) => form.split(/[,;] /).includes("s"));
+  return { shifted: shifted && (explored.shifted ?? usual), inverse, linear };
 }
 
 function formulaText() {
@@ -79,19 +79,20 @@ function formulaText() {
   return visible(`y ≈ ${number(amplitude)}·f(${number(alpha)}x${s}), f = ${explored.formula || PAGE.curves[explored.curve].formula}`);
 }
 
-function explorerFigures(site, nodes) {
-  const x = axisOfSite(site, "asinh").evenly(PAGE.line_points);
-  const colour = () => palette.style.channels[0];
-  const line = () => {
+function explorerFigures(site) {
+  const line = (x, less = null) => {
     const { amplitude, alpha, shift } = explored.values;
-    return { x, y: x.map((value) => amplitude * explored.f(alpha * value + shift)), colour: colour(), width: 2.6, name: "explored" };
+    const y = x.map((value, place) => (less ? less[place] : 0) + (less ? -1 : 1) * amplitude * explored.f(alpha * value + shift));
+    return { x, y, colour: palette.style.channels[0], width: 2.6, name: "explored" };
   };
+  const x = axisOfSite(site, "asinh").evenly(PAGE.line_points);
+  const mean = meanLine(site);
   const curve = figure({
     label: `Explored curve at ${siteTitle(site)}`, size: "tall",
-    scene: () => scurveScene(site, { colour: "density", lines: [...curveLines(site, "line", 1.2), line()], hovers: false }),
+    scene: () => scurveScene(site, { colour: "density", lines: [...curveLines(site, "line", 1.2), line(x)], hovers: false }),
   }, { heading: "Curve over the density", note: "Thin: the fits of this site. Thick: the curve that you move." });
-  const residual = figure({ label: `Residuals of the explored curve at ${siteTitle(site)}`, height: 190, scene: () => nodesResiduals(site, nodes, colour()) },
-    { heading: "Mean of y less the curve", note: "A point a bin of x; its width is the share of all pairs." });
+  const residual = figure({ label: `Residuals of the explored curve at ${siteTitle(site)}`, height: 190, scene: () => residualScene(site, mean.x, [line(mean.x, mean.y)]) },
+    { heading: "E[y|x] less the curve" });
   return [curve.whole, residual.whole];
 }
 
@@ -103,27 +104,6 @@ function outcomeText(site, nodes) {
   if (fit) parts.push(`fitted ${number(fit.r2, 6)}`);
   if (ceiling !== null) parts.push(`ceiling ${number(ceiling, 5)}`);
   return parts.join(" · ");
-}
-
-function nodesResiduals(site, nodes, colour) {
-  const { amplitude, alpha, shift } = explored.values;
-  const off = Float64Array.from(nodes.y, (y, place) => y - amplitude * explored.f(alpha * nodes.x[place] + shift));
-  const [, most] = extent(nodes.weight);
-  const axis = axisOfSite(site);
-  const matters = (size, place) => Number.isFinite(size) && nodes.weight[place] > 1e-4 * most && Math.abs(nodes.x[place]) <= axis.high;
-  const reach = 1.1 * Math.max(...Array.from(off, Math.abs).filter(matters), 1e-9);
-  return {
-    x: axis, y: new Axis(-reach, reach), xlabel: xLabel(axis), ylabel: "E[y|x] − curve",
-    levels: [{ y: 0, colour: palette.style.ink, dashes: "" }],
-    paint: [(context, plot) => {
-      context.fillStyle = colour;
-      off.forEach((value, place) => {
-        const size = 1.5 + 4 * Math.sqrt(nodes.weight[place] / most);
-        context.fillRect(plot.across(nodes.x[place]) - size / 2, plot.upwards(value) - size / 2, size, size);
-      });
-    }],
-    hover: { x: nodes.x, y: off, text: (place) => [`x ${number(nodes.x[place])}`, `off by ${number(off[place], 3)}`, `${grouped(Math.round(2 * nodes.weight[place]))} pairs in the bin`] },
-  };
 }
 
 // A slider and a field for each of A, α and s; A and α move by factors.
@@ -140,7 +120,7 @@ function knobs(moved) {
 
 function freeShift(site) {
   const free = element("input", {
-    type: "checkbox", id: "free-shift", checked: formOf(site).shifted, disabled: !explored.formula && PAGE.curves[explored.curve].shifted,
+    type: "checkbox", id: "free-shift", checked: formOf(site).shifted, disabled: !explored.formula && !PAGE.curves[explored.curve].shifted,
     onchange: (event) => { explored.shifted = event.target.checked; },
   });
   return element("label", { class: "row" }, [free, element("span", { text: "Fit s too" })]);

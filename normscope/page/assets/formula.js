@@ -121,10 +121,6 @@ class FormulaReader {
     if (Object.hasOwn(CONSTANTS, name)) return this.made(() => CONSTANTS[name]);
     if (!Object.hasOwn(CALLED, name)) this.refuse(`there is no ${JSON.stringify(name)}`, column);
     if (!this.accept("(")) this.refuse(`the function ${name} has no brackets after it`);
-    return this.called(name);
-  }
-
-  called(name) {
     const [called, wanted] = CALLED[name];
     const inputs = [this.term(1)];
     while (this.accept(",")) inputs.push(this.term(1));

@@ -211,9 +211,9 @@ class InputMap {
   }
 }
 
-// Black or white, whichever is read better on a colour (WCAG's relative luminance).
+// Black or white, whichever is read better on a colour, rgb(…) (WCAG's relative luminance).
 function inkOn(colour) {
-  const [red, green, blue] = rgbOf(colour).map((part) => {
+  const [red, green, blue] = colour.match(/\d+/g).map((part) => {
     const share = part / 255;
     return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
   });

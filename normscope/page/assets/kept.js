@@ -77,7 +77,7 @@ function keptText(site, input, kept, token) {
   const where = [placeName(input, kept, place), `token ${token}`, others > 1 ? `${named} ${other + 1}` : null];
   if (Number.isNaN(sigma)) return [...where, "left out: padding, or not finite"].filter(Boolean).join(" · ");
   const tail = kept.tail ? `tail share ${percent(numbersOf(kept.tail)[token])} (|x| ≥ ${number(site.drawn.tail_from)})` : null;
-  return [...where, `σ ${number(sigma, 3)}`, tail].filter(Boolean).join(" · ");
+  return [...where, `σ ${short(sigma)}`, tail].filter(Boolean).join(" · ");
 }
 
 // How a site's tokens of an input are coloured: values, and a scale that is that of all parts of the input.

@@ -15,34 +15,26 @@ let shownView = null;
 function render() {
   setTheme(state.theme || (darkScreen.matches ? "dark" : "light"));
   Plot.all.clear();
-  const main = document.getElementById("main");
-  refill(main, SHOWN[state.view]());
+  refill(document.getElementById("head"), headParts());
+  refill(document.getElementById("main"), SHOWN[state.view]());
   Plot.redrawAll();
   if (shownView !== null && shownView !== state.view) window.scrollTo(0, 0);
   shownView = state.view;
   if (state.view === "site" && open.site) say(siteTitle(open.site));
-  for (const tab of document.querySelectorAll("nav button")) tab.setAttribute("aria-current", tab.dataset.view === state.view ? "page" : "false");
-  const captures = document.getElementById("captures");
-  if (captures) captures.value = state.capture;
-  document.getElementById("origin").replaceChildren(...originOf(open.capture));
 }
 
-function tabs() {
-  return element("nav", { "aria-label": "Parts of the page" }, Object.entries(VIEWS).map(([view, text]) => (
-    button(text, () => go({ view }), { id: `tab-${view}`, "data-view": view }))));
-}
-
-function head() {
+function headParts() {
   const captures = PAGE.captures.map((capture, place) => [place, captureTitle(capture)]);
   const choose = captures.length > 1 ? dropdown(captures, state.capture, (capture) => chooseCapture(Number(capture)), { id: "captures", "aria-label": "Capture" }) : null;
-  document.getElementById("head").replaceChildren(
+  return [
     element("div", { class: "title" }, [
       element("h1", { text: visible(PAGE.title) }),
       element("div", { class: "group" }, [choose, button("Light or dark", changeTheme, { id: "theme" }), button("Keys", help, { id: "keys", "aria-haspopup": "dialog" })]),
     ]),
-    element("div", { id: "origin" }), tabs(),
-  );
-  document.getElementById("foot").textContent = "Made by normscope; this file asks no network for anything. y is a norm's output before its affine step, x its input.";
+    ...originOf(open.capture),
+    element("nav", { "aria-label": "Parts of the page" }, Object.entries(VIEWS).map(([view, text]) => (
+      button(text, () => go({ view }), { id: `tab-${view}`, "aria-current": view === state.view ? "page" : null })))),
+  ];
 }
 
 function originOf(capture) {
@@ -64,9 +56,7 @@ function inputsInside() {
 
 // The same site in another capture, where there is one.
 function chooseCapture(capture) {
-  const { sites } = PAGE.captures[capture];
-  const same = sites.findIndex((site) => open.site && site.name === open.site.name);
-  go({ capture, site: counterpart(capture, firstName()) ?? Math.max(same, 0) });
+  go({ capture, site: counterpart(capture, firstName()) ?? 0 });
 }
 
 function setTheme(theme) {
@@ -81,11 +71,10 @@ function changeTheme() {
 
 function help() {
   const dialog = document.getElementById("help");
-  const lines = KEYS.flatMap(([keys, what]) => [element("dt", { text: keys }), element("dd", { text: what })]);
-  dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), element("dl", { class: "card" }, lines),
+  dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), card(KEYS),
     remark("In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel."),
     button("Close", () => dialog.close()));
-  if (!dialog.open) dialog.showModal();
+  dialog.showModal();
 }
 
 function keyed(event) {
@@ -137,7 +126,6 @@ window.addEventListener("popstate", () => { readAddress(); render(); });
 document.getElementById("skip").addEventListener("click", () => document.getElementById("main").focus());
 document.addEventListener("keydown", keyed);
 readAddress();
-head();
 render();
 printed();
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

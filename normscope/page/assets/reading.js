@@ -65,6 +65,10 @@ function number(value, digits = 4) {
   return String(Number.isInteger(value) ? value : rounded).replace("-", "−");
 }
 
+function short(value) {
+  return number(value, 3);
+}
+
 function percent(share, digits = 1) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;
 }
@@ -92,28 +96,13 @@ function captureTitle(capture) {
 }
 
 // The drawn pairs of a site: x, y, the number of the token and of the channel of each; −1 where it is not known.
-const pointsOf = cached((site) => {
-  const shown = site.drawn.shown;
-  const y = numbersOf(shown.y);
-  const offset = numbersOf(shown.offset);
-  const sigma = numbersOf(shown.sigma);
-  const x = shown.x ? numbersOf(shown.x) : new Float32Array(y.length);
-  const token = new Int32Array(y.length);
-  const channel = new Int32Array(y.length);
-  for (let place = 0; place < y.length; place += 1) {
-    const row = Math.floor(place / shown.width);
-    token[place] = row;
-    channel[place] = site.channels === null ? -1 : place - row * shown.width;
-    if (!shown.x) x[place] = offset[row] + sigma[row] * y[place];
-  }
-  const single = site.drawn.by_channel;
+const pointsOf = cached(({ channels, drawn: { shown, by_channel: single } }) => {
+  const [y, offset, sigma] = [shown.y, shown.offset, shown.sigma].map(numbersOf);
+  const token = Int32Array.from(y, (_, place) => Math.floor(place / shown.width));
+  const channel = Int32Array.from(y, (_, place) => (channels === null ? -1 : place % shown.width));
+  const x = shown.x ? numbersOf(shown.x) : y.map((value, place) => offset[token[place]] + sigma[token[place]] * value);
   if (!single.x) return { x, y, token, channel };
-  const joined = (first, second) => {
-    const both = new first.constructor(first.length + second.length);
-    both.set(first);
-    both.set(second, first.length);
-    return both;
-  };
-  const [singleX, singleY, singleChannel] = [single.x, single.y, single.channel].map(numbersOf);
-  return { x: joined(x, singleX), y: joined(y, singleY), token: joined(token, singleX.map(() => -1)), channel: joined(channel, singleChannel) };
+  const joined = (first, second) => first.constructor.from([...first, ...numbersOf(second)]);
+  const known = { x: joined(x, single.x), y: joined(y, single.y), channel: joined(channel, single.channel) };
+  return { ...known, token: known.x.map((_, place) => token[place] ?? -1) };
 });

@@ -177,7 +177,7 @@ function scurveScene(site, { colour = state.colour, lines = curveLines(site), th
 
 function pairText(site, { x, y, token, channel }, place) {
   const where = [token[place] < 0 ? null : tokenName(site, token[place]), channel[place] < 0 ? null : `channel ${channel[place]}`];
-  const sigma = token[place] < 0 ? "" : ` · σ ${number(numbersOf(site.drawn.shown.sigma)[token[place]], 3)}`;
+  const sigma = token[place] < 0 ? "" : ` · σ ${short(numbersOf(site.drawn.shown.sigma)[token[place]])}`;
   const kept = keptOfDrawn(site, token[place]);
   return [where.filter(Boolean).join(" · "), `x ${number(x[place])} · y ${number(y[place])}${sigma}`, ...(kept ? [keptName(site, kept)] : [])];
 }

@@ -76,14 +76,13 @@ function scurveFigure(site, key) {
 function keyParts(site) {
   const { axes, shown } = site.drawn;
   if (state.colour === "density") {
-    const [few, many] = [densityColours()[1], densityColours()[255]].map(rgb);
     const bound = site.bound === null ? "" : ` · dotted: y within ±${number(site.bound)}`;
-    return [element("span", { text: "pairs per cell: 1" }), ramp([few, many]), element("span", { text: `${grouped(axes[state.scale].density.most)}, on a logarithmic scale${bound}` })];
+    return ramp("pairs per cell: 1", DENSITY[palette.theme], `${grouped(axes[state.scale].density.most)}, on a logarithmic scale${bound}`);
   }
   const drawn = `${shown.key.length} of ${grouped(site.tokens)} tokens: ${shown.uniform} drawn uniformly, the others those of largest |x|`;
   if (state.colour === "token") {
     const { low, high } = sigmaColours(site).scale;
-    return [element("span", { text: `σ ≤ ${number(low, 3)}` }), ramp(VIRIDIS.map(rgb)), element("span", { text: `≥ ${number(high, 3)} · ${drawn}` })];
+    return ramp(`σ ≤ ${short(low)}`, VIRIDIS, `≥ ${short(high)} · ${drawn}`);
   }
   const extreme = site.channels === null && !site.drawn.by_channel.x ? [] : colouredChannels(site);
   return [...extreme.map((channel, rank) => keyDot(palette.style.channels[rank], `channel ${channel}`)), element("span", { text: `others grey · ${drawn}` })];
@@ -92,23 +91,25 @@ function keyParts(site) {
 function residualFigure(site) {
   const x = numbersOf(site.drawn.residuals.x);
   if (!x.length) return null;
-  const error = numbersOf(site.drawn.residuals.error);
-  const scene = () => {
-    const lines = Object.entries(site.drawn.residuals.off).filter(([curve]) => !state.hidden.has(curve)).map(([curve, off]) => ({
-      x, y: numbersOf(off), name: curve, width: 1.8, ...palette.curve(curve),
-    }));
-    const twice = Array.from(error, (value) => 2 * value);
-    const axis = axisOfSite(site);
-    const within = (y) => Array.from(y).filter((value, place) => Number.isFinite(value) && Math.abs(x[place]) <= axis.high);
-    const reach = 1.08 * Math.max(...[...lines.map(({ y }) => y), twice].flatMap(within).map(Math.abs), 1e-9);
-    return {
-      x: axis, y: new Axis(-reach, reach), xlabel: xLabel(axis), ylabel: "E[y|x] − curve", lines,
-      bands: bandOf(x, twice), levels: [{ y: 0, colour: palette.style.ink, dashes: "" }],
-      hover: { x, text: (place) => [`x ${number(x[place])}`, ...lines.map(({ name, y }) => `${name} ${number(y[place], 3)}`), `2 standard errors ${number(twice[place], 3)}`] },
-    };
-  };
+  const twice = numbersOf(site.drawn.residuals.error).map((value) => 2 * value);
+  const scene = () => residualScene(site, x, Object.entries(site.drawn.residuals.off).filter(([curve]) => !state.hidden.has(curve)).map(([curve, off]) => ({
+    x, y: numbersOf(off), name: curve, width: 1.8, ...palette.curve(curve),
+  })), twice);
   const note = site.folds ? `Grey: ±2 standard errors of E[y|x], over folds by ${site.folds}.` : "Without folds there is no standard error.";
   return figure({ label: `Residuals at ${siteTitle(site)}`, title: `${siteTitle(site)} · residuals`, height: 230, scene }, { heading: "Residuals", note }).whole;
+}
+
+// Lines of E[y|x] less a curve along the x that is shown, with a band of twice its standard error.
+function residualScene(site, x, lines, twice = []) {
+  const axis = axisOfSite(site);
+  const within = (y) => Array.from(y).filter((value, place) => Number.isFinite(value) && Math.abs(x[place]) <= axis.high);
+  const reach = 1.08 * Math.max(...[...lines.map(({ y }) => y), twice].flatMap(within).map(Math.abs), 1e-9);
+  const errors = (place) => (Number.isFinite(twice[place]) ? [`2 standard errors ${short(twice[place])}`] : []);
+  return {
+    x: axis, y: new Axis(-reach, reach), xlabel: xLabel(axis), ylabel: "E[y|x] − curve", lines,
+    bands: bandOf(x, twice), levels: [{ y: 0, colour: palette.style.ink, dashes: "" }],
+    hover: { x, text: (place) => [`x ${number(x[place])}`, ...lines.map(({ name, y }) => `${name} ${short(y[place])}`), ...errors(place)] },
+  };
 }
 
 function bandOf(x, twice) {
@@ -145,11 +146,11 @@ function fitsOfSite(site) {
   const heads = ["curve", "A", "α", "s", "slope", "R²", "held-out R²", "ceiling", "RMSE", "tail", "saturated"];
   const rows = site.fits.map((fit) => {
     if (fit.nothing) return [fit.curve, visible(fit.nothing), ...Array(9).fill("–")];
-    const [a, alpha] = fit.doubt ? [fit.doubt, cellOf(null)] : [spread(fit, "amplitude"), spread(fit, "alpha")];
+    const [a, alpha] = fit.doubt ? [fit.doubt, cell(null)] : [spread(fit, "amplitude"), spread(fit, "alpha")];
     return [
       { text: fit.curve, node: button(fit.curve, () => go({ view: "explorer", curve: fit.curve }), { class: "link", title: `${formulaOf(fit.curve)}; open in the explorer` }) },
-      a, alpha, cellOf(fit.shift, 3), cellOf(fit.slope), spread(fit, "r2"), cellOf(fit.r2_cv), spread(fit, "r2_ceiling"),
-      cellOf(fit.rmse), cellOf(fit.tail_rmse), percentCell(fit.saturated),
+      a, alpha, cell(fit.shift, short), cell(fit.slope), spread(fit, "r2"), cell(fit.r2_cv), spread(fit, "r2_ceiling"),
+      cell(fit.rmse), cell(fit.tail_rmse), cell(fit.saturated, percent),
     ];
   });
   const low = site.fits.some((fit) => fit.x_repeats) ? " · The ceiling is too low here: x repeats, finer than bins resolve." : "";
@@ -164,8 +165,7 @@ function spread(fit, name) {
 }
 
 function cardOf(site) {
-  const lines = site.card.flatMap(([question, answer]) => [element("dt", { text: visible(question) }), element("dd", { text: visible(answer) })]);
-  return section("h3", "Norm card", [element("dl", { class: "card" }, lines)]);
+  return section("h3", "Norm card", [card(site.card)]);
 }
 
 // A button that drops what it names.
@@ -231,7 +231,7 @@ function channelEntries(site) {
   const [reach, share] = [numbersOf(site.drawn.by_channel.reach), numbersOf(site.drawn.by_channel.share)];
   return largestFirst(reach).map((channel) => ({
     pick: `channel:${channel}`, name: `channel ${channel}`,
-    detail: () => `max |x| ${number(reach[channel], 3)} · ${percent(share[channel])} of Σx²`,
+    detail: () => `max |x| ${short(reach[channel])} · ${percent(share[channel])} of Σx²`,
   }));
 }
 
@@ -243,6 +243,6 @@ function tokenEntries(site) {
   const order = [...new Map(site.drawn.shown.key.map((key, place) => [key, place])).values()].sort((one, other) => most[other] - most[one]);
   return order.map((place) => ({
     pick: `token:${site.drawn.shown.key[place]}`, name: tokenName(site, place),
-    detail: () => `max |x| ${number(most[place], 3)} · σ ${number(sigma[place], 3)}`,
+    detail: () => `max |x| ${short(most[place])} · σ ${short(sigma[place])}`,
   }));
 }

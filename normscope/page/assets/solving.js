@@ -40,13 +40,14 @@ function projected(nodes, f, alpha, shift, inverse) {
   return { amplitude, error: Number.isFinite(error) ? error : Infinity };
 }
 
-// A, α, s and R² of least squares; s is searched where `shifted`, and A is 1/α of a curve whose amplitude is that.
+// A, α, s and R² of least squares; s is searched where `shifted`, and A is 1/α of a curve whose amplitude is that. A line
+// has α = 1.
 function fitted(nodes, f, { shifted = false, inverse = false, linear = false } = {}) {
-  if (linear) return solution(nodes, f, [0, 0], inverse);
+  const axes = [...(linear ? [] : [0]), ...(shifted ? [1] : [])];
   const error = ([logAlpha, shift]) => projected(nodes, f, Math.exp(logAlpha), shift, inverse).error;
   const byError = (one, other) => one.error - other.error;
-  const begins = starts(nodes, shifted).map((theta) => ({ theta, error: error(theta) })).sort(byError);
-  const [end] = apart(begins, 3).map((begin) => descended(error, begin, shifted ? 2 : 1)).sort(byError);
+  const begins = (linear ? [[0, 0]] : starts(nodes, shifted)).map((theta) => ({ theta, error: error(theta) })).sort(byError);
+  const [end] = apart(begins, 3).map((begin) => descended(error, begin, axes)).sort(byError);
   return solution(nodes, f, end.theta, inverse);
 }
 
@@ -94,13 +95,13 @@ function apart(sorted, most) {
   return kept;
 }
 
-// Hooke's and Jeeves's search along the first axes: steps that lead down, then one on in the same direction; finer steps
+// Hooke's and Jeeves's search along some axes: steps that lead down, then one on in the same direction; finer steps
 // where none leads down.
 function descended(error, start, axes) {
   const at = (theta) => ({ theta, error: error(theta) });
   const beside = (from, step) => {
     let best = from;
-    for (let axis = 0; axis < axes; axis += 1) {
+    for (const axis of axes) {
       const [up, down] = [step, -step].map((by) => at(best.theta.map((value, place) => value + (place === axis ? by : 0))));
       for (const next of [up, down]) if (next.error < best.error) best = next;
     }
