@@ -224,7 +224,7 @@ def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:
     Sites alternate in most networks (norm1, norm2, norm1 …), so that equal steps might meet a single kind.
     """
     if count < 1:
-        hint = "" if count else " To name the norm site with the number 0, add a comma: '0,'."
+        hint = "" if count else " The norm site with the number 0 is '0-0', and [0] in Python."
         raise UsageError(f"The number of layers must be at least 1, not {count}.{hint}")
     count = min(count, len(sites))
     kinds = [(kind_of_site(site.name), site.kind) for site in sites]

@@ -41,7 +41,7 @@ def test_select(layers, expected):
 @pytest.mark.parametrize(
     ("layers", "sentence"),
     [
-        ("0", r"at least 1, not 0\. To name the norm site with the number 0, add a comma: '0,'\."),
+        ("0", r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python\."),
         ("-3", "at least 1, not -3"),
         ("25,", "numbered 0 to 24"),
         ("5-3", "There are no layers 5-3"),
