@@ -311,9 +311,9 @@ def draw_panel(ax: Axes, panel: Panel, row: str, *, beyond: bool = False, inset:
     _draw_within(ax, panel, row, panel.axis, panel.scales.y)
     if row == RESIDUAL:
         return
-    if len(pairs := _middle(panel.moments)):
+    if len(middle := _middle(panel.moments)):
         look: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "solid_capstyle": "butt", "clip_on": False}
-        ax.plot(pairs, [0, 0], color=panel.style.ink, lw=_RANGE_POINTS, zorder=5, **look)
+        ax.plot(np.clip(middle, *panel.axis.limits), [0, 0], color=panel.style.ink, lw=_RANGE_POINTS, zorder=5, **look)
     if beyond and (n := pairs_beyond(panel.moments, panel.axis.limits)):
         words = [f"{n:,} pair{'s' * (n > 1)} beyond", f"{n:,} pair{'s' * (n > 1)}\nbeyond"]
         look = {"ha": "right", "va": "bottom", "fontsize": LEAST_POINTS, "path_effects": outline(panel.style)}
