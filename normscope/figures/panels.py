@@ -39,13 +39,12 @@ from normscope.figures.style import (
     FULL,
     LEAST_POINTS,
     NO_LABELS,
+    NOTE,
     SHORT,
     Look,
     Style,
     Words,
     broken,
-    head_inches,
-    head_panel,
     key,
     tail,
     that_fits,
@@ -59,6 +58,7 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.files import visible
 
 Array = NDArray[np.float64]
 
@@ -142,7 +142,6 @@ class Panel:
         looks: colour and dashes of each curve.
         scales: of its axes and colours.
         inches: width of the panel between its edges, roughly.
-        room: inches that a line of text above it may take.
     """
 
     site: NormSite
@@ -153,7 +152,11 @@ class Panel:
     looks: Mapping[str, Look]
     scales: Scales
     inches: float = 2.0
-    room: float = 2.25
+
+    @property
+    def room(self) -> float:
+        """Width of the lines above the panel, in inches."""
+        return self.inches + 0.05
 
     @functools.cached_property
     def moments(self) -> Tensor:
@@ -191,7 +194,6 @@ def panels_of(
     looks: Mapping[str, Look] | None = None,
     xscale: str = LINEAR,
     inches: float = 2.0,
-    room: float = 2.25,
 ) -> list[Panel]:
     """Make the panels of some sites of a capture; ``looks`` are by default of these fits."""
     drawn, _ = best_of(fits)
@@ -201,7 +203,7 @@ def panels_of(
     for site in sites:
         stats, of_site = capture.stats[site.name], [fit for fit in fits if fit.site == site.name and fit.curve in drawn]
         scales = scales_of([(site, stats)], xscale, of_site)
-        panels.append(Panel(site, names[site.name], stats, of_site, style, looks, scales, inches, room))
+        panels.append(Panel(site, names[site.name], stats, of_site, style, looks, scales, inches))
     return panels
 
 
@@ -430,16 +432,15 @@ def facts(panels: Sequence[Panel], labels: str) -> str:
     return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs, _AFFINE)))
 
 
-def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], notes: str = "") -> list[str]:
-    """Return sentences below a legend: the meaning of R² and of a ceiling in notes, and the curves not drawn."""
-    with_ceiling = [panel for panel in panels if panel.fits and panel.fits[0].r2_ceiling is not None]
+def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_LABELS) -> list[str]:
+    """Return sentences below a legend: the meaning of the numbers above panels, and the curves that are not drawn."""
     lines = []
-    if with_ceiling and "R²" in notes:
-        lines.append(f"R² on held-out pairs, folds by {_folds(with_ceiling)}")
-    if with_ceiling and "ceiling" in notes:
-        lines[0] += "; ceiling: that of the best function of x"
-        if any(panel.fits[0].x_repeats for panel in with_ceiling):
-            lines[0] += "; *: too low, as x repeats there, finer than bins resolve"
+    if labels != NO_LABELS and (with_fits := [panel for panel in panels if panel.fits]):
+        folds = _folds([panel for panel in with_fits if panel.fits[0].r2_cv is not None])
+        lines.append(f"Above panels: R²{f' on held-out pairs, folds by {folds}' if folds else ''}")
+        written = str([notes_of(panel, labels) for panel in with_fits])
+        lines[0] += "; ceiling: that of the best function of x" if "ceiling" in written else ""
+        lines[0] += "; *: too low, as x repeats there, finer than bins resolve" if "*" in written else ""
     if others := best_of(fits)[1]:
         more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
         lines.append(f"Not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
@@ -452,19 +453,20 @@ def r2_of(fit: CurveFit) -> str:
 
 
 def notes_of(panel: Panel, labels: str) -> list[Words]:
-    """Return the lines above a panel about its fits: R² and ceiling in one line, or a line a curve with all numbers."""
-    if labels == NO_LABELS or not panel.fits:
-        return []
-    ceiling = panel.fits[0].r2_ceiling
-    mark = "*" if panel.fits[0].x_repeats else ""
-    top = [] if ceiling is None else [f"ceiling {ceiling:.3f}{mark}"]
-    if labels == SHORT:
-        return fits_in_line(panel, "R²", r2_of, top)
-    lines: list[Words] = []
-    for fit in panel.fits:
+    """Return the lines above a panel: R² and ceiling in one line; or all about the site, and a line a curve."""
+    ink, site, fits = panel.style.ink, panel.site, panel.fits
+    ceiling = fits[0].r2_ceiling if fits else None
+    top = [] if ceiling is None else [f"ceiling {ceiling:.3f}{'*' if fits[0].x_repeats else ''}"]
+    if labels != FULL:
+        return fits_in_line(panel, "R²", r2_of, top) if labels == SHORT else []
+    of_site = [f"{visible(site.kind)} d={site.d}", *([site.placement] if site.placement else [])]
+    bounds = [f"|y| ≤ {site.bound:.3g}"] if panel.scales.y[1] < site.bound < math.inf else []  # beyond the panel
+    path: Words = [(tail(f"{site.index}  {site.name}", panel.room, NOTE), ink)]
+    lines = [path, *broken([*of_site, f"{panel.stats.n_pairs:,} pairs", *bounds], ink, panel.room)]
+    for fit in fits:
         parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *_result(fit)]
         lines += broken(parts, panel.style.faint if fit.degenerate else panel.looks[fit.curve][0], panel.room)
-    return [*lines, *broken(top, panel.style.ink, panel.room)]
+    return [*lines, *broken(top, ink, panel.room)]
 
 
 def _result(fit: CurveFit) -> list[str]:
@@ -497,28 +499,15 @@ def fits_in_line(panel: Panel, lead: str, value: Callable[[CurveFit], str], afte
 
 
 def write_heading(ax: Axes, panel: Panel, labels: str, notes: Sequence[Words], least: int) -> None:
-    """Write a site's name above a panel, and notes below it; ``least`` is the number of lines of its neighbours."""
+    """Write a site's short name above a panel, and notes below it; neighbours have ``least`` lines or fewer."""
     pad = write_above(ax, notes, least)
-    if labels == FULL:
-        pairs = f"{panel.stats.n_pairs:,} pairs"
-        bound = panel.site.bound  # written where its lines lie beyond the panel
-        bounded = [f"{pairs} · |y| ≤ {bound:.3g}"] if panel.scales.y[1] < bound < math.inf else []
-        head_panel(ax, panel.site, [*bounded, pairs], panel.room, pad)
-    elif labels == SHORT:
-        font = FontProperties(size=HEAD_POINTS)
-        ax.set_title(
-            tail(panel.name, panel.room, font), parse_math=False, loc="left", y=1, pad=pad, fontproperties=font
-        )
+    if labels != NO_LABELS:
+        name = tail(panel.name, panel.room, _HEAD)
+        ax.set_title(name, parse_math=False, loc="left", y=1, pad=pad, fontproperties=_HEAD)
 
 
-HEAD_POINTS = 7.0
-
-
-def heading_inches(panels: Sequence[Panel], labels: str) -> float:
-    """Return the height of the names above panels."""
-    if labels == FULL:
-        return head_inches(panels[0].room)
-    return 1.25 * HEAD_POINTS / 72 if labels == SHORT else 0.0
+_HEAD = FontProperties(size=7)
+HEAD_INCHES = 0.13
 
 
 _GROUPS = 120  # across a panel at most

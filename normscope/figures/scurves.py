@@ -21,6 +21,7 @@ from normscope.errors import UsageError, count, unknown
 from normscope.figures.axes import LINEAR, share_colours, share_heights
 from normscope.figures.panels import (
     DRAW,
+    HEAD_INCHES,
     RESIDUAL,
     Panel,
     best_of,
@@ -28,7 +29,6 @@ from normscope.figures.panels import (
     extreme_channels,
     facts,
     fits_in_line,
-    heading_inches,
     legend_handles,
     notes_of,
     outline,
@@ -51,11 +51,9 @@ from normscope.figures.style import (
     inches_of,
     readable,
     sheet,
-    strip_above,
     tail,
     title_and_foot,
     untrained,
-    width_of,
     words_inches,
     write_at,
 )
@@ -152,16 +150,16 @@ def plot(
     columns, panel_inches = columns_within(len(capture.sites), width)
     inches = panel_inches[0] - _EDGE_INCHES
     with matplotlib.rc_context(theme.rc()):
-        panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches, room=inches + 0.05)
+        panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
         if share_axes:
             panels = with_shared_scales(panels, xscale)
         blocks = math.ceil(len(panels) / columns)
         notes = [[_notes(panel, row, labels, first=row == shown[0]) for row in shown] for panel in panels]
         lines = [max(map(len, of_row)) for of_row in zip(*notes, strict=True)]  # above the panels of each row
         rows_inches = len(shown) * panel_inches[1] + sum(lines) * LINE_POINTS / 72
-        height = blocks * (rows_inches + heading_inches(panels, labels) + 0.12)
+        height = blocks * (rows_inches + HEAD_INCHES * (labels != NO_LABELS) + 0.12)
         handles = legend_handles(panels, shown, "sample" in capture.about)
-        foot = [facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, str(notes))]
+        foot = [facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
     inches, samples = inches_of(width, 0.5 + panel_inches[0] * columns), count(capture.n_samples, "sample")
     below: dict[str, Any] = {"foot": [_LEAD, *foot] if caption else foot, "handles": handles, "caption": caption}
     with sheet(theme, inches, height, title, capture.about, samples, **below) as figure:
@@ -266,7 +264,7 @@ def overview(
         networks = [
             panels_of(
                 *(capture, select(capture.sites, _ACROSS), [fit for fit in fitted if fit.curve in drawn], theme),
-                *(theme.looks_of(drawn), xscale, inches, inches + 0.05),
+                *(theme.looks_of(drawn), xscale, inches),
             )
             for capture, fitted in zip(captures, fits or [()] * len(captures), strict=True)
         ]
@@ -282,10 +280,10 @@ def overview(
         notes = [[notes_of(panel, labels) for panel in panels] for _, panels in rows]
         lines = [max(map(len, of_row)) for of_row in notes]
         panel_inches = min(_PANEL_INCHES, 0.85 * inches)
-        above = heading_inches(every, labels) + 0.04
+        above = HEAD_INCHES * (labels != NO_LABELS) + 0.04
         height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
         handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
-        foot = [*([_LEAD] if caption else []), *remarks(every, every_fit, str(notes))]
+        foot = [*([_LEAD] if caption else []), *remarks(every, every_fit, labels)]
         for capture, panels in zip(captures, networks, strict=True):
             name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
             of_network = (facts(panels, labels), title_and_foot(None if caption else title, "", capture.about)[1])
@@ -395,9 +393,7 @@ def _notes(panel: Panel, row: str, labels: str, *, first: bool) -> list[Words]:
     """Return the lines above a panel: those of its column, and those of its row."""
     lines = notes_of(panel, labels) if first else []
     if row == "token":
-        low, high = panel.scales.sigma
-        ends: Words = [(_least_scale(low), panel.style.ink), (_ROOM, "none"), (f"{high:.2g}", panel.style.ink)]
-        return [*lines, ends]
+        return [*lines, _scale_of(panel)]
     if row == "channel":
         extreme = zip(map(str, extreme_channels(panel.stats)), panel.style.channels, strict=False)
         words = [("channels" if panel.room > _LEAST_ROOM else "ch.", panel.style.ink), *extreme]
@@ -408,20 +404,19 @@ def _notes(panel: Panel, row: str, labels: str, *, first: bool) -> list[Words]:
 
 
 _LEAST_ROOM = 1.2  # inches
-_ROOM = "mmm"  # is not drawn
 
 
-def _least_scale(low: float) -> str:
-    return f"σ {low:.2g}"
+def _scale_of(panel: Panel) -> Words:
+    low, high = panel.scales.sigma
+    return [(f"σ {low:.2g} to {high:.2g}", panel.style.ink)]
 
 
 def _draw_scale(ax: Axes, panel: Panel) -> None:
-    left = 72 * width_of(_least_scale(panel.scales.sigma[0]), NOTE) + 4
-    bar = strip_above(ax, left, 72 * width_of(_ROOM, NOTE))
+    left = words_inches(_scale_of(panel)) / panel.inches + 0.04
+    bar = ax.inset_axes((left, 1.035, min(0.3, 1 - left), 0.04))
     bar.imshow(np.linspace(0, 1, 64)[None, :], aspect="auto", cmap=panel.style.tokens)
-    bar.set(yticks=[], xticks=[])
-    for spine in bar.spines.values():
-        spine.set_visible(False)
+    bar.set_axis_off()
+    bar.set_in_layout(False)
 
 
 def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:

@@ -23,7 +23,6 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES
@@ -184,8 +183,6 @@ def readable(colour: str, background: Any) -> str:
     >>> readable("#D55E00", "white"), readable("#0072B2", "white")
     ('#c05500', '#0072b2')
     """
-    if colour == NONE:
-        return colour
     behind, end = _luminance(to_rgb(background)), np.full(3, float(_luminance(to_rgb(background)) < 0.18))
     for share in np.linspace(0, 1, 21):
         mixed = (1 - share) * np.array(to_rgb(colour)) + share * end
@@ -386,15 +383,6 @@ def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
 def words_inches(words: Words) -> float:
     """Return the width of a line of words."""
     return sum(width_of(text, NOTE) + _SPACE_POINTS / 72 for text, _ in words) - _SPACE_POINTS / 72
-
-
-def strip_above(ax: Axes, left_points: float, width_points: float) -> Axes:
-    """Make axes as high as a letter within the lowest line above a panel, for a colour bar there."""
-    inches = (left_points / 72, (_ABOVE_POINTS + 1.2) / 72, width_points / 72, 4.2 / 72)
-    corner: Any = ax.transAxes  # annotated as any transform
-    strip: Axes = ax.inset_axes(inches, transform=ax.figure.dpi_scale_trans + ScaledTranslation(0, 1, corner))
-    strip.set_in_layout(False)
-    return strip
 
 
 def heading(about: Mapping[str, str], samples: str = "") -> str:
