@@ -2,10 +2,8 @@
 
 import io
 import math
-import re
 from dataclasses import replace
 
-import matplotlib.colors
 import numpy as np
 import pytest
 import torch
@@ -95,6 +93,7 @@ def test_each_panel_draws_medians_and_ranges_beside_one_another(reports):
         places = [x for xs, _ in dots(ax) for x in xs]
         assert len(set(places)) == len(places), rows
     assert [[round(at) for at in x] for x, _ in dots(cumulative)] == [[1, 2, 3]] * 3
+    assert {at % 1 for at in cumulative.get_xticks()} == {0}
     assert [tick.get_text() for tick in parts.get_xticklabels()] == ["980", "0"] and parts.get_xlabel() == "timestep"
     assert figure.get_suptitle().startswith("net$x_{") and "12 inputs" in figure.get_suptitle()
 
@@ -123,20 +122,15 @@ def test_sites_stand_in_order_with_their_placements(reports, kind, names):
     assert "pre-norm" in labels(figure) and "pre-norm" not in labels(plot_drift(measured[:1]))
 
 
-@pytest.mark.parametrize("style", ["light", "dark"])
-def test_functions_are_told_apart_by_colour_and_a_curve_keeps_its_own(reports, style):
-    looks = style_named(style).looks()
-    for funcs, curve, place in (
-        (("dyt", "derf", "rmsnorm"), "tanh", 0),
-        (("free", "mine=x/(1+abs(x))", "identity"), "linear", 2),
-    ):
-        measured = [replace(report, func=func) for report, func in zip(reports[0], funcs, strict=True)]
-        figure = plot_drift(measured, style=style)
-        handles = figure.legends[0].legend_handles[:3]
-        colours = {matplotlib.colors.to_hex(handle.get_color()) for handle in handles}
-        assert len(colours) == 3 and matplotlib.colors.to_hex(figure.get_facecolor()) not in colours
-        assert handles[place].get_color() == looks[curve][0]
-        assert labels(figure)[0] == f"{funcs[0]} · paper"
+@pytest.mark.parametrize(
+    ("style", "funcs", "curve"),
+    [("light", ("rmsnorm", "derf", "dyt"), "tanh"), ("dark", ("free", "mine=x/(1+abs(x))", "identity"), "linear")],
+)
+def test_functions_are_told_apart_by_colour_and_a_curve_keeps_its_own(reports, style, funcs, curve):
+    figure = plot_drift([replace(reports[0][0], func=func) for func in funcs], style=style)
+    colours = [handle.get_color() for handle in figure.legends[0].legend_handles[:3]]
+    assert len(set(colours)) == 3 and colours[2] == style_named(style).looks()[curve][0]
+    assert labels(figure)[:3] == [f"{func} · paper" for func in funcs]
 
 
 def test_panels_without_anything_are_left_out():
@@ -162,17 +156,6 @@ def test_identical_norms_are_drawn_on_a_linear_axis():
     model = PreNorm()
     report = drift(model, [torch.randn(6, 8, generator=DRAW)], {"norms.1": torch.nn.LayerNorm(8)}, func="same")
     assert {ax.get_yscale() for ax in plot_drift([report]).axes} == {"linear"}
-
-
-def test_one_site_has_an_axis_of_whole_numbers(reports):
-    report, sites = reports[0][0], reports[1][:1]
-    path = sites[0].name
-    only = [row for row in report.rows if row.at == "output" and row.site in (None, path) and row.sites_swapped == 1]
-    row = replace(only[0], swapped="cumulative", site=path)
-    figure = plot_drift([replace(report, sites=[path], rows=[replace(report.all, sites_swapped=1), row])], sites)
-    axes = titled(figure)["the output, one site more at a time"]
-    low, high = axes.get_xlim()
-    assert [tick for tick in axes.get_xticks() if low <= tick <= high] == [1]
 
 
 def test_mistakes_are_said(reports):
@@ -228,16 +211,6 @@ def test_parts_and_sites_have_rows_of_their_own(reports):
     for column, report in enumerate(measured, 1):
         alone = [float(row[column]) for row in rows]
         assert alone == pytest.approx([row.relative_l2.p50 for row in report.by_site], rel=5e-3)
-
-
-@pytest.mark.parametrize("make", [drift_table, parts_table, sites_table])
-def test_numbers_never_break(reports, make):
-    def numbers(text):
-        return re.findall(r"\d+\.\d+", text.partition("All sites")[0].partition("relative L2")[0])
-
-    table = make(reports[0])
-    least = Console(width=10_000).measure(table).minimum
-    assert set() < set(numbers(text_of(table, least))) <= set(numbers(text_of(table)))
 
 
 def test_ends_and_frames_have_columns_where_they_were_measured(reports):

@@ -14,7 +14,7 @@ import normscope
 from normscope.figures.gradient import plot_gradient
 from normscope.figures.scurves import save_figure
 from normscope.figures.style import STYLES
-from normscope.fits.gradient import gradient
+from normscope.fits.gradient import drawn_jacobians, gradient
 
 NAMES = ("layer", "group", "rms")
 
@@ -43,10 +43,6 @@ def fits(seen):
 @pytest.fixture(scope="module")
 def figure(seen, fits):
     return plot_gradient(seen, fits)
-
-
-def shown(figure):
-    return [ax for ax in figure.axes if ax.get_visible()]
 
 
 def line_of(ax, colour):
@@ -96,13 +92,10 @@ def test_the_curves_derivatives_are_drawn_as_far_as_the_axis(figure, fits):
 
 def test_every_drawn_diagonal_is_a_point_and_the_pairs_beyond_the_axis_are_counted(figure, seen, inputs):
     above, _ = panels(figure, 2)
+    drawn = drawn_jacobians(seen.sites[2], seen.stats["rms"])
     clouds = [collection for collection in above.collections if isinstance(collection, PathCollection)]
-    for cloud, drawn in zip(clouds, (seen.stats["rms"].tokens, seen.stats["rms"].largest), strict=True):
-        x, slope = np.asarray(cloud.get_offsets()).T
-        np.testing.assert_array_equal(x, drawn.x.flatten().numpy())
-        y = drawn.y.double()
-        truth = drawn.rstd.double()[:, None] * (1 - y**2 / 64)  # y and rstd are float32
-        np.testing.assert_allclose(slope, truth.flatten().numpy(), rtol=1e-5, atol=1e-5 * float(truth.max()))
+    for cloud, x, part in zip(clouds, (drawn.x, drawn.largest_x), (drawn.uniform, drawn.largest), strict=True):
+        np.testing.assert_array_equal(cloud.get_offsets().T, np.stack([x.flatten(), part.diagonal.flatten()]))
     beyond = int((inputs.abs() > above.get_xlim()[1]).sum())
     assert beyond and above.get_xlabel() == f"norm input x ({beyond:,} pairs beyond)"
 
@@ -124,16 +117,13 @@ def test_the_mean_is_that_of_all_pairs(figure, seen, inputs):
 def test_what_is_held_constant_is_drawn_by_x(figure, seen):
     _, below = panels(figure, 0)
     assert (below.get_xscale(), below.get_yscale()) == ("log", "log")
-    x, y = (seen.stats["layer"].tokens.x.double().numpy(), seen.stats["layer"].tokens.y.double().numpy())
-    sigma = np.sqrt(x.var(1, keepdims=True) + 1e-5) + 0 * x
-    t = (x - x.mean(1, keepdims=True)) * 64 / 63
-    root = np.sqrt(t**2 * (63 / y**2 - 1) * 63) / 64  # (22) and (28) of docs/theory.md
-    octaves = np.floor(2 * np.log2(np.abs(x)))
-    groups = [octaves == octave for octave in np.unique(octaves) if (octaves == octave).sum() >= 32]
-    for values, colour in ((sigma, STYLES["light"].channels[1]), (root, STYLES["light"].ink)):
-        _, drawn = line_of(below, colour)
-        truth = [np.median(values[inside]) for inside in groups]
-        np.testing.assert_allclose(drawn, truth, rtol=1e-4)  # C is a difference, of float32's y
+    drawn = drawn_jacobians(seen.sites[0], seen.stats["layer"])
+    octaves = (2 * drawn.x.abs().log2()).floor()
+    groups = [octaves == octave for octave in octaves.unique() if (octaves == octave).sum() >= 32]
+    looks = STYLES["light"].channels[1], STYLES["light"].ink
+    for values, colour in zip((drawn.uniform.scale[:, None] + 0 * drawn.x, drawn.uniform.others), looks, strict=True):
+        truth = [np.median(values[inside].numpy()) for inside in groups]
+        np.testing.assert_allclose(line_of(below, colour)[1], truth, rtol=1e-12)
 
 
 def said(figure):
