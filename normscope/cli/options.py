@@ -20,6 +20,7 @@ from normscope.swaps.inits import INITS
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
+    from normscope.figures.style import FigureOptions
 
 # The panels of a command's help, in order.
 MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swap", "Running", "Output")
@@ -64,7 +65,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "amplitude": "HOW  free: A is fitted; theory: it is such that the curve tends to √d or √(d−1).",
         "theory": "Fit nothing: A as in theory, α from the mean slope of the tokens' lines.",
         "alpha": "NUMBER  Fix α; 1 is the ablation without α.",
-        "shift": "Fit s in f(αx + s) of every curve, or of none; else of derf alone.",
+        "shift": "Fit s in f(αx + s), or not; by default it is, but for --theory and --advise.",
         "weights_by": "HOW  pairs: all count alike; gamma: by γ² (what the next layer sees); x: evenly over x.",
         "advise": "Say where to start a norm-free training, kind by kind of site (-o advice.yaml).",
     },
@@ -286,11 +287,10 @@ class Look:
     title: str | None = None
 
     @property
-    def of_figure(self) -> dict[str, Any]:
-        """The arguments that every function that draws takes, without those that were not given."""
-        optional = {"labels": (self.labels, "short"), "font": (self.font, None), "caption": (self.caption, None)}
-        given = {name: value for name, (value, usual) in optional.items() if value != usual}
-        return {"width": self.width, "title": self.title, "style": self.style, **given}
+    def of_figure(self) -> FigureOptions:
+        """The options that every function that draws takes."""
+        looks = ("width", "title", "style", "labels", "font", "caption")
+        return {name: getattr(self, name) for name in looks}  # type: ignore[return-value]
 
 
 @dataclass
@@ -310,9 +310,9 @@ class FigureFiles:
     written: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        from normscope.figures.style import check_look
+        from normscope.figures.style import theme_of
 
-        check_look(self.look.style, self.look.labels, self.look.font, self.look.caption)
+        theme_of(self.look.of_figure)
         self.suffix = self._suffix()
         for title in self.titles:
             for view in self.views:

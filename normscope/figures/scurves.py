@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import matplotlib
 import numpy as np
@@ -43,15 +43,16 @@ from normscope.figures.style import (
     NO_LABELS,
     NOTE,
     SHORT,
+    FigureOptions,
     Sheet,
     Words,
-    check_look,
-    columns_within,
+    columns_of,
     heading,
     inches_of,
     readable,
-    sheet,
+    sheet_of,
     tail,
+    theme_of,
     title_and_foot,
     untrained,
     words_inches,
@@ -68,10 +69,10 @@ FORMATS = ("png", "svg", "pdf")
 _VECTOR_DPI = 72  # at which matplotlib lays out what is in points
 _LEAST_DPI = 300  # of the points within a vector graphic
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
-_LEAD = "Input x and output y of norm layers"
+_MOST_COLUMNS, _PANEL_INCHES, _LEAST_PANEL = 6, (2.35, 2.05), (1.3, 1.2)  # widths and heights, ticks included
 _ACROSS = 4
-_COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # four of them are a page's text width
-_PANEL_INCHES = 1.15
+_COLUMN_INCHES, _LEAST_COLUMN = 1.75, 1.2  # of an overview; four of them are a page's text width
+_ROW_INCHES = 1.15
 _AXIS_INCHES = 0.25  # of a panel's ticks
 _LABEL_INCHES = 0.3  # left of all panels
 _LABEL = FontProperties(size=7)
@@ -86,13 +87,8 @@ def plot(
     compact: bool = False,
     xscale: str = LINEAR,
     share_axes: bool = False,
-    width: float | None = None,
-    labels: str = SHORT,
-    font: str | None = None,
-    caption: str | None = None,
-    title: str | None = None,
-    style: str = "light",
     ax: Axes | None = None,
+    **options: Unpack[FigureOptions],
 ) -> Any:
     """Draw the S-curves of every site of a capture.
 
@@ -110,16 +106,14 @@ def plot(
         compact: draw the densities of four sites beside one another, as :func:`normscope.overview` does.
         xscale: ``linear``, ``asinh`` or ``symlog``; the latter two contain every pair.
         share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets.
-        width: of the figure, in inches; narrow figures have fewer columns, and letters of at least 6 points.
-        labels: above each column: ``short`` (short name and R²), ``full`` (path, class, d, placement, number of pairs,
-            and all numbers of the fits) or ``none``.
-        font: family of all letters, such as ``Times New Roman``.
-        caption: ``txt`` or ``tex``: what all panels share goes into a caption, which :func:`normscope.save_figure`
-            writes beside the figure, in place of the lines below the panels.
-        title: above all panels; by default the network's name, and weights and data below all panels; ``none`` for
-            neither.
-        style: ``light`` or ``dark``.
         ax: your axes, for one row of one site; the heading is then written inside of them.
+        options: those of all figures. ``width``: of the figure, in inches; narrow figures have fewer columns, and
+            letters of at least 6 points. ``labels``: above each column ``short`` (short name and R², the default),
+            ``full`` (path, class, d, placement, number of pairs, and all numbers of the fits) or ``none``. ``font``:
+            family of all letters, such as ``Times New Roman``. ``caption``: ``txt`` or ``tex``, for a file that
+            :func:`normscope.save_figure` writes beside the figure, with what otherwise stands below all panels.
+            ``title``: above all panels, by default the network's name, and weights and data below; ``none`` for
+            neither. ``style``: ``light`` or ``dark``.
 
     Returns:
         A matplotlib figure, which :func:`save_figure` writes; ``ax`` if given.
@@ -133,11 +127,10 @@ def plot(
             f"plot draws a Capture, but this is a {type(capture).__name__}: seen = normscope.capture(network), "
             "fits = normscope.fit(seen), then normscope.plot(seen, fits)."
         )
-    shown, theme = rows_named(rows), check_look(style, labels, font, caption)
+    shown, theme, labels = rows_named(rows), theme_of(options), options.get("labels", SHORT)
     capture = capture if layers is None else capture.only(layers)
     if compact and ax is None:
-        look: dict[str, Any] = {"labels": labels, "font": font, "caption": caption, "title": title, "style": style}
-        return overview([capture], [fits], xscale=xscale, share_axes=share_axes, width=width, **look)
+        return overview([capture], [fits], xscale=xscale, share_axes=share_axes, **options)
     if ax is not None:
         if len(capture.sites) != 1 or len(shown) != 1 or compact:
             raise UsageError(
@@ -147,22 +140,23 @@ def plot(
         inches = ax.get_window_extent().width / ax.figure.dpi
         (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
         return _draw_on(ax, panel, shown[0], labels)
-    columns, panel_inches = columns_within(len(capture.sites), width)
-    inches = panel_inches[0] - _EDGE_INCHES
+    columns = columns_of(options, len(capture.sites), _LEAST_PANEL[0], _MOST_COLUMNS)
+    inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES[0] * columns)
+    across = (inches - 0.3) / columns
+    panel_inches = min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across))
     with matplotlib.rc_context(theme.rc()):
-        panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
+        panels = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=across - _EDGE_INCHES)
         if share_axes:
             panels = with_shared_scales(panels, xscale)
         blocks = math.ceil(len(panels) / columns)
         notes = [[_notes(panel, row, labels, first=row == shown[0]) for row in shown] for panel in panels]
         lines = [max(map(len, of_row)) for of_row in zip(*notes, strict=True)]  # above the panels of each row
-        rows_inches = len(shown) * panel_inches[1] + sum(lines) * LINE_POINTS / 72
+        rows_inches = len(shown) * panel_inches + sum(lines) * LINE_POINTS / 72
         height = blocks * (rows_inches + HEAD_INCHES * (labels != NO_LABELS) + 0.12)
         handles = legend_handles(panels, shown, "sample" in capture.about)
-        foot = [facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
-    inches, samples = inches_of(width, 0.5 + panel_inches[0] * columns), count(capture.n_samples, "sample")
-    below: dict[str, Any] = {"foot": [_LEAD, *foot] if caption else foot, "handles": handles, "caption": caption}
-    with sheet(theme, inches, height, title, capture.about, samples, **below) as figure:
+        foot = [*_lead(options), facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
+    parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "foot": foot, "handles": handles}
+    with sheet_of(options, theme, inches, height, capture.about, **parts) as figure:
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
         for empty in axes.flat:
             empty.set_visible(False)
@@ -201,6 +195,11 @@ def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
     return ax
 
 
+def _lead(options: FigureOptions) -> list[str]:
+    """Return the first sentence of a caption."""
+    return ["Input x and output y of norm layers"] if options.get("caption") else []
+
+
 def _name_of_y(row: str) -> str:
     return "E[y|x] − fit" if row == RESIDUAL else "output y"
 
@@ -211,12 +210,7 @@ def overview(
     *,
     xscale: str = LINEAR,
     share_axes: bool = False,
-    width: float | None = None,
-    labels: str = SHORT,
-    font: str | None = None,
-    caption: str | None = None,
-    title: str | None = None,
-    style: str = "light",
+    **options: Unpack[FigureOptions],
 ) -> Figure:
     """Draw one or several captures as panels alone: a row a network, and four norm sites evenly over the depth.
 
@@ -228,14 +222,8 @@ def overview(
         fits: for each capture, what :func:`normscope.fit` made of it; without any, no curves are drawn.
         xscale: as of :func:`normscope.plot`.
         share_axes: likewise, for all panels of all networks.
-        width: of the figure, in inches; by default that of a page's text, 7 for four sites. In a narrow one panels go
-            below one another.
-        labels: above each panel, as of :func:`normscope.plot`.
-        font: likewise.
-        caption: likewise.
-        title: above all panels; by default none, as each row names its network. With ``none`` weights and data are
-            left out too.
-        style: ``light`` or ``dark``.
+        options: as of :func:`normscope.plot`; the usual width is that of a page's text, 7 inches for four sites, and
+            there is no usual title, as each row names its network.
 
     Raises:
         UsageError: as of :func:`normscope.plot`; and if there is no capture, or the fits are of another number of
@@ -253,9 +241,9 @@ def overview(
         raise UsageError("There is no capture to draw; an overview takes one or more.")
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme = check_look(style, labels, font, caption)
+    theme, labels = theme_of(options), options.get("labels", SHORT)
     columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
-    width = inches_of(width, _COLUMN_INCHES * columns)
+    width = inches_of(options.get("width"), _COLUMN_INCHES * columns)
     columns = columns if width / columns >= _LEAST_COLUMN else 2
     inches = (width - _LABEL_INCHES) / columns - _EDGE_INCHES
     every_fit = [fit for fitted in fits for fit in fitted]
@@ -279,17 +267,17 @@ def overview(
         ]
         notes = [[notes_of(panel, labels) for panel in panels] for _, panels in rows]
         lines = [max(map(len, of_row)) for of_row in notes]
-        panel_inches = min(_PANEL_INCHES, 0.85 * inches)
+        panel_inches = min(_ROW_INCHES, 0.85 * inches)
         above = HEAD_INCHES * (labels != NO_LABELS) + 0.04
         height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
         handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
-        foot = [*([_LEAD] if caption else []), *remarks(every, every_fit, labels)]
+        foot = [*_lead(options), *remarks(every, every_fit, labels)]
         for capture, panels in zip(captures, networks, strict=True):
             name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
-            of_network = (facts(panels, labels), title_and_foot(None if caption else title, "", capture.about)[1])
+            title = None if options.get("caption") else options.get("title")
+            of_network = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])
             foot.append(name + " · ".join(filter(None, of_network)))
-    below: dict[str, Any] = {"foot": foot, "handles": handles, "caption": caption}
-    with sheet(theme, width, height, title, {}, **below, h_pad=0.03, hspace=0) as figure:
+    with sheet_of(options, theme, width, height, {}, foot=foot, handles=handles, h_pad=0.03, hspace=0) as figure:
         axes = figure.subplots(len(rows), columns, squeeze=False)
         for number, ((capture, panels), axes_of_row) in enumerate(zip(rows, axes, strict=True)):
             for column, ax in enumerate(axes_of_row):

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES
-from normscope.pairs.norms.sites import NormSite, short_names
+from normscope.pairs.norms.sites import short_names
 from normscope.runtime.files import visible
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
@@ -165,13 +165,28 @@ LABELS = NO_LABELS, SHORT, FULL = ("none", "short", "full")
 CAPTIONS = ("txt", "tex")
 
 
-def check_look(style: str, labels: str = SHORT, font: str | None = None, caption: str | None = None) -> Style:
-    """Return a theme as :func:`style_named` does; UsageError also for an unknown kind of labels or caption."""
-    if labels not in LABELS:
-        raise UsageError(unknown("kind of labels", labels, LABELS))
-    if caption not in (None, *CAPTIONS):
-        raise UsageError(unknown("kind of caption", str(caption), CAPTIONS))
-    return style_named(style, font)
+class FigureOptions(TypedDict, total=False):
+    """Options of every figure, as of :func:`normscope.plot`."""
+
+    width: float | None
+    title: str | None
+    style: str
+    labels: str
+    font: str | None
+    caption: str | None
+
+
+def theme_of(options: FigureOptions) -> Style:
+    """Return the theme; UsageError for an unknown option, style, kind of labels, font or kind of caption."""
+    for name in options.keys() - FigureOptions.__annotations__.keys():
+        raise UsageError(unknown("option of a figure", name, FigureOptions.__annotations__))
+    for kind, value, choices in (
+        ("labels", options.get("labels", SHORT), LABELS),
+        ("caption", options.get("caption"), (None, *CAPTIONS)),
+    ):
+        if value not in choices:
+            raise UsageError(unknown(f"kind of {kind}", str(value), filter(None, choices)))
+    return style_named(options.get("style", "light"), options.get("font"))
 
 
 _CONTRAST = 4.5  # of letters, by the Web Content Accessibility Guidelines 2.2
@@ -197,28 +212,8 @@ def _luminance(rgb: Any) -> float:
     return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
 
-_MOST_COLUMNS = 6
-_PANEL_INCHES = (2.35, 2.05)
-_LEAST_PANEL = (1.3, 1.2)
-
-
-def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, float]]:
-    """Return the number of columns for some panels, and the width and height of each in inches, ticks included.
-
-    >>> columns_within(8, None), columns_within(8, 5.5)[0], columns_within(2, 3.25)[0]
-    ((6, (2.35, 2.05)), 4, 2)
-    """
-    if width is None:
-        return min(_MOST_COLUMNS, panels), _PANEL_INCHES
-    most = max(1, min(_MOST_COLUMNS, panels, int((width - 0.3) / _LEAST_PANEL[0])))
-    columns = math.ceil(panels / math.ceil(panels / most))
-    across = (width - 0.3) / columns
-    return columns, (across, min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across)))
-
-
 _MOST_LINES = 3
 MANY_TIMES = 4  # between the values of a logarithmic axis, at least
-_NARROW = 1.6  # inches of a panel, with smaller titles
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
 
@@ -296,28 +291,6 @@ def draw_guides(ax: Axes, style: Style) -> None:
 def literal(text: str) -> str:
     """Write a text as matplotlib takes it in labels: one line, and no dollar sign begins a formula."""
     return visible(text).replace("$", r"\$")
-
-
-def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
-    """Write a norm's path, class, d and placement above a panel, and the first line of detail that fits."""
-    font = _head_font(inches)
-    norm = " · ".join(part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part)
-    detail = that_fits(details, inches, font.get_size_in_points())
-    number = f"{site.index}  "
-    lines = [
-        number + tail(site.name, inches - width_of(number, font), font),
-        *(tail(line, inches, font) for line in (norm, detail)),
-    ]
-    ax.set_title("\n".join(lines), parse_math=False, loc="left", y=1, pad=pad, fontproperties=font)
-
-
-def head_inches(inches: float) -> float:
-    """Return the height of the text that :func:`head_panel` writes above panels of this width."""
-    return 3 * 1.25 * _head_font(inches).get_size_in_points() / 72
-
-
-def _head_font(inches: float) -> FontProperties:
-    return FontProperties(size=7.5 if inches > _NARROW else 6.5)
 
 
 Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
@@ -436,19 +409,18 @@ class Sheet(Figure):
 
 
 @contextlib.contextmanager
-def sheet(
+def sheet_of(
+    options: FigureOptions,
     style: Style,
     width: float,
     height: float,
-    title: str | None,
     about: Mapping[str, str],
-    detail: str = "",
     *,
+    detail: str = "",
     foot: Sequence[str] = (),
     handles: Sequence[Artist] = (),
     names: Sequence[str] = ("weights", "data"),
     font: FontProperties = LEGEND,
-    caption: str | None = None,
     **layout: Any,
 ) -> Iterator[Sheet]:
     """Make a figure with a title above its panels, and a legend and lines of text below; nothing overlaps.
@@ -456,19 +428,20 @@ def sheet(
     The style's parameters apply while its panels are drawn.
 
     Args:
+        options: of the user, whose title and caption are taken: with a caption, :func:`normscope.save_figure` writes
+            the foot beside the figure.
         style: of the figure.
         width: in inches.
         height: of its panels, in inches; title, legend and foot add to it.
-        title: the user's, see :func:`title_and_foot`.
         about: of the network.
         detail: in the default title, after the network's name.
         foot: sentences above the line of weights and data, each on a line of its own.
         handles: of the legend; long labels are wrapped.
         names: entries of ``about`` in the last line.
         font: of the legend.
-        caption: ``txt`` or ``tex``: :func:`normscope.save_figure` writes the foot beside the figure, as its caption.
         layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
     """
+    title, caption = options.get("title"), options.get("caption")
     usual = heading({**about, "part": " · ".join(filter(None, (about.get("part"), untrained(about))))}, detail)
     above, origin = title_and_foot(title, usual, about, names)
     with matplotlib.rc_context(style.rc()):
@@ -524,30 +497,6 @@ def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> 
 def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> Line2D:
     """Make a legend's entry, in which no dollar sign begins a formula: a line, or with a ``marker`` a point."""
     return Line2D([], [], color=color, ls=ls, lw=lw, label=literal(label), **look)
-
-
-class FigureOptions(TypedDict, total=False):
-    """Options of every figure, as of :func:`normscope.plot`."""
-
-    width: float | None
-    title: str | None
-    style: str
-    labels: str
-    font: str | None
-    caption: str | None
-
-
-def theme_of(options: FigureOptions) -> Style:
-    """Return the theme; UsageError for an unknown style, kind of labels, font or kind of caption."""
-    style, labels = options.get("style", "light"), options.get("labels", SHORT)
-    return check_look(style, labels, options.get("font"), options.get("caption"))
-
-
-def sheet_of(
-    options: FigureOptions, theme: Style, width: float, height: float, about: Mapping[str, str], **parts: Any
-) -> contextlib.AbstractContextManager[Sheet]:
-    """Make a figure as :func:`sheet` does, with the user's title and caption."""
-    return sheet(theme, width, height, options.get("title"), about, caption=options.get("caption"), **parts)
 
 
 def columns_of(options: FigureOptions, panels: int, least_inches: float, most: int) -> int:

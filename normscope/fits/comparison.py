@@ -17,7 +17,7 @@ from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
 from normscope.fits.jackknife import Interval, interval, student, without_folds
 from normscope.fits.solver import FitForm, Solutions
-from normscope.fits.targets import FitBatch, FitTarget, batches, fit_targets, nodes_of
+from normscope.fits.targets import FitBatch, FitTarget, as_capture, batches, fit_targets, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
@@ -87,8 +87,8 @@ class Ratio:
 
 
 _FITTED = (
-    *("site", "curve", "amplitude", "alpha", "C", "slope", "shift", "r2", "r2_ceiling", "n_pairs"),
-    *("folds", "straight", "converged", "nothing"),
+    *("site", "curve", "amplitude", "alpha", "C", "slope", "shift", "r2", "r2_cv", "r2_ceiling"),
+    *("n_pairs", "folds", "straight", "converged", "nothing"),
 )
 
 
@@ -164,7 +164,9 @@ class Comparison:
         ]
 
 
-def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> Records[Compared]:
+def compare(
+    captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru", *, shift: bool = True
+) -> Records[Compared]:
     """Compare captures with the first of them: models, data, or the checkpoints of a training.
 
     Sites are matched by name if the networks are built alike and otherwise by placement and depth, see
@@ -173,6 +175,7 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
     Args:
         captures: two or more.
         curves: names as of :func:`normscope.fit`, but not ``best``, which differs from site to site.
+        shift: fit s in A·f(αx + s).
 
     Returns:
         A record for each site of the first capture, curve and capture, in this order, the first capture included.
@@ -192,8 +195,10 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
     0.5
     """
     names = check_curves(curves)
+    each = captures if isinstance(captures, (list, tuple)) else [captures]
+    captures = [as_capture(capture, "compare") for capture in each]
     check_number(len(captures))
-    return Records(compared(captures, [fit(capture, names) for capture in captures]).rows)
+    return Records(compared(captures, [fit(capture, names, shift=shift) for capture in captures]).rows)
 
 
 def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
@@ -254,12 +259,17 @@ class _Observed:
 def _observed(capture: Capture, fits: Sequence[CurveFit]) -> dict[tuple[str, str], _Observed]:
     of_place = {(each.site, each.curve): each for each in fits}
     targets = {target.site: target for target in fit_targets(capture)}
-    default = [each.curve for each in fits if each.curve != FREE and each.form == FitForm().words(each.function)]
+    forms = {
+        each.curve: form
+        for each in fits
+        for form in (FitForm(), FitForm(shift=False))
+        if each.curve != FREE and each.form == form.words(each.function)
+    }
     refits: dict[tuple[str, str], Refits] = {}
     for _, problems in batches([target for target in targets.values() if target.fold_by]):
-        for curve in dict.fromkeys(default):
+        for curve, form in forms.items():
             of_sites = [of_place[target.site, curve] for target in problems.targets]
-            refits |= zip([(each.site, curve) for each in of_sites], _refits(problems, of_sites), strict=True)
+            refits |= zip([(each.site, curve) for each in of_sites], _refits(problems, of_sites, form), strict=True)
     widths = {site.name: site.d for site in capture.sites}
     return {
         place: _Observed(each, targets[each.site], capture.stats[each.site], widths[each.site], refits.get(place))
@@ -267,14 +277,14 @@ def _observed(capture: Capture, fits: Sequence[CurveFit]) -> dict[tuple[str, str
     }
 
 
-def _refits(problems: FitBatch, fits: Sequence[CurveFit]) -> list[Refits]:
+def _refits(problems: FitBatch, fits: Sequence[CurveFit], form: FitForm) -> list[Refits]:
     """Fit one curve to each problem without each of its folds, beginning at the fits to all pairs."""
     curve = fits[0].function
     parameters = torch.tensor([(each.amplitude, each.alpha, each.shift) for each in fits]).double()
     flags = torch.tensor([(each.straight or each.power_law, each.converged) for each in fits])
     columns = (*parameters.unbind(-1), *flags.unbind(-1))
     near = Solutions(*(column.repeat_interleave(problems.folds) for column in columns))
-    near = without_folds(problems, curve, FitForm(), near)
+    near = without_folds(problems, curve, form, near)
     slope = near.amplitude * near.alpha * curve.derivative(near.shift)
     pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
     rows = zip(near.alpha.view_as(pairs), slope.view_as(pairs), pairs, strict=True)

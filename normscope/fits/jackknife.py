@@ -122,7 +122,8 @@ def without_folds(problems: FitBatch, curve: Curve, form: FitForm, near: Solutio
     """Fit one curve to all pairs but those of one fold, ``problems · folds`` times, beginning at ``near``."""
     odd = form.odd(curve)
     objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
-    return refined(objective.on(problems.nodes("others", odd=odd)), near, problems.nodes("rough others", odd=odd))
+    rough = problems.nodes("rough others", odd=odd)
+    return refined(objective.on(problems.nodes("others", odd=odd)), near, rough, problems.folds)
 
 
 def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attributes) -> list[Attributes]:
