@@ -59,6 +59,7 @@ from normscope.figures.style import (
     write_at,
 )
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.targets import as_capture
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, select
 from normscope.runtime.files import whole_file
@@ -79,7 +80,7 @@ _LABEL = FontProperties(size=7)
 
 
 def plot(
-    capture: Capture,
+    capture: Capture | str | Path,
     fits: Sequence[CurveFit] = (),
     *,
     layers: Layers | None = None,
@@ -98,7 +99,7 @@ def plot(
     of a LayerNorm (±√d of an RMSNorm). Of more than four curves, the four of largest mean R² are drawn.
 
     Args:
-        capture: what :func:`normscope.capture` returned.
+        capture: what :func:`normscope.capture` returned, or the file of a capture.
         fits: what :func:`normscope.fit` made of it; drawn over every panel.
         layers: which sites, as of :func:`normscope.capture`; by default all.
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
@@ -122,11 +123,7 @@ def plot(
         UsageError: if there is no such site, row, scale, style, font, or kind of labels or caption, if ``ax`` is given
             for several panels, if the width is under 2 inches, or if the first argument is no capture.
     """
-    if not isinstance(capture, Capture):
-        raise UsageError(
-            f"plot draws a Capture, but this is a {type(capture).__name__}: seen = normscope.capture(network), "
-            "fits = normscope.fit(seen), then normscope.plot(seen, fits)."
-        )
+    capture = as_capture(capture, "plot")
     shown, theme, labels = rows_named(rows), theme_of(options), options.get("labels", SHORT)
     capture = capture if layers is None else capture.only(layers)
     if compact and ax is None:
@@ -141,7 +138,7 @@ def plot(
         (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
         return _draw_on(ax, panel, shown[0], labels)
     columns = columns_of(options, len(capture.sites), _LEAST_PANEL[0], _MOST_COLUMNS)
-    inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES[0] * columns)
+    inches = inches_of(options.get("width"), 0.5 + _PANEL_INCHES[0] * columns)
     across = (inches - 0.3) / columns
     panel_inches = min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across))
     with matplotlib.rc_context(theme.rc()):

@@ -92,7 +92,8 @@ def test_full_labels_have_every_number(seen, fits):
     lines = "  ".join(text.get_text() for text in density.texts)
     assert f"0  {NAMES[0]}" in lines and "LayerNorm d=64  15,360 pairs" in lines
     for fit in (fit for fit in fits if fit.site == NAMES[0]):
-        assert f"{fit.curve}  A {fit.amplitude:.3g}  α {fit.alpha:.3g}  R² {fit.r2:.3f}" in lines
+        numbers = f"A {fit.amplitude:.3g}  α {fit.alpha:.3g}  s {fit.shift:.3g}  R² {fit.r2:.3f}"
+        assert f"{fit.curve}  {numbers}" in lines
         assert f"held out {fit.r2_cv:.3f}" in lines
     assert f"ceiling {fits[0].r2_ceiling:.3f}" in lines
     assert "pairs a panel" not in foot(figure)[0]
@@ -154,8 +155,9 @@ def test_one_panel_goes_into_your_axes_and_stays_inside(seen, fits, row):
         ({"labels": "shrt"}, "no kind of labels 'shrt'. Did you mean 'short'"),
         ({"caption": "tx"}, "no kind of caption 'tx'"),
         ({"font": "DejaVu Sens"}, "no font 'DejaVu Sens'. Did you mean 'DejaVu Sans'"),
-        ({"capture": []}, r"plot draws a Capture, but this is a list: seen = normscope.capture\(network\)"),
-        ({"capture": nn.LayerNorm(8)}, "this is a LayerNorm"),
+        ({"capture": []}, r"normscope.plot takes a Capture; normscope.capture\(network\) makes one"),
+        ({"capture": nn.LayerNorm(8)}, "normscope.plot takes a Capture"),
+        ({"widht": 5.5}, "no option of a figure 'widht'. Did you mean 'width'"),
     ],
 )
 def test_mistakes_are_refused(seen, fits, change, sentence):

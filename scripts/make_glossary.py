@@ -1,0 +1,34 @@
+"""Write docs/glossary.md from the table of definitions: ``python scripts/make_glossary.py``."""
+
+from pathlib import Path
+
+from normscope.tables.glossary import COMMON, DEFINITIONS, TERMS
+
+PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
+INTRODUCTION = """\
+# How to read the numbers
+
+Definitions of all terms, and of the columns of all tables. Capital letters in a heading stand for a name: CURVE for a
+curve, QUALITY for a score, PERCENTILE for a percentage.
+"""
+BELOW = {COMMON: "", "report": "Columns of the HTML file that are in no table above."}
+
+
+def glossary() -> str:
+    """Return the page's text."""
+    parts = [INTRODUCTION]
+    for table, entries in DEFINITIONS.items():
+        title = table if table in (TERMS, COMMON) else f"`{table}`"
+        note = BELOW.get(table, "")
+        rows = [f"| {_cell(name)} | {_cell(definition)} |" for name, definition in entries.items()]
+        parts.append("\n".join([f"## {title}", "", *([note, ""] if note else []), "| | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|").replace("*", r"\*")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(glossary(), encoding="utf-8")
+    print(PAGE.relative_to(PAGE.parents[1]))
