@@ -31,10 +31,7 @@ NOT_KEPT = replace(
 def dots(ax):
     """The points of a panel by their filling: [x, y] of filled ones, and of open ones."""
     lines = [line for line in ax.lines if line.get_marker() == "o"]
-    open_ones = [line.get_mfc() == ax.get_facecolor() or line.get_mfc() == "#FFFFFF" for line in lines]
-    points = [
-        (empty, point) for empty, line in zip(open_ones, lines, strict=True) for point in line.get_xydata().tolist()
-    ]
+    points = [(line.get_mfc() == "#FFFFFF", point) for line in lines for point in line.get_xydata().tolist()]
     return [[point for empty, point in points if empty == kind] for kind in (False, True)]
 
 
