@@ -117,7 +117,7 @@ def heal(
     whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
     whole |= {"per": per, "sites": len(source.norms)}
     title = f"{network.name} · {func}"
-    figure = normscope.plot_healing(report, title if look.title is None else look.title, width=look.width)
+    figure = normscope.plot_healing(report, **{**look.of_figure, "title": title if look.title is None else look.title})
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
@@ -141,7 +141,9 @@ def _remark_on(check: TrainingCheck, say: Output) -> None:
     """Print the loss and the drift of a check during training."""
     values = {"loss": check.loss, "drift": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
-    say.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['a better state is kept']))}")
+    say.remark(
+        f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['not kept, as an earlier state is better']))}"
+    )
 
 
 def _tell(report: HealReport, say: Output) -> None:

@@ -96,6 +96,15 @@ def test_where_it_cannot_be_written_nothing_is_run(captures, tmp_path):
     assert (done.stdout, written(tmp_path / "out")) == ("", ["overview-scurves.png"])
 
 
+def test_a_compact_figure_is_the_only_one_with_its_caption_beside(captures, tmp_path):
+    told = document(f"plot {' '.join(captures)} --compact --caption tex --labels none -o all.pdf {QUICK}")
+    assert told["overview"] == "all.pdf" and [figure["file"] for figure in told["figures"]] == [None, None]
+    assert written(tmp_path) == ["all.pdf", "all.tex"]
+    assert (tmp_path / "all.tex").read_text().startswith(r"\caption{Input x of norms, and")
+    assert document(f"plot {captures[0]} --compact -o alone {QUICK}")["overview"] == "alone/overview-compact.png"
+    assert "no kind of labels 'shrt'" in words(invoke(f"plot {captures[0]} --labels shrt", status=2).stderr)
+
+
 @pytest.mark.parametrize("command", [pytest.param("plot --share-axes", marks=pytest.mark.slow), "compare"])
 def test_a_figure_is_as_wide_as_asked(captures, tmp_path, command):
     invoke(f"{command} {' '.join(captures)} --func tanh --dpi 40 --width 3.25 --title none -o .")
