@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from typing import Annotated, Any
@@ -24,12 +25,18 @@ from normscope.cli.commands.report import report
 from normscope.cli.commands.stats import stats
 from normscope.cli.commands.swap import swap
 from normscope.cli.commands.swap_bench import swap_bench
-from normscope.cli.options import OUTPUT, PANELS
+from normscope.cli.options import DIFFUSION, OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
 from normscope.cli.process import StreamError, guard_streams
-from normscope.errors import NormscopeError, StoppedError
+from normscope.errors import NormscopeError, StoppedError, UsageError
+from normscope.models.registry import is_diffusion
 
 _INTERRUPTED = 130
+# Options that a command lacks, and a sentence.
+_LACKING = {
+    "--csv": "There is no --csv; -o FILE.csv writes the rows of the table.",
+    "--device-map": "A network on several devices cannot be swapped; leave --device-map out, or use --device.",
+}
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -43,14 +50,24 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 class _InPanels(TyperCommand):
-    """Command whose help has its options in panels."""
+    """Command whose help has its options in panels; that of diffusion models only after the name of one."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = _without_types(super().get_params(ctx))
         for param in params:
             if param.param_type_name == "option" and getattr(param, "rich_help_panel", None) is None:
                 param.rich_help_panel = OUTPUT
+            if getattr(param, "rich_help_panel", None) == DIFFUSION:
+                param.hidden = not ctx.meta.get(DIFFUSION)
         return sorted(params, key=lambda param: PANELS.index(param.rich_help_panel or PANELS[0]))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
+        options = {option for param in self.params for option in param.opts}
+        for option, sentence in _LACKING.items():
+            if option not in options and any(arg.partition("=")[0] == option for arg in args):
+                raise UsageError(sentence)
+        return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
 
 
 class _Group(TyperGroup):
@@ -87,7 +104,7 @@ for _command in (
     *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal),
     *(capture, merge, layers, curves, models),
 ):
-    app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.examples)(_command)  # type: ignore[attr-defined]
+    app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.epilog)(_command)  # type: ignore[attr-defined]
 
 
 def _print_version(asked: bool) -> None:

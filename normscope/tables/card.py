@@ -10,7 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.runtime.files import visible
-from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
+from normscope.tables.table import (
+    NONE,
+    Column,
+    Explanation,
+    explained,
+    measured,
+    names,
+    number,
+    several,
+    table_of,
+    words,
+)
 
 if TYPE_CHECKING:
     from normscope.fits.card import NormCard, Tails
@@ -43,14 +54,9 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
         Column("linear", linear, drop=2),
     ]
     caption = [
-        Explanation("|μ|/σ: median and 95th percentile over tokens"),
-        Explanation("mean's share: of a token's x²", ("mean's share",)),
-        Explanation("without centring: Σ(y − RMSNorm(x))²/Σy²", ("without",)),
-        Explanation("σ: percentiles over tokens"),
-        Explanation("95:5: how many times the 5th the 95th is", ("95:5",), "; "),
-        Explanation("eps: share of tokens whose y it lowers by 1 %", ("eps",)),
-        Explanation("holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens", ("holds to",)),
-        Explanation("linear: share of pairs where the tanh fitted is within 5 % of its tangent", ("linear",)),
+        *explained("stats", "|μ|/σ", "mean's share", "without"),
+        Explanation("σ: percentiles over tokens of 1/rstd, with eps"),
+        *explained("stats", "95:5", "eps", "holds to", "linear"),
     ]
     return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate or None)
 
@@ -67,17 +73,7 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
         words("channels: of Σx²", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
     ]
-    caption = [
-        Explanation("kurtosis: of x, 3 for a normal distribution"),
-        Explanation("median: of |x|", ("median",)),
-        Explanation("ratio: of the largest |x| to the median", ("ratio",)),
-        Explanation(">100×: pairs beyond 100 times the median", (">100×",)),
-        Explanation("massive: pairs beyond 100 and beyond 1000 times the median (arXiv 2402.17762)", ("massive",)),
-        Explanation(
-            "tokens: numbers, within their samples, of the 16 tokens of largest |x|, and how many have each",
-            ("tokens",),
-        ),
-    ]
+    caption = explained("stats", "kurtosis", "median", "ratio", ">100×", "massive", "tokens")
     return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate)
 
 
@@ -212,20 +208,15 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
             (3, 0, *[1] * (len(curves) - 1)),
         ),
     ]
-    n_largest = max((view.n_largest for view in views), default=0)
     caption = [
-        Explanation("share: of ‖∂y/∂x‖² that the diagonal holds, mean over the tokens drawn", ("share",)),
-        Explanation(f"least: the smallest share, among the {n_largest} tokens of largest |x| too", ("least",), "; "),
-        Explanation("in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|", ("in tail",), "; "),
-        Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative", after="; "),
+        *explained("gradient", "share", "least", "in tail"),
+        Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative"),
     ]
     if over := ", ".join(sorted({view.folds for view in views if view.folds})):
-        caption += [
-            Explanation("ceiling: by the best held-out function of x that was found", ("ceiling",), "; "),
-            Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}", after="; "),
-        ]
+        caption += explained("gradient", "ceiling")
+        caption.append(Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}"))
     else:
-        caption.append(Explanation("no folds, and so no intervals and no ceiling", after="; "))
+        caption.append(Explanation("no folds, and so no intervals and no ceiling"))
     missing = [visible(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
     caption += [Explanation(f"{_NOT_COVERED}: {line}", after="\n") for line in missing]
     return _aligned(
@@ -243,7 +234,7 @@ def _aligned(table: Table) -> Table:
 
 def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
     r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
-    return [with_interval(number(r2[name], ".4f"), view.intervals.get(name)) for name in r2]
+    return [measured(r2[name], view.intervals.get(name), ".4f", half=name != "of_x") for name in r2]
 
 
 def constants_table(views: Sequence[GradientView]) -> Table:
@@ -267,16 +258,7 @@ def constants_table(views: Sequence[GradientView]) -> Table:
         ),
         words("steadier for", steadier, 1),
     ]
-    caption = [
-        Explanation(
-            "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; "
-            "medians over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 "
-            "where the assumption is true"
-        ),
-        Explanation("alike: within 5 %", ("steadier for",), "; "),
-        Explanation("raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x", ("raw √C",), "; "),
-        Explanation("tail: the 1 % of these pairs of largest |x|", after="; "),
-    ]
+    caption = explained("gradient", "1/rstd", "√C", "p84/p16", "steadier for", "raw √C", "of")
     return _aligned(table_of(rows, columns, caption=caption))
 
 

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-TERMS = "Terms"
+import re
+import unicodedata
+from collections.abc import Iterable
+
 COMMON = "Columns of several tables"
+TERMS = "Terms"
 # A definition per term or heading, without a full stop at its end, by the table that has the column.
 DEFINITIONS: dict[str, dict[str, str]] = {
     TERMS: {
-        "site": "one norm in the network, named by its module path; sites are numbered from 0 in the order of calls",
-        "placement": "pre-norm, post-norm, qk (on queries or keys) or final; – for a norm beside the residual stream",
         "pair": "one element x of a norm's input and the same element y of its output before weight and bias",
         "token": "one vector that a norm normalizes, such as a patch, a frame or a word piece",
         "channel": "an index within a token",
-        "d": "number of channels of a token; for GroupNorm and BatchNorm, of the elements that share one statistic",
-        "curve": "y ≈ A·f(αx + s) with a fixed f, such as tanh (dyt), isru (dyisru) or erf (derf)",
-        "A": "amplitude: the curve's height, in units of y",
-        "α": "scale of x, in units of 1/x",
-        "s": "shift inside f; not the bias of the swapped layer",
-        "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
         "straight": "the pairs do not bend, so that only the slope A·α is identified, not A and α",
         "power law": "the pairs identify only k in k·|x|^p with the sign of x; k stands under slope",
         "E[y|x]": "mean of y at each x, estimated from the pairs; also called the conditional mean, or free",
         "fold": "one of eight parts of the inputs, by source, which intervals and held-out numbers leave out in turn",
         "±": "half of the 95 % interval, from a jackknife over the folds",
-        "R²": "1 minus the mean squared error over the variance of y",
-        "held-out R²": "R² on folds that the curve was not fitted to",
-        "ceiling": "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound",
-        "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "tail": "pairs with the largest |x|; each table states where its tail begins",
         "massive activation": "an |x| over 100 and over 1000 times the median |x| (arXiv 2402.17762)",
         "capture": "file or object with the sums over all pairs of a run; it takes the place of a model in commands",
@@ -41,6 +33,18 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "report": "HTML file that `normscope report` writes",
     },
     COMMON: {
+        "site": "one norm in the network, named by its module path; sites are numbered from 0 in the order of calls",
+        "placement": "pre-norm, post-norm, qk (on queries or keys) or final; – for a norm beside the residual stream",
+        "d": "number of channels of a token; for GroupNorm and BatchNorm, of the elements that share one statistic",
+        "curve": "y ≈ A·f(αx + s) with a fixed f, such as tanh (dyt), isru (dyisru) or erf (derf)",
+        "A": "amplitude: the curve's height, in units of y",
+        "α": "scale of x, in units of 1/x",
+        "s": "shift inside f; not the bias of the swapped layer",
+        "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
+        "R²": "1 minus the mean squared error over the variance of y",
+        "held-out R²": "R² on folds that the curve was not fitted to",
+        "ceiling": "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound",
+        "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "norm": "class of the norm",
         "kind": "class of the norm",
         "sites": "number of sites",
@@ -51,7 +55,6 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "L2": "relative L2 at the network's output, median over inputs",
         "p90 of L2": "90th percentile of the relative L2 over inputs",
         "not finite": "inputs that gave a NaN or an infinity, which count as infinitely far",
-        "QUALITY": "score of the task that the network is for, such as top-1 accuracy or perplexity",
     },
     "fit": {
         "params": "number of free parameters",
@@ -133,6 +136,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     "swap": {
         "replaced by": "function in place of the norm",
         "norms": "original, or the function in place of the norms",
+        "QUALITY": "score of the task that the network is for, such as top-1 accuracy or perplexity",
         "95 %": "Wilson's interval of an accuracy",
         "kept": "number of norms left in place",
         "norm put back": "norm that this row leaves in place in addition to those above",
@@ -211,3 +215,38 @@ def definitions(table: str) -> dict[str, str]:
     True
     """
     return {**DEFINITIONS[TERMS], **DEFINITIONS[COMMON], **DEFINITIONS[table]}
+
+
+# Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
+_ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
+_NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+%"}
+_TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
+
+
+def headings(command: str) -> list[str]:
+    """Return the headings that the tables of a command may have."""
+    sections = {COMMON, command, *_ALSO.get(command, ())}
+    tables = [entries for table, entries in DEFINITIONS.items() if {table, table.partition(" ")[0]} & sections]
+    return list(dict.fromkeys(heading for entries in tables for heading in entries))
+
+
+def unknown_column(command: str, names: Iterable[str]) -> str | None:
+    """Return the first name of no column that a command's tables may have."""
+    known = [_pattern(heading) for heading in headings(command)]
+    return next((name for name in names if not any(re.fullmatch(pattern, typed(name)) for pattern in known)), None)
+
+
+def _pattern(heading: str) -> str:
+    parts = re.split(f"({'|'.join(_NAMES)})", heading)
+    return "".join(_NAMES.get(part) or re.escape(typed(part)) for part in parts)
+
+
+def typed(heading: str) -> str:
+    """Return a heading as any keyboard types it: lower case, hyphens for spaces, Greek letters by name.
+
+    >>> typed("R² 95 %"), typed("α"), typed("held-out R²"), typed("|μ|/σ")
+    ('r2-95-%', 'alpha', 'held-out-r2', '|mu|/sigma')
+    """
+    letters = unicodedata.normalize("NFKC", heading.strip()).casefold()
+    named = (unicodedata.name(letter).split()[-1].casefold() if "α" <= letter <= "ω" else letter for letter in letters)
+    return "".join(named).translate(_TYPED)

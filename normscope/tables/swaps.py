@@ -27,7 +27,18 @@ from normscope.swaps.reports import (
     Quantiles,
     Timing,
 )
-from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
+from normscope.tables.table import (
+    NONE,
+    AdaptiveTable,
+    Column,
+    Explanation,
+    explained,
+    names,
+    number,
+    several,
+    table_of,
+    words,
+)
 
 Swap = tuple[DriftReport, Drift]
 _NEAR = 0.1  # of the output's length
@@ -161,21 +172,18 @@ def _explained(
     """Yield the meaning of the columns with content."""
     yield from _of_the_output("All sites swapped")
     if orders:
-        near = f"≤ {_NEAR}"
-        yield Explanation(f"{near}: how many sites, the least harmful first, leave a median L2 up to that", (near,))
+        yield from explained("swap-bench", f"≤ {_NEAR}")
     if logits:
-        answers = max(row.answers or 0 for row in rows)
-        yield Explanation("KL(original ‖ swapped) in nats", ("KL",))
-        yield Explanation(f"top-1: same first answer, of {answers:,}", ("top-1",), "; ")
+        yield from explained("swap-bench", "KL", "top-1")
+        yield Explanation(f"of {max(row.answers or 0 for row in rows):,} answers", ("top-1",), ", ")
     if top5:
-        yield Explanation("top-5: the original's first among the swapped's five", ("top-5",))
-        yield Explanation("of 5: share of the original's five among them", ("of 5",), "; ")
+        yield from explained("swap-bench", "top-5", "of 5")
     if frames:
-        yield Explanation("frame L2: relative L2 of single frames", ("frame L2",))
+        yield from explained("swap-bench", "frame L2")
     if ends:
-        yield Explanation("end: of the latents at the end of trajectories", ("end L2", "cosine of the end"))
+        yield from explained("swap-bench", "end L2", "cosine of the end")
     if any(row.nonfinite for row in rows):
-        yield Explanation("not finite: inputs that gave a NaN or an infinity, which count as infinitely far")
+        yield from explained("swap-bench", "not finite")
     if left_out := max((row.left_out for row in rows), default=0):
         yield Explanation(f"{left_out:,} more left out: the original's own output is zero throughout or not finite")
 
@@ -278,9 +286,9 @@ def keep_table(report: KeepReport) -> Table:
         )
     ]
     if held_out:
-        caption.append(Explanation("held out: over inputs that nothing was chosen by", ("held out",), "; "))
+        caption += explained("swap", "held out")
     if worked_on:
-        caption.append(Explanation("calibrated: on the inputs that decided", ("calibrated",), "; "))
+        caption += explained("swap", "calibrated")
     if quality:
         original = number(quality.scores["original"].value, form)
         caption.append(Explanation(f"{quality.name} of the original: {original}, {quality.over}", (measured,), "; "))
@@ -361,17 +369,16 @@ def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
         norms = count(first.sites, "norm")
         parts = [
             Explanation(f"One norm on random values of its real shape, {shape}, which {norms} of the network have"),
-            Explanation("GB/s count x and y forward; x, y, dy and dx forward + backward", ("GB/s",), ". "),
-            Explanation("copy: the share of what a copy gives", ("copy",), "; "),
+            *explained("swap-bench", "GB/s", "copy"),
         ]
     else:
         fewest = min((len(row.samples) for row in rows if row.samples), default=0)
         samples = f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"
         parts = [Explanation(samples + "; backward: to the gradients of all parameters" * (len(passes) > 1))]
-    verdict = "min and all of p20–p80 lie below the native norm's of the same way, or above; alike: neither."
+    verdict = "min and all of p20–p80 lie below the native norm's of the same way, or above; alike: neither"
     parts += [
-        Explanation("time: the median; ratio: to the native norm's.", after=". "),
-        Explanation(f"faster, slower: {verdict}", after=" "),
+        *explained("swap-bench", "time", "ratio"),
+        Explanation(f"faster, slower: {verdict}"),
     ]
     lines = []
     ways = {row.way for row in rows}

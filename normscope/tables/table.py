@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.runtime.files import visible
+from normscope.tables.glossary import definitions, typed
 
 if TYPE_CHECKING:
     from normscope.fits.curves.known import Curve
@@ -90,6 +91,11 @@ class Explanation:
     after: str = " · "
 
 
+def explained(table: str, *labels: str) -> list[Explanation]:
+    """Return the glossary's definitions of some of a table's columns, for its caption."""
+    return [Explanation(f"{label}: {definitions(table)[label]}", (label,)) for label in labels]
+
+
 def table_of(
     rows: Iterable[Row],
     columns: Iterable[Column[Row]],
@@ -132,20 +138,32 @@ def number(value: float | None, form: str) -> str:
     return NONE if value is None or not math.isfinite(value) else format(value, form)
 
 
-def with_interval(text: str, bounds: tuple[float, float] | None) -> str:
-    """Append half of an interval's width to a number, with two digits.
+def measured(value: float | None, interval: tuple[float, float] | None, form: str = ".4g", *, half: bool = True) -> str:
+    """Round a number by the error of its interval, whose half width has two digits and is appended.
 
-    >>> with_interval("0.912", (0.898, 0.926)), with_interval("0.912", None)
-    ('0.912 ±0.014', '0.912')
+    Args:
+        value: None, infinity and NaN become a dash.
+        interval: lower and upper bound; without one, or with one of no width, ``form`` decides on the digits.
+        form: as of :func:`format`.
+        half: append half of the interval's width.
+
+    >>> measured(12.3963, (11.42, 13.38)), measured(1234.5, (1100, 1400)), measured(0.91234, None, ".3f")
+    ('12.40 ± 0.98', '1230 ± 150', '0.912')
     """
-    return text if bounds is None else f"{text} ±{(bounds[1] - bounds[0]) / 2:.2g}"
+    width = (interval[1] - interval[0]) / 2 if interval else 0.0
+    if value is None or not math.isfinite(value) or not 0 < width < math.inf:
+        return number(value, form)
+    decimals = min(_MOST_DECIMALS, 1 - math.floor(math.log10(float(f"{width:.1e}"))))
+    shown = [f"{round(part, decimals):.{max(decimals, 0)}f}" for part in (value, width)]
+    return " ± ".join(shown if half else shown[:1])
 
 
+_MOST_DECIMALS = 8
 _GAP = "  "
 _LEAST_CAPTION = 80
 # A long name may continue on a new line after a dot, slash, colon, hyphen or space, but not within 0.8910 or 1/8.
 _BREAKS = re.compile(r"(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)|(?<= )")
-_COMFORTABLE = 24  # width of a folding column, as long as another column can be left out
+_COMFORTABLE = 16  # width of a folding column, as long as another column can be left out
 _LONGEST_PIECE = 32  # of a name without any of these separators
 
 
@@ -172,8 +190,31 @@ class AdaptiveTable(Table):
 
     def explain(self, explanations: Sequence[Explanation]) -> None:
         """Set the caption; parts about columns that are left out are not printed."""
-        self._explanations = explanations
-        self.caption = _joined(explanations)
+        self._explanations = [part for part in explanations if not part.of or set(part.of) & set(self.labels)]
+        self.caption = _joined(self._explanations)
+
+    def only(self, names: Sequence[str]) -> AdaptiveTable:
+        """Return the table of some columns, in this order, none of which is left out of a narrow terminal.
+
+        Args:
+            names: headings or labels, as :func:`normscope.tables.glossary.typed` returns them; others are ignored.
+        """
+        headings = [
+            {typed(column.heading), typed(label)} for column, label in zip(self.declared, self.labels, strict=True)
+        ]
+        places = [place for name in names for place, known in enumerate(headings) if name in known]
+        table = AdaptiveTable([replace(self.declared[place], drop=0) for place in places])
+        table.title = self.title
+        table.explain(self._explanations)
+        texts = [list(map(str, column.cells)) for column in self.columns]
+        for row in range(self.row_count):
+            cells = [texts[place][row] for place in places]
+            remark = self.spans.get(row, len(texts))
+            if beyond := [n for n, place in enumerate(places) if place >= remark]:
+                cells[beyond[0] :] = [texts[remark][row]]
+                table.spans[row] = beyond[0]
+            table.add_row(*cells)
+        return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay the table out for the available width."""

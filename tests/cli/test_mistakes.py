@@ -32,7 +32,7 @@ MISTAKES = [
     ("capture demo_vit -o new --checkpoint-every nan", 2, "nan is not at least 0 seconds."),
     ("swap-bench --seconds nan", 2, "nan is not at least 0 seconds."),
     ("heal demo_vit -o new --steps 0", 2, "0 is not at least 1."),
-    *((f"{command} --width 1 --title none", 2, "1.0 is not from 2 to 100 inches") for command in DRAWING),
+    *((f"{command} --width 1", 2, "1.0 is not from 2 to 100 inches") for command in DRAWING),
     # models, data and devices
     ("plot demo_vitt", 3, "There is no model 'demo_vitt'. Did you mean 'demo_vit' or 'demo_dit'?"),
     ("heal demo_vat -o new", 3, "demo_vit"),
@@ -74,7 +74,9 @@ MISTAKES = [
     ("merge seen.safetensors copy.safetensors -o notes.txt", 2, "Cannot write notes.txt: it exists, and is not a cap"),
     ("capture demo_vit -o seen.safetensors --raw", 2, "seen-raw exists already"),
     ("capture demo_vit -o new --raw --resume", 2, "--raw writes all pairs in one go, so there is nothing to resume;"),
-    ("fit demo_vit --json --csv", 2, "--json and --csv both take all of stdout. Give one"),
+    ("fit demo_vit --csv", 2, "There is no --csv; -o FILE.csv writes the rows"),
+    ("swap demo_vit -o new --device-map auto", 2, "A network on several devices cannot be swapped"),
+    ("fit demo_vit --columns site,alhpa", 2, "There is no column 'alhpa'. Did you mean 'alpha'?"),
     *(
         (f"fit demo_vit -o notes.txt/below{suffix}", 2, f"Cannot write notes.txt/below{suffix}")
         for suffix in (".json", ".csv", ".parquet")
@@ -115,8 +117,8 @@ MISTAKES = [
     # sites and fits
     ("plot --layers blocks.0.norm3", 2, "There is no norm site 'blocks.0.norm3'. Did you mean"),
     *(
-        (f"{command} 0", 2, "at least 1, not 0. To name the norm site with the number 0, add a comma: '0,'.")
-        for command in ("fit demo_vit --layers", "swap demo_vit -o swapped --sites")
+        (f"{command} 0", 2, "at least 1, not 0. The norm site with the number 0 is '0-0'.")
+        for command in ("fit demo_vit --layers", "swap demo_vit -o swapped --layers")
     ),
     ("plot --func thanh", 2, "There is no curve 'thanh'. Did you mean 'tanh'"),
     ("report demo_vit --func nothing", 2, "nothing"),
@@ -140,8 +142,8 @@ MISTAKES = [
     ("swap demo_vit -o .", 2, "the folder that this runs in"),
     ("heal demo_vit -o .", 2, "the folder that this runs in"),
     ("swap demo_vit -o /", 2, "the root of the file system"),
-    ("swap demo_vit -o new --sites qk", 2, "No norm here is qk; there are final, pre-norm"),
-    ("swap-bench demo_vit --sites least:many", 2, "least:8 takes the eight least harmful"),
+    ("swap demo_vit -o new --layers qk", 2, "No norm here is qk; there are final, pre-norm"),
+    ("swap-bench demo_vit --sites=least:many", 2, "least:8 takes the eight least harmful"),
     ("swap-bench demo_vit --sites least:18", 2, "asks for more norms than there are: 17"),
     ("swap-bench demo_vit --init best", 2, "There is no init 'best'"),
     ("swap-bench demo_vit --init own,calibrated", 2, "There are: fit, theory, paper, calibrated."),
@@ -156,10 +158,9 @@ MISTAKES = [
     ("swap demo_vit -o new --keep 17 --limit 8", 2, "--keep 17 leaves nothing to swap: there are 17 norms"),
     ("swap demo_vit -o new --max-drift -1", 2, "--max-drift is -1; it is an error"),
     ("swap demo_vit -o new --max-drift nan", 2, "--max-drift is nan"),
-    ("swap demo_vit -o new --keep 2 --sites least:4", 2, "--sites least:4 and --keep both choose norms"),
+    ("swap demo_vit -o new --keep 2 --layers least:4", 2, "--layers least:4 and --keep both choose norms"),
     ("swap-bench demo_vit --quick --full", 2, "leave --full out"),
     ("swap-bench demo_vit --quick --seconds 1", 2, "leave --seconds out"),
-    ("swap-bench demo_vit --quick --func dyt,derf", 2, "--quick takes one curve, and --func dyt,derf names several."),
     ("swap-bench demo_vit --weights swapped", 3, "none is left to observe or to replace"),
     ("heal demo_vit -o new --minutes -1", 2, "minutes is -1.0: it is a time, more than 0"),
     ("heal demo_vit -o new --minutes 2 --steps 9", 2, "9 steps and 2.0 minutes both say how long"),

@@ -245,8 +245,22 @@ def sites(*names, placement="pre-norm"):
             ((), ("norm",)),
         ),
         (sites("q", placement="qk"), sites("p"), "depth", {}, (("q",), ("p",))),
+        (
+            [*sites("a", "b"), *sites("c", placement="final")],
+            [*sites("p", placement=None), *sites("d", "e", "f", placement="post-norm")],
+            "depth",
+            {"a": "d", "b": "f"},
+            (("c",), ("p", "e")),
+        ),
+        (
+            [*sites("a", "b"), *sites("c", placement="post-norm")],
+            sites("d", "e", placement="post-norm"),
+            "depth",
+            {"c": "d"},
+            (("a", "b"), ("e",)),
+        ),
     ],
-    ids=["built alike", "one shared name", "no placement in common"],
+    ids=["built alike", "one shared name", "no placement in common", "pre-norm and post-norm", "both and post-norm"],
 )
 def test_sites_are_matched_by_name_in_networks_built_alike_and_otherwise_by_depth(
     first, second, by, counterparts, unmatched

@@ -55,7 +55,7 @@ def test_every_name_is_set_as_it_stands(name):
 @pytest.mark.parametrize(
     ("shown", "written"),
     [
-        ("0.8910 ±0.014", r"$0.8910 \pm 0.014$"),
+        ("0.891 ± 0.014", r"$0.891 \pm 0.014$"),
         ("-0.0001", "$-0.0001$"),
         ("1e-06", r"$1 \times 10^{-6}$"),
         ("12,345", "$12{,}345$"),
@@ -74,7 +74,7 @@ def test_numbers_keep_their_digits_in_math(shown, written):
 
 def table():
     columns = [names("site", lambda row: row[0]), *several(["A", "R²"], lambda row: row[1:])]
-    rows = [("[0].norm_1", "1.0", "0.8910 ±0.014"), ("*", "", "")]
+    rows = [("[0].norm_1", "1.0", "0.891 ± 0.014"), ("*", "", "")]
     remark = {"*": "nothing | to fit"}
     return table_of(rows, columns, caption="R²: of 5 % & more", remark=lambda row: remark.get(row[0]))
 
@@ -86,7 +86,7 @@ def test_a_table_for_booktabs():
         r"\toprule",
         r"site & A & R$^{2}$ \\",
         r"\midrule",
-        r"{[}0{]}.norm\_1 & $1.0$ & $0.8910 \pm 0.014$ \\",
+        r"{[}0{]}.norm\_1 & $1.0$ & $0.891 \pm 0.014$ \\",
         r"{*} & \multicolumn{2}{l}{nothing $|$ to fit} \\",
         r"\bottomrule",
         r"\end{tabular}",
@@ -100,7 +100,7 @@ def test_a_table_for_a_page():
         "",
         "| site | A | R² |",
         "|:---|---:|---:|",
-        r"| \[0\].norm\_1 | 1.0 | 0.8910 ±0.014 |",
+        r"| \[0\].norm\_1 | 1.0 | 0.891 ± 0.014 |",
         r"| \* | nothing \| to fit |  |",
         "",
         "R²: of 5 % & more",
@@ -179,9 +179,11 @@ def test_what_commands_write_can_be_set_by_any_latex(command, tmp_path, monkeypa
 
 def test_the_digits_are_those_of_the_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    done = CliRunner().invoke(app, ["fit", "demo_vit", "--limit", "8", "-q", "-o", str(tmp_path / "t.tex")])
+    fit = ["fit", "demo_vit", "--limit", "8", "-q"]
+    done = CliRunner().invoke(app, fit)
+    CliRunner().invoke(app, [*fit, "-o", str(tmp_path / "t.tex")])
     text = (tmp_path / "t.tex").read_text()
-    shown = re.findall(r"\d+\.\d+ ±[\d.]+", done.stdout)
+    shown = re.findall(r"\d+\.\d+ ± [\d.]+", done.stdout)
     written = re.findall(r"\$(\d+\.\d+) \\pm ([\d.]+)\$", text)
-    assert len(shown) > 17 * 3 and [f"{value} ±{half}" for value, half in written] == shown
+    assert len(shown) > 17 * 3 and [f"{value} ± {half}" for value, half in written] == shown
     assert re.search(r"tanh & \$2\$ & \$[\d.]+ \\pm [\d.]+\$ & \$[\d.]+ \\pm", text)  # A's interval, and α's

@@ -11,20 +11,20 @@ from normscope.cli.output import Output
 
 @declared(
     "normscope curves · normscope curves --func tanh,mine=x/(1+abs(x)) --plot curves.pdf --width 5.5",
-    without=("figure_format",),
+    without=("figure_format", "dpi", "style", "title"),
     first_rank_only=True,
 )
 def curves(*, func: str = "all", plot: Path | None = None, look: Look, say: Output) -> None:
-    """List the curves that are known, with their formulas; draw them."""
+    """List the built-in curves and their formulas; draw them."""
     from normscope.fits.curves.expressions import curves_named
     from normscope.tables.table import curves_table
 
     check_plot(plot)
     chosen = curves_named(func)
-    say.result(curves_table(chosen))
+    say.table(curves_table(chosen))
     if plot is not None:
         figure = normscope.plot_curves(chosen, **look.of_figure)
-        normscope.save_figure(figure, plot, {"curves": [curve.name for curve in chosen]}, look.dpi)
+        normscope.save_figure(figure, plot, {"curves": [curve.name for curve in chosen]})
         say.result(str(plot))
     rows = [
         {"curve": curve.name, "aliases": list(curve.aliases), "formula": curve.formula, "source": curve.source}

@@ -16,9 +16,9 @@ _CURVES = "tanh,isru"
 
 
 @declared(
-    "normscope fit --func isru · normscope fit vit_b16 --func all --csv · normscope fit demo_dit --by timestep · "
+    "normscope fit --func isru · normscope fit vit_b16 --func all -o fits.csv · normscope fit demo_dit --by timestep · "
     "normscope fit demo_vit --per channel --json · normscope fit seen.safetensors --pool kind --func best",
-    without=("figure_format", "dpi", "style"),
+    without=("verify", "figure_format", "dpi", "style"),
 )
 def fit(
     models: list[str] | None = None,
@@ -39,7 +39,7 @@ def fit(
     look: Look,
     say: Output,
 ) -> None:
-    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
+    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95 % intervals."""
     from normscope.fits.advice import NOTE
     from normscope.fits.fit import check_fit
     from normscope.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
@@ -68,16 +68,16 @@ def fit(
         seen.append(capture)
         if of_tokens:
             slopes = normscope.token_slopes(capture)
-            say.result(slopes_table(slopes))
+            say.table(slopes_table(slopes))
             rows += [row.as_dict() for row in slopes]
             continue
         fits = normscope.fit(capture, func, **how)
         if advise:
             advice = normscope.advise(fits, capture.sites, family=family_of(capture))
-            say.result(advice_table(advice))
+            say.table(advice_table(advice))
             rows += [row.as_dict() for row in advice]
             continue
-        say.result(channels_table(fits) if per == "channel" else fits_table(fits))
+        say.table(channels_table(fits) if per == "channel" else fits_table(fits))
         rows += [fit.as_dict() for fit in fits]
         summary = normscope.layerwise(fits) if per == "site" and pool is None else None
         if summary is not None and summary.sites > 1:

@@ -7,14 +7,17 @@ from typing import Any
 
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
-from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 
 _OVERVIEW, _VIEW = "overview", "scurves"
 
 
-@declared("normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors")
+@declared(
+    "normscope plot · normscope plot vit_b16 --layers 4 -o vit_b16.pdf · normscope plot seen.safetensors",
+    without=("verify", "columns"),
+)
 def plot(
     models: list[str] | None = None,
     *,
@@ -23,7 +26,7 @@ def plot(
     color: str = "density,token,channel",
     run: RunOptions,
     by: str | None = None,
-    output: Path = Path("outputs"),
+    output: Path = Path(FIGURES),
     xscale: str = "auto",
     share_axes: bool = False,
     look: Look,
@@ -46,18 +49,16 @@ def plot(
     if len(names) > 1:
         check_writable(files.path(_OVERVIEW, _VIEW))
     axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.of_figure}
-    seen, fits, figures, drawn = [], [], [], []
+    seen, fits, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func)
         figure = normscope.plot(capture, fitted, rows=rows, **axes)
         file = files.save(figure, heading(capture.about), _VIEW, capture, say)
-        of_fits = [fit.as_dict() for fit in fitted]
         sites = [site.name for site in capture.sites]
-        figures.append({**capture.about, "file": file, "sites": sites, "fits": of_fits})
-        drawn += [{"file": file, **row} for row in of_fits]
+        figures.append({**capture.about, "file": file, "sites": sites, "fits": [fit.as_dict() for fit in fitted]})
         seen.append(capture)
         fits.append(fitted)
     together = None
     if len(seen) > 1:
         together = files.save(normscope.overview(seen, fits, **axes), _OVERVIEW, _VIEW, seen, say)
-    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)
+    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})

@@ -12,9 +12,9 @@ from normscope.tables.card import card_tables
 
 
 @declared(
-    "normscope stats vit_b16 · normscope stats demo_vit --layers 8, · "
+    "normscope stats vit_b16 · normscope stats demo_vit --layers norm · "
     "normscope stats capture.safetensors --json -o cards.json",
-    without=("figure_format", "dpi", "style"),
+    without=("verify", "figure_format", "dpi", "style"),
 )
 def stats(
     models: list[str] | None = None,
@@ -26,7 +26,7 @@ def stats(
     look: Look,
     say: Output,
 ) -> None:
-    """Say what centring and scaling do at every norm, and which channels and tokens make its tails: the norm card."""
+    """Report the effects of centring and scaling at every norm, and the channels and tokens that form its tails."""
     names = sources(models, run, by, say)
     check_plot(plot, names, by)
     seen, rows = [], []
@@ -34,7 +34,7 @@ def stats(
         cards = normscope.norm_cards(capture)
         say.heading(capture.about)
         for table in card_tables(cards):
-            say.result(table)
+            say.table(table)
         if plot:
             figure = normscope.plot_tails(capture, cards, **look.of_figure)
             say.result(str(normscope.save_figure(figure, plot, capture)))

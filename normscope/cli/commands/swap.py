@@ -31,19 +31,18 @@ if TYPE_CHECKING:
 
 
 @declared(
-    "normscope swap demo_vit --func dyt -o demo_vit-dyt · "
-    "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best "
-    "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
+    "normscope swap demo_vit --func dyt -o demo_vit-dyt · normscope swap vit_b16 --layers final,pre-norm -o safe · "
+    "normscope swap demo_dit --func best -o best · normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
     without=("sample", "device_map", "verify"),
 )
 def swap(
     model: str,
     output: Path,
     *,
-    func: str = "dyt",
+    func: str = "tanh",
     init: str = "fit",
     refit: str = "neighbours",
-    sites: str = "all",
+    layers: str = "all",
     keep: int | None = None,
     max_drift: float | None = None,
     per: str = "site",
@@ -60,7 +59,7 @@ def swap(
     how = swapping.SwapChoice.of(func, init, per, shift)
     swapping.check_kernels([how], run.device)
     swapping.check_calibrated(init, refit, [how])
-    swapping.check_keep(keep, max_drift, sites)
+    swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None
     drawn = swapping.figure_of_choice(output)
     place = Place.from_environment()
@@ -70,7 +69,7 @@ def swap(
             check_writable(drawn)
     network = run.load(model, say)
     with run.joined() as ranks:
-        source = swapping.SwapSource(network, sites, run.seed, say, ranks)
+        source = swapping.SwapSource(network, layers, run.seed, say, ranks)
         fits = source.fits(how)
         modules = source.replacements(how, fits)
     if not place.speaks:
@@ -96,7 +95,7 @@ def swap(
     about = source.about
     folder = normscope.save_swapped(swapped, output, about, func=func, init=how.start or None, kept=choice)
     say.heading(about)
-    say.result(swapped_table(rows))
+    say.table(swapped_table(rows))
     whole: dict[str, Any] = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     if report is not None:
         _tell(report, say)
@@ -113,7 +112,7 @@ def swap(
         say.result(str(drawn))
     swapping.remark_on_loading(model, folder, say)
     left_out = [{"model": model, **norm.as_dict()} for norm in source.skipped]
-    say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
+    say.document({**whole, "sites": rows, "skipped": left_out})
 
 
 @dataclass

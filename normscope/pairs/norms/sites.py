@@ -98,7 +98,7 @@ def kind_of_site(name: str) -> str:
 def is_number(layers: str) -> bool:
     """True if layers are a lone number of sites, which :func:`select` spreads over the depth.
 
-    >>> is_number("4"), is_number("4,")
+    >>> is_number("4"), is_number("4-4")
     (True, False)
     """
     return re.fullmatch(r"\s*-?\d+\s*", layers) is not None
@@ -111,7 +111,7 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
         sites: of :func:`normscope.pairs.norms.trace.find_norms`.
         layers: ``"all"``; a number of sites, spread evenly over the depth and alternating between the kinds of norm
             (:func:`kind_of_site`); or indices, ranges (``4-11``, both ends included), module paths and globs, as a list
-            or separated by commas (``"8,"`` is the site 8 alone).
+            or separated by commas. ``[8]`` and ``"8-8"`` are site 8.
 
     Returns:
         The sites in the order of their first calls, each once.
@@ -164,7 +164,7 @@ def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:
     Sites alternate in most networks (norm1, norm2, norm1 …), so that equal steps might meet a single kind.
     """
     if count < 1:
-        hint = "" if count else " To name the norm site with the number 0, add a comma: '0,'."
+        hint = "" if count else " The norm site with the number 0 is '0-0'."
         raise UsageError(f"The number of layers must be at least 1, not {count}.{hint}")
     count = min(count, len(sites))
     kinds = [(kind_of_site(site.name), site.kind) for site in sites]

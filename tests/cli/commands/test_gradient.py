@@ -1,7 +1,6 @@
 """``normscope gradient``, end to end on networks that come with it."""
 
 import csv
-import io
 import json
 
 import pytest
@@ -43,6 +42,7 @@ def test_a_capture_file_gives_what_its_network_gave_and_python_gives(here):
 
 
 def test_intervals_have_columns_of_their_own(here):
-    done = invoke(f"gradient demo_vit {QUICK} --dpi 40 --csv --layers 0,")
-    [row] = csv.DictReader(io.StringIO(done.stdout))
+    done = invoke(f"gradient demo_vit {QUICK} --dpi 40 -o views.csv --layers 0-0")
+    assert done.stdout.splitlines() == ["outputs/demo_vit-gradient.png", "views.csv"]
+    [row] = csv.DictReader((here / "views.csv").open())
     assert float(row["r2_tanh_low"]) < float(row["r2_tanh"]) < float(row["r2_tanh_high"])

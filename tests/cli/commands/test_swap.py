@@ -68,10 +68,10 @@ def test_a_calibrated_swap_is_what_the_python_interface_makes(folder):
 
 
 def test_some_sites_and_the_rest_is_seen_as_before(tmp_path):
-    told = document("swap demo_vit -o last --func rmsnorm --sites final", cwd=tmp_path)
+    told = document("swap demo_vit -o last --func rmsnorm --layers final", cwd=tmp_path)
     assert [(site["site"], site["curve"], site["r2"]) for site in told["sites"]] == [("norm", "rmsnorm", None)]
     assert (told["folder"], told["skipped"]) == ("last", [])
-    invoke("swap demo_vit -o last --func free --sites 'blocks.0.*' --weights last --limit 8", cwd=tmp_path)
+    invoke("swap demo_vit -o last --func free --layers 'blocks.0.*' --weights last --limit 8", cwd=tmp_path)
     told = document("layers demo_vit --weights last --verify", cwd=tmp_path)
     assert [site["name"] for site in told["sites"]][::14] == ["blocks.1.norm1", "norm"]
     assert told["sites"][-1]["kind"] == "RMSNorm"

@@ -101,7 +101,7 @@ def test_the_first_line_says_where_it_runs(as_table):
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_the_least_harmful_sites_are_told_by_the_inputs_learned_from():
-    sites = document(f"swap-bench {NAME} --func dyt --sites least:2 {QUICK}")["drift"][0]["sites"]
+    sites = document(f"swap-bench {NAME} --func dyt --layers least:2 {QUICK}")["drift"][0]["sites"]
     network = normscope.load(NAME, device="cpu")
     learned, _ = learned_and_held_out(network.inputs)
     modules = normscope.replacements(network.module, "dyt", normscope.capture(network.module, learned, by_gamma=True))
@@ -124,7 +124,7 @@ def stopped(monkeypatch):
 def test_trajectories_are_walked_once_for_the_least_harmful_sites(monkeypatch):
     walks, ends = [], Trajectories.ends
     monkeypatch.setattr(Trajectories, "ends", lambda self, *share: (walks.append(self), ends(self, *share))[1])
-    options = "--limit 1 --timesteps 500, --func dyt --init paper --sites least:2"
+    options = "--limit 1 --timesteps 500, --func dyt --init paper --layers least:2"
     assert "no further" in invoke(f"swap-bench demo_dit {options} {QUICK}", status=2).stderr
     assert len(walks) == 2  # with the norms, and without
 
@@ -160,7 +160,7 @@ def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
     measured = []
     drift = normscope.drift
     monkeypatch.setattr(normscope, "drift", lambda *a, **kw: measured.append(drift(*a, **kw)) or measured[-1])
-    options = "--func dyt,rmsnorm --init fit,calibrated --sites 0,2"
+    options = "--func dyt,rmsnorm --init fit,calibrated --layers 0,2"
     done = invoke(f"swap-bench {NAME} {options} {QUICK}", status=2)
     shown, remarks = words(done.stdout), words(done.stderr)
     assert "calibrated: each row by itself, on 24 other samples than it is measured on (6 of them decided)" in shown
@@ -178,7 +178,9 @@ def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_calibrated_drift_is_in_document_and_figure():
-    told = document("swap-bench demo_vit --init fit,calibrated --quick --limit 32 --sites 3 --device cpu -o calibrated")
+    told = document(
+        "swap-bench demo_vit --init fit,calibrated --quick --limit 32 --layers 3 --device cpu -o calibrated"
+    )
     fit, calibrated = told["drift"]
     assert (fit["init"], calibrated["init"]) == ("fit", "calibrated") and fit["calibration"] is None
     learned = calibrated["calibration"]
@@ -201,7 +203,7 @@ def test_seven_billion_weights_are_not_made_without_cuda():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_quick_takes_one_curve_and_the_fewest_timings():
+def test_quick_takes_the_fewest_timings():
     look = "--width 3.25 --title none --dpi 40"
     told = document(f"swap-bench {NAME} --quick --device cpu -o quick {look}")
     assert [report["func"] for report in told["drift"]] == ["dyt"]

@@ -27,6 +27,8 @@ def sites(count: int) -> list[NormSite]:
         ("1", [12]),
         ("99", list(range(25))),
         ("8,", [8]),
+        ("8-8", [8]),
+        ([8], [8]),
         ("0,3-5,24", [0, 3, 4, 5, 24]),
         ([0, 3], [0, 3]),
         ("blocks.2.norm2", [5]),
@@ -41,7 +43,7 @@ def test_select(layers, expected):
 @pytest.mark.parametrize(
     ("layers", "sentence"),
     [
-        ("0", r"at least 1, not 0\. To name the norm site with the number 0, add a comma: '0,'\."),
+        ("0", r"at least 1, not 0\. The norm site with the number 0 is '0-0'\."),
         ("-3", "at least 1, not -3"),
         ("25,", "numbered 0 to 24"),
         ("5-3", "There are no layers 5-3"),
