@@ -28,45 +28,39 @@ MODEL, DATA, DIFFUSION, FIT, SWAP, RUNNING, FIGURE, OUTPUT = PANELS = (
     *("Model", "Data", "Diffusion", "Fit", "Swap", "Running", "Figure", "Output"),
 )
 _ARGUMENTS = ""
+_CURVES = "tanh (dyt), isru (dyisru), erf, derf, linear (identity), free (E\\[y|x]), or a formula, 'mine=x/(1+abs(x))'"
+_REFITTED = "neighbours, the functions and the linear layers beside them; or norms, the functions alone"
+_OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .parquet, .json, .yaml)"
 _INITS = "; ".join(f"{name}, {init.help}" for name, init in INITS.items())
 # One row per parameter of a command, in the order of the help: its metavar, two spaces, and its help; flags have no
 # metavar. A row whose name begins with a command is for that command and for the commands that _LIKE maps to it.
-_OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .parquet, .json, .yaml)."
 _LIKE = {"heal": "swap", "swap_bench": "swap", "gradient": "plot"}
 _ROWS: dict[str, dict[str, str]] = {
     _ARGUMENTS: {
-        "models": "MODEL|FILE  Models (`normscope models` lists them) or capture files; without any, the embedded "
-        "models.",
-        "swap_bench.models": "MODEL  Models (`normscope models` lists them); without any, the embedded ones.",
+        "models": "MODEL|FILE  Models (`normscope models` lists them) or captures; by default the embedded models.",
+        "swap_bench.models": "MODEL  Models (`normscope models` lists them); by default the embedded ones.",
         "model": "MODEL  A model; `normscope models` lists them.",
         "files": "FILE  Captures of one model, of different inputs.",
     },
     MODEL: {
-        "layers": "N|LIST|all  A number of sites, evenly over the depth and of all kinds; or names, globs and "
-        "ranges of numbers: '0-3,*.norm1', 4-4 for site 4.",
-        "swap.layers": "N|LIST|all  Norms to replace: a number of them, names, globs, ranges (4-4 for site 4), "
-        "pre-norm, post-norm, qk, final; or least:8, those that move the output least.",
-        "weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, or a folder that `normscope "
-        "swap` wrote.",
-        "compare.weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, a swap's folder; again for "
-        "each to compare.",
+        "layers": "N|LIST|all  N sites, evenly over the depth; or names, globs and ranges: '0-3,*.norm1', 4-4.",
+        "swap.layers": "N|LIST|all  N norms over the depth, names, ranges (4-4), pre-norm, post-norm, qk, final, least:8.",
+        "weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, or a folder of `normscope swap`.",
+        "compare.weights": "NAME|FILE|DIR  pretrained, random, a file or a swap's folder; again for each to compare.",
     },
     DATA: {
-        "data": "PATH  A file or folder of images, audio, text or latents, as the model takes; by default its own "
-        "inputs.",
+        "data": "PATH  Images, audio, text or latents, as the model takes; by default its own inputs.",
         "limit": "N  Take at most N samples; of a diffusion model, trajectories.",
         "shuffle": "Take the inputs in an order drawn with --seed, before --limit.",
         "sample": "N  Take only N tokens of each sample at every norm, drawn uniformly: faster, and less exact.",
     },
     DIFFUSION: {
-        "guidance": "NUMBER  Scale of classifier-free guidance along the trajectory, 1 for none; by default the "
-        "model's own.",
+        "guidance": "NUMBER  Scale of classifier-free guidance, 1 for none; by default the model's own.",
         "timesteps": "N|LIST  A number of timesteps, evenly along the trajectory; or a list: 980,500,0.",
         "by": "timestep  Keep the timesteps apart.",
     },
     FIT: {
-        "func": "CURVES  Curves, separated by commas: tanh (dyt), isru (dyisru), erf, derf (erf with a shift), …; all; "
-        "free, E\\[y|x] itself; best, of all; or your own formula of x, 'mine=x/(1+abs(x))'.",
+        "func": f"CURVES  Curves, separated by commas: {_CURVES}, …; all; best, of all.",
         "per": "LEVEL  One fit per site, per channel, or per token (its line, exactly).",
         "pool": "PARTS  Fit sites together: of a placement, of a kind (blocks.*.norm1), or all.",
         "amplitude": "HOW  free: A is fitted; theory: the curve tends to √d or √(d−1).",
@@ -74,50 +68,41 @@ _ROWS: dict[str, dict[str, str]] = {
         "alpha": "NUMBER  Fix α; 1 is the ablation without α.",
         "shift": "Fit s in f(αx + s) of every curve, or of none; else of derf alone.",
         "weights_by": "HOW  pairs: all count alike; gamma: by γ² (what the next layer sees); x: evenly over x.",
-        "advise": "Recommend start values for a training without norms, per kind of site (-o advice.yaml).",
+        "advise": "Recommend start values for a training without norms, per kind of site.",
     },
     SWAP: {
-        "swap.func": "CURVE  One curve: tanh (dyt), isru (dyisru), derf, identity, …; free, E\\[y|x] itself; best, "
-        "each site's own; rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'.",
-        "swap_bench.func": "CURVES  Functions in place of the norms, separated by commas: tanh (dyt), isru (dyisru), "
-        "derf, identity, …; rmsnorm; free, E\\[y|x] itself; best, each site's own; or your own formula of x.",
+        "swap.func": f"CURVE  In place of the norms: {_CURVES}, …; best, each site's own; or rmsnorm.",
+        "swap_bench.func": f"CURVES  In place of the norms, separated by commas: {_CURVES}, …; best; rmsnorm.",
         "steps": "N  Training steps of one batch each; 1700 without --minutes.",
-        "minutes": "M  In place of --steps: wall-clock minutes of calibration, training and measuring together.",
-        "train": "WHAT  Trained weights: all, but those of embeddings; neighbours, the functions and the linear layers "
-        "beside them; or norms, the functions alone, which are then calibrated alone too.",
+        "minutes": "M  In place of --steps: minutes of calibration, training and measuring together.",
+        "train": f"WHAT  Trained weights: all but embeddings; {_REFITTED}.",
         "swap.init": f"START  Start values: {_INITS}.",
-        "swap_bench.init": f"START  Start values, or several with commas (calibrated for each row by itself): "
-        f"{_INITS}.",
-        "refit": "WHAT  What calibrated may change: neighbours, the functions and the linear layers beside them; or "
-        "norms, the functions alone.",
+        "swap_bench.init": f"START  Start values, or several, separated by commas: {_INITS}.",
+        "refit": f"WHAT  What calibrated may change: {_REFITTED}.",
         "keep": "N  Leave N of these norms in place: those that are worth most in the partly swapped network.",
-        "max_drift": "D  Leave as few of these norms as keep the median error at the output (relative L2; KL "
-        "divergence of logits) at or below D, on inputs to learn from.",
+        "max_drift": "D  Leave as few of these norms as keep the median error at the output at or below D.",
         "swap.per": "LEVEL  One A and α per site, or per channel.",
         "swap.shift": "Fit s in f(αx + s), or not; by default it is.",
         "full": "Time the whole matrix: whole networks compiled and backward, in every dtype.",
         "quick": "Take the fewest timings.",
-        "seconds": "SECONDS  For each model's timings; by default 15, with --full no limit.",
+        "seconds": "N  Seconds for each model's timings; by default 15, with --full no limit.",
         "all_samples": "Measure each site alone and the cumulative order on all samples, not on 16 of them.",
         "restart": "Discard what an interrupted healing left beside the folder, and start again.",
     },
     RUNNING: {
         "device": "DEVICE  auto, cpu, cuda, cuda:1 …, mps.",
         "device_map": "auto  Spread a network too large for one device over GPUs, memory and disk (needs accelerate).",
-        "dtype": "DTYPE  Of weights and inputs: float32, bfloat16, float16 (fp32, bf16, fp16); keep converts no "
-        "weights. By default float32, and keep for py:.",
+        "dtype": "DTYPE  float32, bfloat16, float16, or keep, which converts nothing; by default float32, py: keep.",
         "batch_size": "N|auto  Samples per forward pass, at most; auto doubles them until memory ends.",
         "heal.batch_size": "N  Samples per forward pass, at most; by default 16, and for py: its own batches.",
         "workers": "N  Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
         "seed": "N  Of random weights, default inputs, --shuffle and drawn samples.",
         "verify": "Recompute every norm's true output from y, and fail where it differs.",
-        "checkpoint_every": "SECONDS  How often to keep what was captured so far, in FILE's .checkpoint folder, until "
-        "the file is written.",
-        "resume": "Continue from what an unfinished run kept, if there is one; else from the start.",
+        "checkpoint_every": "SECONDS  How often to save what was captured so far, in FILE.checkpoint.",
+        "resume": "Continue from what an unfinished run saved, if there is any.",
     },
     FIGURE: {
-        "color": "ROWS  Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] "
-        "less a fit.",
+        "color": "ROWS  Rows of the figure: density, token, channel, residual (E\\[y|x] less a fit).",
         "figure_format": "png|svg|pdf  Of the figure; by default png.",
         "dpi": "N  Dots per inch, also of the points within svg and pdf.",
         "style": "light|dark  Of the figure.",
@@ -130,26 +115,23 @@ _ROWS: dict[str, dict[str, str]] = {
         "still.",
     },
     OUTPUT: {
-        "output": "FILE  Write the result to a file, in place of the terminal: tables as .tex or .md, rows as .csv "
-        "or .parquet, all as .json or .yaml.",
+        "output": f"FILE  In place of the terminal, {_OF_TABLES}.",
         "plot.output": "PATH  A folder; or, for one model, the figure's file.",
-        "gradient.output": f"PATH  A folder for figures, or the figure's file; or {_OF_TABLES}",
-        "compare.output": f"PATH  A folder for the figure, or its file; or {_OF_TABLES}",
+        "gradient.output": f"PATH  A folder for figures, or the figure's file; or {_OF_TABLES}.",
+        "compare.output": f"PATH  A folder for the figure, or its file; or {_OF_TABLES}.",
         "report.output": "PATH  A folder, or the report's file, FILE.html.",
         "swap.output": "DIR  The folder to write; --weights takes it.",
         "swap_bench.output": "DIR  A folder for the figures, two per model.",
         "capture.output": "FILE  The capture's file (safetensors).",
         "merge.output": "FILE  The file of all of them (safetensors).",
-        "report.keep_inputs": "N  How many inputs the report shows to everybody who has it: thumbnails, envelopes of "
-        "waveforms or texts, with σ of every token; 0 for none. By default 2 of a model, and those that a file has.",
+        "report.keep_inputs": "N  Inputs that readers of the report can see, with σ of every token; by default 2.",
         "swap_bench": "FILE  Also show the drift and speed that `normscope swap-bench --json` printed into it.",
         "force": "Replace the output file even if it is not a capture.",
         "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
         "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
         "per_channel": "Also keep sums per channel, for `fit --per channel`.",
         "diagonal": "Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
-        "keep_inputs": "N  Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every "
-        "token, for `report`. The file then shows them to everybody who has it.",
+        "keep_inputs": "N  Also keep previews of N inputs, for `report`; everybody who has the file can see them.",
         "columns": "NAMES  Columns of the tables, separated by commas, as their headings: site,alpha,r2.",
         "as_json": "Print one JSON document on stdout, and nothing else there.",
         "quiet": "No progress and no remarks; warnings stay.",

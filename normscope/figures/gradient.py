@@ -43,7 +43,7 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
-from normscope.tables.table import with_interval
+from normscope.tables.table import measured
 
 Array = NDArray[np.float64]
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
@@ -267,7 +267,7 @@ def _written(number: float, form: str) -> str:
 
 
 def _with_interval(view: GradientView, name: str, r2: float) -> str:
-    return with_interval(_written(r2, ".2f"), view.intervals.get(name))
+    return measured(r2, view.intervals.get(name), ".2f").replace("-", "−")
 
 
 def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:

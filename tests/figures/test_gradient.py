@@ -137,8 +137,8 @@ def test_the_notes_say_what_the_view_says(figure, seen, fits):
     written = texts(above)
     assert f"diagonal: {100 * view.share:.1f} % of ‖J‖²" in " | ".join(written)
     low, high = view.intervals["tanh"]
-    assert f"tanh's derivative  R² {view.r2['tanh']:.2f} ±{(high - low) / 2:.2g}".replace("-", "−") in written
-    assert f"best f(x)  R² {view.r2_of_x:.2f} ±" in " | ".join(written)
+    assert f"tanh's derivative  R² {view.r2['tanh']:.2f} ± {(high - low) / 2:.2g}".replace("-", "−") in written
+    assert f"best f(x)  R² {view.r2_of_x:.2f}" in " | ".join(written)
     tail = view.constants["tail"]
     assert f"p84/p16 in the tail:  σ {tail.scale.ratio:.3g}  √C {tail.others.ratio:.3g}" in texts(below)
 

@@ -13,6 +13,7 @@ from torch import nn
 import normscope
 from normscope.tables.card import constants_table, jacobians_table, scale_table, tails_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
+from normscope.tables.glossary import unknown_column
 from normscope.tables.swaps import drift_table, sites_table
 from normscope.tables.table import (
     AdaptiveTable,
@@ -176,6 +177,29 @@ def test_every_table_breaks_no_number_at_any_width(tables, name):
         shown = text.partition("Left out at a width of")[0]
         assert numbers(shown) <= numbers(whole), width
         assert numbers(shown) == numbers(whole) or shown != text, width
+
+
+# The command whose tables of the glossary define the columns.
+COMMANDS = {"scale": "stats", "tails": "stats", "jacobians": "gradient", "constants": "gradient", "layers": "layers"}
+COMMANDS |= {"comparison": "compare", "drift": "swap-bench", "sites": "swap-bench", "models": "models"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_column_is_defined(tables, name):
+    labels = filter(None, tables[name].labels)
+    assert unknown_column(COMMANDS.get(name, "fit"), labels) is None
+
+
+def test_chosen_columns_keep_remarks_and_definitions():
+    columns = [words("site", str), Column("A", lambda _: "1.0"), Column("α", lambda _: "0.5")]
+    parts = [Explanation("A: height", ("A",)), Explanation("α: scale", ("α",))]
+    table = table_of("ab", columns, caption=parts, remark=lambda row: "all alike" if row == "b" else None)
+    assert printed(table.only(["alpha", "a"]), 60).splitlines() == [
+        *("  α    A", "0.5  1.0", "all alike", "A: height · α: scale"),
+    ]
+    assert printed(table.only(["site", "alpha", "none"]), 60).splitlines() == [
+        *("site    α", "a     0.5", "b     all alike", "α: scale"),
+    ]
 
 
 # Of what is said below a table, beginnings that are about one column alone; others are its name and a colon.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,15 +74,13 @@ def swap(
         modules = source.replacements(how, fits)
     if not place.speaks:
         raise typer.Exit
-    calibrations = None
-    if how.calibrated:
-        calibrations = _Calibrations(source, modules, refit, math.inf if max_drift is None else max_drift, say)
+    calibrated = functools.lru_cache(maxsize=2)(lambda paths: _calibrated(source, modules, paths, refit, say))
     choice = None
     if chooses:
-        after = None if calibrations is None else calibrations.drift
+        after = (lambda paths: calibrated(tuple(paths))[1].after) if how.calibrated else None
         choice = source.keep(modules, number=keep, max_drift=max_drift, func=func, init=how.start, after=after)
     chosen = list(modules) if choice is None else choice.swapped
-    swapped, report = (network.module, None) if calibrations is None else calibrations.of(chosen)
+    swapped, report = calibrated(tuple(chosen)) if how.calibrated else (network.module, None)
     with say.bars() as progress:
         judge = Judge(network, None, source.held_out, network.outputs, progress)
         judge.add("original", network.module)
@@ -115,39 +113,17 @@ def swap(
     say.document({**whole, "sites": rows, "skipped": left_out})
 
 
-@dataclass
-class _Calibrations:
-    """Calibrated copies of a network with some sites swapped; remembers the latest of at most a certain drift."""
-
-    source: swapping.SwapSource
-    modules: Mapping[str, nn.Module]
-    refit: str
-    max_drift: float
-    say: Output
-    _latest: tuple[Sequence[str], nn.Module, normscope.CalibrationReport] | None = None
-
-    def of(self, paths: Sequence[str]) -> tuple[nn.Module, normscope.CalibrationReport]:
-        """Return a copy of the network with these sites swapped, and the report of its calibration."""
-        if self._latest is not None and list(paths) == list(self._latest[0]):
-            return self._latest[1:]
-        network, swapped = self.source.network, copy.deepcopy(self.source.network.module)
-        normscope.Swap(swapped, {path: copy.deepcopy(self.modules[path]) for path in paths})
-        with self.say.bars() as progress:
-            report = normscope.calibrate(
-                network.module,
-                swapped,
-                self.source.learned,
-                outputs=network.outputs,
-                refit=self.refit,
-                progress=progress,
-            )
-        if report.after <= self.max_drift:
-            self._latest = paths, swapped, report
-        return swapped, report
-
-    def drift(self, paths: Sequence[str]) -> float:
-        """Return the median error that calibration leaves with these sites swapped."""
-        return self.of(paths)[1].after
+def _calibrated(
+    source: swapping.SwapSource, modules: Mapping[str, nn.Module], paths: Sequence[str], refit: str, say: Output
+) -> tuple[nn.Module, normscope.CalibrationReport]:
+    """Return a calibrated copy of the network with these sites swapped, and the report of its calibration."""
+    network, swapped = source.network, copy.deepcopy(source.network.module)
+    normscope.Swap(swapped, {path: copy.deepcopy(modules[path]) for path in paths})
+    with say.bars() as progress:
+        report = normscope.calibrate(
+            network.module, swapped, source.learned, outputs=network.outputs, refit=refit, progress=progress
+        )
+    return swapped, report
 
 
 def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> dict[str, float]:

@@ -20,7 +20,7 @@ def test_tables_and_a_figure(here):
     heads = [line.split() for line in lines if line.startswith("site")]
     assert heads[0][-4:] == ["R²", "tanh′", "R²", "isru′"]
     assert lines[2].count("±") == 2
-    assert ": norm, d, tokens, share, least, in tail, ceiling." in words(done.stdout)
+    assert ": norm, d, tokens, share, least, in tail." in words(done.stdout)
     assert "over all pairs" in words(done.stdout)
     tails = [cells for line in lines if (cells := line.split())[:1] == ["tail"]]
     assert len(tails) == 4 and all(len(tail) in (5, 6) for tail in tails)
