@@ -44,7 +44,7 @@ _ROWS: dict[str, dict[str, str]] = {
     },
     MODEL: {
         "layers": "N|LIST|all  N sites, evenly over the depth; or names, globs and ranges: '0-3,*.norm1', 4-4.",
-        "swap.layers": "N|LIST|all  N norms over the depth, names, ranges (4-4), pre-norm, post-norm, qk, final, least:8.",
+        "swap.layers": "N|LIST|all  N norms, names, ranges (4-4), pre-norm, post-norm, qk, final; least:8, by least harm.",
         "weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, or a folder of `normscope swap`.",
         "compare.weights": "NAME|FILE|DIR  pretrained, random, a file or a swap's folder; again for each to compare.",
     },
@@ -182,7 +182,8 @@ def _size(text: str | int) -> int | Literal["auto"]:
 
 def _columns(context: typer.Context, text: str | None) -> str | None:
     command = str(context.info_name)
-    if wrong := unknown_column(command, text.split(",") if text else ()):
+    names = [name.strip() for name in text.split(",")] if text else []
+    if wrong := unknown_column(command, names):
         raise typer.BadParameter(unknown("column", typed(wrong), map(typed, headings(command))))
     return text
 

@@ -91,7 +91,7 @@ class Output:
     ) -> None:
         """Check the file before anything is run; UsageError if it cannot be written, or has another suffix."""
         self.as_json, self.quiet = as_json, quiet
-        self.columns = None if columns is None else [typed(name) for name in columns.split(",")]
+        self.columns = None if columns is None else [typed(name.strip()) for name in columns.split(",")]
         self._headings: list[str] = []
         self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
@@ -144,7 +144,7 @@ class Output:
     def table(self, table: Table) -> None:
         """Show a table to a person, or keep it for the file."""
         if self.columns is not None and isinstance(table, AdaptiveTable):
-            self._headings += map(typed, table.labels)
+            self._headings += map(typed, table.headings)
             table = table.only(self.columns)
             if len(table.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
                 return

@@ -13,8 +13,6 @@ from normscope.runtime.files import visible
 from normscope.tables.table import (
     NONE,
     Column,
-    Explanation,
-    explained,
     measured,
     names,
     number,
@@ -49,16 +47,11 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
         *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring, (0, 0, 4, 1)),
-        *several(("σ 5 %", "50 %", "95 %"), _scale, (3, 0, 3), labels=("σ 5 %", "σ 50 %", "σ 95 %")),
+        *several(("σ 5 %", "σ 50 %", "σ 95 %"), _scale, (3, 0, 3)),
         *several(("95:5", "eps", "holds to"), lambda card: _scale(card)[3:], (0, 5, 6)),
         Column("linear", linear, drop=2),
     ]
-    caption = [
-        *explained("stats", "|μ|/σ", "mean's share", "without"),
-        Explanation("σ: percentiles over tokens of 1/rstd, with eps"),
-        *explained("stats", "95:5", "eps", "holds to", "linear"),
-    ]
-    return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate or None)
+    return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate or None)
 
 
 def tails_table(cards: Sequence[NormCard]) -> Table:
@@ -73,8 +66,7 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
         words("channels: of Σx²", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
     ]
-    caption = explained("stats", "kurtosis", "median", "ratio", ">100×", "massive", "tokens")
-    return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate)
+    return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate)
 
 
 def card_table(card: NormCard) -> Table:
@@ -208,19 +200,16 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
             (3, 0, *[1] * (len(curves) - 1)),
         ),
     ]
+    over = ", ".join(sorted({view.folds for view in views if view.folds}))
     caption = [
-        *explained("gradient", "share", "least", "in tail"),
-        Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative"),
+        "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative",
+        f"±: half of the 95 % interval, a jackknife over folds by {over}" if over else "no folds, and so no intervals",
+        *("\n" + visible(f"{_NOT_COVERED}: {view.site}: {view.reason}") for view in views if view.reason is not None),
     ]
-    if over := ", ".join(sorted({view.folds for view in views if view.folds})):
-        caption += explained("gradient", "ceiling")
-        caption.append(Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}"))
-    else:
-        caption.append(Explanation("no folds, and so no intervals and no ceiling"))
-    missing = [visible(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
-    caption += [Explanation(f"{_NOT_COVERED}: {line}", after="\n") for line in missing]
     return _aligned(
-        table_of(views, columns, caption=caption, remark=lambda view: view.reason and _NOT_COVERED, named=4)
+        table_of(
+            views, columns, caption=caption, about="gradient", remark=lambda view: view.reason and _NOT_COVERED, named=4
+        )
     )
 
 
@@ -258,8 +247,7 @@ def constants_table(views: Sequence[GradientView]) -> Table:
         ),
         words("steadier for", steadier, 1),
     ]
-    caption = explained("gradient", "1/rstd", "√C", "p84/p16", "steadier for", "raw √C", "of")
-    return _aligned(table_of(rows, columns, caption=caption))
+    return _aligned(table_of(rows, columns, about="gradient"))
 
 
 def _spreads(constants: Constants) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,12 +12,11 @@ from rich.table import Table
 from normscope.errors import count
 from normscope.fits.curves.known import FREE
 from normscope.runtime.files import visible
-from normscope.tables.glossary import definitions
+from normscope.tables.glossary import DEFINITIONS, TERMS
 from normscope.tables.table import (
     NONE,
     Column,
     Explanation,
-    explained,
     measured,
     names,
     number,
@@ -55,7 +54,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=10),
         Column("rank", rank, drop=5),
     ]
-    return table_of(fits, columns, caption=_caption(fits), remark=lambda fit: fit.nothing, named=2)
+    return table_of(fits, columns, caption=_caption(fits), about="fit", remark=lambda fit: fit.nothing, named=2)
 
 
 def channels_table(fits: Sequence[CurveFit]) -> Table:
@@ -73,13 +72,8 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
         ),
     ]
     caption = [
-        Explanation(f"y ≈ {_formula(fits)} in each channel, without folds; medians"),
-        Explanation("5th and 95th percentiles", ("α 5 %", "α 95 %", "R² 5 %", "R² 95 %"), ", "),
-        Explanation(
-            "over the channels: A and α of those that bend, R² of all that have something to fit. --json and -o hold "
-            "every channel.",
-            after=" ",
-        ),
+        f"y ≈ {_formula(fits)} in each channel, without folds; medians, 5th and 95th percentiles over the channels, "
+        "of A and α of those that bend, and of R² of all that have something to fit. --json and -o hold every channel."
     ]
     return table_of([[*key, *_over_channels(group)] for key, group in groups.items()], columns, caption=caption)
 
@@ -97,16 +91,11 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
         ),
         Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE, drop=3),
     ]
-    drawn = sum(row.drawn for row in slopes)
-    caption = [
-        Explanation(
-            "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and "
-            "how many times the 5th the 95th is"
-        ),
-        Explanation(f"error: largest |y − line| among the elements of {drawn:,} drawn tokens", ("error",), "; "),
-        Explanation(".", after=""),
+    caption: list[str | Explanation] = [
+        "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens",
+        Explanation(f"{sum(row.drawn for row in slopes):,} drawn tokens", ("error",)),
     ]
-    return table_of(slopes, columns, caption=caption)
+    return table_of(slopes, columns, caption=caption, about="fit --per token")
 
 
 def layerwise_line(means: Layerwise) -> str:
@@ -156,35 +145,32 @@ def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
     ]
 
 
-def _caption(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
-    """Yield the meaning of the columns with content."""
+def _caption(fits: Sequence[CurveFit]) -> Iterable[str | Explanation]:
+    """Yield the formula and what the columns have in common; the glossary defines each."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
     weights = weighted.get(fits[0].weights_by, "") if fits else ""
     # The form that was fitted of most curves, and of each that differs.
     forms = {fit.curve: fit.form for fit in fits if fit.curve != FREE}
     usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
     fitted = "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
-    yield Explanation(f"y ≈ {_formula(fits)}{weights}; fitted: {fitted}")
-    over = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
-    if over:
-        yield Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}")
-        yield from explained("fit", "held-out R²", "ceiling")
-        if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
-            where = visible(", ".join(low))
-            yield Explanation(f"too low at {where}: x repeats there, finer than bins resolve", ("ceiling",), "; ")
-    else:
-        yield Explanation("no folds, and so no intervals and no ceiling")
-    yield from explained("fit", "tail", "saturated")
-    if len({fit.parameters for fit in fits if fit.parameters is not None}) > 1:
-        yield from explained("fit", "params")
-    if any(fit.rank and fit.rank > 1 for fit in fits):
-        yield from explained("fit", "rank")
+    yield f"y ≈ {_formula(fits)}{weights}; fitted: {fitted}"
+    yield _folds(fits)
+    if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
+        where = visible(", ".join(low))
+        yield Explanation(f"ceiling too low at {where}: x repeats there, finer than bins resolve", ("ceiling",))
     if any(fit.doubt == "power law" for fit in fits):
-        yield Explanation(f"power law: {definitions('fit')['power law']}", ("A",))
+        yield Explanation(f"power law: {DEFINITIONS[TERMS]['power law']}", ("A",))
     if any(fit.best for fit in fits):
-        yield Explanation("*: the best")
+        yield "*: the best"
     if any(fit.curve == "sigmoid" for fit in fits):
-        yield Explanation("sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2")
+        yield "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2"
+
+
+def _folds(fits: Iterable[CurveFit]) -> str:
+    folds = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
+    if not folds:
+        return "no folds, and so no intervals and no ceiling"
+    return f"±: half of the 95 % interval, a jackknife over folds by {folds}"
 
 
 def _formula(fits: Sequence[CurveFit]) -> str:
@@ -214,9 +200,9 @@ def advice_table(advice: Sequence[Advice]) -> Table:
             "published α₀", lambda row: f"{row.published.alpha:g} ({row.published.of})" if row.published else NONE, 1
         ),
     ]
-    caption = [
-        Explanation(f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}"),
-        Explanation(NOTE_ON_PUBLISHED, ("published α₀",), " "),
+    caption: list[str | Explanation] = [
+        f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}",
+        Explanation(NOTE_ON_PUBLISHED, ("published α₀",)),
     ]
     return table_of(advice, columns, caption=caption)
 
@@ -255,8 +241,14 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
         fit = line[0].fit
         return f"nothing to fit: {fit.nothing}" if fit.degenerate else None
 
+    caption: list[str | Explanation] = [_folds(row.fit for row in rows)]
+    kinds = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
+    if True in kinds:
+        caption.append(Explanation("ratios: of the same inputs, each fold is left out of both together", _OF_RATIOS))
+    if False in kinds:
+        caption.append(Explanation("ratios: of different inputs, captures count as independent", _OF_RATIOS))
     lines = list(zip(rows, begins, strict=True))
-    return table_of(lines, columns, caption=_comparison_caption(rows), remark=nothing, named=3 + differ)
+    return table_of(lines, columns, caption=caption, about="compare", remark=nothing, named=3 + differ)
 
 
 def matching_lines(comparison: Comparison) -> list[str]:
@@ -274,19 +266,6 @@ def matching_lines(comparison: Comparison) -> list[str]:
         without = f"; without a counterpart: {here} of 1, {there} of {place}" if here or there else ""
         lines += [title, f"   {count(len(match.counterparts), 'site')} matched {how}{without}"]
     return lines
-
-
-def _comparison_caption(rows: Sequence[Compared]) -> Iterator[Explanation]:
-    yield from explained("compare", "α ratio", "slope ratio", "R² of 1", "ceiling")
-    if not any(row.fit.intervals for row in rows):
-        yield Explanation("no folds, and so no intervals, and no means to tell a difference from noise")
-        return
-    yield Explanation("± and brackets: 95 % intervals, a jackknife over folds")
-    kinds = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
-    if True in kinds:
-        yield Explanation("of the same inputs, each fold is left out of both captures together", _OF_RATIOS)
-    if False in kinds:
-        yield Explanation("of different inputs, captures count as independent", _OF_RATIOS)
 
 
 def _numbers(fit: CurveFit) -> list[str]:

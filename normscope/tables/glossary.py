@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 COMMON = "Columns of several tables"
 TERMS = "Terms"
+_CEILING = "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound"
 # A definition per term or heading, without a full stop at its end, by the table that has the column.
 DEFINITIONS: dict[str, dict[str, str]] = {
     TERMS: {
@@ -42,21 +43,21 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "s": "shift inside f; not the bias of the swapped layer",
         "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
         "R²": "1 minus the mean squared error over the variance of y",
-        "held-out R²": "R² on folds that the curve was not fitted to",
-        "ceiling": "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound",
-        "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "norm": "class of the norm",
         "kind": "class of the norm",
         "sites": "number of sites",
-        "inputs": "number of inputs that were measured on",
         "func": "function in place of the norms",
         "init": "start values of the functions: fit, theory, paper or calibrated",
         "median": "median over the inputs",
         "L2": "relative L2 at the network's output, median over inputs",
-        "p90 of L2": "90th percentile of the relative L2 over inputs",
-        "not finite": "inputs that gave a NaN or an infinity, which count as infinitely far",
+        "p90": "90th percentile over the same inputs",
+        "p10": "10th percentile over the same inputs",
+        "inputs": "number of inputs that were measured on",
     },
     "fit": {
+        "held-out R²": "R² on folds that the curve was not fitted to",
+        "ceiling": _CEILING,
+        "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "params": "number of free parameters",
         "RMSE": "root of the mean squared error, in units of y",
         "tail": "RMSE beyond the 99th percentile of |x|",
@@ -64,12 +65,10 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "fit --per channel": {
         "channels": "number of channels",
+        "α PERCENTILE": "percentile of α over the channels",
+        "R² PERCENTILE": "percentile of R² over the channels",
         "bend": "number of channels whose pairs identify A and α separately",
         "nothing": "number of channels with nothing to fit",
-        "α 5 %": "5th percentile of α over the channels",
-        "α 95 %": "95th percentile of α over the channels",
-        "R² 5 %": "5th percentile of R² over the channels",
-        "R² 95 %": "95th percentile of R² over the channels",
     },
     "fit --per token": {
         "tokens": "number of tokens",
@@ -90,9 +89,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "95 %": "95th percentile of |μ|/σ over tokens",
         "mean's share": "share of a token's Σx² that is due to its mean",
         "without": "change of y if the norm did not centre, Σ(y − RMSNorm(x))²/Σy²",
-        "σ 5 %": "5th percentile over tokens of the divisor σ = 1/rstd, with eps",
-        "σ 50 %": "median of σ over tokens",
-        "σ 95 %": "95th percentile of σ over tokens",
+        "σ PERCENTILE": "percentile over tokens of the divisor σ = 1/rstd, with eps",
         "95:5": "95th over 5th percentile of σ: the spread that bends the S-curve",
         "eps": "share of tokens whose y eps lowers by 1 % or more",
         "holds to": "smallest c with y(c·x) = y(x), to 1 % for 99 % of the tokens",
@@ -124,6 +121,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     "compare": {
         "α ratio": "α over that of capture 1; *: the 95 % interval excludes 1",
         "slope ratio": "slope over that of capture 1; *: the 95 % interval excludes 1",
+        "ceiling": _CEILING,
         "R² of 1": "R² of capture 1's curve on these pairs",
     },
     "layers": {
@@ -148,18 +146,15 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "swap-bench": {
         "cosine": "cosine between swapped and original output, median over inputs",
-        "p10 of cosine": "10th percentile of the cosine over inputs",
         "≤ 0.1": "number of sites, least harmful first, that can be swapped with a median L2 up to 0.1",
         "KL": "KL(original ‖ swapped) of the answers in nats, median over inputs",
-        "p90 of KL": "90th percentile of KL over inputs",
         "top-1": "share of inputs with the same first answer",
         "top-5": "share of inputs with the original's first answer among the swapped network's five",
         "of 5": "share of the original's five answers among the swapped network's five",
         "frame L2": "relative L2 of single frames, median",
-        "p90 of frame L2": "90th percentile of the relative L2 of single frames",
         "end L2": "relative L2 of the latents at the end of trajectories, median",
-        "p90 of end L2": "90th percentile of the relative L2 at the end of trajectories",
-        "cosine of the end": "cosine of the latents at the end of trajectories, median",
+        "end cosine": "cosine of the latents at the end of trajectories, median",
+        "not finite": "inputs that gave a NaN or an infinity, which count as infinitely far",
         "part": "part of the data, such as a timestep",
         "max": "largest relative L2",
         "CURVE": "drift with this site alone swapped: relative L2 at the network's output, median over inputs",
@@ -169,17 +164,13 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "ratio": "time over that of the network's own norm",
         "GB/s": "bytes of x and y (and dy and dx, with backward) over the time",
         "copy": "share of the GB/s of a plain copy",
-        "layer": "seconds of all norms",
-        "model": "seconds of the whole network",
-        "layer, published": "published seconds of all norms, on another device",
-        "model, published": "published seconds of the whole network, on another device",
+        "layer": "seconds of all norms; published: on another device",
+        "model": "seconds of the whole network; published: on another device",
     },
     "heal": {
         "after": "stage: start values, calibrated, trained",
         "steps": "number of training steps",
-        "10 %": "10th percentile of the held-out drift",
-        "median": "median of the held-out drift",
-        "90 %": "90th percentile of the held-out drift",
+        "PERCENTILE": "percentile of the held-out drift; median: the 50th",
         "closed": "share of the start's median drift that is gone",
         "kept": "yes for the state that was written",
     },
@@ -194,6 +185,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "weights": "library and name of the weights",
     },
     "report": {
+        "ceiling": _CEILING,
         "pairs": "number of pairs",
         "σ median": "median over tokens of the divisor σ = 1/rstd, with eps",
         "σ 95:5": "95th over 5th percentile of σ",
@@ -219,7 +211,7 @@ def definitions(table: str) -> dict[str, str]:
 
 # Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
 _ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
-_NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+%"}
+_NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+-?%"}
 _TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
 
 
@@ -247,6 +239,6 @@ def typed(heading: str) -> str:
     >>> typed("R² 95 %"), typed("α"), typed("held-out R²"), typed("|μ|/σ")
     ('r2-95-%', 'alpha', 'held-out-r2', '|mu|/sigma')
     """
-    letters = unicodedata.normalize("NFKC", heading.strip()).casefold()
+    letters = unicodedata.normalize("NFKC", heading).casefold()
     named = (unicodedata.name(letter).split()[-1].casefold() if "α" <= letter <= "ω" else letter for letter in letters)
     return "".join(named).translate(_TYPED)

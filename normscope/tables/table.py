@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.runtime.files import visible
-from normscope.tables.glossary import definitions, typed
+from normscope.tables.glossary import DEFINITIONS, typed
 
 if TYPE_CHECKING:
     from normscope.fits.curves.known import Curve
@@ -39,7 +39,6 @@ class Column(Generic[Row]):
         justify: ``left`` or ``right``.
         folds: long texts may take several lines.
         drop: order in which columns are left out of a narrow terminal, the largest first; 0 is never left out.
-        label: name in the list of columns left out, by default the heading.
         once: leave the cell empty where the row above has the same text.
     """
 
@@ -49,7 +48,6 @@ class Column(Generic[Row]):
     justify: Literal["left", "right"] = "right"
     folds: bool = False
     drop: int = 0
-    label: str = ""
     once: bool = False
 
 
@@ -68,39 +66,27 @@ def several(
     cells: Callable[[Row], Sequence[str]],
     drops: Sequence[int] = (),
     *,
-    labels: Sequence[str] = (),
     shown: bool = True,
 ) -> Iterable[Column[Row]]:
     """Declare columns of numbers whose texts one function returns, a list per row."""
-    for place, (heading, drop, label) in enumerate(zip_longest(headings, drops, labels)):
-        yield Column(heading, lambda row, place=place: cells(row)[place], shown, drop=drop or 0, label=label or "")  # type: ignore[misc]
+    for place, (heading, drop) in enumerate(zip_longest(headings, drops, fillvalue=0)):
+        yield Column(str(heading), lambda row, place=place: cells(row)[place], shown, drop=int(drop))  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A part of a caption, left out with the columns that it explains.
-
-    Attributes:
-        text: of the part.
-        of: labels of the columns that it explains; empty if it is about the whole table.
-        after: separator from the part before.
-    """
+    """A part of a caption, left out with the columns that it is about; with a line break before it, the last part."""
 
     text: str
-    of: Sequence[str] = ()
-    after: str = " · "
-
-
-def explained(table: str, *labels: str) -> list[Explanation]:
-    """Return the glossary's definitions of some of a table's columns, for its caption."""
-    return [Explanation(f"{label}: {definitions(table)[label]}", (label,)) for label in labels]
+    of: Sequence[str] = ()  # headings; none for the whole table
 
 
 def table_of(
     rows: Iterable[Row],
     columns: Iterable[Column[Row]],
     *,
-    caption: str | Iterable[Explanation] = (),
+    caption: Iterable[str | Explanation] = (),
+    about: str = "",
     remark: Callable[[Row], str | None] = lambda row: None,
     named: int = 1,
 ) -> AdaptiveTable:
@@ -110,12 +96,15 @@ def table_of(
         rows: records.
         columns: of the table, without those that are not ``shown``.
         caption: below it.
+        about: table of the glossary whose definitions of the columns follow in the caption.
         remark: a row's text in place of its numbers; None where it has numbers.
         named: number of shown columns before such a remark.
     """
     columns = [column for column in columns if column.shown]
     table = AdaptiveTable(columns)
-    table.explain([Explanation(caption)] if isinstance(caption, str) else list(caption))
+    own = DEFINITIONS.get(about, {})
+    defined = [Explanation(f"{name}: {own[name]}", (name,)) for name in dict.fromkeys(table.headings) if name in own]
+    table.explain([*caption, *defined])
     above: list[str] = []
     for number_of_row, row in enumerate(rows):
         text = remark(row)
@@ -175,7 +164,7 @@ class AdaptiveTable(Table):
 
     Attributes:
         declared: the columns' declarations.
-        labels: names of the columns in captions and in the list of columns left out.
+        headings: of the columns.
         spans: for each row with a remark, by row number: the column where the remark begins.
     """
 
@@ -184,28 +173,30 @@ class AdaptiveTable(Table):
         super().__init__(box=None, pad_edge=False)
         self.declared = columns
         self.spans: dict[int, int] = {}
-        self.labels = [column.label or column.heading for column in columns]
+        self.headings = [column.heading for column in columns]
         for column in columns:
             self.add_column(visible(column.heading), justify=column.justify)
 
-    def explain(self, explanations: Sequence[Explanation]) -> None:
+    def explain(self, parts: Sequence[str | Explanation]) -> None:
         """Set the caption; parts about columns that are left out are not printed."""
-        self._explanations = [part for part in explanations if not part.of or set(part.of) & set(self.labels)]
-        self.caption = _joined(self._explanations)
+        self._explanations = [Explanation(part) if isinstance(part, str) else part for part in parts]
+        self.caption = self._explained(self.headings)
+
+    def _explained(self, headings: Collection[str]) -> str:
+        parts = [part.text for part in self._explanations if not part.of or set(part.of) & set(headings)]
+        return " · ".join(sorted(parts, key=lambda text: text.startswith("\n"))).replace(" · \n", "\n")
 
     def only(self, names: Sequence[str]) -> AdaptiveTable:
         """Return the table of some columns, in this order, none of which is left out of a narrow terminal.
 
         Args:
-            names: headings or labels, as :func:`normscope.tables.glossary.typed` returns them; others are ignored.
+            names: headings, as :func:`normscope.tables.glossary.typed` returns them; others are ignored.
         """
-        headings = [
-            {typed(column.heading), typed(label)} for column, label in zip(self.declared, self.labels, strict=True)
-        ]
-        places = [place for name in names for place, known in enumerate(headings) if name in known]
+        known = list(map(typed, self.headings))
+        places = [place for name in names for place, heading in enumerate(known) if name == heading]
         table = AdaptiveTable([replace(self.declared[place], drop=0) for place in places])
         table.title = self.title
-        table.explain(self._explanations)
+        table.explain([part for part in self._explanations if not part.of or set(part.of) & set(table.headings)])
         texts = [list(map(str, column.cells)) for column in self.columns]
         for row in range(self.row_count):
             cells = [texts[place][row] for place in places]
@@ -239,9 +230,8 @@ class AdaptiveTable(Table):
                 room = max(across, min(options.max_width, indent + _LEAST_CAPTION)) - indent
                 cells.append(_filled(_pieces(every[spanning].cells[row]), max(room, 1)))
             yield from _lines(cells, columns[:before], widths[:before])
-        shown = {self.labels[number] for number in kept}
-        below = [_joined([part for part in self._explanations if not part.of or shown.intersection(part.of)])]
-        if dropped := [label for number, label in enumerate(self.labels) if number not in kept]:
+        below = [self._explained([self.headings[number] for number in kept])]
+        if dropped := [heading for number, heading in enumerate(self.headings) if number not in kept]:
             needed = _across([column.wanted for column in every])
             left_out = ", ".join(dropped).rstrip(".")
             below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {left_out}.")
@@ -284,10 +274,6 @@ class _ColumnTexts:
 
 def _across(widths: Sequence[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def _joined(explanations: Sequence[Explanation]) -> str:
-    return "".join(f"{part.after if number else ''}{part.text}" for number, part in enumerate(explanations))
 
 
 def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
@@ -396,7 +382,7 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("R²", lambda row: number(row["r2"], ".4f")),
     ]
     medians = any(row["per_channel"] for row in rows)
-    return table_of(rows, columns, caption="A, α, s and R² are medians over the channels" if medians else "")
+    return table_of(rows, columns, caption=["A, α, s and R² are medians over the channels"] if medians else ())
 
 
 def curves_table(curves: Sequence[Curve]) -> Table:

@@ -76,7 +76,7 @@ def table():
     columns = [names("site", lambda row: row[0]), *several(["A", "R²"], lambda row: row[1:])]
     rows = [("[0].norm_1", "1.0", "0.891 ± 0.014"), ("*", "", "")]
     remark = {"*": "nothing | to fit"}
-    return table_of(rows, columns, caption="R²: of 5 % & more", remark=lambda row: remark.get(row[0]))
+    return table_of(rows, columns, caption=["R²: of 5 % & more"], remark=lambda row: remark.get(row[0]))
 
 
 def test_a_table_for_booktabs():
