@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -27,11 +27,11 @@ from normscope.cli.commands.swap import swap
 from normscope.cli.commands.swap_bench import swap_bench
 from normscope.cli.options import DIFFUSION, OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
-from normscope.cli.process import StreamError, guard_streams
 from normscope.errors import NormscopeError, StoppedError, UsageError
 from normscope.models.registry import is_diffusion
 
-_INTERRUPTED = 130
+_USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
+_OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
 # Options that a command lacks, and a sentence.
 _LACKING = {
     "--csv": "There is no --csv; -o FILE.csv writes the rows of the table.",
@@ -129,22 +129,36 @@ def main() -> None:
     # Idle OpenMP threads that spin slow a busy machine down 40-fold; torch reads this variable when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend a notebook or a shell has set
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
+    if sys.stdout is None:  # a command's results would be lost
+        print_error("Standard output is closed; give it a file or a pipe.")
+        sys.exit(_USAGE)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # α, where the encoding is not UTF-8
     status: int | str | None = None
     try:
-        guard_streams()
         try:
             app()
         except SystemExit as done:
-            status = done.code
+            status = _CLOSED_PIPE if done.code == _OF_TYPER else done.code
         sys.stdout.flush()
         sys.stderr.flush()
-    except StreamError as error:
-        status = error.exit_status
-        if error.sentence:
-            with contextlib.suppress(StreamError):  # standard error may have failed too
-                print_error(error.sentence)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _drop_output()
+        status = _CLOSED_PIPE if isinstance(error, BrokenPipeError) else _USAGE
+        if status == _USAGE:
+            print_error(f"Cannot write to standard output: {error.strerror or error}.")
     except KeyboardInterrupt:  # before a command was entered, or while its last output was written
         status = _INTERRUPTED
     # An interruption while the interpreter exits would replace the status of the command.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
+
+
+def _drop_output() -> None:
+    """Discard what the buffer still contains, as writing it would fail again when the interpreter exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

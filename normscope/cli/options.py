@@ -44,7 +44,7 @@ _ROWS: dict[str, dict[str, str]] = {
     },
     MODEL: {
         "layers": "N|LIST|all  N sites, evenly over the depth; or names, globs and ranges: '0-3,*.norm1', 4-4.",
-        "swap.layers": "N|LIST|all  N norms, names, ranges (4-4), pre-norm, post-norm, qk, final; least:8, by least harm.",
+        "swap.layers": "N|LIST|all  N norms, names, ranges (4-4), pre-norm, post-norm, qk, final, least:8 (by harm).",
         "weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, or a folder of `normscope swap`.",
         "compare.weights": "NAME|FILE|DIR  pretrained, random, a file or a swap's folder; again for each to compare.",
     },

@@ -128,19 +128,13 @@ def sources(models: Sequence[str] | None, run: RunOptions, by: str | None, outpu
 
 def check_models(names: Sequence[str]) -> None:
     """Refuse names of no model, before the first is run: ModelError, and UsageError for a file's name."""
-    entries = []
     for name in names:
-        try:
-            entries.append(registry.find(name))
-        except ModelError:
-            if not _is_file(name):
-                raise
+        if _is_file(name):
             raise UsageError(
                 f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take captures; "
                 f"--weights takes a file of weights."
-            ) from None
-    for entry in entries:
-        registry.check_library(entry)
+            )
+        registry.check_library(registry.find(name))
 
 
 def check_sources(names: Sequence[str], run: RunOptions) -> None:

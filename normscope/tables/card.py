@@ -63,7 +63,7 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
             lambda card: _tails(card)[:6],
             (0, 4, 0, 3, 5, 0),
         ),
-        words("channels: of Σx²", lambda card: _tails(card)[6], 1),
+        words("channels", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
     ]
     return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate)

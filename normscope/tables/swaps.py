@@ -28,7 +28,7 @@ from normscope.swaps.reports import (
     Timing,
 )
 from normscope.tables.glossary import DEFINITIONS
-from normscope.tables.table import NONE, AdaptiveTable, Column, names, number, several, table_of, words
+from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
 
 Swap = tuple[DriftReport, Drift]
 _NEAR = 0.1  # of the output's length
@@ -70,9 +70,9 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         *several(of_end, lambda swap: _end(swap[0].end), (2, 4, 4), shown=ends),
         _spoilt(rows),
     ]
-    caption = [f"All sites swapped. {_OF_OUTPUT}"]
+    caption: list[str | Explanation] = [f"All sites swapped. {_OF_OUTPUT}"]
     if logits:
-        caption.append(f"{max(row.answers or 0 for row in rows):,} answers")
+        caption.append(Explanation(f"top-1 of {max(row.answers or 0 for row in rows):,} answers", ("top-1",)))
     if left_out := max((row.left_out for row in rows), default=0):
         caption.append(f"{left_out:,} inputs left out: the original's own output is zero throughout or not finite")
     caption += _calibrated(reports)

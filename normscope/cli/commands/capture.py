@@ -12,7 +12,7 @@ from normscope.cli.options import declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models
-from normscope.errors import DataError, UsageError
+from normscope.errors import UsageError
 from normscope.runtime.files import CHECKPOINT, check_writable
 from normscope.runtime.processes import Place
 
@@ -102,7 +102,6 @@ def capture(
 )
 def merge(files: list[str], output: Path, *, force: bool = False, say: Output) -> None:
     """Merge captures of one model from runs over different inputs, on different days or machines."""
-    _check_files(files)
     _check_capture_file(output, force)
     seen = normscope.merge_captures(files)
     say.account(seen)
@@ -121,25 +120,6 @@ def _check_capture_file(path: Path, force: bool) -> None:
             raise UsageError(
                 f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
             )
-
-
-def _check_files(files: list[str]) -> None:
-    """Refuse files that cannot be merged, before the first is read; DataError and UsageError."""
-    if len(files) == 1:
-        raise UsageError(f"merge takes two captures or more; {files[0]} is one. Name the others beside it.")
-    names: dict[tuple[int, int], str] = {}
-    for file in files:
-        try:
-            status = Path(file).stat()
-        except OSError as error:
-            why = error.strerror or error
-            raise DataError(
-                f"Cannot read the capture {file}: {why}; `normscope capture MODEL -o FILE` writes one."
-            ) from error
-        identity = (status.st_dev, status.st_ino)
-        if identity in names:
-            raise UsageError(f"{names[identity]} and {file} are one file. Name each capture once.")
-        names[identity] = file
 
 
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:

@@ -27,7 +27,7 @@ def gradient(
     look: Look,
     say: Output,
 ) -> None:
-    """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
+    """Compare each norm's Jacobian with the curves' derivatives, and test the assumptions of DyT and DyISRU."""
     from normscope.figures.style import heading
     from normscope.fits.fit import check_fit
 

@@ -34,7 +34,7 @@ def plot(
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 
-    Two or more models also share one figure more: a row a model, and four norms across.
+    Two or more models also share one figure, with a row per model and four norms across.
     """
     from normscope.figures.axes import check_xscale
     from normscope.figures.scurves import rows_named

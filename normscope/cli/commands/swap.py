@@ -50,7 +50,7 @@ def swap(
     run: RunOptions,
     say: Output,
 ) -> None:
-    """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
+    """Replace a model's norms by point-wise functions, and write the model into a folder."""
     check_models([model])
     from normscope.swaps.quality import Judge
     from normscope.swaps.start import starts

@@ -49,7 +49,7 @@ def swap_bench(
     look: Look,
     say: Output,
 ) -> None:
-    """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
+    """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.bench.bench import in_words, published, why_not
     from normscope.tables.swaps import published_table
