@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,8 +151,6 @@ def main() -> None:
             print_error(f"Cannot write to standard output: {error.strerror or error}.")
     except KeyboardInterrupt:  # before a command was entered, or while its last output was written
         status = _INTERRUPTED
-    # An interruption while the interpreter exits would replace the status of the command.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
 
 

@@ -104,12 +104,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_table_and_its_document_say_so():
-    assert SAID in invoke(f"fit {RUN}").stdout.splitlines()[0]
-    assert all(SAID in fit["data"] and fit["n_pairs"] == 4 * 3 * 64 for fit in document(f"fit {RUN}")["fits"])
-
-
 @pytest.mark.slow
 def test_a_figure_and_its_document_say_so(folder):
     (figure,) = document(f"plot {RUN} --dpi 40")["figures"]

@@ -13,7 +13,6 @@ import normscope
 from normscope.cli.commands import swap_bench
 from normscope.errors import UsageError
 from normscope.inputs.held_out import learned_and_held_out
-from normscope.models.inputs.trajectories import Trajectories
 from normscope.swaps.calibrate.calibrate import swap
 
 FACTORIES = Path(__file__).parents[1] / "factories.py"
@@ -120,16 +119,6 @@ def stopped(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("here", "stopped")
-def test_trajectories_are_walked_once_for_the_least_harmful_sites(monkeypatch):
-    walks, ends = [], Trajectories.ends
-    monkeypatch.setattr(Trajectories, "ends", lambda self, *share: (walks.append(self), ends(self, *share))[1])
-    options = "--limit 1 --timesteps 500, --func dyt --init paper --layers least:2"
-    assert "no further" in invoke(f"swap-bench demo_dit {options} {QUICK}", status=2).stderr
-    assert len(walks) == 2  # with the norms, and without
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("stopped")
 def test_quality_is_a_table_or_a_reason_why_there_is_none(here, as_table):
     assert "No quality: nothing tells what the network is for (in Python, pass quality=" in as_table.stdout
@@ -173,27 +162,6 @@ def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
     # float32 outputs, of which the distances are taken in float64
     moved = moved_by_dyt(lambda learned: {"sites": "0,", "init": "calibrated", "learn": list(learned)})
     assert row.relative_l2.p50 == pytest.approx(float(moved.quantile(0.5)), rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("here")
-def test_calibrated_drift_is_in_document_and_figure():
-    told = document(
-        "swap-bench demo_vit --init fit,calibrated --quick --limit 32 --layers 3 --device cpu -o calibrated"
-    )
-    fit, calibrated = told["drift"]
-    assert (fit["init"], calibrated["init"]) == ("fit", "calibrated") and fit["calibration"] is None
-    learned = calibrated["calibration"]
-    assert learned["n_learned"] + learned["n_judged"] == 32 and learned["refit"] == "neighbours"
-    assert "of demo_vit's training" in learned["data"] and "held-out digits" in calibrated["data"]
-
-    before, after = (
-        {(row["swapped"], row["site"]): row["relative_l2"]["p50"] for row in report["rows"] if row["at"] == "output"}
-        for report in told["drift"]
-    )
-    assert len(after) == 1 + 3 + 3 and after["all", None] < before["all", None]
-    (drawn,) = [figure for figure in told["figures"] if figure["view"] == "drift"]
-    assert Path(drawn["file"]).stat().st_size > 10_000
 
 
 def test_seven_billion_weights_are_not_made_without_cuda():
