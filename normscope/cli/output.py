@@ -239,7 +239,7 @@ class Output:
 
         if is_number(asked):
             named = ", ".join(f"{site.index} {site.name}" for site in sites)
-            self.remark(f"--layers {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
+            self.remark(f"--layers {asked} selects, evenly over the depth: {named}")
 
     def kept_inputs(self, capture: Capture) -> None:
         """Report the inputs that are kept in the file."""

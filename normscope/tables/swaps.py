@@ -161,7 +161,7 @@ def healing_table(report: HealReport) -> Table:
 
     def drifts(stage: str) -> list[str]:
         values = [report.drifts[stage][name] for name in ("p10", "median", "p90")]
-        return [f"{value:.4f}" if math.isfinite(value) else "not finite" for value in values]
+        return [f"{value:.3g}" if math.isfinite(value) else "not finite" for value in values]
 
     columns: list[Column[str]] = [
         words("after", lambda stage: _NAMES[stage]),

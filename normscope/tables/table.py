@@ -218,6 +218,7 @@ class AdaptiveTable(Table):
             yield from _wrapped(str(self.title), across, options, "bold")
         headings = [_filled(_pieces(column.heading), width) for column, width in zip(columns, widths, strict=True)]
         yield from _lines(headings, columns, widths, "table.header")
+        rest: list[str] = []  # of a folded name, beside the rows below that leave their cell empty
         for row in range(self.row_count):
             spanning = self.spans.get(row, len(every))
             before = sum(number < spanning for number in kept)
@@ -229,7 +230,15 @@ class AdaptiveTable(Table):
                 indent = sum(widths[:before]) + len(_GAP) * before
                 room = max(across, min(options.max_width, indent + _LEAST_CAPTION)) - indent
                 cells.append(_filled(_pieces(every[spanning].cells[row]), max(room, 1)))
+            if kept[:1] == [0] and self.declared[0].once:
+                if cells[0] == [""]:
+                    cells[0] = rest
+                elif rest:
+                    yield from _lines([rest], columns, widths)
+                height = max(map(len, cells[1:]), default=1)
+                cells[0], rest = cells[0][:height], cells[0][height:]
             yield from _lines(cells, columns[:before], widths[:before])
+        yield from _lines([rest], columns, widths) if rest else ()
         below = [self._explained([self.headings[number] for number in kept])]
         if dropped := [heading for number, heading in enumerate(self.headings) if number not in kept]:
             needed = _across([column.wanted for column in every])

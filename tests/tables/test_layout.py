@@ -98,6 +98,15 @@ def test_a_remark_takes_the_room_of_the_numbers_and_none_of_their_own():
     assert printed(table, 60).splitlines() == ["site    A    α", "a     1.0  0.5", "b     all of its pairs are alike"]
 
 
+def test_a_folded_name_continues_beside_the_rows_of_the_same_site():
+    columns = [names("site", lambda row: row[0], once=True), *several("AB", lambda row: [row[1], "1" * 30])]
+    rows = [("model.encoder.layers.0.norm", "0.1"), ("model.encoder.layers.0.norm", "0.2"), ("norm", "0.3")]
+    lines = [line.split()[:2] for line in printed(table_of(rows, columns), 52).splitlines()]
+    assert lines[1:] == [["model.encoder.", "0.1"], ["layers.0.norm", "0.2"], ["norm", "0.3"]]
+    alone = printed(table_of([rows[0], rows[2]], columns), 52).splitlines()
+    assert [line.split()[0] for line in alone[1:]] == ["model.encoder.", "layers.0.norm", "norm"]
+
+
 def test_what_always_stays_is_never_narrowed():
     table = table_of(["a"], several(["x", "y"], lambda _: ["1" * 40] * 2))
     console = Console(width=60)
