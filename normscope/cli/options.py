@@ -106,7 +106,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "figure_format": "png|svg|pdf  Of the figure; by default png.",
         "dpi": "N  Dots per inch, also of the points within svg and pdf.",
         "style": "light|dark  Of the figure.",
-        "plot": "FILE  Draw it into this .png, .svg or .pdf.",
+        "plot": "PATH  Draw it into this .png, .svg or .pdf, or into a folder.",
         "xscale": "SCALE  Of x: linear, asinh, or auto, which is asinh where 99 % of the pairs lie in under a tenth of "
         "the width.",
         "share_axes": "Give all panels of a figure the same axes and colours, to compare them.",
@@ -322,6 +322,7 @@ class FigureFiles:
     titles: Sequence[str]
     views: Sequence[str]
     by: str | None = None
+    option: str = "--output"
     written: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -358,29 +359,17 @@ class FigureFiles:
             if named and not output.is_dir():
                 endings = ", ".join(f".{ending}" for ending in _FORMATS)
                 raise UsageError(
-                    f"--output {output} ends in .{named}, but a figure's file ends in one of {endings}. To name a "
+                    f"{self.option} {output} ends in .{named}, but a figure's file ends in one of {endings}. To name a "
                     "folder with a dot, make it first."
                 )
             return asked or "png"
         if asked not in (None, named):
-            raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
+            raise UsageError(f"{self.option} {output} ends in .{named}, but --format asks for {asked}.")
         many = "" if self.by is None else f"--by {self.by} draws a figure for each"
         if len(self.views) > 1:
             many = f"each model has {len(self.views)} figures"
         if len(self.titles) > 1:
             many = f"there are {len(self.titles)} models"
         if many:
-            raise UsageError(f"--output {output} is one file, but {many}. Name a folder.")
+            raise UsageError(f"{self.option} {output} is one file, but {many}. Name a folder.")
         return named
-
-
-def check_plot(plot: Path | None, names: Sequence[str] = (), by: str | None = None) -> None:
-    """Refuse, before anything is run, a file that no figure of one capture can be written to; UsageError."""
-    if plot is None:
-        return
-    if plot.suffix.lower().removeprefix(".") not in _FORMATS:
-        raise UsageError(f"--plot {plot} names no figure: its file ends in .png, .svg or .pdf.")
-    if len(names) > 1 or by is not None:
-        many = f"there are {len(names)} models" if len(names) > 1 else f"--by {by} makes several captures"
-        raise UsageError(f"--plot {plot} is one file, but {many}. Give one at a time.")
-    check_writable(plot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import normscope
-from normscope.cli.options import Look, check_plot, declared
+from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output
 
 
@@ -19,13 +19,12 @@ def curves(*, func: str = "all", plot: Path | None = None, look: Look, say: Outp
     from normscope.fits.curves.expressions import curves_named
     from normscope.tables.table import curves_table
 
-    check_plot(plot)
+    files = FigureFiles(plot, look, ["curves"], [""], option="--plot") if plot else None
     chosen = curves_named(func)
     say.table(curves_table(chosen))
-    if plot is not None:
+    if files:
         figure = normscope.plot_curves(chosen, **look.of_figure)
-        normscope.save_figure(figure, plot, {"curves": [curve.name for curve in chosen]})
-        say.result(str(plot))
+        files.save(figure, "curves", "", {"curves": [curve.name for curve in chosen]}, say)
     rows = [
         {"curve": curve.name, "aliases": list(curve.aliases), "formula": curve.formula, "source": curve.source}
         for curve in chosen

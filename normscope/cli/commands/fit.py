@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import Look, check_plot, declared
+from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, family_of, sources
 from normscope.errors import UsageError, unknown
@@ -60,7 +60,7 @@ def fit(
     how: dict[str, Any] = {"per": "site" if of_tokens else per, "pool": pool, "weights_by": weights_by, **form}
     check_fit(func, **how)
     names = sources(models, run, by, say)
-    check_plot(plot, names, by)
+    files = FigureFiles(plot, look, names, ["depth"], by, "--plot") if plot else None
     sums = {"by_gamma": weights_by == "gamma", "per_channel": per == "channel"}
     seen, rows, summaries = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by, **sums):
@@ -83,9 +83,11 @@ def fit(
         if summary is not None and summary.sites > 1:
             say.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
-        if plot:
+        if files:
+            from normscope.figures.style import heading  # matplotlib takes a while
+
             figure = normscope.plot_depth(capture, fits, **look.of_figure)
-            say.result(str(normscope.save_figure(figure, plot, capture)))
+            files.save(figure, heading(capture.about), "depth", capture, say)
     document: dict[str, Any] = {"fits": rows, "layerwise": summaries}
     if of_tokens:
         document = {"slopes": rows}
