@@ -201,7 +201,7 @@ def captures(
         raise typer.Exit
 
 
-def form(shift: bool | None) -> dict[str, bool]:
+def form(shift: bool | None) -> dict[str, Any]:
     """Return the argument of :func:`normscope.fit` that ``--shift`` or ``--no-shift`` stands for, if one was given."""
     return {} if shift is None else {"shift": shift}
 

@@ -1,6 +1,7 @@
 """Mistakes of a user: a status, a sentence with the remedy, and nothing run or written for nothing."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import normscope
 from normscope.cli import app
 from normscope.swaps.store.store import save_swapped
 
+FACTORIES = Path(__file__).with_name("factories.py")
 DRAWING = ("plot", "fit", "stats", "curves", "gradient", "compare", "heal demo_vit -o new", "swap-bench")
 # Command lines with their exit status and a part of the sentence.
 MISTAKES = [
@@ -40,7 +42,7 @@ MISTAKES = [
     ("plot nowhere.safetensors", 4, "There is no capture file nowhere.safetensors"),
     ("plot cut.safetensors", 4, "cut.safetensors: it is incomplete, damaged, or no safetensors file"),
     ("plot notes.txt", 4, "Cannot read the capture notes.txt"),
-    ("plot seen.safetensors --limit 3", 2, "--limit can have no effect"),
+    ("plot seen.safetensors --limit 3 --seed 1", 2, "--limit, --seed can have no effect"),
     ("capture seen.safetensors -o b.safetensors", 2, "seen.safetensors names a file, not a model."),
     ("layers demo_vit notes.txt", 2, "`gradient` and `compare` take captures"),
     ("swap demo_vit.safetensors -o new", 2, "names a file, not a model"),
@@ -85,7 +87,10 @@ MISTAKES = [
     ("plot demo_vit vit_b16 -o x.png", 2, "is one file, but there are 2 models"),
     ("plot demo_dit --by timestep -o x.png", 2, "is one file, but --by timestep draws a figure"),
     ("swap-bench demo_vit -o one.PDF", 2, "one.PDF is one file, but each model has 2 figures. Name a folder."),
-    *((f"{command} --plot drawn.txt", 2, "--plot drawn.txt ends in .txt, but a figure's file ends in one of") for command in ("fit", "stats", "curves")),
+    *(
+        (f"{command} --plot drawn.txt", 2, "--plot drawn.txt ends in .txt, but a figure's file ends in one of")
+        for command in ("fit", "stats", "curves")
+    ),
     ("fit seen.safetensors seen.safetensors --plot new.png", 2, "there are 2 models"),
     ("fit seen.safetensors --per channel --plot new.png", 2, "--plot draws the fits of each site by itself"),
     ("plot --color tokens", 2, "There is no colouring 'tokens'. Did you mean 'token'?"),
@@ -121,6 +126,8 @@ MISTAKES = [
     ("swap demo_vit -o new --layers qk", 2, "No norm here is qk; there are final, pre-norm"),
     ("swap-bench demo_vit --sites=least:many", 2, "least:8 takes the eight least harmful"),
     ("swap-bench demo_vit --sites least:18", 2, "asks for more norms than there are: 17"),
+    ("swap-bench llama_7b --weights random --device cpu", 5, "LLaMA 7B takes 13.5 GB"),
+    (f"swap-bench py:{FACTORIES}:groups --func rmsnorm --device cpu", 3, "An RMSNorm cannot take the place of"),
     ("swap-bench demo_vit --init best", 2, "There is no init 'best'"),
     ("swap demo_vit -o new --func rmsnorm --init calibrated", 2, "There is no calibrated start of rmsnorm"),
     ("swap demo_vit -o new --init calibrated --refit all", 2, "There is no refit 'all'"),

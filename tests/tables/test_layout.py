@@ -16,7 +16,6 @@ from normscope.tables.fit import advice_table, channels_table, comparison_table,
 from normscope.tables.glossary import unknown_column
 from normscope.tables.swaps import drift_table, sites_table
 from normscope.tables.table import (
-    AdaptiveTable,
     Column,
     Explanation,
     layers_table,
@@ -127,12 +126,6 @@ def test_a_caption_explains_only_the_columns_that_are_shown():
     assert below[90] == table.caption
     assert below[80] == "y ≈ f(x) · a: the first · ±: of both Left out at a width of 80, as all takes 88: b."
     assert printed(table, 40).split("y ≈ f(x)")[1].split()[:3] == ["Left", "out", "at"]
-
-
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_short_tables_are_adaptive_too(width):
-    assert isinstance(layers_table([]), AdaptiveTable)
-    assert printed(layers_table([]), width).split()[0] == "site"
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Tables for papers and pages, read back by a small reader of LaTeX."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
 from hypothesis import given
@@ -105,41 +103,6 @@ def test_a_table_for_a_page():
         "",
         "R²: of 5 % & more",
     ]
-
-
-def set_by_pdflatex(path):
-    """The warnings and errors of a document that holds nothing but these tables."""
-    packages = r"\usepackage{booktabs}\usepackage[paperwidth=200cm,paperheight=200cm]{geometry}"
-    page = path.with_suffix(".page.tex")
-    page.write_text(
-        f"\\documentclass{{article}}{packages}\\begin{{document}}\n\\input{{{path.name}}}\n\\end{{document}}"
-    )
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", page.name]
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=120)
-    return [line for line in done.stdout.splitlines() if line.startswith(("!", "LaTeX Warning", "Overfull"))]
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
-@pytest.mark.parametrize(
-    "command", [("fit", "demo_vit", "--func", "all"), ("stats", "demo_vit"), ("curves",)], ids=" ".join
-)
-def test_pdflatex_sets_what_commands_write(command, tmp_path):
-    limit = () if command == ("curves",) else ("--limit", "4")
-    done = CliRunner().invoke(app, [*command, *limit, "-o", str(tmp_path / "t.tex")])
-    assert done.exit_code == 0, done.output
-    assert set_by_pdflatex(tmp_path / "t.tex") == []
-    assert (tmp_path / "t.page.pdf").stat().st_size > 10_000
-
-
-def test_the_formulas_of_curves_are_set_in_math(tmp_path):
-    done = CliRunner().invoke(app, ["curves", "-o", str(tmp_path / "t.tex")])
-    assert done.exit_code == 0, done.output
-    rows = [line for line in (tmp_path / "t.tex").read_text().splitlines() if line.endswith(r" \\")]
-    assert "2/π·atan(u)".replace(" ", "") in [
-        read(row.split("&")[1]).replace(" ", "") for row in rows if "arctan" in row
-    ]
-    for row in rows:
-        read(row.replace("&", "").removesuffix(r" \\"))
 
 
 @pytest.mark.parametrize(
