@@ -87,10 +87,7 @@ MISTAKES = [
     ("plot demo_vit vit_b16 -o x.png", 2, "is one file, but there are 2 models"),
     ("plot demo_dit --by timestep -o x.png", 2, "is one file, but --by timestep draws a figure"),
     ("swap-bench demo_vit -o one.PDF", 2, "one.PDF is one file, but each model has 2 figures. Name a folder."),
-    *(
-        (f"{command} --plot drawn.txt", 2, "--plot drawn.txt ends in .txt, but a figure's file ends in one of")
-        for command in ("fit", "stats", "curves")
-    ),
+    *((f"{command} --plot new.txt", 2, "--plot new.txt ends in .txt, but") for command in ("fit", "stats", "curves")),
     ("fit seen.safetensors seen.safetensors --plot new.png", 2, "there are 2 models"),
     ("fit seen.safetensors --per channel --plot new.png", 2, "--plot draws the fits of each site by itself"),
     ("plot --color tokens", 2, "There is no colouring 'tokens'. Did you mean 'token'?"),

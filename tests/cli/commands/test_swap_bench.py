@@ -158,10 +158,10 @@ def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
 def test_quick_takes_the_fewest_timings():
     look = "--width 3.25 --title none --dpi 40"
     told = document(f"swap-bench {NAME} --quick --device cpu -o quick {look}")
-    assert [report["func"] for report in told["drift"]] == ["dyt"]
+    assert [report["func"] for report in told["drift"]] == ["tanh"]
     for figure in told["figures"]:
         with Image.open(figure["file"]) as image:
             assert image.width == 130
     rows = told["speed"][0]["rows"]
     assert {len(row["samples"]) for row in rows if row["scope"] == "model"} == {1}
-    assert {row["variant"] for row in rows if row["scope"] == "model"} == {"native", "rmsnorm", "identity", "dyt"}
+    assert {row["variant"] for row in rows if row["scope"] == "model"} == {"native", "rmsnorm", "identity", "tanh"}
