@@ -77,6 +77,6 @@ def test_the_table_has_a_row_a_stage():
     columns = [list(column.cells) for column in healing_table(REPORT).columns]
     assert columns[0] == ["start values", "calibrated", "trained"]
     assert columns[1] == ["", "", "20"]
-    assert columns[3] == ["0.5000", "0.3000", "0.1000"]
+    assert columns[3] == ["0.5", "0.3", "0.1"]
     assert columns[5] == ["", "40.0%", "80.0%"]
     assert columns[6] == ["", "", "yes"]

@@ -236,14 +236,21 @@ def sites(*names, placement="pre-norm"):
         ),
         (sites("q", placement="qk"), sites("p"), "depth", {}, (("q",), ("p",))),
         (
-            [*sites("a", "b", "c"), *sites("norm", placement="final")],
-            [*sites("d", "e", placement="post-norm"), *sites("ln", placement="final"), *sites("q", placement="qk")],
+            [*sites("a", "b"), *sites("c", placement="final")],
+            [*sites("p", placement=None), *sites("d", "e", "f", placement="post-norm")],
             "depth",
-            {"a": "d", "c": "e", "norm": "ln"},
-            (("b",), ("q",)),
+            {"a": "d", "b": "f"},
+            (("c",), ("p", "e")),
+        ),
+        (
+            [*sites("a", "b"), *sites("c", placement="post-norm")],
+            sites("d", "e", placement="post-norm"),
+            "depth",
+            {"c": "d"},
+            (("a", "b"), ("e",)),
         ),
     ],
-    ids=["built alike", "one shared name", "no placement in common", "pre-norm against post-norm"],
+    ids=["built alike", "one shared name", "no placement in common", "pre-norm and post-norm", "both and post-norm"],
 )
 def test_sites_are_matched_by_name_in_networks_built_alike_and_otherwise_by_depth(
     first, second, by, counterparts, unmatched

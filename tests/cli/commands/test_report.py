@@ -25,7 +25,7 @@ def file(here):
 
 
 def test_a_capture_becomes_one_page(file, here):
-    done = invoke(f"report {file} --func 'tanh,mine=x/(1+abs(x))' --layers 1,")
+    done = invoke(f"report {file} --func 'tanh,mine=x/(1+abs(x))' --layers 1-1")
     page = here / "outputs" / "seen-report.html"
     assert done.stdout.strip() == f"outputs/seen-report.html ({page.stat().st_size / 1e6:.1f} MB)"
     [capture] = data_of(page)["captures"]
