@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, count
 from normscope.fits.curves.known import Curve
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
@@ -77,9 +77,9 @@ class Swap:
             have hooks.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
-    ...     print(model[1])
-    PointwiseFunction(tanh, 8)
+    >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}) as swap:
+    ...     print(swap, model[1])
+    Swap: tanh in place of 1 norm of Sequential PointwiseFunction(tanh, 8)
     >>> type(model[1]).__name__
     'LayerNorm'
     """
@@ -152,13 +152,20 @@ class Swap:
     def __exit__(self, *raised: object) -> None:
         self.undo()
 
+    def __repr__(self) -> str:
+        modules = self.modules.values()
+        names = dict.fromkeys(m.curve.name if isinstance(m, PointwiseFunction) else type(m).__name__ for m in modules)
+        state = "" if self._places else ", undone"
+        network = type(uncompiled(self.model)).__name__
+        return f"Swap: {', '.join(names)} in place of {count(len(modules), 'norm')} of {network}{state}"
+
 
 def replacements(
     model: nn.Module | LoadedModel,
     curve: str | Curve,
     fits: Fits,
     *,
-    sites: Layers = "all",
+    layers: Layers = "all",
     init: str = "fit",
 ) -> dict[str, nn.Module]:
     """Make the modules that :func:`normscope.swap` puts in, by module path, without a swap.
@@ -167,10 +174,10 @@ def replacements(
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)
-    >>> replacements(network, "dyt", normscope.capture(network), sites="final")
+    >>> replacements(network, "dyt", normscope.capture(network), layers="final")
     {'norm': PointwiseFunction(tanh, 64)}
     """
-    inner, chosen = uncompiled(module_of(model)), select_by_placement(norms_of(fits), sites)
+    inner, chosen = uncompiled(module_of(model)), select_by_placement(norms_of(fits), layers)
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)

@@ -260,7 +260,7 @@ class TrainingCheck:
         step: number of steps done.
         loss: mean training loss since the check before; None if it was not finite.
         drift: median error at the output, on the inputs that decide; None if it was not finite.
-        kept: True if no earlier state was as near, and the 90th percentile is not above the start's.
+        kept: True if this state is the best so far, and its 90th percentile is not above the start's.
     """
 
     step: int
@@ -275,8 +275,9 @@ class HealReport(_AboutNetwork):
 
     Attributes:
         drifts: ``p10``, ``median`` and ``p90`` on the held-out inputs, at the ``start`` and after each stage,
-            ``calibrated`` and ``trained``; ∞ for outputs that were not finite.
-        left_with: stage that the network was left in: the least held-out median whose 90th percentile is not above the
+            ``calibrated`` and ``trained``; ∞ for outputs that were not finite. ``trained`` is the best state of the
+            training; if no check was ``kept``, that is the state before the first step.
+        left_with: stage that the network is in: the least held-out median whose 90th percentile is not above the
             start's.
         checks: the course of the training.
         steps: number of training steps.

@@ -160,7 +160,7 @@ def _of_fits(fits: Sequence[CurveFit]) -> Start:
         if first.degenerate:
             raise UsageError(
                 f"There was nothing to fit at {first.site} ({first.nothing}), so that nothing can take its place; "
-                "leave it out with sites."
+                "leave it out with layers."
             )
         amplitude, alpha, shift = (_numbers([first], name)[0] for name in ("amplitude", "alpha", "shift"))
     else:

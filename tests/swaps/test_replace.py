@@ -99,7 +99,7 @@ def test_fitted_functions_move_the_outputs_less_than_the_papers(demos, name):
     expected = output_of(model, batch)
 
     def moved(init):
-        with swap(model, "tanh", seen, sites=[site.name for site in seen.sites if site.bounded], init=init):
+        with swap(model, "tanh", seen, layers=[site.name for site in seen.sites if site.bounded], init=init):
             return float((output_of(model, batch) - expected).norm() / expected.norm())
 
     # A least-squares fit on these very inputs is nearer than α = 0.5, which knows nothing of them; by how much differs.

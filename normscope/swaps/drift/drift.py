@@ -113,7 +113,7 @@ def drift(
     (16, True)
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)
-    >>> modules = normscope.replacements(network, "dyt", normscope.capture(network), sites="final")
+    >>> modules = normscope.replacements(network, "dyt", normscope.capture(network), layers="final")
     >>> drift(network, replacements=modules).about["data"]
     'the first 4 of 64 held-out digits'
     >>> images = torch.cat([batch.args[0] for batch in network.inputs])

@@ -161,7 +161,7 @@ class PairedPasses:
                     raise ModelError(
                         f"The network calls the norm {path!r}, but not the module that was put in its place: it "
                         "reaches the norm in another way than by its path, and nothing would be swapped there. Leave "
-                        "it out with sites."
+                        "it out with layers."
                     )
             yield from self._distances(batch, done, original, swapped)
             count_pass()

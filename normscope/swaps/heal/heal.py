@@ -121,7 +121,7 @@ def heal(
     True
     >>> network = normscope.load("demo_vit", limit=8, device="cpu")
     >>> swapped = copy.deepcopy(network.module)
-    >>> _ = normscope.swap(swapped, "dyt", normscope.capture(network), sites="final")
+    >>> _ = normscope.swap(swapped, "dyt", normscope.capture(network), layers="final")
     >>> heal(network, swapped, steps=1).n_held_out
     8
     """

@@ -71,9 +71,9 @@ def test_the_original_stays_and_norms_alone_leave_layers_to_the_bit(vit):
 
 def test_one_site_refits_the_layers_beside_it(vit):
     network, learn, _, _ = vit
-    swapped = swapped_vit(vit, sites="final")
+    swapped = swapped_vit(vit, layers="final")
     report = calibrate(network, swapped, learn[:4])
-    before = swapped_vit(vit, sites="final").state_dict()
+    before = swapped_vit(vit, layers="final").state_dict()
     changed = {name for name, value in swapped.state_dict().items() if not torch.equal(value, before[name])}
     assert {one.path for one in report.modules} == {"norm", "head"}
     assert changed <= {"norm.alpha", "norm.shift", "norm.weight", "norm.bias", "head.weight", "head.bias"}

@@ -337,7 +337,7 @@ def test_samples_whose_numbers_have_gaps_are_chosen_like_others(name, limit):
     """One of four digits is held out; a sample of a trajectory has its timestep in its number."""
     loaded = normscope.load(name, limit=limit, device="cpu")
     _, held_out = learned_and_held_out(loaded.inputs)
-    modules = normscope.replacements(loaded, "dyt", normscope.capture(loaded.module, held_out), sites="0,1")
+    modules = normscope.replacements(loaded, "dyt", normscope.capture(loaded.module, held_out), layers="0,1")
     report = drift(loaded, held_out, modules, cumulative=False)
     assert [row.inputs for row in report.by_site] == [report.all.inputs] * 2 == [held_out.n_samples] * 2
 
@@ -448,7 +448,7 @@ def by_hand(model, seen, sites, **options):
     """The relative L2 of every sample, with a swap that is calibrated as a context."""
     swapped = copy.deepcopy(model)
     moved = []
-    with torch.no_grad(), normscope.swap(swapped, "dyt", seen, sites=sites, init="calibrated", learn=LEARN, **options):
+    with torch.no_grad(), normscope.swap(swapped, "dyt", seen, layers=sites, init="calibrated", learn=LEARN, **options):
         for batch in JUDGE:
             before, after = (one(*batch.args).double().flatten(1) for one in (model, swapped))
             moved += ((after - before).norm(dim=1) / before.norm(dim=1)).tolist()
@@ -519,7 +519,7 @@ def test_functions_alone_leave_the_layers(measured):
 def test_a_loaded_model_learns_from_its_calibration():
     loaded = normscope.load("demo_vit", limit=32, batch_size=16, device="cpu")
     seen = normscope.capture(loaded, loaded.calibration, by_gamma=True)
-    modules = normscope.replacements(loaded, "dyt", seen, sites="5,final")
+    modules = normscope.replacements(loaded, "dyt", seen, layers="5,final")
     reports = [
         normscope.drift(loaded, replacements=modules, init=init, cumulative=False, most=None)
         for init in ("fit", "calibrated")
@@ -535,7 +535,7 @@ def test_without_calibration_a_fourth_of_the_sources_is_measured_on():
     loaded = normscope.load("demo_vit", limit=32, batch_size=16, device="cpu")
     alone = normscope.LoadedModel(**{**vars(loaded), "calibration": None})
     seen = normscope.capture(alone, by_gamma=True)
-    modules = normscope.replacements(alone, "dyt", seen, sites="final")
+    modules = normscope.replacements(alone, "dyt", seen, layers="final")
     report = normscope.drift(alone, replacements=modules, init="calibrated", one_at_a_time=False, cumulative=False)
     assert report.all.inputs == 8 and report.calibration.n_learned + report.calibration.n_judged == 24
     assert "8 of 32 samples held out" in report.about["data"]

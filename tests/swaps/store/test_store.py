@@ -124,7 +124,7 @@ def test_both_ways_back_are_the_same_to_the_bit(make, curve, per, dtype, tmp_pat
 def test_what_the_folder_says_of_itself(tmp_path):
     model = trained(Mixed)
     seen = capture(model, [data(Mixed)])
-    swap(model, "derf", seen, sites=["stem.1", "activated"])
+    swap(model, "derf", seen, layers=["stem.1", "activated"])
     about = {"model": "mine", "weights": "seed 0", "data": "noise"}
     save_swapped(model, tmp_path / "swap", about, func="derf", init="fit", healed=20)
     record = read_record(tmp_path / "swap")
@@ -280,7 +280,7 @@ def test_a_full_swap_leaves_nothing_to_observe_and_a_partial_one_the_rest(folder
     ):
         capture(model, [data(tokens)])
     partly = trained(tokens)
-    swap(partly, "dyt", capture(partly, [data(tokens)]), sites="0,")
+    swap(partly, "dyt", capture(partly, [data(tokens)]), layers="0,")
     seen = capture(partly, [data(tokens)])
     assert [site.name for site in seen.sites] == ["3"]
     assert [(norm.name, norm.reason) for norm in seen.skipped] == [("1", "a point-wise function (tanh), no norm")]
