@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError, count
 from normscope.fits.curves.known import Curve
+from normscope.inputs.batch import tensors_of
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
@@ -254,6 +256,25 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         raise ModelError(
             f"The {type(model).__name__} has no module {path!r}; were the fits made of another network?"
         ) from error
+
+
+@contextlib.contextmanager
+def outputs_at(network: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """Record copies of the outputs of modules at some paths, call by call, while the block runs the network."""
+    outputs: dict[str, list[Tensor]] = {path: [] for path in paths}
+
+    def copying(watched: nn.Module, copies: list[Tensor]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            if module is watched:  # a norm shares its hooks with its replacement
+                copies.extend(tensor.clone() for tensor in tensors_of(result) if tensor.is_floating_point())
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for path, copies in outputs.items():
+            module = module_at(network, path)
+            hooks.callback(module.register_forward_hook(copying(module, copies)).remove)
+        yield outputs
 
 
 def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
 from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
-from normscope.swaps.replace import Holders, Swap, module_at
+from normscope.swaps.replace import Holders, Swap, outputs_at
 from normscope.swaps.reports import END, OUTPUT, Drift
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
@@ -201,11 +201,7 @@ class PairedPasses:
     def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
         """Run one batch from the original buffers; return the outputs of the network and of modules at some paths."""
         self._buffers.put_back()
-        at_sites: dict[str, list[Tensor]] = {path: [] for path in paths}
-        with contextlib.ExitStack() as hooks, torch.random.fork_rng(self._devices):
-            for path, kept in at_sites.items():
-                handle = (module := module_at(self.model, path)).register_forward_hook(_keeping(module, kept))
-                hooks.callback(handle.remove)
+        with outputs_at(self.model, paths) as at_sites, torch.random.fork_rng(self._devices):
             output = self.outputs.read(run(self.model, batch), batch)
         return output.clone(), at_sites  # it may be a buffer, which the next pass restores
 
@@ -249,14 +245,6 @@ class PairedPasses:
         for path, outputs in self._run(first, self.modules)[1].items():
             for call, output in enumerate(outputs):
                 self._layouts[path, call] = SiteLayout(path, output.shape)
-
-
-def _keeping(watched: nn.Module, kept: list[Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if module is watched and isinstance(output, Tensor):  # a norm shares its hooks with its replacement
-            kept.append(output.detach().clone())  # the network may change it in place
-
-    return hook
 
 
 def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
