@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from networks import numbered_batches
+from networks import State, numbered_batches, same
 from torch import nn
 
 import normscope
@@ -104,12 +104,11 @@ def distances_by_hand(network: nn.Module, swapped: nn.Module, batches: list[Batc
 
 @pytest.fixture
 def network():
-    made = Changing().eval()
-    values = {name: buffer.clone() for name, buffer in made.named_buffers()}
-    objects = dict(made._buffers)
-    yield made
-    assert all(torch.equal(buffer, values[name]) for name, buffer in made.named_buffers())
-    assert all(made._buffers[name] is buffer for name, buffer in objects.items())
+    network = Changing().eval()
+    before, buffers = State(network), dict(network._buffers)
+    yield network
+    before.assert_same(network)
+    assert all(network._buffers[name] is buffer for name, buffer in buffers.items())
 
 
 @pytest.fixture
@@ -188,19 +187,19 @@ def test_a_lesson_is_what_the_original_gave_at_each_norm_and_at_its_end(network,
 
 def test_healing_reports_the_drift_of_single_passes(network, batches):
     swapped, held_out = with_norms_replaced(network), inputs(3, seed=5, data="others")
-    found = {name: buffer.clone() for name, buffer in swapped.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in swapped.named_buffers()}
     before = distances_by_hand(network, swapped, held_out)
     report = normscope.heal(network, swapped, batches * 2, held_out, steps=20)
     after = distances_by_hand(network, swapped, held_out)
     assert report.before["median"] == pytest.approx(float(np.median(before)), rel=1e-5)
     assert report.after["median"] == pytest.approx(float(np.median(after)), rel=1e-5)
-    assert all(torch.equal(buffer, found[name]) for name, buffer in swapped.named_buffers())
+    assert same(dict(swapped.named_buffers()), buffers)
     assert all(torch.equal(batch.args[0], own.args[0]) for batch, own in zip(held_out, inputs(3, seed=5), strict=True))
 
 
 def test_each_timed_pass_gets_a_copy(network, batches, monkeypatch):
     seen = []
-    network.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
+    handle = network.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     report = normscope.bench(
         network, batches[0], ["dyt"], full=True, dtypes=["float32"], only=lambda case: case.scope == "model"
@@ -211,6 +210,7 @@ def test_each_timed_pass_gets_a_copy(network, batches, monkeypatch):
     whole = timing.ModelBench(network, batches[0], Outputs(), native, dict.fromkeys(SITES, (1,)), False)
     with left_as_found(network):
         assert whole.seconds(native[0], "forward", 3) > 0
+    handle.remove()
     assert len(seen) >= sum(len(row.samples) for row in timed) + 3
     assert all(torch.equal(x, batches[0].args[0]) for x in seen)
 

@@ -382,11 +382,6 @@ def test_a_diffusion_models_batches_are_the_originals():
     assert report.all.inputs == 3 * report.by_part[0].inputs > 0
 
 
-def test_a_compiled_network_runs_uncompiled():
-    model, modules = PreNorm(), dyts(PreNorm())
-    assert drift(torch.compile(model, backend="eager"), inputs(), modules).rows == drift(model, inputs(), modules).rows
-
-
 @pytest.fixture(scope="module")
 def measured():
     """A network, its start values, and its drift with them and calibrated."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from networks import PreNorm
+from networks import PreNorm, State
 from torch import nn
 
 import normscope
@@ -110,10 +110,9 @@ def test_held_out_inputs_report_and_do_not_choose(chain):
     model, batches = chain
     modules = modules_of(model)
     others = [3 * batch.flip(1) for batch in batches]
-    norms, state = list(model.norms), {name: value.clone() for name, value in model.state_dict().items()}
+    before = State(model)
     report = keep(model, batches, modules, number=2, held_out=others, quality=lambda module: module.norms[0].weight[0])
-    assert list(model.norms) == norms  # it is left as found
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    before.assert_same(model)
     assert report.kept == keep(model, batches, modules, number=2).kept
     for kept, step in enumerate(report.steps):
         left = {path: one for path, one in modules.items() if path not in report.kept[:kept]}

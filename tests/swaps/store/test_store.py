@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from networks import loaded_from
+from networks import loaded_from, same, values_of
 from safetensors import safe_open
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
@@ -113,8 +113,7 @@ def test_both_ways_back_are_the_same_to_the_bit(make, curve, per, dtype, tmp_pat
     assert not any(type(module).__module__.startswith("normscope") for module in alone.modules())
     for again in (fresh, alone):
         mine, theirs = again.state_dict(), model.state_dict()
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in theirs)
+        assert same(mine, theirs) and all(mine[name].dtype == value.dtype for name, value in theirs.items())
         if make is Mixed:
             assert again.norm is again.again and again.first.weight is again.second.weight
     with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -231,12 +230,11 @@ FILES = [
 @pytest.mark.parametrize(("change", "fragment"), FILES)
 def test_a_folder_that_is_damaged_or_does_not_fit(folder, change, fragment):
     model = trained(tokens)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = values_of(model)
     change(folder)
     with pytest.raises(ModelError, match=fragment):
         restored(model, folder)
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same(values_of(model), before)
 
 
 def places(node):
