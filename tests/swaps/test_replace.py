@@ -168,6 +168,10 @@ def test_swaps_within_swaps_come_out_in_turn():
     inner.undo()
     outer.undo()
     before.assert_same(model)
+    assert (repr(inner), repr(Swap(model, {"0": nn.Identity(), "1": PointwiseFunction("derf", WIDTH)}))) == (
+        "Swap: isru in place of 1 norm of Sequential, undone",
+        "Swap: Identity, derf in place of 2 norms of Sequential",
+    )
 
 
 def test_rmsnorm_swapped_in_is_a_norm_again():
