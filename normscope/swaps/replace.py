@@ -134,7 +134,7 @@ class Swap:
         """
         for parent, name, _, module in self._places:
             if parent._modules.get(name) is not module:
-                raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
+                raise ModelError(f"{name!r} has been replaced again since: undo the later swap first.")
         for parent, name, norm, _ in self._places:
             _put(parent, name, norm)
         for norm, module, before in self._hooks:
@@ -194,7 +194,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     """
     site = start.norm
     if isinstance(norm, PointwiseFunction):
-        raise ModelError(f"{site.name} is a point-wise function already; take it out first.")
+        raise ModelError(f"{site.name} is a point-wise function already; undo that swap first.")
     kind = kind_at(norm, site)
     if isinstance(kind, str):
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
@@ -204,8 +204,8 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     widths = {part.numel() for part in sized} | {math.prod(shape if isinstance(shape, Iterable) else [shape])}
     if widths - {1, site.channels}:
         raise ModelError(
-            f"The norm {site.name} ({type(norm).__name__}) has {max(widths)} channels, and {site.channels} in the "
-            "capture, which is of another network; capture this one."
+            f"The norm {site.name} ({type(norm).__name__}) has {max(widths)} channels, but {site.channels} in the "
+            "capture, which is of another network."
         )
     gain, offset = kind.gain_and_offset(norm, site.channels)
     like = model_tensor(norm, where)
@@ -288,8 +288,8 @@ def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> t
     """Return the hook attributes that a replacement shares with its norm; warn of inactive hooks."""
     if uses > 1 and any(getattr(norm, name) for name in (*PRE_HOOKS, *HOOKS)):
         raise ModelError(
-            f"The {type(module).__name__} for {path!r} replaces {uses} norms, and that norm has hooks, which would run "
-            "for the others too; give each norm a module of its own."
+            f"The {type(module).__name__} for {path!r} replaces {uses} norms, and the hooks of that norm would run for "
+            "the others too; use one module per norm."
         )
     if uses > 1 or module is norm:
         return ()

@@ -242,9 +242,9 @@ class DriftReport(_AboutNetwork):
             UsageError: if there are not so many sites, or if no site was swapped alone.
         """
         if not self.by_site:
-            raise UsageError("Which sites are least harmful is known once each was swapped alone: one_at_a_time=True.")
+            raise UsageError("The least harmful sites are known only if each was swapped alone: one_at_a_time=True.")
         if not 1 <= number <= len(self.sites):
-            raise UsageError(f"{number} sites were asked for; there are {len(self.sites)}, and at least one is taken.")
+            raise UsageError(f"number is {number}; it has to be from 1 to {len(self.sites)}, the number of sites.")
         medians = {row.site: row.relative_l2.p50 for row in self.by_site}
         return sorted(self.sites, key=lambda path: (math.isnan(medians[path]), medians[path]))[:number]
 

@@ -160,10 +160,10 @@ def test_swaps_within_swaps_come_out_in_turn():
     model = net()
     seen, before = seen_by(model, 8, 4), State(model)
     outer = Swap(model, {"1": PointwiseFunction("tanh", WIDTH)})
-    with pytest.raises(ModelError, match=r"^1 is a point-wise function already; take it out first\.$"):
+    with pytest.raises(ModelError, match=r"^1 is a point-wise function already; undo that swap first\.$"):
         swap(model, "isru", seen)
     inner = Swap(model, {"1": PointwiseFunction("isru", WIDTH)})
-    with pytest.raises(ModelError, match="'1' is no longer what was swapped in: take out first what came last"):
+    with pytest.raises(ModelError, match="'1' has been replaced again since: undo the later swap first"):
         outer.undo()
     inner.undo()
     outer.undo()

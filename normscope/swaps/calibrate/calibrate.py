@@ -244,8 +244,7 @@ def swap(
         raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
     if learn is None and not isinstance(model, LoadedModel):
         raise UsageError(
-            f"init='calibrated' learns from inputs, and a {type(module).__name__} brings none: pass learn=, batches as "
-            "normscope.capture takes them, or swap in what normscope.load returned."
+            f"init='calibrated' learns from inputs, and a {type(module).__name__} has none: pass batches as learn=."
         )
     start = replacements(model, curve, fits, layers=layers)
     modules, refitted, report = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
@@ -257,7 +256,7 @@ def swap(
 def check_not_calibrated(init: str, **passed: bool) -> None:
     """Raise UsageError if an option of ``calibrated`` was passed with another init."""
     for name in [name for name, given in passed.items() if given]:
-        raise UsageError(f"With init={init!r} nothing is calibrated: {name} goes with init='calibrated' alone.")
+        raise UsageError(f"{name} requires init='calibrated'; with init={init!r} nothing is calibrated.")
 
 
 def calibrated(

@@ -133,7 +133,7 @@ def drift(
     model, batches, about, outputs = unpacked(model, batches, about, outputs)
     judge = Judge(loaded, quality, batches, outputs, progress)
     if cumulative and not one_at_a_time:
-        raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
+        raise UsageError("The cumulative order requires one_at_a_time=True; otherwise pass cumulative=False.")
     sites = list(replacements)
     if taken_once(batches) and ((init == CALIBRATED and one_at_a_time) or (cumulative and len(sites) > 1)):
         once = "one_at_a_time=False and cumulative=False" if init == CALIBRATED else "cumulative=False"
@@ -274,11 +274,10 @@ def _to_learn_from(
             learn, batches = divided(model.inputs)
     if learn is None:
         raise UsageError(
-            "init='calibrated' learns from other inputs than the drift is measured on: pass learn=, batches as "
-            "normscope.capture takes them."
+            "init='calibrated' learns from other inputs than the drift is measured on: pass batches as learn=."
         )
     if learn is batches:
-        raise UsageError("The drift is measured on other inputs than calibration learns from; both are the same here.")
+        raise UsageError("learn and batches are the same inputs; calibration has to learn from other inputs.")
     return learn, batches
 
 
@@ -288,6 +287,6 @@ def _check_calibrated(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks
     for path, module in modules.items():
         if not isinstance(module, PointwiseFunction):
             kind = type(module).__name__
-            raise UsageError(f"What takes the place of {path} is a {kind}: point-wise functions alone are calibrated.")
+            raise UsageError(f"The replacement of {path} is a {kind}, and only point-wise functions can be calibrated.")
     if ranks.size > 1:
-        raise UsageError(f"Calibration runs in one process, and {ranks.size} measure this drift.")
+        raise UsageError(f"Calibration runs in one process, but {ranks.size} measure this drift.")

@@ -108,7 +108,7 @@ class PairedPasses:
             raise DataError("There is no batch to run the model on.")
         called = {path for paths in self.ranks.told(sorted(self._called)) for path in paths}
         if idle := [path for path in self.modules if path not in called]:
-            raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so that a swap there is none.")
+            raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so swapping it has no effect.")
         return rows
 
     def _came(self, chunk: int, batch: int) -> tuple[int, int]:
@@ -159,9 +159,8 @@ class PairedPasses:
             for path in done.paths:
                 if original[1][path] and not swapped[1][path]:
                     raise ModelError(
-                        f"The network calls the norm {path!r}, but not the module that was put in its place: it "
-                        "reaches the norm in another way than by its path, and nothing would be swapped there. Leave "
-                        "it out with layers."
+                        f"The network calls the norm {path!r}, but not the module in its place, as it does not reach "
+                        "the norm by its path; exclude it with layers."
                     )
             yield from self._distances(batch, done, original, swapped)
             count_pass()
@@ -229,7 +228,7 @@ class PairedPasses:
             )
         pairs = []
         for call, (before, after) in enumerate(zip(original, swapped, strict=True)):
-            _check_shape(f"What {path!r} gives", before, after)
+            _check_shape(f"The output of {path!r}", before, after)
             layout = self._layouts.get((path, call), SiteLayout(path, None))
             pairs.append([layout.by_sample(output, batch) for output in (before, after)])
         if len(pairs) == 1:
@@ -256,7 +255,4 @@ def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
 
 def _check_shape(what: str, original: Tensor, swapped: Tensor) -> None:
     if original.shape != swapped.shape:
-        raise ModelError(
-            f"{what} is {tuple(original.shape)}, and {tuple(swapped.shape)} once norms are swapped: there is nothing "
-            "to compare."
-        )
+        raise ModelError(f"{what} is {tuple(original.shape)}, but {tuple(swapped.shape)} once norms are swapped.")

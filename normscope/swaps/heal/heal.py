@@ -137,7 +137,7 @@ def heal(
     for name, parameter in student.named_parameters():
         if parameter.dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"{name} is in {parameter.dtype}, in which small steps are lost; heal in float32 and convert then."
+                f"{name} is in {parameter.dtype}, which loses small updates; heal in float32 and convert afterwards."
             )
         if parameter.is_meta:
             raise ModelError(f"{name} is on the meta device, which has no values to train.")

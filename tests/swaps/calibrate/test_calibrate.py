@@ -337,11 +337,11 @@ def test_mistakes_are_sentences(swappable):
         (lambda: calibrate(model, swapped, x, refit="all"), "There is no refit 'all'"),
         (
             lambda: normscope.swap(model, "dyt", seen, init="calibrated"),
-            "learns from inputs, and a PreNorm brings none: pass learn=",
+            "learns from inputs, and a PreNorm has none: pass batches as learn=",
         ),
         (
             lambda: normscope.swap(model, "dyt", seen, init="theory", refit="norms"),
-            "nothing is calibrated: refit goes with init='calibrated'",
+            "refit requires init='calibrated'; with init='theory' nothing",
         ),
         (
             lambda: normscope.swap(model, "rmsnorm", seen, init="calibrated", learn=x),

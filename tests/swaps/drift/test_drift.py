@@ -322,7 +322,7 @@ def test_batches_that_come_once_are_enough_for_one_pass():
 
 
 @pytest.mark.parametrize(
-    ("rounds", "number", "message"), [(False, 1, "one_at_a_time"), (True, 7, "7 sites were asked for; there are 3")]
+    ("rounds", "number", "message"), [(False, 1, "one_at_a_time"), (True, 7, "number is 7; it has to be from 1 to 3")]
 )
 def test_least_harmful_sites_need_each_site_alone(rounds, number, message):
     report = drift(PreNorm(), inputs(), dyts(PreNorm()), cumulative=rounds, one_at_a_time=rounds)
@@ -342,23 +342,23 @@ def one_number(result, batch):
         ({"batches": iter(inputs())}, DataError, r"iterated only once.* or cumulative=False\."),
         ({"batches": []}, DataError, "no batch"),
         ({"outputs": Outputs("tensor", one_number)}, ModelError, "axis 0 has to count the samples"),
-        ({"init": "fit", "learn": inputs()}, UsageError, "With init='fit' nothing is calibrated: learn goes with"),
-        ({"init": "paper", "refit": "norms"}, UsageError, "With init='paper' nothing is calibrated: refit goes with"),
+        ({"init": "fit", "learn": inputs()}, UsageError, "learn requires init='calibrated'; with init='fit'"),
+        ({"init": "paper", "refit": "norms"}, UsageError, "refit requires init='calibrated'; with init='paper'"),
         ({"init": "calibrated", "learn": inputs(), "refit": "all"}, UsageError, "There is no refit 'all'"),
         (
             {"init": "calibrated", "learn": inputs(), "replacements": {"norms.1": RMSNorm(8)}},
-            *(UsageError, "What takes the place of norms.1 is a RMSNorm: point-wise functions alone are"),
+            *(UsageError, "The replacement of norms.1 is a RMSNorm, and only point-wise functions can"),
         ),
         ({"init": "calibrated", "learn": []}, DataError, "no batch to learn from"),
         ({"init": "calibrated"}, UsageError, "other inputs than the drift is measured on"),
-        ({"init": "calibrated", "learn": LEARN, "batches": LEARN}, UsageError, "both are the same here"),
+        ({"init": "calibrated", "learn": LEARN, "batches": LEARN}, UsageError, "learn and batches are the same inputs"),
         (
             {"init": "calibrated", "learn": LEARN, "batches": iter(inputs())},
             *(DataError, "are needed several times; pass a list of batches, or one_at_a_time=False and cumulative"),
         ),
         (
             {"init": "calibrated", "learn": LEARN, "ranks": Ranks(0, 2)},
-            *(UsageError, "Calibration runs in one process, and 2 measure this drift"),
+            *(UsageError, "Calibration runs in one process, but 2 measure this drift"),
         ),
     ],
 )
@@ -488,7 +488,7 @@ def test_without_calibration_a_fourth_of_the_sources_is_measured_on():
     report = normscope.drift(alone, replacements=modules, init="calibrated", one_at_a_time=False, cumulative=False)
     assert report.all.inputs == 8 and report.calibration.n_learned + report.calibration.n_judged == 24
     assert "8 of 32 samples held out" in report.about["data"]
-    with pytest.raises(UsageError, match=r"learns from other inputs than the drift is measured on: pass learn="):
+    with pytest.raises(UsageError, match=r"than the drift is measured on: pass batches as learn="):
         normscope.drift(alone, list(alone.inputs), modules, init="calibrated")
 
 

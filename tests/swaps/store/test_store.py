@@ -160,7 +160,7 @@ def test_what_cannot_be_written(tmp_path):
     with pytest.raises(ModelError, match="Nothing was swapped in this Sequential"):
         save_swapped(model, tmp_path / "swap")
     Swap(model, {"1": PointwiseFunction(curve_of(nn.functional.silu, "swish", "x*tanh(x)"), 8)})
-    with pytest.raises(UsageError, match="'swish' at 1 is a Python function, which no file holds"):
+    with pytest.raises(UsageError, match="'swish' at 1 is a Python function, which cannot be written"):
         save_swapped(model, tmp_path / "swap")
     Swap(model, {"1": PointwiseFunction("tanh", 8)})
     with pytest.raises(ModelError, match=r"0\.weight is on the meta device"):
@@ -203,11 +203,11 @@ def unopened(folder):
 
 
 EDITS = [
-    (lambda swap: swap.update(seal="0"), r"swap\.json does not hold what was written"),
+    (lambda swap: swap.update(seal="0"), r"swap\.json was changed after it was written"),
     (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
     (lambda swap: swap.pop("sites"), "missing required field `sites`"),
     (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
-    (lambda swap: swap["sites"][0].update(name="5"), "something at 5, where this Sequential has no module"),
+    (lambda swap: swap["sites"][0].update(name="5"), "replaces 5, but this Sequential has no such module"),
     (lambda swap: swap["sites"][0].update(name="0"), "replaced a LayerNorm at 0, where this network has a Linear"),
     (lambda swap: swap["sites"][0].update(curve="tanhh"), "There is no curve 'tanhh'. Did you mean 'tanh'"),
     (lambda swap: swap["sites"][0].update(curve="f=__import__('os')"), "is not understood at column"),
@@ -218,7 +218,7 @@ EDITS = [
     (lambda swap: swap["tied"].update({"x": "y"}), "x cannot be y under another name"),
 ]
 FILES = [
-    (lambda folder: (folder / "swap.json").write_text('{"format": "another"}'), "is no swap's"),
+    (lambda folder: (folder / "swap.json").write_text('{"format": "another"}'), "does not describe a swap"),
     (lambda folder: (folder / "swap.json").unlink(), r"There is no swap in .*: no swap\.json"),
     (unopened, "is no regular file"),
     (lambda folder: (folder / "model.safetensors").unlink(), r"has no model\.safetensors"),
