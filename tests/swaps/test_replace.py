@@ -1,5 +1,7 @@
 """What is swapped in, for every kind of norm, does what its place asks for; what is taken out leaves no trace."""
 
+import copy
+import itertools
 import math
 from dataclasses import replace
 
@@ -8,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import transformers
-from networks import State
+from networks import State, loaded_from
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d, LayerNormAct
 from torch import nn
 from transformers.models.bit.modeling_bit import BitConfig, BitGroupNormActivation
@@ -22,6 +24,7 @@ from normscope.swaps.calibrate.calibrate import swap
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
 from normscope.swaps.standalone import RMSNorm
+from normscope.swaps.store.store import restored
 
 WIDTH = 16
 DEMOS = ("demo_vit", "demo_wav2vec2", "demo_dit")
@@ -323,12 +326,16 @@ def transposed_layer_norm():
     return pytest.importorskip("torchaudio.models.wav2vec2.components", exc_type=Exception).LayerNorm(WIDTH)
 
 
-PICTURE = (2, WIDTH, 5, 3)
-
+PICTURE, VOLUME = (2, WIDTH, 5, 3), (2, WIDTH, 2, 4, 5)
 ONES = torch.ones(WIDTH)
 
 NORMS = {
     "LayerNorm": (lambda: nn.LayerNorm(WIDTH), (2, 5, WIDTH), of),
+    "LayerNorm of pictures": (lambda: nn.LayerNorm(WIDTH), (2, 4, 5, WIDTH), of),
+    "LayerNorm of two axes": (
+        *(lambda: nn.LayerNorm((5, WIDTH)), (3, 5, WIDTH)),
+        lambda m: lambda x: torch.tanh(x / 2) * m.weight + m.bias,
+    ),
     "LayerNorm without bias": (lambda: nn.LayerNorm(WIDTH, bias=False), (2, 5, WIDTH), of),
     "LayerNorm of DiT": (lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), (2, 5, WIDTH), lambda m: affine(ONES)),
     "RMSNorm": (lambda: nn.RMSNorm(WIDTH), (2, 5, WIDTH), of),
@@ -342,14 +349,19 @@ NORMS = {
     "OwnLayerNorm2d": (OwnLayerNorm2d, PICTURE, lambda m: of(m, 4)),
     "LayerNormAct": (lambda: LayerNormAct(WIDTH), (2, 5, WIDTH), lambda m: of(m, then=torch.relu)),
     "GroupNorm": (lambda: nn.GroupNorm(4, WIDTH), PICTURE, lambda m: of(m, 4)),
+    "GroupNorm of vectors": (lambda: nn.GroupNorm(4, WIDTH), (2, WIDTH, 7), lambda m: of(m, 3)),
+    "GroupNorm of volumes": (lambda: nn.GroupNorm(4, WIDTH), VOLUME, lambda m: of(m, 5)),
     "OwnGroupNorm": (lambda: OwnGroupNorm(4, WIDTH), PICTURE, lambda m: of(m, 4)),
     "GroupNormAct": (lambda: GroupNormAct(WIDTH, 4), PICTURE, lambda m: of(m, 4, torch.relu)),
     "BitGroupNormActivation": (
         *(lambda: BitGroupNormActivation(BitConfig(num_groups=4), WIDTH), PICTURE, lambda m: of(m, 4, torch.relu)),
     ),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(WIDTH, affine=True), (2, WIDTH, 7), lambda m: of(m, 3)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(WIDTH, affine=True), PICTURE, lambda m: of(m, 4)),
     "BatchNorm1d": (lambda: nn.BatchNorm1d(WIDTH), (9, WIDTH), of),
+    "BatchNorm1d of sequences": (lambda: nn.BatchNorm1d(WIDTH), (3, WIDTH, 5), lambda m: of(m, 3)),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(WIDTH), PICTURE, lambda m: of(m, 4)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(WIDTH), VOLUME, lambda m: of(m, 5)),
     "BatchNormAct2d": (lambda: BatchNormAct2d(WIDTH), PICTURE, lambda m: of(m, 4, torch.relu)),
 }
 
@@ -363,10 +375,58 @@ def test_every_kind_of_norm_in_its_place(name):
     x = torch.randn(shape)
     with swap(model, "tanh", seen, init="paper"):
         assert isinstance(model[1], PointwiseFunction)
-        output = model(x)
+        output, seen_bias = model(x), model[1].bias
     # Float32's rounding of four operations, of numbers around one.
     torch.testing.assert_close(output, truth(norm)(x), rtol=1e-6, atol=1e-6)
     assert output.is_contiguous()
+    assert (seen_bias is None) == (getattr(norm, "bias", None) is None)
+
+
+def layouts(shape):
+    """Inputs of one shape: each order of up to four axes in memory, with and without gaps, and expanded."""
+    axes = range(len(shape))
+    orders = itertools.permutations(axes) if len(shape) < 5 else [axes, axes[::-1], (0, 2, 3, 4, 1), (0, 1, 3, 2, 4)]
+    for order in orders:
+        back = torch.tensor(order).argsort().tolist()
+        yield torch.randn([shape[axis] for axis in order]).permute(back)
+        yield torch.randn([2 * shape[axis] for axis in order]).permute(back)[tuple(map(slice, shape))]
+    yield torch.randn(1, *shape[1:]).expand(shape)
+
+
+def strides(module, shape):
+    return [module(x).stride() for x in layouts(shape)]
+
+
+TURNED = ("TransposedLayerNorm", "LayerNorm2d", "OwnLayerNorm2d")  # which turn the axes, and a function does not
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if name not in TURNED])
+def test_outputs_lie_in_memory_as_the_norms_do(name):
+    make, shape, _ = NORMS[name]
+    model = nn.Sequential(nn.Identity(), trained(make()))
+    expected = strides(model, shape)
+    with swap(model, "tanh", seen_by(model, *shape), init="paper"):
+        assert strides(model, shape) == expected  # in plain torch, as gradients are wanted
+        with torch.no_grad():
+            assert strides(model, shape) == expected  # by the compiled loop
+            assert all(torch.equal(model(x), model(x.contiguous())) for x in layouts(shape))
+
+
+@pytest.mark.slow  # torch.compile
+@pytest.mark.parametrize("name", ["LayerNorm", "LlamaRMSNorm", "GroupNorm"])
+def test_compiled_restored_and_standalone_outputs_do_too(name, tmp_path):
+    make, shape, _ = NORMS[name]
+    model = nn.Sequential(nn.Identity(), trained(make()))
+    fresh, expected = copy.deepcopy(model), strides(model, shape)
+    swap(model, "tanh", seen_by(model, *shape), init="paper")
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    torch._dynamo.reset()
+    inputs = list(layouts(shape))[::5]
+    assert [compiled(x).stride() for x in inputs] == [fresh(x).stride() for x in inputs]
+    normscope.save_swapped(model, tmp_path / "swap")
+    assert strides(loaded_from(tmp_path / "swap").swapped(copy.deepcopy(fresh)), shape) == expected
+    restored(fresh, tmp_path / "swap")
+    assert strides(fresh, shape) == expected
 
 
 def test_an_input_without_an_axis_of_samples():
