@@ -232,8 +232,8 @@ def mutated_swaps(number: int, seed: int) -> dict[str, int]:
 
     model = network()
     seen = normscope.capture(model, [torch.randn(16, 4)])
-    normscope.swap(model, "tanh", seen, sites="1,")
-    normscope.swap(model, "rmsnorm", seen, sites="3,")
+    normscope.swap(model, "tanh", seen, layers="1,")
+    normscope.swap(model, "rmsnorm", seen, layers="3,")
     about = {"model": "small", "weights": "ours", "data": "noise"}
     with tempfile.TemporaryDirectory() as parent:
         folder = normscope.save_swapped(model, Path(parent) / "swap", about)

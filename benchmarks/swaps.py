@@ -85,7 +85,7 @@ def measured(
         elif curve == "rmsnorm":
             kinds = {site.name: network.module.get_submodule(site.name) for site in seen.sites}
             sites = [name for name, norm in kinds.items() if not isinstance(norm, nn.GroupNorm)]
-        normscope.swap(module, curve, fits, init=init, sites=sites)
+        normscope.swap(module, curve, fits, init=init, layers=sites)
         if way == "healed":
             normscope.heal(network.module, module, learned, held_out, **healing)
         elif way in TRAINED:

@@ -62,13 +62,23 @@ class PostNorm(nn.Module):
         return self.head(self.last(x + self.out(self.inner(x).relu())))
 
 
+def values_of(model):
+    """Copy a network's parameters and buffers, by name."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(values, others):
+    """True if two sets of tensors have the same names and bits."""
+    return values.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in values.items())
+
+
 class State:
     """Everything of a network that a call must restore: objects, values, order, flags, gradients and hooks."""
 
     def __init__(self, model):
         self.modules = [(name, id(module), module.training) for name, module in model.named_modules()]
         self.tensors = dict(model.state_dict(keep_vars=True))
-        self.values = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
+        self.values = values_of(model)
         self.gradients = [(part.requires_grad, part.grad) for part in model.parameters()]
         self.hooks = [dict(module._forward_hooks) for module in model.modules()]
 
@@ -76,7 +86,7 @@ class State:
         now = State(model)
         assert (self.modules, list(self.tensors), self.hooks) == (now.modules, list(now.tensors), now.hooks)
         assert all(tensor is now.tensors[name] for name, tensor in self.tensors.items())
-        assert all(torch.equal(values, now.values[name]) for name, values in self.values.items())
+        assert same(self.values, now.values)
         assert all(
             old[0] == new[0] and old[1] is new[1] for old, new in zip(self.gradients, now.gradients, strict=True)
         )

@@ -31,11 +31,11 @@ def factory(tmp_path):
     return {"name": f"py:{tmp_path / 'net.py'}:make", "seed": 3}
 
 
-def saved(folder, curve="dyt", sites="all", **options):
+def saved(folder, curve="dyt", layers="all", **options):
     """Load a network, swap and save it."""
     network = normscope.load(device="cpu", **options)
     seen = normscope.capture(network.module, network.inputs, by_gamma=True, about=network.about)
-    normscope.swap(network.module, curve, seen, sites=sites)
+    normscope.swap(network.module, curve, seen, layers=layers)
     normscope.save_swapped(network.module, folder, seen.about, func=curve, init="fit")
     return network
 
@@ -83,7 +83,7 @@ def test_loaded_again_it_gives_the_same_outputs(options, tmp_path, request):
 
 
 def test_it_is_not_said_to_have_random_weights(tmp_path, capsys):
-    network = saved(tmp_path / "swap", name="demo_vit", sites="final", limit=4)
+    network = saved(tmp_path / "swap", name="demo_vit", layers="final", limit=4)
     again = normscope.load_swapped(tmp_path / "swap", limit=4, device="cpu")
     Output(quiet=True).introduce(again)
     assert capsys.readouterr().err == ""
@@ -116,7 +116,7 @@ def test_a_swap_of_another_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "demo", "timm:no_such", "transformers:nowhere/\ud800", "x\0", None, 3, "py:"])
 def test_no_name_in_the_folder_does_harm(name, tmp_path):
-    saved(tmp_path / "swap", name="demo_vit", limit=4, sites="final")
+    saved(tmp_path / "swap", name="demo_vit", limit=4, layers="final")
     document = json.loads((tmp_path / "swap" / "swap.json").read_text())
     (tmp_path / "swap" / "swap.json").write_text(json.dumps(document | {"model": name}))
     with pytest.raises(ModelError):

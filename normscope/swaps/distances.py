@@ -33,8 +33,8 @@ def output_by_sample(output: Tensor, batch: Batch, kind: Kind) -> Arranged:
     samples = len(batch.samples)
     if not output.ndim or len(output) != samples:
         raise ModelError(
-            f"The output that is compared is {tuple(output.shape)}, but axis 0 has to count the samples, of which the "
-            f"batch holds {samples}. Say with normscope.inputs.loaded_model.Outputs how to read it."
+            f"The compared output is {tuple(output.shape)}, but axis 0 has to count the samples, here {samples}; pass "
+            "a normscope.inputs.loaded_model.Outputs that reads it."
         )
     padded = batch.valid is not None and output.ndim > 2 and output.shape[1] == batch.valid.shape[1]
     if kind in ("tokens", "frames") or (kind == "tensor" and padded):
@@ -77,8 +77,8 @@ class SiteLayout:
             self._position_axis = along[0]
         if self._position_axis not in along:
             raise DataError(
-                f"At the norm {self.path} (output {tuple(first.shape)}) it cannot be told which elements are padding, "
-                f"of {positions} positions. Pass samples of one length, or one at a time (--batch-size 1)."
+                f"At the norm {self.path} (output {tuple(first.shape)}) the axis of {positions} positions, and so the "
+                "padding, is ambiguous. Pass samples of one length, or one at a time (--batch-size 1)."
             )
         return first.movedim(self._position_axis, 1).reshape(samples, valid.shape[1], -1), valid
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError
+from normscope.errors import ModelError, count
 from normscope.fits.curves.known import Curve
+from normscope.inputs.batch import tensors_of
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
@@ -77,9 +79,9 @@ class Swap:
             have hooks.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}):
-    ...     print(model[1])
-    PointwiseFunction(tanh, 8)
+    >>> with Swap(model, {"1": PointwiseFunction("tanh", 8)}) as swap:
+    ...     print(swap, model[1])
+    Swap: tanh in place of 1 norm of Sequential PointwiseFunction(tanh, 8)
     >>> type(model[1]).__name__
     'LayerNorm'
     """
@@ -132,7 +134,7 @@ class Swap:
         """
         for parent, name, _, module in self._places:
             if parent._modules.get(name) is not module:
-                raise ModelError(f"{name!r} is no longer what was swapped in: take out first what came last.")
+                raise ModelError(f"{name!r} has been replaced again since: undo the later swap first.")
         for parent, name, norm, _ in self._places:
             _put(parent, name, norm)
         for norm, module, before in self._hooks:
@@ -152,13 +154,20 @@ class Swap:
     def __exit__(self, *raised: object) -> None:
         self.undo()
 
+    def __repr__(self) -> str:
+        modules = self.modules.values()
+        names = dict.fromkeys(m.curve.name if isinstance(m, PointwiseFunction) else type(m).__name__ for m in modules)
+        state = "" if self._places else ", undone"
+        network = type(uncompiled(self.model)).__name__
+        return f"Swap: {', '.join(names)} in place of {count(len(modules), 'norm')} of {network}{state}"
+
 
 def replacements(
     model: nn.Module | LoadedModel,
     curve: str | Curve,
     fits: Fits,
     *,
-    sites: Layers = "all",
+    layers: Layers = "all",
     init: str = "fit",
 ) -> dict[str, nn.Module]:
     """Make the modules that :func:`normscope.swap` puts in, by module path, without a swap.
@@ -167,10 +176,10 @@ def replacements(
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)
-    >>> replacements(network, "dyt", normscope.capture(network), sites="final")
+    >>> replacements(network, "dyt", normscope.capture(network), layers="final")
     {'norm': PointwiseFunction(tanh, 64)}
     """
-    inner, chosen = uncompiled(module_of(model)), select_by_placement(norms_of(fits), sites)
+    inner, chosen = uncompiled(module_of(model)), select_by_placement(norms_of(fits), layers)
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)
@@ -185,7 +194,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     """
     site = start.norm
     if isinstance(norm, PointwiseFunction):
-        raise ModelError(f"{site.name} is a point-wise function already; take it out first.")
+        raise ModelError(f"{site.name} is a point-wise function already; undo that swap first.")
     kind = kind_at(norm, site)
     if isinstance(kind, str):
         raise ModelError(f"The norm {site.name} ({type(norm).__name__}) cannot be replaced: {kind}.")
@@ -195,8 +204,8 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     widths = {part.numel() for part in sized} | {math.prod(shape if isinstance(shape, Iterable) else [shape])}
     if widths - {1, site.channels}:
         raise ModelError(
-            f"The norm {site.name} ({type(norm).__name__}) has {max(widths)} channels, and {site.channels} in the "
-            "capture, which is of another network; capture this one."
+            f"The norm {site.name} ({type(norm).__name__}) has {max(widths)} channels, but {site.channels} in the "
+            "capture, which is of another network."
         )
     gain, offset = kind.gain_and_offset(norm, site.channels)
     like = model_tensor(norm, where)
@@ -249,6 +258,25 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         ) from error
 
 
+@contextlib.contextmanager
+def outputs_at(network: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, list[Tensor]]]:
+    """Record copies of the outputs of modules at some paths, call by call, while the block runs the network."""
+    outputs: dict[str, list[Tensor]] = {path: [] for path in paths}
+
+    def copying(watched: nn.Module, copies: list[Tensor]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            if module is watched:  # a norm shares its hooks with its replacement
+                copies.extend(tensor.clone() for tensor in tensors_of(result) if tensor.is_floating_point())
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for path, copies in outputs.items():
+            module = module_at(network, path)
+            hooks.callback(module.register_forward_hook(copying(module, copies)).remove)
+        yield outputs
+
+
 def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     """Return a tensor with the device and dtype of a replacement of ``module``."""
     tensors = itertools.chain(module.parameters(), module.buffers())
@@ -260,8 +288,8 @@ def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> t
     """Return the hook attributes that a replacement shares with its norm; warn of inactive hooks."""
     if uses > 1 and any(getattr(norm, name) for name in (*PRE_HOOKS, *HOOKS)):
         raise ModelError(
-            f"The {type(module).__name__} for {path!r} replaces {uses} norms, and that norm has hooks, which would run "
-            "for the others too; give each norm a module of its own."
+            f"The {type(module).__name__} for {path!r} replaces {uses} norms, and the hooks of that norm would run for "
+            "the others too; use one module per norm."
         )
     if uses > 1 or module is norm:
         return ()

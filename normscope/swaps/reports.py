@@ -242,9 +242,9 @@ class DriftReport(_AboutNetwork):
             UsageError: if there are not so many sites, or if no site was swapped alone.
         """
         if not self.by_site:
-            raise UsageError("Which sites are least harmful is known once each was swapped alone: one_at_a_time=True.")
+            raise UsageError("The least harmful sites are known only if each was swapped alone: one_at_a_time=True.")
         if not 1 <= number <= len(self.sites):
-            raise UsageError(f"{number} sites were asked for; there are {len(self.sites)}, and at least one is taken.")
+            raise UsageError(f"number is {number}; it has to be from 1 to {len(self.sites)}, the number of sites.")
         medians = {row.site: row.relative_l2.p50 for row in self.by_site}
         return sorted(self.sites, key=lambda path: (math.isnan(medians[path]), medians[path]))[:number]
 
@@ -260,7 +260,7 @@ class TrainingCheck:
         step: number of steps done.
         loss: mean training loss since the check before; None if it was not finite.
         drift: median error at the output, on the inputs that decide; None if it was not finite.
-        kept: True if no earlier state was as near, and the 90th percentile is not above the start's.
+        kept: True if this state is the best so far, and its 90th percentile is not above the start's.
     """
 
     step: int
@@ -275,8 +275,9 @@ class HealReport(_AboutNetwork):
 
     Attributes:
         drifts: ``p10``, ``median`` and ``p90`` on the held-out inputs, at the ``start`` and after each stage,
-            ``calibrated`` and ``trained``; ∞ for outputs that were not finite.
-        left_with: stage that the network was left in: the least held-out median whose 90th percentile is not above the
+            ``calibrated`` and ``trained``; ∞ for outputs that were not finite. ``trained`` is the best state of the
+            training; if no check was ``kept``, that is the state before the first step.
+        left_with: stage that the network is in: the least held-out median whose 90th percentile is not above the
             start's.
         checks: the course of the training.
         steps: number of training steps.

@@ -155,10 +155,7 @@ def _of_fits(fits: Sequence[CurveFit], requested: Curve | None) -> Start:
         if len(fits) > 1:
             raise UsageError(f"There are {len(fits)} fits of {first.curve} at {first.site}; a swap takes one.")
         if first.degenerate:
-            raise UsageError(
-                f"There was nothing to fit at {first.site} ({first.nothing}), so that nothing can take its place; "
-                "leave it out with sites."
-            )
+            raise UsageError(f"Nothing could be fitted at {first.site} ({first.nothing}); exclude it with layers.")
         amplitude, alpha, shift = (_numbers([first], name)[0] for name in ("amplitude", "alpha", "shift"))
     else:
         ordered = sorted(fits, key=lambda fit: fit.channel or 0)

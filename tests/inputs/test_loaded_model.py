@@ -70,7 +70,7 @@ def test_a_drift_with_the_ends_of_trajectories(network, seen):
 def test_healing_learns_from_what_it_is_not_judged_by():
     network = normscope.load("demo_vit", limit=8, device="cpu")
     swapped = copy.deepcopy(network.module)
-    normscope.swap(swapped, "dyt", normscope.capture(network, network.calibration, by_gamma=True), sites="final")
+    normscope.swap(swapped, "dyt", normscope.capture(network, network.calibration, by_gamma=True), layers="final")
     again = copy.deepcopy(swapped)
     report = normscope.heal(network, swapped, steps=2)
     own = {"outputs": network.outputs, "quality": network.task}

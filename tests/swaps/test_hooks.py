@@ -239,7 +239,7 @@ def test_one_function_for_several_norms_cannot_hear_hooks_of_one(model):
     with Swap(both, {"a": f, "b": f}):
         assert both["a"] is both["b"] is f
     both["b"].register_forward_hook(doubled)
-    with pytest.raises(ModelError, match=r"The PointwiseFunction for 'b' replaces 2 norms, and that norm has hooks"):
+    with pytest.raises(ModelError, match=r"The PointwiseFunction for 'b' replaces 2 norms, and the hooks of that norm"):
         Swap(both, {"a": f, "b": f})
     assert isinstance(both["a"], nn.LayerNorm) and not f._forward_hooks
 

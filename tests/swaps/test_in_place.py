@@ -6,10 +6,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from networks import State, numbered_batches, same
 from torch import nn
 
 import normscope
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
@@ -75,14 +76,9 @@ SITES = ("blocks.0.norm", "blocks.1.norm")
 
 
 def inputs(number: int = 4, size: int = 3, seed: int = 0, data: str = "made") -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        Batch(
-            (torch.randn(size, 5, WIDTH, generator=generator),),
-            samples=tuple(Sample(f"{data} {i}", i, i, data) for i in range(n * size, (n + 1) * size)),
-        )
-        for n in range(number)
-    ]
+    return numbered_batches(
+        number, lambda generator, size: torch.randn(size, 5, WIDTH, generator=generator), size, seed, data
+    )
 
 
 def dyts() -> dict[str, nn.Module]:
@@ -108,12 +104,11 @@ def distances_by_hand(network: nn.Module, swapped: nn.Module, batches: list[Batc
 
 @pytest.fixture
 def network():
-    made = Changing().eval()
-    values = {name: buffer.clone() for name, buffer in made.named_buffers()}
-    objects = dict(made._buffers)
-    yield made
-    assert all(torch.equal(buffer, values[name]) for name, buffer in made.named_buffers())
-    assert all(made._buffers[name] is buffer for name, buffer in objects.items())
+    network = Changing().eval()
+    before, buffers = State(network), dict(network._buffers)
+    yield network
+    before.assert_same(network)
+    assert all(network._buffers[name] is buffer for name, buffer in buffers.items())
 
 
 @pytest.fixture
@@ -192,41 +187,19 @@ def test_a_lesson_is_what_the_original_gave_at_each_norm_and_at_its_end(network,
 
 def test_healing_reports_the_drift_of_single_passes(network, batches):
     swapped, held_out = with_norms_replaced(network), inputs(3, seed=5, data="others")
-    found = {name: buffer.clone() for name, buffer in swapped.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in swapped.named_buffers()}
     before = distances_by_hand(network, swapped, held_out)
     report = normscope.heal(network, swapped, batches * 2, held_out, steps=20)
     after = distances_by_hand(network, swapped, held_out)
     assert report.before["median"] == pytest.approx(float(np.median(before)), rel=1e-5)
     assert report.after["median"] == pytest.approx(float(np.median(after)), rel=1e-5)
-    assert all(torch.equal(buffer, found[name]) for name, buffer in swapped.named_buffers())
+    assert same(dict(swapped.named_buffers()), buffers)
     assert all(torch.equal(batch.args[0], own.args[0]) for batch, own in zip(held_out, inputs(3, seed=5), strict=True))
 
 
-def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeypatch):
-    under_the_clock, seen, own_forward, copied = [], [], Changing.forward, Batch.copied
-
-    def clocked(function):
-        def timed(run, *rest):
-            under_the_clock.append(True)
-            try:
-                return function(run, *rest)
-            finally:
-                under_the_clock.pop()
-
-        return timed
-
-    def copy_of(batch):
-        assert not under_the_clock
-        return copied(batch)
-
-    def forward(self, x):
-        if under_the_clock:
-            seen.append(x.detach().clone())
-        return own_forward(self, x)
-
-    monkeypatch.setattr(Changing, "forward", forward)
-    monkeypatch.setattr(Batch, "copied", copy_of)
-    monkeypatch.setattr(timing, "repeated", clocked(timing.repeated))
+def test_each_timed_pass_gets_a_copy(network, batches, monkeypatch):
+    seen = []
+    handle = network.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     report = normscope.bench(
         network, batches[0], ["dyt"], full=True, dtypes=["float32"], only=lambda case: case.scope == "model"
@@ -237,6 +210,7 @@ def test_each_timed_pass_gets_a_copy_that_is_not_timed(network, batches, monkeyp
     whole = timing.ModelBench(network, batches[0], Outputs(), native, dict.fromkeys(SITES, (1,)), False)
     with left_as_found(network):
         assert whole.seconds(native[0], "forward", 3) > 0
+    handle.remove()
     assert len(seen) >= sum(len(row.samples) for row in timed) + 3
     assert all(torch.equal(x, batches[0].args[0]) for x in seen)
 

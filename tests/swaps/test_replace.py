@@ -1,5 +1,7 @@
 """What is swapped in, for every kind of norm, does what its place asks for; what is taken out leaves no trace."""
 
+import copy
+import itertools
 import math
 from dataclasses import replace
 
@@ -8,7 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import transformers
-from networks import State
+from networks import State, loaded_from
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d, LayerNormAct
 from torch import nn
 from transformers.models.bit.modeling_bit import BitConfig, BitGroupNormActivation
@@ -22,6 +24,7 @@ from normscope.swaps.calibrate.calibrate import swap
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
 from normscope.swaps.standalone import RMSNorm
+from normscope.swaps.store.store import restored
 
 WIDTH = 16
 DEMOS = ("demo_vit", "demo_wav2vec2", "demo_dit")
@@ -99,7 +102,7 @@ def test_fitted_functions_move_the_outputs_less_than_the_papers(demos, name):
     expected = output_of(model, batch)
 
     def moved(init):
-        with swap(model, "tanh", seen, sites=[site.name for site in seen.sites if site.bounded], init=init):
+        with swap(model, "tanh", seen, layers=[site.name for site in seen.sites if site.bounded], init=init):
             return float((output_of(model, batch) - expected).norm() / expected.norm())
 
     # A least-squares fit on these very inputs is nearer than α = 0.5, which knows nothing of them; by how much differs.
@@ -160,31 +163,18 @@ def test_swaps_within_swaps_come_out_in_turn():
     model = net()
     seen, before = seen_by(model, 8, 4), State(model)
     outer = Swap(model, {"1": PointwiseFunction("tanh", WIDTH)})
-    with pytest.raises(ModelError, match=r"^1 is a point-wise function already; take it out first\.$"):
+    with pytest.raises(ModelError, match=r"^1 is a point-wise function already; undo that swap first\.$"):
         swap(model, "isru", seen)
     inner = Swap(model, {"1": PointwiseFunction("isru", WIDTH)})
-    with pytest.raises(ModelError, match="'1' is no longer what was swapped in: take out first what came last"):
+    with pytest.raises(ModelError, match="'1' has been replaced again since: undo the later swap first"):
         outer.undo()
     inner.undo()
     outer.undo()
     before.assert_same(model)
-
-
-@pytest.mark.parametrize("first", ["compiled", "swapped"])
-def test_a_compiled_network(first):
-    torch._dynamo.reset()
-    model, x = net(), torch.randn(5, 4)
-    seen, before, expected = seen_by(model, 8, 4), State(model), model(x)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    if first == "compiled":
-        torch.testing.assert_close(compiled(x), expected)
-    with swap(compiled, "tanh", seen) as swapped:
-        assert list(swapped.modules) == ["1"]
-        assert isinstance(model[1], PointwiseFunction)
-        torch.testing.assert_close(compiled(x), model(x))
-        assert not torch.allclose(compiled(x), expected)
-    before.assert_same(model)
-    torch.testing.assert_close(compiled(x), expected)
+    assert (repr(inner), repr(Swap(model, {"0": nn.Identity(), "1": PointwiseFunction("derf", WIDTH)}))) == (
+        "Swap: isru in place of 1 norm of Sequential, undone",
+        "Swap: Identity, derf in place of 2 norms of Sequential",
+    )
 
 
 def test_rmsnorm_swapped_in_is_a_norm_again():
@@ -336,12 +326,16 @@ def transposed_layer_norm():
     return pytest.importorskip("torchaudio.models.wav2vec2.components", exc_type=Exception).LayerNorm(WIDTH)
 
 
-PICTURE = (2, WIDTH, 5, 3)
-
+PICTURE, VOLUME = (2, WIDTH, 5, 3), (2, WIDTH, 2, 4, 5)
 ONES = torch.ones(WIDTH)
 
 NORMS = {
     "LayerNorm": (lambda: nn.LayerNorm(WIDTH), (2, 5, WIDTH), of),
+    "LayerNorm of pictures": (lambda: nn.LayerNorm(WIDTH), (2, 4, 5, WIDTH), of),
+    "LayerNorm of two axes": (
+        *(lambda: nn.LayerNorm((5, WIDTH)), (3, 5, WIDTH)),
+        lambda m: lambda x: torch.tanh(x / 2) * m.weight + m.bias,
+    ),
     "LayerNorm without bias": (lambda: nn.LayerNorm(WIDTH, bias=False), (2, 5, WIDTH), of),
     "LayerNorm of DiT": (lambda: nn.LayerNorm(WIDTH, elementwise_affine=False), (2, 5, WIDTH), lambda m: affine(ONES)),
     "RMSNorm": (lambda: nn.RMSNorm(WIDTH), (2, 5, WIDTH), of),
@@ -355,14 +349,19 @@ NORMS = {
     "OwnLayerNorm2d": (OwnLayerNorm2d, PICTURE, lambda m: of(m, 4)),
     "LayerNormAct": (lambda: LayerNormAct(WIDTH), (2, 5, WIDTH), lambda m: of(m, then=torch.relu)),
     "GroupNorm": (lambda: nn.GroupNorm(4, WIDTH), PICTURE, lambda m: of(m, 4)),
+    "GroupNorm of vectors": (lambda: nn.GroupNorm(4, WIDTH), (2, WIDTH, 7), lambda m: of(m, 3)),
+    "GroupNorm of volumes": (lambda: nn.GroupNorm(4, WIDTH), VOLUME, lambda m: of(m, 5)),
     "OwnGroupNorm": (lambda: OwnGroupNorm(4, WIDTH), PICTURE, lambda m: of(m, 4)),
     "GroupNormAct": (lambda: GroupNormAct(WIDTH, 4), PICTURE, lambda m: of(m, 4, torch.relu)),
     "BitGroupNormActivation": (
         *(lambda: BitGroupNormActivation(BitConfig(num_groups=4), WIDTH), PICTURE, lambda m: of(m, 4, torch.relu)),
     ),
     "InstanceNorm1d": (lambda: nn.InstanceNorm1d(WIDTH, affine=True), (2, WIDTH, 7), lambda m: of(m, 3)),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(WIDTH, affine=True), PICTURE, lambda m: of(m, 4)),
     "BatchNorm1d": (lambda: nn.BatchNorm1d(WIDTH), (9, WIDTH), of),
+    "BatchNorm1d of sequences": (lambda: nn.BatchNorm1d(WIDTH), (3, WIDTH, 5), lambda m: of(m, 3)),
     "BatchNorm2d": (lambda: nn.BatchNorm2d(WIDTH), PICTURE, lambda m: of(m, 4)),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(WIDTH), VOLUME, lambda m: of(m, 5)),
     "BatchNormAct2d": (lambda: BatchNormAct2d(WIDTH), PICTURE, lambda m: of(m, 4, torch.relu)),
 }
 
@@ -376,10 +375,58 @@ def test_every_kind_of_norm_in_its_place(name):
     x = torch.randn(shape)
     with swap(model, "tanh", seen, init="paper"):
         assert isinstance(model[1], PointwiseFunction)
-        output = model(x)
+        output, seen_bias = model(x), model[1].bias
     # Float32's rounding of four operations, of numbers around one.
     torch.testing.assert_close(output, truth(norm)(x), rtol=1e-6, atol=1e-6)
     assert output.is_contiguous()
+    assert (seen_bias is None) == (getattr(norm, "bias", None) is None)
+
+
+def layouts(shape):
+    """Inputs of one shape: each order of up to four axes in memory, with and without gaps, and expanded."""
+    axes = range(len(shape))
+    orders = itertools.permutations(axes) if len(shape) < 5 else [axes, axes[::-1], (0, 2, 3, 4, 1), (0, 1, 3, 2, 4)]
+    for order in orders:
+        back = torch.tensor(order).argsort().tolist()
+        yield torch.randn([shape[axis] for axis in order]).permute(back)
+        yield torch.randn([2 * shape[axis] for axis in order]).permute(back)[tuple(map(slice, shape))]
+    yield torch.randn(1, *shape[1:]).expand(shape)
+
+
+def strides(module, shape):
+    return [module(x).stride() for x in layouts(shape)]
+
+
+TURNED = ("TransposedLayerNorm", "LayerNorm2d", "OwnLayerNorm2d")  # which turn the axes, and a function does not
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS if name not in TURNED])
+def test_outputs_lie_in_memory_as_the_norms_do(name):
+    make, shape, _ = NORMS[name]
+    model = nn.Sequential(nn.Identity(), trained(make()))
+    expected = strides(model, shape)
+    with swap(model, "tanh", seen_by(model, *shape), init="paper"):
+        assert strides(model, shape) == expected  # in plain torch, as gradients are wanted
+        with torch.no_grad():
+            assert strides(model, shape) == expected  # by the compiled loop
+            assert all(torch.equal(model(x), model(x.contiguous())) for x in layouts(shape))
+
+
+@pytest.mark.slow  # torch.compile
+@pytest.mark.parametrize("name", ["LayerNorm", "LlamaRMSNorm", "GroupNorm"])
+def test_compiled_restored_and_standalone_outputs_do_too(name, tmp_path):
+    make, shape, _ = NORMS[name]
+    model = nn.Sequential(nn.Identity(), trained(make()))
+    fresh, expected = copy.deepcopy(model), strides(model, shape)
+    swap(model, "tanh", seen_by(model, *shape), init="paper")
+    compiled = torch.compile(model, backend="aot_eager", dynamic=False)
+    torch._dynamo.reset()
+    inputs = list(layouts(shape))[::5]
+    assert [compiled(x).stride() for x in inputs] == [fresh(x).stride() for x in inputs]
+    normscope.save_swapped(model, tmp_path / "swap")
+    assert strides(loaded_from(tmp_path / "swap").swapped(copy.deepcopy(fresh)), shape) == expected
+    restored(fresh, tmp_path / "swap")
+    assert strides(fresh, shape) == expected
 
 
 def test_an_input_without_an_axis_of_samples():

@@ -141,7 +141,7 @@ def tables():
     views = normscope.gradient(seen, normscope.fit(seen))
     cards = normscope.norm_cards(seen)
     moved = [
-        normscope.drift(network, [x], normscope.replacements(network, func, seen, sites="0,1"), func=func, init="fit")
+        normscope.drift(network, [x], normscope.replacements(network, func, seen, layers="0,1"), func=func, init="fit")
         for func in ("tanh", "isru", "derf")
     ]
     return {

@@ -187,7 +187,7 @@ def swap(
     curve: str | Curve,
     fits: Fits,
     *,
-    sites: Layers = "all",
+    layers: Layers = "all",
     init: str = "fit",
     learn: Iterable[Any] | None = None,
     refit: str = NEIGHBOURS,
@@ -207,7 +207,7 @@ def swap(
             the norm without centring.
         fits: the result of :func:`normscope.fit`, one per site or channel; or the capture, which is then fitted, with
             weights γ² if it has them; or, for ``paper`` and ``rmsnorm``, norm sites.
-        sites: a selection, as ``layers`` of :func:`normscope.capture`, or placements (``"pre-norm"``, ``"final"``).
+        layers: a selection of norms, as of :func:`normscope.capture`, or placements (``"pre-norm"``, ``"final"``).
         init: ``fit``; ``theory``: A and α that follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
             where the papers begin training; ``calibrated``: ``fit``, then calibration.
         learn: for ``calibrated``: batches to learn from, as :func:`normscope.capture` takes them; None for a loaded
@@ -239,15 +239,14 @@ def swap(
     module = module_of(model)
     if init != CALIBRATED:
         check_not_calibrated(init, learn=learn is not None, refit=refit != NEIGHBOURS, outputs=outputs is not None)
-        return Swap(module, replacements(model, curve, fits, sites=sites, init=init))
+        return Swap(module, replacements(model, curve, fits, layers=layers, init=init))
     if curve == RMS_NORM:
         raise UsageError("There is no calibrated start of rmsnorm: point-wise functions alone are calibrated.")
     if learn is None and not isinstance(model, LoadedModel):
         raise UsageError(
-            f"init='calibrated' learns from inputs, and a {type(module).__name__} brings none: pass learn=, batches as "
-            "normscope.capture takes them, or swap in what normscope.load returned."
+            f"init='calibrated' learns from inputs, and a {type(module).__name__} has none: pass batches as learn=."
         )
-    start = replacements(model, curve, fits, sites=sites)
+    start = replacements(model, curve, fits, layers=layers)
     modules, refitted, report = calibrated(model, start, learn, outputs=outputs, refit=refit, progress=progress)
     swapped = Swap(module, modules, refitted=refitted)
     swapped.calibration = report
@@ -257,7 +256,7 @@ def swap(
 def check_not_calibrated(init: str, **passed: bool) -> None:
     """Raise UsageError if an option of ``calibrated`` was passed with another init."""
     for name in [name for name, given in passed.items() if given]:
-        raise UsageError(f"With init={init!r} nothing is calibrated: {name} goes with init='calibrated' alone.")
+        raise UsageError(f"{name} requires init='calibrated'; with init={init!r} nothing is calibrated.")
 
 
 def calibrated(

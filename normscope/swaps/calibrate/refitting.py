@@ -137,7 +137,7 @@ class Refitting:
     def _layer(self, network: nn.Module, called: CalledModule) -> LinearLayer:
         layer = LinearLayer.of(network.get_submodule(called.path))
         if layer is None:
-            raise ModelError(f"{called.path} of the swapped network is no layer of the kind that the original has.")
+            raise ModelError(f"{called.path} is a linear layer in the original, but not in the swapped network.")
         return layer
 
     def _at_norm(self, called: CalledModule, pauses: Sequence[Pause], originals: Sequence[_Originals]) -> None:
@@ -450,8 +450,8 @@ def advance_to(passes: Sequence[PausedPass], path: str) -> list[Pause]:
         if pause is None or pause.path != path:
             there = "the end" if pause is None else pause.path
             raise ModelError(
-                f"Batch {number} comes to {there} where the first one came to {path}: the network calls its modules in "
-                "an order that depends on its input, so that it cannot be calibrated site by site."
+                f"Batch {number} reaches {there} where the first batch reached {path}: the network's order of calls "
+                "depends on its input, so it cannot be calibrated."
             )
         pauses.append(pause)
     return pauses

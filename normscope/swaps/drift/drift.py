@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError, unknown
-from normscope.inputs.batch import taken_once
+from normscope.inputs.batch import Batch, taken_once
 from normscope.inputs.held_out import divided, kept_in_memory, samples_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
-from normscope.swaps.calibrate.calibrate import (
-    NEIGHBOURS,
-    REFITS,
-    CalibrationReport,
-    calibrated,
-    check_not_calibrated,
-)
+from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS, calibrated, check_not_calibrated
 from normscope.swaps.distances import Configuration
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.inits import CALIBRATED
@@ -113,7 +105,7 @@ def drift(
     (16, True)
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=4)
-    >>> modules = normscope.replacements(network, "dyt", normscope.capture(network), sites="final")
+    >>> modules = normscope.replacements(network, "dyt", normscope.capture(network), layers="final")
     >>> drift(network, replacements=modules).about["data"]
     'the first 4 of 64 held-out digits'
     >>> images = torch.cat([batch.args[0] for batch in network.inputs])
@@ -133,7 +125,7 @@ def drift(
     model, batches, about, outputs = unpacked(model, batches, about, outputs)
     judge = Judge(loaded, quality, batches, outputs, progress)
     if cumulative and not one_at_a_time:
-        raise UsageError("The cumulative order follows from each site alone: leave one_at_a_time on, or both off.")
+        raise UsageError("The cumulative order requires one_at_a_time=True; otherwise pass cumulative=False.")
     sites = list(replacements)
     if taken_once(batches) and ((init == CALIBRATED and one_at_a_time) or (cumulative and len(sites) > 1)):
         once = "one_at_a_time=False and cumulative=False" if init == CALIBRATED else "cumulative=False"
@@ -145,15 +137,19 @@ def drift(
     chosen = _evenly_spaced(batches, most) if one_at_a_time else None
     rounds = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
     network, stage = uncompiled(model), ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
-    paired: PairedPasses | CalibratedPasses
     if init == CALIBRATED:
         _check_calibrated(replacements, refit, ranks)
         kept, left_out = kept_in_memory(unpacked(network, learn)[1])
         calibration = DriftCalibration(str(getattr(learn, "description", None) or ""), refit, left_out=left_out)
         counter = StageProgress(progress, stage, calibrations(len(sites), **rounds))
-        calibrate_with = partial(calibrated, network, learn=kept, outputs=outputs, refit=refit)
-        passes_with = partial(PairedPasses, network, batches, outputs=outputs, chosen=chosen)
-        paired = CalibratedPasses(replacements, calibration, calibrate_with, passes_with, progress, counter)
+        paired: PairedPasses = CalibratedPasses(
+            *(network, batches, replacements, outputs),
+            chosen=chosen,
+            learn=kept,
+            calibration=calibration,
+            progress=progress,
+            counter=counter,
+        )
     else:
         samples = getattr(batches, "n_samples", None)
         settings = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
@@ -211,38 +207,33 @@ def calibrations(sites: int, *, one_at_a_time: bool = True, cumulative: bool = T
     return sites + (sites if one_at_a_time else 0) + (sum(range(2, sites)) if cumulative else 0)
 
 
-@dataclass
-class CalibratedPasses:
-    """Paired passes of swaps that are each calibrated by themselves before they are measured.
+@dataclass(kw_only=True)
+class CalibratedPasses(PairedPasses):
+    """Paired passes of swaps that are each calibrated by themselves, from the modules on, before they are measured."""
 
-    ``calibrate_with`` and ``passes_with`` are :func:`calibrated` and :class:`PairedPasses` without the modules.
-    """
-
-    modules: Mapping[str, nn.Module]  # with their start values
+    learn: Sequence[Batch]
     calibration: DriftCalibration  # of the rows so far
-    calibrate_with: Callable[..., tuple[dict[str, nn.Module], dict[str, Tensor], CalibrationReport]]
-    passes_with: Callable[..., PairedPasses]
     progress: Progress  # called with the memory that calibration takes
     counter: StageProgress  # of the calibrated sites of all rows
-    _everything: PairedPasses | None = None
+    _everything: tuple[Mapping[str, nn.Module], Mapping[str, Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._start = self.modules
 
     def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
-        """Calibrate each swap and compare, as :meth:`PairedPasses.compared`; the first call begins with all sites."""
+        """Calibrate each swap and compare; the first call begins with all sites, whose calibration is kept."""
         rows: list[Drift] = []
         for done in configurations:
-            whole = len(done.paths) == len(self.modules)
-            passes = self._everything if whole and self._everything else self._calibrated(done.paths)
-            self._everything = self._everything or passes
-            rows += passes.compared([done], ends if done.swapped == "all" else None)
+            whole = len(done.paths) == len(self._start)
+            self.modules, self.refitted = (whole and self._everything) or self._calibrated(done.paths)
+            self._everything = self._everything or (self.modules, self.refitted)
+            rows += super().compared([done], ends if done.swapped == "all" else None)
+            self.modules, self.refitted = self._everything
         return rows
 
-    def swapped(self, paths: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """Swap sites in the block, as they were calibrated with all others."""
-        assert self._everything is not None  # noqa: S101 - compared() begins with all sites
-        return self._everything.swapped(paths)
-
-    def _calibrated(self, paths: Sequence[str]) -> PairedPasses:
-        first, reached = self._everything is None, 0
+    def _calibrated(self, paths: Sequence[str]) -> tuple[Mapping[str, nn.Module], Mapping[str, Tensor]]:
+        first, reached, done = self._everything is None, 0, self.calibration
 
         def count_sites(stage: str, at: int, of: int | None) -> None:
             nonlocal reached
@@ -253,14 +244,14 @@ class CalibratedPasses:
             elif first:  # calibrations of fewer sites take no more memory
                 self.progress(stage, at, of)
 
-        start = {path: self.modules[path] for path in paths}
-        modules, refitted, report = self.calibrate_with(start, progress=count_sites)
-        done = self.calibration
+        start = {path: self._start[path] for path in paths}
+        options = {"outputs": self.outputs, "refit": done.refit, "progress": count_sites}
+        modules, refitted, report = calibrated(self.model, start, self.learn, **options)
         if first:
             n_learned, n_judged, left_out = report.n_learned, report.n_judged, done.left_out + report.left_out
             done = replace(done, n_learned=n_learned, n_judged=n_judged, left_out=left_out, left=report.left)
         self.calibration = replace(done, restored=done.restored + report.restored)
-        return self.passes_with(modules, refitted=refitted)
+        return modules, refitted
 
 
 def _to_learn_from(
@@ -274,11 +265,10 @@ def _to_learn_from(
             learn, batches = divided(model.inputs)
     if learn is None:
         raise UsageError(
-            "init='calibrated' learns from other inputs than the drift is measured on: pass learn=, batches as "
-            "normscope.capture takes them."
+            "init='calibrated' learns from other inputs than the drift is measured on: pass batches as learn=."
         )
     if learn is batches:
-        raise UsageError("The drift is measured on other inputs than calibration learns from; both are the same here.")
+        raise UsageError("learn and batches are the same inputs; calibration has to learn from other inputs.")
     return learn, batches
 
 
@@ -288,6 +278,6 @@ def _check_calibrated(modules: Mapping[str, nn.Module], refit: str, ranks: Ranks
     for path, module in modules.items():
         if not isinstance(module, PointwiseFunction):
             kind = type(module).__name__
-            raise UsageError(f"What takes the place of {path} is a {kind}: point-wise functions alone are calibrated.")
+            raise UsageError(f"The replacement of {path} is a {kind}, and only point-wise functions can be calibrated.")
     if ranks.size > 1:
-        raise UsageError(f"Calibration runs in one process, and {ranks.size} measure this drift.")
+        raise UsageError(f"Calibration runs in one process, but {ranks.size} measure this drift.")

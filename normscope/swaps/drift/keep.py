@@ -123,11 +123,11 @@ def _check(sites: Sequence[str], number: int | None, max_drift: float | None) ->
     if not sites:
         raise UsageError("There is nothing to swap: the replacements name no module.")
     if (number is None) == (max_drift is None):
-        raise UsageError("Say how many norms to keep, or which drift to stay at or below: one of the two.")
+        raise UsageError("Pass a number of norms to keep, or max_drift: one of the two.")
     if number is not None and not 1 <= number < len(sites):
         raise UsageError(f"{number} norms cannot be kept of {len(sites)}: take 1 to {len(sites) - 1}.")
     if max_drift is not None and not 0 <= max_drift < math.inf:
-        raise UsageError(f"The drift to stay at or below is {max_drift}; it is an error at the output, 0 or more.")
+        raise UsageError(f"max_drift is {max_drift}; it is an error at the output, 0 or more.")
 
 
 class _Search:
@@ -183,8 +183,8 @@ def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dic
     while not drift(high) <= most:
         if high == n - 1:
             raise UsageError(
-                f"With one of {n} norms swapped, {search.swapped(high)[0]}, the median error at the output is "
-                f"{drift(high):.3g}, and it was to be {most:g} at most: no norm can be swapped. Allow more drift."
+                f"With {search.swapped(high)[0]} alone swapped, the median error at the output is {drift(high):.3g}, "
+                f"above {most:g}: no norm can be swapped. Allow more drift."
             )
         low, high = high, min(n - 1, high + stride)
         stride *= 1 if after is None else 2

@@ -18,7 +18,7 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
 from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
-from normscope.swaps.replace import Holders, Swap, module_at
+from normscope.swaps.replace import Holders, Swap, outputs_at
 from normscope.swaps.reports import END, OUTPUT, Drift
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
@@ -108,7 +108,7 @@ class PairedPasses:
             raise DataError("There is no batch to run the model on.")
         called = {path for paths in self.ranks.told(sorted(self._called)) for path in paths}
         if idle := [path for path in self.modules if path not in called]:
-            raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so that a swap there is none.")
+            raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so swapping it has no effect.")
         return rows
 
     def _came(self, chunk: int, batch: int) -> tuple[int, int]:
@@ -159,9 +159,8 @@ class PairedPasses:
             for path in done.paths:
                 if original[1][path] and not swapped[1][path]:
                     raise ModelError(
-                        f"The network calls the norm {path!r}, but not the module that was put in its place: it "
-                        "reaches the norm in another way than by its path, and nothing would be swapped there. Leave "
-                        "it out with sites."
+                        f"The network calls the norm {path!r}, but not the module in its place, as it does not reach "
+                        "the norm by its path; exclude it with layers."
                     )
             yield from self._distances(batch, done, original, swapped)
             count_pass()
@@ -201,11 +200,7 @@ class PairedPasses:
     def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
         """Run one batch from the original buffers; return the outputs of the network and of modules at some paths."""
         self._buffers.put_back()
-        at_sites: dict[str, list[Tensor]] = {path: [] for path in paths}
-        with contextlib.ExitStack() as hooks, torch.random.fork_rng(self._devices):
-            for path, kept in at_sites.items():
-                handle = (module := module_at(self.model, path)).register_forward_hook(_keeping(module, kept))
-                hooks.callback(handle.remove)
+        with outputs_at(self.model, paths) as at_sites, torch.random.fork_rng(self._devices):
             output = self.outputs.read(run(self.model, batch), batch)
         return output.clone(), at_sites  # it may be a buffer, which the next pass restores
 
@@ -233,7 +228,7 @@ class PairedPasses:
             )
         pairs = []
         for call, (before, after) in enumerate(zip(original, swapped, strict=True)):
-            _check_shape(f"What {path!r} gives", before, after)
+            _check_shape(f"The output of {path!r}", before, after)
             layout = self._layouts.get((path, call), SiteLayout(path, None))
             pairs.append([layout.by_sample(output, batch) for output in (before, after)])
         if len(pairs) == 1:
@@ -251,14 +246,6 @@ class PairedPasses:
                 self._layouts[path, call] = SiteLayout(path, output.shape)
 
 
-def _keeping(watched: nn.Module, kept: list[Tensor]) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if module is watched and isinstance(output, Tensor):  # a norm shares its hooks with its replacement
-            kept.append(output.detach().clone())  # the network may change it in place
-
-    return hook
-
-
 def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
     """Return one row for each sample, with zeros in place of padding."""
     if valid is not None:
@@ -268,7 +255,4 @@ def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
 
 def _check_shape(what: str, original: Tensor, swapped: Tensor) -> None:
     if original.shape != swapped.shape:
-        raise ModelError(
-            f"{what} is {tuple(original.shape)}, and {tuple(swapped.shape)} once norms are swapped: there is nothing "
-            "to compare."
-        )
+        raise ModelError(f"{what} is {tuple(original.shape)}, but {tuple(swapped.shape)} once norms are swapped.")

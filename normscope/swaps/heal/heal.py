@@ -38,7 +38,7 @@ from normscope.swaps.heal.training import (
 )
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality import Judge, QualityFunction
-from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport
+from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport, Quantiles
 
 STEPS = 1700
 SAMPLES_A_STEP = 64  # at least, if they can be run in one pass
@@ -47,7 +47,6 @@ _MOST_CALIBRATED = 320  # samples: twice as many take twice the time, for a thir
 ALL = "all"
 TRAINS = (NORMS, NEIGHBOURS, ALL)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
 
 def heal(
@@ -121,7 +120,7 @@ def heal(
     True
     >>> network = normscope.load("demo_vit", limit=8, device="cpu")
     >>> swapped = copy.deepcopy(network.module)
-    >>> _ = normscope.swap(swapped, "dyt", normscope.capture(network), sites="final")
+    >>> _ = normscope.swap(swapped, "dyt", normscope.capture(network), layers="final")
     >>> heal(network, swapped, steps=1).n_held_out
     8
     """
@@ -138,7 +137,7 @@ def heal(
     for name, parameter in student.named_parameters():
         if parameter.dtype not in (torch.float32, torch.float64):
             raise UsageError(
-                f"{name} is in {parameter.dtype}, in which small steps are lost; heal in float32 and convert then."
+                f"{name} is in {parameter.dtype}, which loses small updates; heal in float32 and convert afterwards."
             )
         if parameter.is_meta:
             raise ModelError(f"{name} is on the meta device, which has no values to train.")
@@ -348,9 +347,8 @@ class _Healing:
 
 
 def _quantiles(errors: Tensor) -> dict[str, float]:
-    # Linear interpolation between a finite value and ∞ gives NaN.
-    at = "linear" if bool(errors.isfinite().all()) else "higher"
-    return {name: float(errors.quantile(share, interpolation=at)) for name, share in _SHARES.items()}
+    quantiles = Quantiles.of(errors.tolist())
+    return {"p10": quantiles.p10, "median": quantiles.p50, "p90": quantiles.p90}
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -27,6 +26,7 @@ from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.refitting import copies, put_parameters
 from normscope.swaps.distances import KL, kl_divergences, measure_of, without_padding
 from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.replace import outputs_at
 from normscope.swaps.reports import TrainingCheck
 
 STAGE = "train"
@@ -340,7 +340,7 @@ class TrainingTargets:
             return self._kept[number]
         targets: list[Target] = []
         for batch in self.batches[number]:
-            with _site_outputs(self.original, self.sites) as of_sites, torch.no_grad():
+            with outputs_at(self.original, self.sites) as of_sites, torch.no_grad():
                 output = self.outputs.read(run(self.original, batch), batch).clone()  # it may be a buffer
             self._buffers[0].put_back()
             targets.append((output, of_sites))
@@ -367,7 +367,7 @@ class TrainingTargets:
         return total
 
     def _loss(self, batch: Batch, target: Target) -> Tensor:
-        with _site_outputs(self.swapped, self.sites) as of_sites:
+        with outputs_at(self.swapped, self.sites) as of_sites:
             output = self.outputs.read(run(self.swapped, batch), batch)
         at_sites = [
             pooled_loss(at_site, original, batch.valid_at(path))
@@ -385,24 +385,6 @@ def pooled_loss(output: Tensor, target: Tensor, valid: Tensor | None) -> Tensor:
     """Return the relative L2 of all samples and positions together."""
     output, target = without_padding(output, valid), without_padding(target, valid)
     return torch.div(vector_norm(output - target), vector_norm(target).clamp_min(torch.finfo(torch.float32).tiny))
-
-
-@contextlib.contextmanager
-def _site_outputs(network: nn.Module, paths: Sequence[str]) -> Iterator[dict[str, list[Tensor]]]:
-    """Record copies of the outputs of some modules, call by call."""
-    seen: dict[str, list[Tensor]] = {}
-
-    def keep(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
-            tensors = (tensor for tensor in tensors_of(result) if tensor.is_floating_point())
-            seen.setdefault(path, []).extend(tensor.clone() for tensor in tensors)
-
-        return hook
-
-    with contextlib.ExitStack() as hooks:
-        for path in paths:
-            hooks.callback(network.get_submodule(path).register_forward_hook(keep(path)).remove)
-        yield seen
 
 
 def steps_of(batches: Sequence[Batch], at_once: int, apart: int) -> list[list[Batch]]:

@@ -114,7 +114,7 @@ def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
 def _check_shape(dy: Tensor, x: Tensor) -> None:
     if dy.shape != x.shape or dy.device != x.device:
         received, expected = (f"{tuple(tensor.shape)} on {tensor.device}" for tensor in (dy, x))
-        raise UsageError(f"A gradient of {received} is not that of an output of {expected}.")
+        raise UsageError(f"The gradient is {received}, but the output {expected}.")
 
 
 def check_no_tangents(*tensors: Tensor | None) -> None:
@@ -127,7 +127,7 @@ def check_no_tangents(*tensors: Tensor | None) -> None:
 
 
 def _not_by_kernels(what: str) -> UsageError:
-    return UsageError(f"The fused kernels have no {what}. {VARIABLE}={EAGER} computes in plain torch, which has.")
+    return UsageError(f"The fused kernels have no {what}; plain torch has: set {VARIABLE}={EAGER}.")
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -145,14 +145,14 @@ def read_record(folder: str | Path) -> SwapRecord:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"Cannot read {path}: {error}.") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ModelError(f"{path} is no swap's; {remedy}")
+        raise ModelError(f"{path} does not describe a swap; {remedy}")
     if document.get("version") != FORMAT_VERSION:
         raise ModelError(
             f"{folder} has swap format version {document.get('version')!r}; this normscope reads version "
             f"{FORMAT_VERSION}. Swap again, or use the normscope that wrote it."
         )
     if document.get("seal") != sealed(document)["seal"]:
-        raise damaged(folder, f"{RECORD} does not hold what was written (another sha256)")
+        raise damaged(folder, f"{RECORD} was changed after it was written (its sha256 differs)")
     try:
         return _record(document)
     except ValueError as error:

@@ -89,8 +89,8 @@ def save_swapped(
     )
     if not sites:
         raise ModelError(
-            f"Nothing was swapped in this {type(model).__name__}, so that there is no swap to write. "
-            "normscope.swap(model, curve, fits) puts point-wise functions in, and they have to be in it now."
+            f"Nothing was swapped in this {type(model).__name__}, or the swap was undone: call "
+            "normscope.swap(model, curve, fits) first."
         )
     tensors, tied = _tensors(model)
     with whole_folder(Path(folder), FILES, ALSO) as partial:
@@ -175,8 +175,8 @@ def _written(curve: Curve, path: str) -> str:
     for u in (tried, tried.double()):
         if again is None or not torch.equal(again.function(u), curve.function(u)):
             raise UsageError(
-                f"The curve {curve.name!r} at {path} is a Python function, which no file holds. Swap by its formula in "
-                f"x instead, such as 'mine=x/(1+abs(x))'."
+                f"The curve {curve.name!r} at {path} is a Python function, which cannot be written; swap by a formula "
+                "in x instead, such as 'mine=x/(1+abs(x))'."
             )
     return text
 
@@ -212,7 +212,7 @@ def _read(folder: Path, record: SwapRecord) -> dict[str, Tensor]:
         raise ModelError(f"The swap in {folder} has no {TENSORS} beside its {RECORD}; swap again.")
     try:
         if sha256_of([path]) != record.sha256:
-            raise damaged(folder, f"{TENSORS} is not the file that {RECORD} was written with (another sha256)")
+            raise damaged(folder, f"{TENSORS} is not the file that {RECORD} was written with (its sha256 differs)")
         tensors = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise ModelError(f"Cannot read {path}: {error}.") from error
@@ -230,7 +230,7 @@ def _module(
         norm = module_at(model, site.name)
     except ModelError as error:
         raise ModelError(
-            f"The swap in {folder} has something at {site.name}, where this {type(model).__name__} has no module."
+            f"The swap in {folder} replaces {site.name}, but this {type(model).__name__} has no such module."
         ) from error
     name, there = site.norm.rpartition(".")[2], type(norm).__name__  # libraries move classes from file to file
     if name != there:

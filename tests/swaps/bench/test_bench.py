@@ -21,22 +21,7 @@ from normscope.inputs.batch import Batch
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.bench import timing
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
-from normscope.swaps.bench.timing import (
-    NormBench,
-    blocks,
-    bytes_moved,
-    commonest,
-    flushed,
-    fused,
-    in_turns,
-    judged,
-    quantiles,
-    repeated,
-    replayed,
-    sets_beyond_cache,
-    settled,
-    variants,
-)
+from normscope.swaps.bench.timing import NormBench, commonest, in_turns, judged, repeated, settled, variants
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Timing
 
@@ -173,8 +158,6 @@ def test_a_row_is_compared_with_the_native_one_of_its_own_setting():
 
 
 def test_bytes_and_the_share_of_a_copy():
-    assert bytes_moved(FORWARD, 10, 4) == 80  # x and y
-    assert bytes_moved(BOTH, 10, 2) == 80  # x, y, dy and dx
     native, both, copied, whole, identity = judged(
         [
             row([1e-6, 2e-6, 9e-6]),
@@ -193,7 +176,7 @@ def test_bytes_and_the_share_of_a_copy():
 
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=40))
 def test_quantiles_are_numpys(samples):
-    result = quantiles(samples)
+    result = timing.quantiles(samples)
     # The same sums of two in float64: one unit in the last place between n/2 and a lerp.
     assert result["median"] == pytest.approx(np.quantile(samples, 0.5), rel=1e-15)
     assert result["p20"] == np.quantile(samples, 0.2, method="lower")
@@ -203,7 +186,7 @@ def test_quantiles_are_numpys(samples):
 
 def test_blocks_time_a_call_and_not_a_block():
     # A sleep never ends early, and a block of these lasts no thousand times as long, whatever else the machine does.
-    samples = blocks(lambda: time.sleep(0.004))
+    samples = timing.blocks(lambda: time.sleep(0.004))
     assert samples and all(0.004 <= sample < 4 for sample in samples)
 
 
@@ -240,7 +223,7 @@ def test_no_round_begins_that_would_end_too_late_or_change_nothing(until, enough
 
 @given(st.integers(1, 10**10), st.integers(1, 10**8))
 def test_buffers_are_beyond_four_caches_and_no_more_than_it_takes(nbytes, cache):
-    number = sets_beyond_cache(nbytes, cache)
+    number = timing.sets_beyond_cache(nbytes, cache)
     assert number >= 4 and number * nbytes > 4 * cache
     assert number == 4 or (number - 1) * nbytes <= 4 * cache
 
@@ -249,7 +232,7 @@ def test_timers_of_triton_are_asked_for_every_sample_in_milliseconds(monkeypatch
     testing = pytest.importorskip("triton.testing", reason="Triton is made for Linux alone")
     options, used = [], []
     monkeypatch.setattr(testing, "do_bench", lambda run, **given: options.append(given) or [2.0, 1.0])
-    assert flushed(lambda: None) == flushed(lambda: None, 20) == [2e-3, 1e-3]
+    assert timing.flushed(lambda: None) == timing.flushed(lambda: None, 20) == [2e-3, 1e-3]
     assert options == [{"warmup": warmup, "rep": rep, "return_mode": "all"} for warmup, rep in ((25, 100), (5, 20))]
 
     def graph(run, return_mode):
@@ -259,7 +242,7 @@ def test_timers_of_triton_are_asked_for_every_sample_in_milliseconds(monkeypatch
         return [2.0, 1.0]
 
     monkeypatch.setattr(testing, "do_bench_cudagraph", graph)
-    assert replayed(used.append, "abc") == [2e-3, 1e-3] and used == list("abcab")  # each call takes the next set
+    assert timing.replayed(used.append, "abc") == [2e-3, 1e-3] and used == list("abcab")  # each call takes the next set
 
 
 def test_the_commonest_norm_at_its_real_shape(net, batch):
@@ -395,17 +378,17 @@ def test_ligers_dyt_beside_ours_where_it_is(monkeypatch):
             self.made = hidden_size, beta, init_alpha
 
     ours = DyT(8, alpha=0.25)
-    assert fused("dyt", ours, (4, 8), "forward") == {}
+    assert timing.fused("dyt", ours, (4, 8), "forward") == {}
     for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.dyt"):
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["liger_kernel.transformers.dyt"].LigerDyT = LigerDyT
-    assert fused("dyt", ours, (4, 8), "forward") == {}  # on the CPU
+    assert timing.fused("dyt", ours, (4, 8), "forward") == {}  # on the CPU
     monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
-    [(name, module)] = fused("dyt", ours, (4, 8), "forward").items()
+    [(name, module)] = timing.fused("dyt", ours, (4, 8), "forward").items()
     assert name == "dyt, Liger" and module.made == (8, True, 0.25)
-    assert fused("dyisru", normscope.DyISRU(8), (4, 8), "forward") == {}
+    assert timing.fused("dyisru", normscope.DyISRU(8), (4, 8), "forward") == {}
 
 
 @pytest.mark.parametrize(("gigabytes", "forward", "both"), [(12, True, True), (24, False, True), (80, False, False)])

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from networks import PreNorm, same, values_of
 from networks import numbered_batches as batches
 from torch import nn
 from torch.nn import functional as F
@@ -61,20 +62,19 @@ def test_most_of_a_vits_drift_goes_on_inputs_that_nothing_was_learned_from(vit):
 
 def test_the_original_stays_and_norms_alone_leave_layers_to_the_bit(vit):
     network, learn, _, _ = vit
-    original = {name: value.clone() for name, value in network.module.state_dict().items()}
-    swapped = swapped_vit(vit)
-    calibrate(network, swapped, learn[:3], refit="norms")
-    layers = {name: value for name, value in swapped.state_dict().items() if "norm" not in name}
-    for name, value in [*network.module.state_dict().items(), *layers.items()]:
-        assert torch.equal(value, original[name]), name
+    original, swapped = values_of(network.module), swapped_vit(vit)
+    report = calibrate(network, swapped, learn[:3], refit="norms")
+    assert report.n_learned + report.n_judged == 3 * 16
+    assert same(values_of(network.module), original)
+    assert all(torch.equal(value, original[name]) for name, value in values_of(swapped).items() if "norm" not in name)
 
 
 def test_one_site_refits_the_layers_beside_it(vit):
     network, learn, _, _ = vit
-    swapped = swapped_vit(vit, sites="final")
+    swapped = swapped_vit(vit, layers="final")
+    before = values_of(swapped)
     report = calibrate(network, swapped, learn[:4])
-    before = swapped_vit(vit, sites="final").state_dict()
-    changed = {name for name, value in swapped.state_dict().items() if not torch.equal(value, before[name])}
+    changed = {name for name, value in values_of(swapped).items() if not torch.equal(value, before[name])}
     assert {one.path for one in report.modules} == {"norm", "head"}
     assert changed <= {"norm.alpha", "norm.shift", "norm.weight", "norm.bias", "head.weight", "head.bias"}
 
@@ -84,26 +84,17 @@ def test_padding_is_learned_from_by_nothing():
     torch.manual_seed(0)
     original = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).requires_grad_(False)
     states = []
+    valid = torch.arange(5).expand(8, 5) < 3
     for padding in (0.0, 50.0):
         learn = batches(6, lambda generator, size: torch.randn(size, 5, 8, generator=generator) * 3)
-        valid = torch.ones(8, 5, dtype=torch.bool)
-        valid[:, 3:] = False
         for batch in learn:
             batch.args[0][:, 3:] = padding
         padded = [Batch(batch.args, samples=batch.samples, valid=valid) for batch in learn]
         swapped = copy.deepcopy(original)
         swapped[0] = normscope.PointwiseFunction("tanh", 8, alpha=0.2)
         calibrate(original, swapped, padded)
-        states.append(swapped.state_dict())
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
-
-
-def test_mistakes_are_sentences(vit):
-    network, learn, _, _ = vit
-    with pytest.raises(UsageError, match="Nothing was swapped: calibrate takes the original and a copy"):
-        calibrate(network, copy.deepcopy(network.module), learn)
-    with pytest.raises(UsageError, match="refit"):
-        calibrate(network, swapped_vit(vit), learn, refit="all")
+        states.append(values_of(swapped))
+    assert same(*states)
 
 
 @pytest.mark.slow
@@ -191,7 +182,7 @@ def test_a_head_that_shares_the_word_embeddings_is_left_alone(decoder):
     again = copy.deepcopy(swapped)
     report = normscope.calibrate(original, swapped, texts(8, 1))
     normscope.calibrate(original, again, texts(8, 1))
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in swapped.state_dict().items())
+    assert same(values_of(swapped), values_of(again))
     assert torch.equal(swapped.words.weight, original.words.weight)
     assert ("head" in report.left) == tied and ("head" in {one.path for one in report.modules}) != tied
 
@@ -231,7 +222,7 @@ def test_a_refitted_head_that_says_less_of_each_word_is_put_back(decoder, monkey
 )
 def test_a_median_or_90th_percentile_that_is_no_better_puts_the_start_values_back(decoder, monkeypatch, before, after):
     swapped, medians = swapped_of(decoder), itertools.chain([before], itertools.repeat(after))
-    start = {name: value.clone() for name, value in swapped.state_dict().items()}
+    start = values_of(swapped)
 
     def errors(*_):
         median, high = next(medians)
@@ -279,3 +270,85 @@ def test_what_a_module_gives_is_told_from_its_class_or_that_of_a_base(name, kind
 def test_a_state_that_is_far_off_for_some_inputs_is_not_kept():
     state = TrainingState(0.5, 0.8)
     assert [state.check(*found, 0.0).kept for found in ((0.4, 0.9), (0.45, 0.8), (0.44, 0.7))] == [False, True, True]
+
+
+@pytest.fixture
+def swappable():
+    """A network, inputs, and its capture."""
+    x = [torch.randn(16, 5, 8, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+    model = PreNorm(2)
+    return model, x, normscope.capture(model, x)
+
+
+def test_a_context_gives_back_refitted_layers_to_the_bit(swappable):
+    model, x, seen = swappable
+    before, own = values_of(model), model.layers[0].weight
+    with normscope.swap(model, "dyt", seen, init="calibrated", learn=x) as swapped:
+        assert not torch.equal(own, before["layers.0.weight"])
+        assert swapped.calibration.after < swapped.calibration.before
+        model.head.bias.data.add_(1.0)  # a calibrated layer gets its own back, whatever was done to it since
+    assert same(values_of(model), before) and model.layers[0].weight is own
+
+
+def test_a_calibrated_swap_is_what_calibrate_makes_of_a_swapped_copy(swappable):
+    model, x, seen = swappable
+    swapped = copy.deepcopy(model)
+    normscope.swap(swapped, "dyt", seen)
+    normscope.calibrate(model, swapped, x, refit="norms")
+    normscope.swap(model, "dyt", seen, init="calibrated", learn=x, refit="norms")
+    assert same(values_of(model), values_of(swapped))
+
+
+@pytest.mark.slow
+def test_a_loaded_model_learns_from_its_own_calibration(vit):
+    network, _, held_out, seen = vit
+    original, medians = copy.deepcopy(network.module), []
+    for init in ("fit", "calibrated"):
+        with normscope.swap(network, "dyt", seen, init=init) as swapped:
+            medians.append(drift(original, network.module, held_out, network.outputs))
+    assert medians[1] < 0.6 * medians[0]
+    assert swapped.calibration.n_learned + swapped.calibration.n_judged == network.calibration.n_samples == 160
+
+
+@pytest.mark.parametrize("init", ["fit", "calibrated", "interrupted"])
+def test_a_swap_that_fails_leaves_the_network_as_it_was(swappable, init):
+    model, x, seen = swappable
+    before, stages = values_of(model), []
+
+    def stop(stage, done, of):
+        stages.append(done)
+        assert same(values_of(model), before) and isinstance(model.norms[0], nn.LayerNorm)  # a copy is calibrated
+        if done == 2 and init == "interrupted":
+            raise KeyboardInterrupt
+
+    learn = [x[0], "no batch"] if init == "calibrated" else x
+    init_asked = "fit" if init == "fit" else "calibrated"  # which takes no inputs to learn from
+    with pytest.raises((normscope.NormscopeError, KeyboardInterrupt)):
+        normscope.swap(model, "dyt", seen, init=init_asked, learn=learn, progress=stop)
+    assert same(values_of(model), before) and isinstance(model.norms[0], nn.LayerNorm)
+    assert (stages[-1:] == [2]) == (init == "interrupted")
+
+
+def test_mistakes_are_sentences(swappable):
+    model, x, seen = swappable
+    swapped = copy.deepcopy(model)
+    normscope.swap(swapped, "dyt", seen)
+    for call, fragment in (
+        (lambda: calibrate(model, copy.deepcopy(model), x), "Nothing was swapped: calibrate takes the original and"),
+        (lambda: calibrate(model, swapped, x, refit="all"), "There is no refit 'all'"),
+        (
+            lambda: normscope.swap(model, "dyt", seen, init="calibrated"),
+            "learns from inputs, and a PreNorm has none: pass batches as learn=",
+        ),
+        (
+            lambda: normscope.swap(model, "dyt", seen, init="theory", refit="norms"),
+            "refit requires init='calibrated'; with init='theory' nothing",
+        ),
+        (
+            lambda: normscope.swap(model, "rmsnorm", seen, init="calibrated", learn=x),
+            "There is no calibrated start of rmsnorm",
+        ),
+    ):
+        with pytest.raises(UsageError, match=fragment):
+            call()
+    assert isinstance(model.norms[0], nn.LayerNorm)

@@ -229,7 +229,7 @@ class Failing(Turning):
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (Turning, r"Batch \d comes to (a|b|the end) where the first one came to (a|b): the network calls its modules"),
+        (Turning, r"Batch \d reaches (a|b|the end) where the first batch reached (a|b): the network"),
         (Failing, r"Failing raised RuntimeError on inputs of the shapes \(\d, 5, 8\)"),
     ],
 )

@@ -1,15 +1,15 @@
 """Drift against numpy in float64 where a network is small enough, and against what has to be equal where it is not."""
 
-import contextlib
 import copy
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from networks import OneNorm, PreNorm
+from networks import OneNorm, PreNorm, State, numbered_batches, same, values_of
 from torch import nn
 
 import normscope
@@ -18,7 +18,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.held_out import learned_and_held_out
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
-from normscope.pairs.ranks import ALONE
+from normscope.pairs.ranks import Ranks
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.drift.drift import calibrations, drift, passes
 from normscope.swaps.drift.paired_passes import KeptEnds
@@ -39,42 +39,13 @@ def dyts(model):
     return {f"norms.{n}": DyT(8, alpha=0.2 + 0.3 * n) for n in (1, 0, 2)[: len(model.norms)]}
 
 
-SITES = ["1", "3.0", "4"]
-
-
-class Added(nn.Module):
-    """A residual block: a pre-norm, and a layer whose output is added."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_module("0", nn.LayerNorm(16))
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + self.layer(self.get_submodule("0")(x)).relu()
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 16), Added(), nn.LayerNorm(16), nn.Linear(16, 3)
-    )
-
-
-def batches(number, seed, size=8):
+def tokens_of_sizes(generator, size):
     """Tokens whose size differs by the sample: what a norm takes away, and a function of x alone does not."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = 0.5 + 2 * torch.rand(number, size, 1, 1, generator=generator)
-    return [
-        Batch(
-            (scale * torch.randn(size, 5, 6, generator=generator),),
-            samples=tuple(Sample(f"{seed} {i}", i, i, f"{seed}") for i in range(n * size, (n + 1) * size)),
-        )
-        for n, scale in enumerate(sizes)
-    ]
+    scales = 0.5 + 2 * torch.rand(size, 1, 1, generator=generator)
+    return scales * torch.randn(size, 5, 8, generator=generator)
 
 
-LEARN, JUDGE = batches(24, 1), batches(8, 2)
+LEARN, JUDGE = (numbered_batches(number, tokens_of_sizes, seed=number, data=f"{number}") for number in (24, 8))
 
 
 def test_a_linear_layer_and_a_norm_by_hand():
@@ -148,31 +119,20 @@ def test_a_site_is_compared_at_its_own_output():
         assert row.relative_l2.p50 == pytest.approx(np.median(moved), rel=1e-6)  # the norms' own float32
 
 
-def test_the_model_is_left_as_found_also_after_an_exception():
+class Failing(DyT(8).__class__):
+    def forward(self, input):
+        raise ArithmeticError("no more")
+
+
+@pytest.mark.parametrize("failing", [{}, {"norms.2": Failing("tanh", 8)}, {"norms.9": DyT(8)}])
+def test_the_model_is_left_as_found_also_after_an_exception(failing):
     model = PreNorm().train()
     model.layers[1].eval()
-    before, flags = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
-    children, state = list(model.modules()), torch.get_rng_state()
-
-    def check():
-        assert list(model.modules()) == children and [m.training for m in model.modules()] == flags
-        assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
-        assert torch.equal(torch.get_rng_state(), state) and torch.is_grad_enabled()
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-    modules = dyts(model)
-    drift(model, inputs(), modules)
-    check()
-
-    class Failing(DyT(8).__class__):
-        def forward(self, input):
-            raise ArithmeticError("no more")
-
-    for failing in ({**modules, "norms.2": Failing("tanh", 8)}, {**modules, "norms.9": DyT(8)}):
-        state = torch.get_rng_state()
-        with pytest.raises(ModelError, match=r"ArithmeticError|no module 'norms\.9'"):
-            drift(model, inputs(), failing)
-        check()
+    before, state = State(model), torch.get_rng_state()
+    with pytest.raises(ModelError, match=r"ArithmeticError|no module 'norms\.9'") if failing else nullcontext():
+        drift(model, inputs(), {**dyts(model), **failing})
+    before.assert_same(model)
+    assert torch.equal(torch.get_rng_state(), state) and torch.is_grad_enabled()
 
 
 def test_a_function_that_gives_nan_is_reported_and_not_averaged():
@@ -199,7 +159,7 @@ def test_parts_of_the_data_are_kept_apart():
     batches = [Batch((x,), samples=samples, part=parts[n % 2]) for n, x in enumerate(inputs())]
     model, modules = PreNorm(), dyts(PreNorm())
     report = drift(model, batches, modules, outputs=Outputs("prediction"))
-    assert [row.part for row in report.by_part] == list(parts)
+    assert [row.part for row in report.by_part] == list(parts) and not report.rows[0].part  # all of it comes first
     for number, row in enumerate(report.by_part):
         alone = drift(model, inputs()[number::2], modules, cumulative=False, one_at_a_time=False).all
         assert row.relative_l2 == alone.relative_l2 and row.inputs == 10
@@ -337,7 +297,7 @@ def test_samples_whose_numbers_have_gaps_are_chosen_like_others(name, limit):
     """One of four digits is held out; a sample of a trajectory has its timestep in its number."""
     loaded = normscope.load(name, limit=limit, device="cpu")
     _, held_out = learned_and_held_out(loaded.inputs)
-    modules = normscope.replacements(loaded, "dyt", normscope.capture(loaded.module, held_out), sites="0,1")
+    modules = normscope.replacements(loaded, "dyt", normscope.capture(loaded.module, held_out), layers="0,1")
     report = drift(loaded, held_out, modules, cumulative=False)
     assert [row.inputs for row in report.by_site] == [report.all.inputs] * 2 == [held_out.n_samples] * 2
 
@@ -362,7 +322,7 @@ def test_batches_that_come_once_are_enough_for_one_pass():
 
 
 @pytest.mark.parametrize(
-    ("rounds", "number", "message"), [(False, 1, "one_at_a_time"), (True, 7, "7 sites were asked for; there are 3")]
+    ("rounds", "number", "message"), [(False, 1, "one_at_a_time"), (True, 7, "number is 7; it has to be from 1 to 3")]
 )
 def test_least_harmful_sites_need_each_site_alone(rounds, number, message):
     report = drift(PreNorm(), inputs(), dyts(PreNorm()), cumulative=rounds, one_at_a_time=rounds)
@@ -374,10 +334,6 @@ def one_number(result, batch):
     return result.sum()
 
 
-TWO_RANKS = copy.copy(ALONE)
-object.__setattr__(TWO_RANKS, "size", 2)
-
-
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -386,23 +342,23 @@ object.__setattr__(TWO_RANKS, "size", 2)
         ({"batches": iter(inputs())}, DataError, r"iterated only once.* or cumulative=False\."),
         ({"batches": []}, DataError, "no batch"),
         ({"outputs": Outputs("tensor", one_number)}, ModelError, "axis 0 has to count the samples"),
-        ({"init": "fit", "learn": inputs()}, UsageError, "With init='fit' nothing is calibrated: learn goes with"),
-        ({"init": "paper", "refit": "norms"}, UsageError, "With init='paper' nothing is calibrated: refit goes with"),
+        ({"init": "fit", "learn": inputs()}, UsageError, "learn requires init='calibrated'; with init='fit'"),
+        ({"init": "paper", "refit": "norms"}, UsageError, "refit requires init='calibrated'; with init='paper'"),
         ({"init": "calibrated", "learn": inputs(), "refit": "all"}, UsageError, "There is no refit 'all'"),
         (
             {"init": "calibrated", "learn": inputs(), "replacements": {"norms.1": RMSNorm(8)}},
-            *(UsageError, "What takes the place of norms.1 is a RMSNorm: point-wise functions alone are"),
+            *(UsageError, "The replacement of norms.1 is a RMSNorm, and only point-wise functions can"),
         ),
         ({"init": "calibrated", "learn": []}, DataError, "no batch to learn from"),
         ({"init": "calibrated"}, UsageError, "other inputs than the drift is measured on"),
-        ({"init": "calibrated", "learn": LEARN, "batches": LEARN}, UsageError, "both are the same here"),
+        ({"init": "calibrated", "learn": LEARN, "batches": LEARN}, UsageError, "learn and batches are the same inputs"),
         (
             {"init": "calibrated", "learn": LEARN, "batches": iter(inputs())},
             *(DataError, "are needed several times; pass a list of batches, or one_at_a_time=False and cumulative"),
         ),
         (
-            {"init": "calibrated", "learn": LEARN, "ranks": TWO_RANKS},
-            *(UsageError, "Calibration runs in one process, and 2 measure this drift"),
+            {"init": "calibrated", "learn": LEARN, "ranks": Ranks(0, 2)},
+            *(UsageError, "Calibration runs in one process, but 2 measure this drift"),
         ),
     ],
 )
@@ -426,15 +382,10 @@ def test_a_diffusion_models_batches_are_the_originals():
     assert report.all.inputs == 3 * report.by_part[0].inputs > 0
 
 
-def test_a_compiled_network_runs_uncompiled():
-    model, modules = PreNorm(), dyts(PreNorm())
-    assert drift(torch.compile(model, backend="eager"), inputs(), modules).rows == drift(model, inputs(), modules).rows
-
-
 @pytest.fixture(scope="module")
 def measured():
     """A network, its start values, and its drift with them and calibrated."""
-    model = network()
+    model = PreNorm()
     seen = normscope.capture(model, LEARN, by_gamma=True)
     modules = normscope.replacements(model, "dyt", seen)
     reports = {
@@ -448,7 +399,7 @@ def by_hand(model, seen, sites, **options):
     """The relative L2 of every sample, with a swap that is calibrated as a context."""
     swapped = copy.deepcopy(model)
     moved = []
-    with torch.no_grad(), normscope.swap(swapped, "dyt", seen, sites=sites, init="calibrated", learn=LEARN, **options):
+    with torch.no_grad(), normscope.swap(swapped, "dyt", seen, layers=sites, init="calibrated", learn=LEARN, **options):
         for batch in JUDGE:
             before, after = (one(*batch.args).double().flatten(1) for one in (model, swapped))
             moved += ((after - before).norm(dim=1) / before.norm(dim=1)).tolist()
@@ -459,7 +410,7 @@ def test_every_row_is_a_calibration_with_its_own_sites_alone(measured):
     model, seen, _, reports = measured
     report = reports["calibrated"]
     order = report.least_harmful(3)
-    rows = {tuple(SITES): report.all, **{(row.site,): row for row in report.by_site}}
+    rows = {tuple(report.sites): report.all, **{(row.site,): row for row in report.by_site}}
     rows[tuple(sorted(order[:2]))] = report.cumulative[1]
     assert len(rows) == 5
     for sites, row in rows.items():
@@ -474,44 +425,42 @@ def test_it_moves_held_out_outputs_less_than_start_values_do(measured):
     *_, reports = measured
     for before, after in zip(reports["fit"].by_site, reports["calibrated"].by_site, strict=True):
         assert after.relative_l2.p50 < before.relative_l2.p50
-    assert reports["calibrated"].all.relative_l2.p50 < 0.8 * reports["fit"].all.relative_l2.p50
+    assert reports["calibrated"].all.relative_l2.p50 < 0.85 * reports["fit"].all.relative_l2.p50
     told = reports["calibrated"].as_dict()["calibration"]
     assert told.pop("data") == "" and told.pop("left") == {} and reports["fit"].as_dict()["calibration"] is None
     assert told == {"refit": "neighbours", "n_learned": 144, "n_judged": 48, "left_out": 0, "restored": 0}
 
 
-def test_the_network_and_the_start_values_stay_to_the_bit(measured):
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_network_and_the_start_values_stay_to_the_bit(measured, fails):
     model, _, modules, _ = measured
-    kept = [copy.deepcopy(one.state_dict()) for one in (model, *modules.values())]
-    own, refitted = model[2].weight, []
+    whole, kept, refitted = State(model), [values_of(module) for module in modules.values()], []
 
-    def spoil(module):
-        refitted.append((type(module[1]) is nn.LayerNorm, torch.equal(module[2].weight, kept[0]["2.weight"])))
-        return 0.0
+    def quality(module):
+        refitted.append((type(module.norms[0]) is nn.LayerNorm, same(values_of(module.layers), layers)))
+        return "no number" if fails else 0.0
 
+    layers = values_of(model.layers)
     options = {"init": "calibrated", "learn": LEARN, "cumulative": False}
-    for quality in (spoil, lambda module: "no number"):
-        with contextlib.nullcontext() if quality is spoil else pytest.raises(UsageError, match="return a number"):
-            normscope.drift(model, JUDGE, modules, quality=quality, **options)
-        for one, before in zip((model, *modules.values()), kept, strict=True):
-            now = one.state_dict()
-            assert now.keys() == before.keys() and all(torch.equal(now[name], before[name]) for name in now)
-        assert model[2].weight is own and isinstance(model[1], nn.LayerNorm)
-    assert refitted == [(True, True), (False, False)]
+    with pytest.raises(UsageError, match="return a number") if fails else nullcontext():
+        normscope.drift(model, JUDGE, modules, quality=quality, **options)
+    whole.assert_same(model)
+    assert all(same(values_of(module), before) for module, before in zip(modules.values(), kept, strict=True))
+    assert refitted == [(True, True), (False, False)][: 1 if fails else 2]
 
 
 def test_functions_alone_leave_the_layers(measured):
     model, seen, modules, reports = measured
-    seen_layers = []
+    seen_layers, layers = [], values_of(model.layers)
 
     def look(module):
-        seen_layers.append(torch.equal(module[2].weight, model[2].weight))
+        seen_layers.append(same(values_of(module.layers), layers))
         return 0.0
 
     options = {"init": "calibrated", "learn": LEARN, "refit": "norms", "one_at_a_time": False, "cumulative": False}
     report = normscope.drift(model, JUDGE, modules, quality=look, **options)
     assert seen_layers == [True, True] and report.calibration.refit == "norms"
-    moved = by_hand(model, seen, SITES, refit="norms")
+    moved = by_hand(model, seen, list(modules), refit="norms")
     assert report.all.relative_l2.p50 == pytest.approx(float(moved.quantile(0.5)), rel=1e-9)  # float64 sums
     assert reports["calibrated"].all.relative_l2.p50 < report.all.relative_l2.p50 < reports["fit"].all.relative_l2.p50
 
@@ -519,7 +468,7 @@ def test_functions_alone_leave_the_layers(measured):
 def test_a_loaded_model_learns_from_its_calibration():
     loaded = normscope.load("demo_vit", limit=32, batch_size=16, device="cpu")
     seen = normscope.capture(loaded, loaded.calibration, by_gamma=True)
-    modules = normscope.replacements(loaded, "dyt", seen, sites="5,final")
+    modules = normscope.replacements(loaded, "dyt", seen, layers="5,final")
     reports = [
         normscope.drift(loaded, replacements=modules, init=init, cumulative=False, most=None)
         for init in ("fit", "calibrated")
@@ -535,11 +484,11 @@ def test_without_calibration_a_fourth_of_the_sources_is_measured_on():
     loaded = normscope.load("demo_vit", limit=32, batch_size=16, device="cpu")
     alone = normscope.LoadedModel(**{**vars(loaded), "calibration": None})
     seen = normscope.capture(alone, by_gamma=True)
-    modules = normscope.replacements(alone, "dyt", seen, sites="final")
+    modules = normscope.replacements(alone, "dyt", seen, layers="final")
     report = normscope.drift(alone, replacements=modules, init="calibrated", one_at_a_time=False, cumulative=False)
     assert report.all.inputs == 8 and report.calibration.n_learned + report.calibration.n_judged == 24
     assert "8 of 32 samples held out" in report.about["data"]
-    with pytest.raises(UsageError, match=r"learns from other inputs than the drift is measured on: pass learn="):
+    with pytest.raises(UsageError, match=r"than the drift is measured on: pass batches as learn="):
         normscope.drift(alone, list(alone.inputs), modules, init="calibrated")
 
 
@@ -558,12 +507,12 @@ def test_progress_counts_the_sites_of_all_rows(measured):
 
 def test_a_single_site_is_calibrated_no_further_than_it_reaches():
     """Of the inputs to learn from, the modules behind its neighbours see none."""
-    original, seen = network(), []
+    original, seen = PreNorm(), []
     swapped = copy.deepcopy(original)
-    swapped[1] = normscope.PointwiseFunction("tanh", 16, alpha=0.5)
-    for one in (original, swapped):
-        one[5].register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    swapped.norms[0] = normscope.PointwiseFunction("tanh", 8, alpha=0.5)
+    for model in (original, swapped):
+        model.head.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
     report = calibrate(original, swapped, LEARN)
-    assert [one.path for one in report.modules] == ["1", "2"]
+    assert [module.path for module in report.modules] == ["norms.0", "layers.0"]
     # the originals of those that decide, the swapped network's before and after, and two passes that look at modules
     assert sum(seen) == 3 * report.n_judged + 2 + 1

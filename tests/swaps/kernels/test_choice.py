@@ -64,29 +64,20 @@ def test_kernels_are_the_default_on_cuda_alone(
     assert not by_kernel or not {"aten::tanh", "aten::erf", "aten::rsqrt", "aten::hypot"} & names
 
 
-def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch):
-    layer, decided = DyT(3), []
-    own = {name: part.detach() for name, part in layer.named_parameters()}
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacfwd, torch.func.vmap])
+def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch, transform):
+    """tests/swaps/kernels/test_cpu.py compares what comes of it."""
 
-    def loss(own, x):
-        decided.append(choice.by_kernels("tanh", CUDA, x.dtype))
-        return torch.func.functional_call(layer, own, (x,)).sum()
+    def chosen(x):
+        decided.append(by_kernels("tanh", CUDA, x.dtype))
+        return x.sum()
 
-    x = torch.arange(6.0).view(2, 3)
-    _, along = torch.func.jvp(lambda x: loss(own, x), (x,), (torch.ones_like(x),))
-    # sech² is a square of what float32 rounds once.
-    torch.testing.assert_close(along, (0.5 / (x.double() / 2).cosh() ** 2).sum().float(), rtol=1e-6, atol=0)
-    assert decided.pop() is False
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(own, x)
-    torch.testing.assert_close(each["bias"], torch.ones(2, 3), rtol=0, atol=0)
-    torch.testing.assert_close(each["weight"], (x / 2).tanh(), rtol=1e-6, atol=0)
-    assert decided == [False]
-    assert choice.by_kernels("tanh", CUDA, x.dtype)
+    decided, x = [], torch.ones(2, 3)
+    transform(chosen)(x)
+    assert decided == [False] and by_kernels("tanh", CUDA, x.dtype)
     monkeypatch.setenv(VARIABLE, "triton")
-    with pytest.raises(UsageError, match=r"cannot be met: torch.func's transforms do not go through kernels"):
-        torch.func.grad(loss)(own, x)
     with pytest.raises(UsageError, match=f"torch.func's transforms do not go through kernels.*{VARIABLE}=eager"):
-        torch.func.jvp(lambda x: loss(own, x), (x,), (torch.ones_like(x),))
+        transform(chosen)(x)
 
 
 @pytest.mark.parametrize(("asked", "compiled"), [("", False), ("triton", True), ("eager", False)])

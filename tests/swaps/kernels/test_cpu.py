@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -18,7 +17,6 @@ from normscope.swaps.kernels.choice import LOOP_FROM, VARIABLE
 from normscope.swaps.kernels.eager import Parameters
 from normscope.swaps.pointwise import PointwiseFunction
 
-ROOT = Path(__file__).parents[3]
 EPSILON = 2.0**-24  # the most that float32 rounds by, relative
 LEAST = 2.0**-149  # and absolute, where it has no digits left
 TRUTH = {"tanh": np.tanh, "isru": lambda v: v / np.hypot(v, 1), "erf": special.erf}
@@ -71,10 +69,8 @@ def test_functions_are_as_close_to_float64_as_derived_over_all_of_float32(curve)
 
 @pytest.mark.slow
 @CURVES
-def test_no_float_is_further_off_than_the_page_says(curve):
+def test_no_float_is_further_off_than_was_found(curve):
     """All floats where the curves bend; below, f is a straight line, whose errors are those of every mantissa."""
-    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    assert re.search(rf"^\| {curve} \| {FOUND[curve]:.1f}ε \| {DERIVED[curve]:g}ε \|", page, re.MULTILINE)
     mantissas = np.arange(2**23, dtype=np.uint32)
     exponents = [1, 60, *range(127 - 8, 127 + 5), 220]
     every = [furthest((mantissas | np.uint32(exponent << 23)).view(np.float32), curve) for exponent in exponents]

@@ -178,16 +178,6 @@ def test_functions_stay_between_their_limits_and_go_one_way(computed, of, curve,
         assert (steps >= -slack * y[1:]).all()
 
 
-@pytest.mark.parametrize("curve", ["tanh", "isru", "erf"])
-def test_the_derivative_is_that_of_the_function(computed, curve):
-    u = points()["float16"]
-    chosen = (u > 2**-6) & (u < 5)
-    at, step = u[chosen].astype(np.float64), 1e-5
-    slope = (exact(at + step, "f", curve) - exact(at - step, "f", curve)) / (2 * step)
-    y = computed["f′", curve, True, "float16"][chosen]
-    np.testing.assert_allclose(y, slope, rtol=1e-6, atol=1e-10)  # f‴·step²/6, and float64's 2⁻⁵³/step
-
-
 def constants():
     """Tuples of numbers in loops.py, as they are written there."""
     text = (ROOT / "normscope/swaps/kernels/loops.py").read_text(encoding="utf-8")
@@ -204,23 +194,6 @@ def test_the_coefficients_are_those_that_their_script_makes():
         # To 1e-4: the last coefficient is what rounding in the search moves most, and still matters least.
         assert constant == pytest.approx([float(number) for number in expected[name].split(",")], rel=1e-4)
     assert len(ours) == 5
-
-
-def test_no_polynomial_of_three_coefficients_is_better_in_erf():
-    """The error alternates: one that were smaller everywhere would differ from it by a quadratic with three zeros.
-
-    (De la Vallée-Poussin: the best error is at least the smallest of the extremes.)
-    """
-    u = np.linspace(0.01, 3, 100_001)
-    off = np.tanh(u * np.polyval(constants()["ERF_AS_TANH"][::-1], u * u)) / special.erf(u) - 1
-    runs = np.split(off, np.flatnonzero(np.diff(np.sign(off))) + 1)
-    assert sum(np.abs(run).max() > 5.75e-5 for run in runs) == 4 and np.abs(off).max() < 5.82e-5
-
-
-def test_the_polynomial_of_tanh_is_off_by_less_than_it_is_rounded():
-    u = np.linspace(0.01, 1.2, 100_001)
-    exactly = u + u**3 * np.polyval(np.float32(constants()["NEAR_TANH"][::-1]).astype(np.float64), u * u)
-    assert np.abs(exactly / np.tanh(u) - 1).max() < ULP / 4
 
 
 if __name__ == "__main__":

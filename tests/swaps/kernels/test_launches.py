@@ -1,20 +1,29 @@
-"""Cached launches against what Triton itself passes to the driver, by a driver that records launches."""
+"""Cached launches, and calls past torch's dispatcher, by a driver that records what Triton passes to it."""
 
 import contextlib
+import copy
 import threading
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from triton import knobs
 
+from normscope.errors import UsageError
 from normscope.runtime import launches as cached
-from normscope.swaps.kernels import launch, loops
+from normscope.swaps.kernels import launch, loops, operators
+from normscope.swaps.kernels.choice import EAGER, TRITON, VARIABLE
 from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.pointwise import Derf, DyT
 
 EVERY = (True,) * 5
 ALIGNED = 16
@@ -116,13 +125,6 @@ def planned_call(driver):
     return lambda: call(x, x, own)
 
 
-def test_plans_are_followed(driver, planned_call, monkeypatch):
-    monkeypatch.setattr(launch, "forward_launch", None)
-    monkeypatch.setattr(launch, "backward_launches", None)
-    planned_call()
-    assert [one.kernel for one in driver.launches] == ["forward", "backward", "add_slots"] * 2
-
-
 @pytest.mark.skipif(OLD, reason="what Triton 3.4 has compiled is launched by Triton itself, without plans")
 def test_kernels_that_triton_has_compiled_are_followed_too(launches, tmp_path, monkeypatch):
     """Triton's own record of a kernel has what a plan is made of."""
@@ -211,3 +213,164 @@ def test_threads_launch_what_is_theirs(driver):
         given = dict(zip(names, one.arguments, strict=True))
         assert (one.kernel, given["channels"], given["others"]) == ("forward", 16, given["others"])
     assert all(compiled.run.__name__ == "launched" for compiled in driver.compiled)
+
+
+C = 64
+SHORT = "_PointwiseBackward"
+
+
+@pytest.fixture
+def by_kernels(driver, monkeypatch):
+    """The driver, where modules ask for the kernels."""
+    monkeypatch.setenv(VARIABLE, TRITON)
+    return driver
+
+
+@pytest.fixture
+def used(by_kernels):
+    """A layer and an input that ran forward and backward, so that later calls may go the short way."""
+    layer, x = DyT(C), torch.randn(8, C, requires_grad=True)
+    for _ in range(2):
+        layer(x).backward(torch.ones_like(x))
+    x.grad = None
+    layer.zero_grad()
+    return layer, x
+
+
+def kernels(driver):
+    names = [one.kernel for one in driver.launches]
+    driver.launches.clear()
+    return names
+
+
+def by_the_operator(layer, x):
+    """Whether it is the operator that computes."""
+    with mock.patch.object(operators, "pointwise", wraps=operators.pointwise) as called:
+        layer(x)
+    return called.called
+
+
+def test_the_first_call_is_the_operators_and_the_next_is_not(by_kernels):
+    layer, x = DyT(C), torch.randn(8, C, requires_grad=True)
+    assert type(layer(x).grad_fn).__name__ != SHORT
+    y = layer(x)
+    assert type(y.grad_fn).__name__ == SHORT
+    assert (y.shape, y.dtype) == (x.shape, x.dtype)
+    y.sum().backward()
+    assert kernels(by_kernels) == ["forward", "forward", "backward", "add_slots"]
+    assert all(part.grad.shape == part.shape and part.grad.dtype == part.dtype for part in layer.parameters())
+    with torch.no_grad():
+        assert not by_the_operator(layer, x)
+    with torch.inference_mode():
+        assert layer(x).is_inference()
+
+
+@pytest.mark.parametrize("frozen", ["alpha", "weight bias", "alpha shift weight bias"])
+@pytest.mark.parametrize("of_input", [False, True])
+def test_no_gradient_is_computed_that_nobody_wants(by_kernels, frozen, of_input):
+    layer, x = Derf(C), torch.randn(8, C, requires_grad=of_input)
+    for name in frozen.split():
+        getattr(layer, name).requires_grad_(False)
+    for _ in range(3):
+        y = layer(x)
+        if y.requires_grad:
+            y.sum().backward()
+    computed = {}
+    for one in by_kernels.launches[-2:] if y.requires_grad else ():
+        computed |= dict(zip(loops.__dict__[one.kernel].arg_names, one.arguments, strict=True))
+    for name, tensor in (("dx", x), *((f"{name}_slots", part) for name, part in layer.named_parameters())):
+        assert (tensor.grad is not None) == tensor.requires_grad
+        assert not computed or (computed[name] is not None) == tensor.requires_grad
+
+
+def test_parameters_are_looked_up_at_each_call(by_kernels, used):
+    layer, x = used
+    layer.alpha = nn.Parameter(torch.full((1,), 2.0))
+    layer(x)
+    assert by_kernels.launches[-1].arguments[2] == layer.alpha.data_ptr()
+    own = {name: part.detach().clone() for name, part in layer.named_parameters()}
+    torch.func.functional_call(layer, own, (x,))
+    assert by_kernels.launches[-1].arguments[2] == own["alpha"].data_ptr()
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    layer(x)
+    assert by_kernels.launches[-1].arguments[4] != layer.parametrizations.weight.original.data_ptr()
+    fresh = Derf(C)
+    parametrize.register_parametrization(fresh, "shift", Doubled())
+    fresh(x)
+    assert by_kernels.launches[-1].arguments[3] is not None
+
+
+class Doubled(nn.Module):
+    def forward(self, part):
+        return 2 * part
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_modes_and_subclasses_see_the_operator(used, seen_by_dispatch):
+    layer, x = used
+    assert not by_the_operator(layer, x)
+    with seen_by_dispatch() as seen:
+        layer(x).sum().backward()
+    assert {"normscope::pointwise", "normscope::pointwise_backward"} <= set(seen.names)
+    y = layer(x)
+    with seen_by_dispatch() as seen:
+        y.sum().backward()
+    assert "normscope::pointwise_backward" in seen.names
+    assert by_the_operator(layer, x.detach().as_subclass(Subclass))
+    own = copy.deepcopy(layer)
+    own.weight = nn.Parameter(own.weight.detach().as_subclass(Subclass))
+    assert by_the_operator(own, x)
+    with torch.device("cpu"):  # a mode that sees torch's functions
+        assert by_the_operator(layer, x)
+    with forward_ad.dual_level():
+        assert by_the_operator(layer, x)
+
+
+def test_plain_torch_is_asked_for_at_any_time(by_kernels, used, monkeypatch):
+    layer, x = used
+    by_kernels.launches.clear()
+    monkeypatch.setenv(VARIABLE, EAGER)
+    torch.testing.assert_close(layer(x), (layer.alpha * x).tanh(), rtol=1e-6, atol=0)
+    assert not kernels(by_kernels)
+    monkeypatch.setenv(VARIABLE, "trition")
+    with pytest.raises(UsageError, match="trition"):
+        layer(x)
+    monkeypatch.setenv(VARIABLE, "")
+    layer(x)
+    assert kernels(by_kernels) == ["forward"]
+    monkeypatch.delenv(VARIABLE)
+    layer(x)
+    assert kernels(by_kernels) == ["forward"]
+
+
+def test_what_the_kernels_cannot_is_refused_as_by_the_operator(used):
+    layer, x = used
+    [slope] = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    with pytest.raises(UsageError, match=r"no second derivative.*NORMSCOPE_KERNELS=eager"):
+        torch.autograd.grad(slope.sum(), x)
+    y = layer(x)
+    with pytest.raises(UsageError, match="no batched gradients"):
+        torch.autograd.grad(y, x, torch.randn(3, 8, C), is_grads_batched=True)
+    with pytest.raises(UsageError, match="no forward-mode derivative"), forward_ad.dual_level():
+        layer(forward_ad.make_dual(x, torch.ones_like(x)))
+    with pytest.raises(UsageError, match=r"do not go with an input of \(8, 65\)"):
+        layer(torch.randn(8, C + 1))
+
+
+def test_what_is_kept_for_backward_is_autograds(by_kernels, used):
+    layer, x = used
+    y = layer(x)
+    with torch.no_grad():
+        x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        y = layer(x)
+    y.sum().backward()
+    by_kernels.launches.clear()
+    for reentrant in (True, False):
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+        assert kernels(by_kernels) == ["forward", "forward", "backward", "add_slots"]

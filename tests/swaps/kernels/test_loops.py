@@ -6,7 +6,6 @@ Triton compiles ahead of time, without a driver; benchmarks/machine_code.py does
 import functools
 import importlib
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.swaps.kernels import launch as launch_module
 from normscope.swaps.kernels.launch import BACKWARD as BACKWARD_TILING
 
 pytestmark = pytest.mark.slow
@@ -140,18 +138,6 @@ def test_few_instructions_an_element(compiled, place, curve):
     assert executed > 3
     if place == BACKWARD:
         assert 3 < compiled.benchmark.loop(code, launch, x) < executed
-
-
-@pytest.mark.parametrize(("shares", "mufu"), [(True, 2), (False, 3)])
-def test_tanh_and_its_derivative_share_an_exponential(compiled, monkeypatch, shares, mufu):
-    monkeypatch.setattr(launch_module, "BACKWARD", replace(BACKWARD_TILING, shares=shares))
-    x = torch.empty(LARGE, dtype=torch.bfloat16, device="meta")
-    launch = compiled.benchmark.launches(x, "tanh")[BACKWARD]
-    code = compiled.disassembly.code_of_launch(launch, 100)
-    nothing_is_in_local_memory(code)
-    # Of as many instructions as elements, up to the few outside of the loop.
-    assert compiled.benchmark.executed(code, launch, x, r"MUFU\..*") == pytest.approx(mufu, rel=0.01)
-    assert compiled.benchmark.executed(code, launch, x) <= compiled.benchmark.CEILINGS["backward"]["tanh"]
 
 
 @pytest.mark.parametrize(("shape", "stated"), [((131072, 1152), 376), (LARGE, 344)], ids=str)

@@ -218,7 +218,7 @@ def test_no_text_leaves_its_docstring(text):
 
 def test_pointwise_py_is_never_run_here(tmp_path):
     network = normscope.load("demo_vit", limit=2, device="cpu")
-    swap(network, "dyt", capture(network), sites="final")
+    swap(network, "dyt", capture(network), layers="final")
     folder = save_swapped(network.module, tmp_path / "swap", network.about)
     (folder / "pointwise.py").write_text("raise SystemExit('pointwise.py was run')")
     assert isinstance(load_swapped(folder, device="cpu").module.norm, PointwiseFunction)

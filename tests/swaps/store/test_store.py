@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from networks import loaded_from
+from networks import loaded_from, same, values_of
 from safetensors import safe_open
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
@@ -113,8 +113,7 @@ def test_both_ways_back_are_the_same_to_the_bit(make, curve, per, dtype, tmp_pat
     assert not any(type(module).__module__.startswith("normscope") for module in alone.modules())
     for again in (fresh, alone):
         mine, theirs = again.state_dict(), model.state_dict()
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) and mine[name].dtype == theirs[name].dtype for name in theirs)
+        assert same(mine, theirs) and all(mine[name].dtype == value.dtype for name, value in theirs.items())
         if make is Mixed:
             assert again.norm is again.again and again.first.weight is again.second.weight
     with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -124,7 +123,7 @@ def test_both_ways_back_are_the_same_to_the_bit(make, curve, per, dtype, tmp_pat
 def test_what_the_folder_says_of_itself(tmp_path):
     model = trained(Mixed)
     seen = capture(model, [data(Mixed)])
-    swap(model, "derf", seen, sites=["stem.1", "activated"])
+    swap(model, "derf", seen, layers=["stem.1", "activated"])
     about = {"model": "mine", "weights": "seed 0", "data": "noise"}
     save_swapped(model, tmp_path / "swap", about, func="derf", init="fit", healed=20)
     record = read_record(tmp_path / "swap")
@@ -161,7 +160,7 @@ def test_what_cannot_be_written(tmp_path):
     with pytest.raises(ModelError, match="Nothing was swapped in this Sequential"):
         save_swapped(model, tmp_path / "swap")
     Swap(model, {"1": PointwiseFunction(curve_of(nn.functional.silu, "swish", "x*tanh(x)"), 8)})
-    with pytest.raises(UsageError, match="'swish' at 1 is a Python function, which no file holds"):
+    with pytest.raises(UsageError, match="'swish' at 1 is a Python function, which cannot be written"):
         save_swapped(model, tmp_path / "swap")
     Swap(model, {"1": PointwiseFunction("tanh", 8)})
     with pytest.raises(ModelError, match=r"0\.weight is on the meta device"):
@@ -204,11 +203,11 @@ def unopened(folder):
 
 
 EDITS = [
-    (lambda swap: swap.update(seal="0"), r"swap\.json does not hold what was written"),
+    (lambda swap: swap.update(seal="0"), r"swap\.json was changed after it was written"),
     (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
     (lambda swap: swap.pop("sites"), "missing required field `sites`"),
     (lambda swap: swap["sites"].append(swap["sites"][0]), "it names a site twice"),
-    (lambda swap: swap["sites"][0].update(name="5"), "something at 5, where this Sequential has no module"),
+    (lambda swap: swap["sites"][0].update(name="5"), "replaces 5, but this Sequential has no such module"),
     (lambda swap: swap["sites"][0].update(name="0"), "replaced a LayerNorm at 0, where this network has a Linear"),
     (lambda swap: swap["sites"][0].update(curve="tanhh"), "There is no curve 'tanhh'. Did you mean 'tanh'"),
     (lambda swap: swap["sites"][0].update(curve="f=__import__('os')"), "is not understood at column"),
@@ -219,7 +218,7 @@ EDITS = [
     (lambda swap: swap["tied"].update({"x": "y"}), "x cannot be y under another name"),
 ]
 FILES = [
-    (lambda folder: (folder / "swap.json").write_text('{"format": "another"}'), "is no swap's"),
+    (lambda folder: (folder / "swap.json").write_text('{"format": "another"}'), "does not describe a swap"),
     (lambda folder: (folder / "swap.json").unlink(), r"There is no swap in .*: no swap\.json"),
     (unopened, "is no regular file"),
     (lambda folder: (folder / "model.safetensors").unlink(), r"has no model\.safetensors"),
@@ -231,12 +230,11 @@ FILES = [
 @pytest.mark.parametrize(("change", "fragment"), FILES)
 def test_a_folder_that_is_damaged_or_does_not_fit(folder, change, fragment):
     model = trained(tokens)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = values_of(model)
     change(folder)
     with pytest.raises(ModelError, match=fragment):
         restored(model, folder)
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert same(values_of(model), before)
 
 
 def places(node):
@@ -280,7 +278,7 @@ def test_a_full_swap_leaves_nothing_to_observe_and_a_partial_one_the_rest(folder
     ):
         capture(model, [data(tokens)])
     partly = trained(tokens)
-    swap(partly, "dyt", capture(partly, [data(tokens)]), sites="0,")
+    swap(partly, "dyt", capture(partly, [data(tokens)]), layers="0,")
     seen = capture(partly, [data(tokens)])
     assert [site.name for site in seen.sites] == ["3"]
     assert [(norm.name, norm.reason) for norm in seen.skipped] == [("1", "a point-wise function (tanh), no norm")]
