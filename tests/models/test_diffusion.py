@@ -6,20 +6,15 @@ import shutil
 import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, DiTTransformer2DModel
+from loads import change_json, parameters, result_of
 from safetensors.torch import load_file, save_file
 
 from normscope.errors import ModelError, UsageError
 from normscope.loading import load
 from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, dit_class
 
-TINY = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "num_layers": 2,
-    "sample_size": 8,
-    "out_channels": 8,
-    "num_embeds_ada_norm": 5,
-}
+TINY = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
+TINY |= {"out_channels": 8, "num_embeds_ada_norm": 5}
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
@@ -44,14 +39,6 @@ def pipeline(saved_pipeline, tmp_path):
 
 def loaded(where, **changes):
     return load(f"diffusers:{where}", **({"device": "cpu", "limit": 2} | changes))
-
-
-def parameters(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
-def rewrite(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_a_pipeline_folder(pipeline):
@@ -90,22 +77,18 @@ def test_random_weights_and_those_of_a_file(pipeline, tmp_path):
 
 
 def test_weights_that_do_not_fit(pipeline):
-    rewrite(pipeline / "transformer" / "config.json", num_layers=1)
-    with pytest.raises(ModelError, match=r"does not fit diffusers:.*transformer_blocks\.1.* is not in the model"):
-        loaded(pipeline)
-    rewrite(pipeline / "transformer" / "config.json", num_layers=3)
-    with pytest.raises(ModelError, match=r"does not fit diffusers:.*transformer_blocks\.2.* is missing"):
-        loaded(pipeline)
+    for layers, misfit in (
+        (1, r"transformer_blocks\.1.* is not in the model"),
+        (3, r"transformer_blocks\.2.* is missing"),
+    ):
+        change_json(pipeline / "transformer" / "config.json", num_layers=layers)
+        with pytest.raises(ModelError, match=f"does not fit diffusers:.*{misfit}"):
+            loaded(pipeline)
 
 
 def test_the_configuration_that_the_published_models_have(pipeline):
-    rewrite(
-        pipeline / "transformer" / "config.json",
-        _class_name="Transformer2DModel",
-        _diffusers_version="0.12.0.dev0",
-        cross_attention_dim=None,
-        num_vector_embeds=None,
-    )
+    older = {"_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0", "num_vector_embeds": None}
+    change_json(pipeline / "transformer" / "config.json", cross_attention_dim=None, **older)
     assert torch.equal(parameters(loaded(pipeline).module), parameters(tiny_dit()))
 
 
@@ -137,7 +120,7 @@ def test_another_schedulers_betas_and_predictions_are_kept(pipeline):
     ],
 )
 def test_what_is_no_dit(pipeline, file, changes, sentence):
-    rewrite(pipeline / file, **changes)
+    change_json(pipeline / file, **changes)
     with pytest.raises(ModelError, match=sentence):
         loaded(pipeline)
 
@@ -190,22 +173,19 @@ print(json.dumps([alone, room.DiTTransformer2DModel is DiTTransformer2DModel is 
 
 
 def test_full_size_trajectories_are_short_unless_timesteps_are_asked_for_that_take_more(pipeline):
-    def data(**changes):
-        return load(f"diffusers:{pipeline}", device="cpu", **changes).about["data"]
-
-    assert data() == "4 DDIM trajectories of 5 steps (seed 0, guidance 4), timesteps 800, 600, 200, 0"
-    assert data(limit=1, timesteps="400,0") == "1 DDIM trajectory of 5 steps (seed 0, guidance 4), timesteps 400, 0"
-    assert data(timesteps="980,") == "4 DDIM trajectories of 50 steps (seed 0, guidance 4), timestep 980"
-    assert data(timesteps=6) == (
-        "4 DDIM trajectories of 50 steps (seed 0, guidance 4), timesteps 980, 780, 580, 400, 200, 0"
-    )
-
-
-def numbers(module):
-    return sum(parameter.numel() for parameter in module.parameters())
+    for changes, steps, timesteps in (
+        ({"limit": None}, "4 DDIM trajectories of 5 steps", "timesteps 800, 600, 200, 0"),
+        ({"limit": 1, "timesteps": "400,0"}, "1 DDIM trajectory of 5 steps", "timesteps 400, 0"),
+        ({"timesteps": "980,"}, "2 DDIM trajectories of 50 steps", "timestep 980"),
+        ({"timesteps": 6}, "2 DDIM trajectories of 50 steps", "timesteps 980, 780, 580, 400, 200, 0"),
+    ):
+        assert loaded(pipeline, **changes).about["data"] == f"{steps} (seed 0, guidance 4), {timesteps}"
 
 
 def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
+    def numbers(module):
+        return sum(parameter.numel() for parameter in module.parameters())
+
     module = dit_class().from_config(_PUBLISHED["facebook/DiT-XL-2-256"] | {"num_layers": 1})
     block = module.transformer_blocks[0]
     embedders = numbers(block.norm1.emb)  # diffusers has them once a block, the paper's own code once
@@ -223,8 +203,7 @@ def serve(hub, folder, repo):
 def test_repositories_of_the_hub_and_then_of_the_cache(hub, load_each, pipeline):
     model = loaded(pipeline, limit=1)
     batch = next(iter(model.inputs))
-    with torch.no_grad():
-        expected = model.outputs.read(model.module(**batch.kwargs), batch).flatten()[:500]
+    expected = model.outputs.read(result_of(model.module, batch), batch).flatten()[:500]
     serve(hub, pipeline, "tiny/dit")
     torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
     (pipeline / WEIGHTS).unlink()
