@@ -15,6 +15,8 @@ from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, dit_class
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
 TINY |= {"out_channels": 8, "num_embeds_ada_norm": 5}
+CONFIG = "transformer/config.json"
+SCHEDULER = "scheduler/scheduler_config.json"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
@@ -59,9 +61,19 @@ def test_a_folder_of_the_transformer_alone(tmp_path):
     assert {key: model.inputs.scheduler.config[key] for key in _DIT_SCHEDULER} == _DIT_SCHEDULER
 
 
-def test_a_torch_checkpoint_is_read_where_there_is_no_other(pipeline):
+def as_torch_checkpoint(pipeline):
     torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
     (pipeline / WEIGHTS).unlink()
+
+
+def as_published(pipeline):
+    older = {"_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0", "num_vector_embeds": None}
+    change_json(pipeline / CONFIG, cross_attention_dim=None, **older)
+
+
+@pytest.mark.parametrize("changed", [as_torch_checkpoint, as_published])
+def test_other_formats_of_weights_and_configurations(pipeline, changed):
+    changed(pipeline)
     assert torch.equal(parameters(loaded(pipeline).module), parameters(tiny_dit()))
 
 
@@ -81,15 +93,9 @@ def test_weights_that_do_not_fit(pipeline):
         (1, r"transformer_blocks\.1.* is not in the model"),
         (3, r"transformer_blocks\.2.* is missing"),
     ):
-        change_json(pipeline / "transformer" / "config.json", num_layers=layers)
+        change_json(pipeline / CONFIG, num_layers=layers)
         with pytest.raises(ModelError, match=f"does not fit diffusers:.*{misfit}"):
             loaded(pipeline)
-
-
-def test_the_configuration_that_the_published_models_have(pipeline):
-    older = {"_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0", "num_vector_embeds": None}
-    change_json(pipeline / "transformer" / "config.json", cross_attention_dim=None, **older)
-    assert torch.equal(parameters(loaded(pipeline).module), parameters(tiny_dit()))
 
 
 def test_another_schedulers_betas_and_predictions_are_kept(pipeline):
@@ -104,19 +110,15 @@ def test_another_schedulers_betas_and_predictions_are_kept(pipeline):
     ("file", "changes", "sentence"),
     [
         (
-            "transformer/config.json",
-            {"_class_name": "FluxTransformer2DModel"},
-            "is a FluxTransformer2DModel. Those that are no DiT need the folder of .*py:FILE:FACTORY",
+            CONFIG,
+            {"_class_name": "FluxModel"},
+            "is a FluxModel. Those that are no DiT need the folder .*py:FILE:FACTORY",
         ),
-        ("transformer/config.json", {"norm_type": "layer_norm"}, "Those that are no DiT"),
-        ("transformer/config.json", {"num_layers": "many"}, "does not make a DiTTransformer2DModel"),
-        (
-            "scheduler/scheduler_config.json",
-            {"_class_name": "FlowMatchEulerDiscreteScheduler"},
-            "The scheduler of diffusers:.*, FlowMatchEulerDiscreteScheduler with predictions of epsilon, has no DDIM",
-        ),
-        ("scheduler/scheduler_config.json", {"prediction_type": "flow"}, "with predictions of flow, has no DDIM steps"),
-        ("scheduler/scheduler_config.json", {"beta_schedule": "wild"}, "does not make a DDIMScheduler: wild"),
+        (CONFIG, {"norm_type": "layer_norm"}, "Those that are no DiT"),
+        (CONFIG, {"num_layers": "many"}, "does not make a DiTTransformer2DModel"),
+        (SCHEDULER, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, "EulerDiscreteScheduler with predictions of"),
+        (SCHEDULER, {"prediction_type": "flow"}, "The scheduler of .* with predictions of flow, has no DDIM steps"),
+        (SCHEDULER, {"beta_schedule": "wild"}, "does not make a DDIMScheduler: wild"),
     ],
 )
 def test_what_is_no_dit(pipeline, file, changes, sentence):
@@ -141,10 +143,10 @@ def test_folders_that_hold_no_transformer(pipeline, tmp_path):
 
 def test_what_would_fail_later_is_refused_before_weights_are_read(pipeline):
     (pipeline / WEIGHTS).write_bytes(b"damaged")
-    with pytest.raises(UsageError, match="The guidance is 0"):
-        loaded(pipeline, guidance=0.0)
-    with pytest.raises(UsageError, match="does not visit the timestep 7"):
-        loaded(pipeline, timesteps="7,")
+    refused = {"The guidance is 0": {"guidance": 0.0}, "does not visit the timestep 7": {"timesteps": "7,"}}
+    for sentence, options in refused.items():
+        with pytest.raises(UsageError, match=sentence):
+            loaded(pipeline, **options)
     with pytest.raises(ModelError, match="cannot be read"):
         loaded(pipeline)
 
@@ -205,8 +207,7 @@ def test_repositories_of_the_hub_and_then_of_the_cache(hub, load_each, pipeline)
     batch = next(iter(model.inputs))
     expected = model.outputs.read(result_of(model.module, batch), batch).flatten()[:500]
     serve(hub, pipeline, "tiny/dit")
-    torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
-    (pipeline / WEIGHTS).unlink()
+    as_torch_checkpoint(pipeline)
     serve(hub, pipeline, "tiny/old")  # as the first that were published: a torch checkpoint alone
     names = [{"name": f"diffusers:tiny/{name}", "limit": 1} for name in ("dit", "old")]
     names.append(names[1] | {"weights": "random"})

@@ -58,24 +58,23 @@ def test_digits_in_folders_are_judged_like_any_labelled_images(tmp_path):
     assert scores["original"].value == 1.0 and scores["swapped"].value == accuracy_score(labels(network), answers)
 
 
-def test_numbers_count_classes_from_0(tmp_path):
-    network = vision(images(tmp_path, "7/a.png", "007/b.png", "0/further/c.png"))
-    assert labels(network) == [0, 7, 7]  # in the order of their paths
+WORDNET = [f"n0{2000000 + n * 37}/a.png" for n in reversed(range(10))]
 
 
-def test_wordnet_ids_are_those_of_imagenet(tmp_path):
-    images(tmp_path, "n01443537/a.png", "n15075141/b.png", "n01440764/c.png")
-    network = vision(tmp_path, "timm:vit_tiny_patch16_224", weights="random")
-    assert labels(network) == [0, 1, 999]  # tench, goldfish, toilet tissue
-    assert timm.data.ImageNetInfo("imagenet-1k").index_to_label_name(1) == "n01443537"
-
-
-def test_as_many_wordnet_ids_as_classes_are_sorted(tmp_path):
-    names = [f"n0{2000000 + n * 37}" for n in range(10)]
-    network = vision(images(tmp_path, *(f"{name}/a.png" for name in reversed(names))))
-    assert labels(network) == list(range(10)) and network.task.measure == "top-1"
-    fewer = vision(images(tmp_path / "fewer", *(f"{name}/a.png" for name in names[:9])))
-    assert fewer.task.measure is None and set(labels(fewer)) == {None}
+@pytest.mark.parametrize(
+    ("name", "paths", "classes"),
+    [
+        ("demo_vit", ["7/a.png", "007/b.png", "0/further/c.png"], [0, 7, 7]),  # in the order of their paths
+        ("timm:vit_tiny_patch16_224", ["n01443537/a.png", "n15075141/b.png", "n01440764/c.png"], [0, 1, 999]),
+        ("demo_vit", WORDNET, list(range(10))),  # as many as there are classes
+        ("demo_vit", WORDNET[1:], [None] * 9),
+    ],
+)
+def test_numbers_count_classes_from_0_and_wordnet_ids_are_sorted(tmp_path, name, paths, classes):
+    network = vision(images(tmp_path, *paths), name, weights="random")
+    assert labels(network) == classes and (network.task.measure == "top-1") == (None not in classes)
+    info = timm.data.ImageNetInfo("imagenet-1k")
+    assert [info.index_to_label_name(n) for n in (0, 1, 999)] == ["n01440764", "n01443537", "n15075141"]
 
 
 def test_names_of_ones_own_classes(tmp_path):

@@ -49,11 +49,6 @@ def wan(t5, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def without_accelerate(monkeypatch):
-    monkeypatch.setattr(import_utils, "_accelerate_available", False)
-
-
 def loaded(folder, **options):
     return load(f"diffusers:{folder}", **({"device": "cpu", "limit": 1, "timesteps": 1} | options))
 
@@ -106,16 +101,11 @@ def test_in_bfloat16_wan_has_the_dtypes_that_diffusers_gives_it(wan, small, weig
     assert set(seen.about["dtype"].split(" and ")) == {"float32", "bfloat16"}
 
 
-def test_without_accelerate_a_sentence_says_what_to_install(wan, without_accelerate):
+def test_without_accelerate_only_parts_in_float32_of_saved_weights_are_refused(wan, small, monkeypatch, tmp_path):
+    monkeypatch.setattr(import_utils, "_accelerate_available", False)
+    assert_loads("PixArtTransformer2DModel", tmp_path)
     with pytest.raises(ModelError, match=r"keep_in_fp32_modules.* pip install 'normscope\[accelerate\]'"):
         loaded(wan)
-
-
-def test_without_accelerate_what_keeps_nothing_in_float32_loads(without_accelerate, tmp_path):
-    assert_loads("PixArtTransformer2DModel", tmp_path)
-
-
-def test_without_accelerate_wan_runs_with_random_weights(wan, small, without_accelerate):
     network = loaded(wan, weights="random")
     assert network.inputs.pipeline.transformer is network.module
     assert normscope.capture(network.module, network.inputs).n_samples > 0

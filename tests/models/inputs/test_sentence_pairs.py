@@ -43,11 +43,7 @@ def test_tabs_and_commas_with_and_without_a_header(written, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        (
-            "a.tsv",
-            "a\tb\t1\nc\td\n",
-            r"Line 2 of '.*a\.tsv' is no pair of sentences; a line is sentence1, sentence2, s",
-        ),
+        ("a.tsv", "a\tb\t1\nc\td\n", r"Line 2 of '.*a\.tsv' is no pair of sentences; a line is sentence1, sentence2"),
         ("a.tsv", "a\tb\tgood\n", "Line 1 of .* the last of them a number. To read lines as texts, name a .txt file"),
         ("a.tsv", "a\tb\tnan\n", "Line 1 of"),
         ("a.tsv", "a\t \t3\n", "Line 1 of"),
