@@ -1,6 +1,7 @@
 """Tiny networks that tests of several folders share; weights depend on ``seed`` alone."""
 
 import importlib.util
+import types
 from pathlib import Path
 
 import torch
@@ -19,6 +20,15 @@ def numbered_batches(number, x_of, size=8, seed=0, data=""):
         )
         for n in range(number)
     ]
+
+
+def network_of(forward, **parts):
+    """A network with named parts whose forward is a function of it and of its inputs."""
+    network = nn.Module()
+    for name, part in parts.items():
+        setattr(network, name, part)
+    network.forward = types.MethodType(forward, network)
+    return network
 
 
 class OneNorm(nn.Module):

@@ -85,8 +85,7 @@ _DIT_SCHEDULER: dict[str, Any] = {
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
 _DITS = ("DiTTransformer2DModel", "Transformer2DModel")
-_OTHERS = "Or write a function that returns it and batches for it, and name it as py:FILE:FACTORY."
-
+OTHERWISE = "Write a function that returns the transformer and batches for it, and name it as py:FILE:FACTORY."
 
 _DEMO: dict[str, Any] = {"guidance": 1.0, "trajectories": DEMO_TRAJECTORIES}  # of from_noise()
 
@@ -204,7 +203,7 @@ def _describe(name: str, repository: Repository) -> tuple[dict[str, Any], DDIMSc
     if kind not in _DITS or config.get("norm_type") != "ada_norm_zero":
         raise ModelError(
             f"The transformer of {name} is a {kind}. Those that are no DiT need the folder of their whole pipeline, "
-            f"which feeds them: download it, and name it as diffusers:DIR. {_OTHERS}"
+            f"which feeds them: download it, and name it as diffusers:DIR. {OTHERWISE}"
         )
     remark = "with the noise schedule of DiT-XL/2" if scheduler is None else ""
     return config, _scheduler(name, scheduler or _DIT_SCHEDULER), folder, remark
@@ -252,13 +251,15 @@ PROMPTS = (
     "the workbench of a watchmaker, seen from above",
     "a mountain village under snow at night",
 )
-OTHERWISE = "Write a function that returns the transformer and batches for it, and name it as py:FILE:FACTORY."
 
 
 def _from_here() -> dict[str, bool]:
     """Arguments of ``from_pretrained``; diffusers loads classes with parts in float32 through accelerate alone."""
-    through_accelerate: bool = is_accelerate_available()  # type: ignore[no-untyped-call]
-    return {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": through_accelerate}
+    return {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": _has_accelerate()}
+
+
+def _has_accelerate() -> bool:
+    return bool(is_accelerate_available())  # type: ignore[no-untyped-call]
 
 
 class _EnoughError(Exception):
@@ -467,8 +468,7 @@ def _in_float32(kind: Any) -> list[str]:
 
 
 def _does_not_load(what: str, error: Exception) -> ModelError:
-    installed: bool = is_accelerate_available()  # type: ignore[no-untyped-call]
-    remedy = "" if installed else " It may need accelerate: pip install 'normscope[accelerate]'."
+    remedy = "" if _has_accelerate() else " It may need accelerate: pip install 'normscope[accelerate]'."
     return ModelError(f"{what}: {first_line(error)}.{remedy}")
 
 

@@ -29,6 +29,7 @@ from normscope.models.weights.checkpoints import embedded_module, load_file, rea
 from normscope.models.weights.repository import DEADLINE, ways_on
 from normscope.runtime.files import sha256_of
 
+EMBEDDED = "demo_wav2vec2"
 SILENCE = 20.0  # seconds without a byte after which a download has broken off
 _SERVER = "https://download.pytorch.org/torchaudio"
 _TAKEN = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
@@ -82,8 +83,8 @@ def wrap(module: nn.Module, normalize_waveform: bool, aligns: bool = False) -> n
     return wrapped
 
 
-def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Module, Provenance]:
-    """Return a bundle's network with its published weights; an error suggests the model ``embedded`` instead."""
+def pretrained(architecture: str, bundle: Any) -> tuple[nn.Module, Provenance]:
+    """Return a bundle's network with its published weights; an error suggests the embedded model instead."""
     url, cached = _published(bundle)
     try:
         # torch.hub reports a download on stdout, where the results of normscope go, and waits without end.
@@ -97,7 +98,7 @@ def pretrained(architecture: str, bundle: Any, *, embedded: str) -> tuple[nn.Mod
                 module = build(bundle)
                 load_file(module, cached, architecture)
     except Exception as error:  # of urllib, of the disk, of torch
-        what, remedy = f"The weights {url} cannot be fetched", ways_on(embedded)
+        what, remedy = f"The weights {url} cannot be fetched", ways_on(EMBEDDED)
         if cached.exists():  # which no interrupted download leaves
             what = f"The file {str(cached)!r} in torch.hub's cache does not load"
             remedy = "Delete it, and the next run fetches it again."
@@ -191,7 +192,6 @@ def audio_format(module: nn.Module, sample_rate: float) -> AudioFormat:
     return AudioFormat(int(sample_rate), shortest, channels)
 
 
-EMBEDDED = "demo_wav2vec2"
 _UNTOLD = Task(untold="the recordings come without what is said in them")
 
 
@@ -204,7 +204,7 @@ def load_torchaudio(name: str, architecture: str, options: LoadOptions) -> Loade
         name,
         options,
         build=lambda: build(bundle),
-        pretrained=lambda: pretrained(architecture, bundle, embedded=EMBEDDED),
+        pretrained=lambda: pretrained(architecture, bundle),
         from_file=partial(load_weights, unused_rows=getattr(bundle, "_remove_aux_axis", ())),
     )
     inputs = audio_inputs(audio_format(module, bundle.sample_rate), options)

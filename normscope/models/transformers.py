@@ -212,7 +212,13 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     reduced to its vision encoder. An encoder–decoder reads the same text on both sides. Weights are made in the
     requested dtype, except for the few tensors that transformers keeps in float32.
     """
-    library = _library(name)
+    try:
+        library: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ModelError(
+            f"{name} is a model of transformers, which cannot be imported ({first_line(error)}). "
+            "Install it: pip install 'normscope[transformers]'."
+        ) from error
     folder = Path(architecture).expanduser()
     repository = Repository(str(folder) if folder.exists() else architecture)
     with _quiet(library):
@@ -242,16 +248,6 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     outputs = outputs_of(library, module, takes)
     task = task_of(library, module, tokenizer, repository, inputs, outputs)
     return LoadedModel(name, module.eval(), inputs, provenance, outputs, family=FAMILIES[takes], task=task)
-
-
-def _library(name: str) -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ModelError(
-            f"{name} is a model of transformers, which cannot be imported ({first_line(error)}). "
-            "Install it: pip install 'normscope[transformers]'."
-        ) from error
 
 
 @contextmanager
@@ -333,7 +329,8 @@ class _Network:
     device_map: str | None = None
 
     def fresh(self) -> nn.Module:
-        module: nn.Module = self.kind._from_config(self.config, **self._in_dtype(None), **self._without_pooler())
+        dtype = {} if self.dtype is None else {"dtype": self.dtype}
+        module: nn.Module = self.kind._from_config(self.config, **dtype, **self._without_pooler())
         return module
 
     def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
@@ -370,7 +367,7 @@ class _Network:
             module, report = self.kind.from_pretrained(
                 None if source is None else source.name,
                 config=self.config,
-                **self._in_dtype("auto"),
+                dtype=self.dtype or "auto",  # that of the weights
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # the report names them, and they are refused
@@ -383,10 +380,6 @@ class _Network:
             raise (source.failure(what, error) if source else ModelError(f"{what}: {first_line(error)}.")) from error
         return module, report
 
-    def _in_dtype(self, otherwise: str | None) -> dict[str, Any]:
-        """Ask for the dtype, or for what transformers calls the weights' own, if anything."""
-        return {} if (self.dtype or otherwise) is None else {"dtype": self.dtype or otherwise}
-
     def _without_pooler(self) -> dict[str, bool]:
         """Leave the pooling layer out where another class was saved than is loaded: not all of them have one."""
         takes_it = "add_pooling_layer" in inspect.signature(self.kind.__init__).parameters
@@ -394,9 +387,9 @@ class _Network:
         return {"add_pooling_layer": False} if takes_it and self.kind.__name__ not in saved else {}
 
 
-def _with_dtypes(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: nn.Module) -> Provenance:
+def _with_dtypes(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: Any) -> Provenance:
     """Report converted dtypes; a network with a head has a prefix before the names of its parameters."""
-    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    prefix = f"{module.base_model_prefix}."
     before, after = (
         {name.removeprefix(prefix): dtype for name, dtype in named.items()}
         for named in (dtypes, dtypes_by_name(module.named_parameters()))
@@ -425,9 +418,9 @@ def _left_over(keys: Iterable[str], module: Any, config: Any) -> list[str]:
     return [key for key in keys if key.removeprefix(f"{module.base_model_prefix}.").partition(".")[0] in parts]
 
 
-def _not_floating(state_dict: Mapping[str, Tensor], module: nn.Module) -> list[str]:
+def _not_floating(state_dict: Mapping[str, Tensor], module: Any) -> list[str]:
     """Name tensors that are whole numbers, quantized for example, where the model's are not."""
-    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    prefix = f"{module.base_model_prefix}."
     floating = {key.removeprefix(prefix) for key, value in module.state_dict().items() if value.is_floating_point()}
     return [
         f"{key} is {str(value.dtype).removeprefix('torch.')}"

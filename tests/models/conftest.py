@@ -9,35 +9,17 @@ import threading
 import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import timm
 import torch
+from loads import options_with
 from safetensors.torch import save_file
-
-from normscope.inputs.loaded_model import LoadOptions
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
 def options():
-    """Make LoadOptions that differ from the defaults in what is given."""
-
-    def make(**changes):
-        defaults = {
-            "weights": "random",
-            "data": None,
-            "limit": None,
-            "batch_size": 8,
-            "seed": 0,
-            "device": torch.device("cpu"),
-            "dtype": torch.float32,
-        }
-        return LoadOptions(**(defaults | changes))
-
-    return make
+    return options_with
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +42,7 @@ class Hub:
 
     files: dict[str, bytes]
     status: int = 200
-    commit: str | None = COMMIT
+    commit: str | None = "0123456789abcdef0123456789abcdef01234567"
     delay: float = 0.0  # seconds before the first answer
     requests: list[str] = field(default_factory=list)
 
@@ -69,13 +51,7 @@ def _handler(hub):
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_HEAD(self):
-            self._answer(with_body=False)
-
         def do_GET(self):
-            self._answer(with_body=True)
-
-        def _answer(self, with_body):
             hub.requests.append(f"{self.command} {self.path}")
             time.sleep(hub.delay)
             hub.delay = 0.0
@@ -93,8 +69,11 @@ def _handler(hub):
             content = body if status == 200 else b""
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            if with_body:
+            if self.command == "GET":
                 self.wfile.write(content)
+
+        def do_HEAD(self):
+            self.do_GET()
 
         def log_message(self, *args):
             pass
@@ -187,7 +166,7 @@ def pictures(tmp_path):
     (folder / "b" / "broken.png").write_bytes((folder / "a.png").read_bytes()[:500])
     (folder / "notes.txt").write_text("no image")
     (folder / "b" / "table.csv").write_text("no,image")
-    return Path(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -6,20 +6,17 @@ import shutil
 import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, DiTTransformer2DModel
+from loads import change_json, parameters, result_of
 from safetensors.torch import load_file, save_file
 
 from normscope.errors import ModelError, UsageError
 from normscope.loading import load
 from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, dit_class
 
-TINY = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "num_layers": 2,
-    "sample_size": 8,
-    "out_channels": 8,
-    "num_embeds_ada_norm": 5,
-}
+TINY = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
+TINY |= {"out_channels": 8, "num_embeds_ada_norm": 5}
+CONFIG = "transformer/config.json"
+SCHEDULER = "scheduler/scheduler_config.json"
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
@@ -46,14 +43,6 @@ def loaded(where, **changes):
     return load(f"diffusers:{where}", **({"device": "cpu", "limit": 2} | changes))
 
 
-def parameters(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-
-
-def rewrite(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def test_a_pipeline_folder(pipeline):
     model = loaded(pipeline)
     assert torch.equal(parameters(model.module), parameters(tiny_dit()))
@@ -72,9 +61,19 @@ def test_a_folder_of_the_transformer_alone(tmp_path):
     assert {key: model.inputs.scheduler.config[key] for key in _DIT_SCHEDULER} == _DIT_SCHEDULER
 
 
-def test_a_torch_checkpoint_is_read_where_there_is_no_other(pipeline):
+def as_torch_checkpoint(pipeline):
     torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
     (pipeline / WEIGHTS).unlink()
+
+
+def as_published(pipeline):
+    older = {"_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0", "num_vector_embeds": None}
+    change_json(pipeline / CONFIG, cross_attention_dim=None, **older)
+
+
+@pytest.mark.parametrize("changed", [as_torch_checkpoint, as_published])
+def test_other_formats_of_weights_and_configurations(pipeline, changed):
+    changed(pipeline)
     assert torch.equal(parameters(loaded(pipeline).module), parameters(tiny_dit()))
 
 
@@ -90,23 +89,13 @@ def test_random_weights_and_those_of_a_file(pipeline, tmp_path):
 
 
 def test_weights_that_do_not_fit(pipeline):
-    rewrite(pipeline / "transformer" / "config.json", num_layers=1)
-    with pytest.raises(ModelError, match=r"does not fit diffusers:.*transformer_blocks\.1.* is not in the model"):
-        loaded(pipeline)
-    rewrite(pipeline / "transformer" / "config.json", num_layers=3)
-    with pytest.raises(ModelError, match=r"does not fit diffusers:.*transformer_blocks\.2.* is missing"):
-        loaded(pipeline)
-
-
-def test_the_configuration_that_the_published_models_have(pipeline):
-    rewrite(
-        pipeline / "transformer" / "config.json",
-        _class_name="Transformer2DModel",
-        _diffusers_version="0.12.0.dev0",
-        cross_attention_dim=None,
-        num_vector_embeds=None,
-    )
-    assert torch.equal(parameters(loaded(pipeline).module), parameters(tiny_dit()))
+    for layers, misfit in (
+        (1, r"transformer_blocks\.1.* is not in the model"),
+        (3, r"transformer_blocks\.2.* is missing"),
+    ):
+        change_json(pipeline / CONFIG, num_layers=layers)
+        with pytest.raises(ModelError, match=f"does not fit diffusers:.*{misfit}"):
+            loaded(pipeline)
 
 
 def test_another_schedulers_betas_and_predictions_are_kept(pipeline):
@@ -121,23 +110,19 @@ def test_another_schedulers_betas_and_predictions_are_kept(pipeline):
     ("file", "changes", "sentence"),
     [
         (
-            "transformer/config.json",
-            {"_class_name": "FluxTransformer2DModel"},
-            "is a FluxTransformer2DModel. Those that are no DiT need the folder of .*py:FILE:FACTORY",
+            CONFIG,
+            {"_class_name": "FluxModel"},
+            "is a FluxModel. Those that are no DiT need the folder .*py:FILE:FACTORY",
         ),
-        ("transformer/config.json", {"norm_type": "layer_norm"}, "Those that are no DiT"),
-        ("transformer/config.json", {"num_layers": "many"}, "does not make a DiTTransformer2DModel"),
-        (
-            "scheduler/scheduler_config.json",
-            {"_class_name": "FlowMatchEulerDiscreteScheduler"},
-            "The scheduler of diffusers:.*, FlowMatchEulerDiscreteScheduler with predictions of epsilon, has no DDIM",
-        ),
-        ("scheduler/scheduler_config.json", {"prediction_type": "flow"}, "with predictions of flow, has no DDIM steps"),
-        ("scheduler/scheduler_config.json", {"beta_schedule": "wild"}, "does not make a DDIMScheduler: wild"),
+        (CONFIG, {"norm_type": "layer_norm"}, "Those that are no DiT"),
+        (CONFIG, {"num_layers": "many"}, "does not make a DiTTransformer2DModel"),
+        (SCHEDULER, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, "EulerDiscreteScheduler with predictions of"),
+        (SCHEDULER, {"prediction_type": "flow"}, "The scheduler of .* with predictions of flow, has no DDIM steps"),
+        (SCHEDULER, {"beta_schedule": "wild"}, "does not make a DDIMScheduler: wild"),
     ],
 )
 def test_what_is_no_dit(pipeline, file, changes, sentence):
-    rewrite(pipeline / file, **changes)
+    change_json(pipeline / file, **changes)
     with pytest.raises(ModelError, match=sentence):
         loaded(pipeline)
 
@@ -158,10 +143,10 @@ def test_folders_that_hold_no_transformer(pipeline, tmp_path):
 
 def test_what_would_fail_later_is_refused_before_weights_are_read(pipeline):
     (pipeline / WEIGHTS).write_bytes(b"damaged")
-    with pytest.raises(UsageError, match="The guidance is 0"):
-        loaded(pipeline, guidance=0.0)
-    with pytest.raises(UsageError, match="does not visit the timestep 7"):
-        loaded(pipeline, timesteps="7,")
+    refused = {"The guidance is 0": {"guidance": 0.0}, "does not visit the timestep 7": {"timesteps": "7,"}}
+    for sentence, options in refused.items():
+        with pytest.raises(UsageError, match=sentence):
+            loaded(pipeline, **options)
     with pytest.raises(ModelError, match="cannot be read"):
         loaded(pipeline)
 
@@ -190,22 +175,19 @@ print(json.dumps([alone, room.DiTTransformer2DModel is DiTTransformer2DModel is 
 
 
 def test_full_size_trajectories_are_short_unless_timesteps_are_asked_for_that_take_more(pipeline):
-    def data(**changes):
-        return load(f"diffusers:{pipeline}", device="cpu", **changes).about["data"]
-
-    assert data() == "4 DDIM trajectories of 5 steps (seed 0, guidance 4), timesteps 800, 600, 200, 0"
-    assert data(limit=1, timesteps="400,0") == "1 DDIM trajectory of 5 steps (seed 0, guidance 4), timesteps 400, 0"
-    assert data(timesteps="980,") == "4 DDIM trajectories of 50 steps (seed 0, guidance 4), timestep 980"
-    assert data(timesteps=6) == (
-        "4 DDIM trajectories of 50 steps (seed 0, guidance 4), timesteps 980, 780, 580, 400, 200, 0"
-    )
-
-
-def numbers(module):
-    return sum(parameter.numel() for parameter in module.parameters())
+    for changes, steps, timesteps in (
+        ({"limit": None}, "4 DDIM trajectories of 5 steps", "timesteps 800, 600, 200, 0"),
+        ({"limit": 1, "timesteps": "400,0"}, "1 DDIM trajectory of 5 steps", "timesteps 400, 0"),
+        ({"timesteps": "980,"}, "2 DDIM trajectories of 50 steps", "timestep 980"),
+        ({"timesteps": 6}, "2 DDIM trajectories of 50 steps", "timesteps 980, 780, 580, 400, 200, 0"),
+    ):
+        assert loaded(pipeline, **changes).about["data"] == f"{steps} (seed 0, guidance 4), {timesteps}"
 
 
 def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
+    def numbers(module):
+        return sum(parameter.numel() for parameter in module.parameters())
+
     module = dit_class().from_config(_PUBLISHED["facebook/DiT-XL-2-256"] | {"num_layers": 1})
     block = module.transformer_blocks[0]
     embedders = numbers(block.norm1.emb)  # diffusers has them once a block, the paper's own code once
@@ -223,11 +205,9 @@ def serve(hub, folder, repo):
 def test_repositories_of_the_hub_and_then_of_the_cache(hub, load_each, pipeline):
     model = loaded(pipeline, limit=1)
     batch = next(iter(model.inputs))
-    with torch.no_grad():
-        expected = model.outputs.read(model.module(**batch.kwargs), batch).flatten()[:500]
+    expected = model.outputs.read(result_of(model.module, batch), batch).flatten()[:500]
     serve(hub, pipeline, "tiny/dit")
-    torch.save(load_file(pipeline / WEIGHTS), pipeline / "transformer" / "diffusion_pytorch_model.bin")
-    (pipeline / WEIGHTS).unlink()
+    as_torch_checkpoint(pipeline)
     serve(hub, pipeline, "tiny/old")  # as the first that were published: a torch checkpoint alone
     names = [{"name": f"diffusers:tiny/{name}", "limit": 1} for name in ("dit", "old")]
     names.append(names[1] | {"weights": "random"})

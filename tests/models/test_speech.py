@@ -2,13 +2,14 @@
 
 import hashlib
 import io
-import os
+import re
 from http.client import HTTPConnection
 from pathlib import Path
 from urllib.request import HTTPSHandler, ProxyHandler, build_opener
 
 import pytest
 import torch
+from loads import RunsWhenUnpickled, result_of
 from safetensors.torch import save_file
 
 from normscope.errors import ModelError, UsageError
@@ -27,8 +28,6 @@ TAKEN = [
 ]
 RECOGNIZER = "torchaudio:WAV2VEC2_ASR_LARGE_LV60K_960H"  # its waveforms are normalized, its file has unused rows
 NORMALIZING = "torchaudio:WAV2VEC2_LARGE_LV60K"
-
-
 TINY = {
     "extractor_conv_layer_config": [(16, 10, 5), *[(16, 3, 2)] * 4, *[(16, 2, 2)] * 2],
     "encoder_embed_dim": 16,
@@ -85,8 +84,7 @@ def recognizer(tiny_bundle):
 
 
 def outputs(model):
-    with torch.no_grad():
-        return [model.module(*batch.args)[0] for batch in model.inputs]
+    return [result_of(model.module, batch)[0] for batch in model.inputs]
 
 
 def assert_same(model, other):
@@ -111,8 +109,7 @@ def test_waveforms_go_in_one_at_a_time_and_are_normalized_where_the_bundle_says_
         (waveform,) = batch.args
         assert waveform.shape[0] == len(batch.samples) == 1
         normalized = (waveform - waveform.mean()) / (waveform.var(correction=0) + 1e-5).sqrt()
-        with torch.no_grad():
-            torch.testing.assert_close(seen, model.module.model(normalized)[0])
+        torch.testing.assert_close(seen, result_of(model.module.model, Batch((normalized,)))[0])
 
 
 @pytest.mark.parametrize("architecture", TAKEN)
@@ -120,11 +117,9 @@ def test_every_bundle_builds_and_says_what_it_takes(architecture):
     bundle = speech.find(architecture, architecture)
     with torch.device("meta"):
         taken = speech.audio_format(speech.build(bundle), bundle.sample_rate)
-    expected = {"C": (8000, 16, 1), "H": (44100, 4096, 2)}
-    separates = isinstance(bundle, pipelines.SourceSeparationBundle)
-    assert (taken.sample_rate, taken.shortest, taken.channels) == (
-        expected[architecture[0]] if separates else (16000, 400, None)
-    )
+    separating = {"CONVTASNET_BASE_LIBRI2MIX": (8000, 16, 1), "HDEMUCS": (44100, 4096, 2)}
+    expected = next((of for name, of in separating.items() if architecture.startswith(name)), (16000, 400, None))
+    assert (taken.sample_rate, taken.shortest, taken.channels) == expected
 
 
 @pytest.mark.parametrize("extractor", ["group_norm", "layer_norm"])
@@ -142,25 +137,25 @@ def test_shortest_waveform_makes_one_frame(tiny_bundle, extractor):
 def test_other_networks_run_on_a_waveform(architecture):
     model = load(f"torchaudio:{architecture}", weights="random", device="cpu", limit=1)
     (batch,) = model.inputs
-    (waveform,) = batch.args
-    with torch.no_grad():
-        result = model.module(waveform)
-    read = model.outputs.read(result, batch)
-    assert read.isfinite().all() and model.outputs.kind == "tensor"
-    if architecture == "SQUIM_OBJECTIVE":
-        assert read.shape == (1, 3) and read[0].tolist() == [float(score) for score in result]
-    shortest = speech.audio_format(model.module, 16_000).shortest
-    with torch.no_grad():
-        model.module(waveform[..., :shortest])
+    shortest = Batch((batch.args[0][..., : speech.audio_format(model.module, 16_000).shortest],))
+    for waveform in (batch, shortest):
+        result = result_of(model.module, waveform)
+        read = model.outputs.read(result, waveform)
+        assert read.isfinite().all() and model.outputs.kind == "tensor"
+        if architecture == "SQUIM_OBJECTIVE":
+            assert read.shape == (1, 3) and read[0].tolist() == [float(score) for score in result]
+        else:
+            assert read is result
 
 
 def test_separation_of_music_runs_in_float32_on_two_channels():
     name = "torchaudio:HDEMUCS_HIGH_MUSDB"
     model = load(name, weights="random", device="cpu", limit=1)
     shortest = speech.audio_format(model.module, 44_100).shortest
-    waveform = next(iter(model.inputs)).args[0][..., :shortest]
-    with torch.no_grad():
-        assert model.module(waveform).shape == (1, 4, 2, shortest)
+    batch = Batch((next(iter(model.inputs)).args[0][..., :shortest],))
+    separated = result_of(model.module, batch)
+    assert separated.shape == (1, 4, 2, shortest)
+    assert model.outputs.kind == "tensor" and model.outputs.read(separated, batch) is separated
     with pytest.raises(UsageError, match=r"runs in float32 only: torch has no Fourier transform in bfloat16\."):
         load(name, weights="random", device="cpu", dtype="bfloat16")
 
@@ -184,8 +179,7 @@ def test_file_in_the_format_that_torchaudio_publishes(recognizer, tmp_path, as_s
     expected.load_state_dict(state_dict)
     for batch, seen in zip(model.inputs, outputs(model), strict=True):
         waveform = torch.nn.functional.layer_norm(batch.args[0], batch.args[0].shape)
-        with torch.no_grad():
-            assert torch.equal(seen, expected(waveform)[0])
+        assert torch.equal(seen, result_of(expected, Batch((waveform,)))[0])
 
 
 def test_file_that_the_loaded_module_saved(recognizer, tmp_path):
@@ -219,9 +213,8 @@ def test_file_of_another_network(tiny_bundle, tmp_path):
     ],
 )
 def test_bundles_that_are_not_there_or_take_no_waveform(architecture, sentence):
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=re.escape(sentence)):
         load(f"torchaudio:{architecture}", device="cpu")
-    assert sentence in str(caught.value)
 
 
 def serialized(weights):
@@ -230,21 +223,14 @@ def serialized(weights):
     return buffer.getvalue()
 
 
-class Malice:
-    def __reduce__(self):
-        return os.mkdir, (os.environ["MALICE"],)
-
-
 @pytest.mark.parametrize("architecture", ["WAV2VEC2_ASR_LARGE_LV60K_960H", "WAV2VEC2_LARGE", "MMS_FA"])
 def test_published_weights_are_those_of_torchaudios_own_loading(
     tiny_bundle, download_server, tmp_path, capsys, architecture
 ):
     bundle = tiny_bundle(architecture)
-    url_path = (
-        "mms/torchaudio/ctc_alignment_mling_uroman/model.pt"
-        if architecture == "MMS_FA"
-        else (f"torchaudio/models/{bundle._path}")
-    )
+    url_path = f"torchaudio/models/{bundle._path}"
+    if architecture == "MMS_FA":
+        url_path = "mms/torchaudio/ctc_alignment_mling_uroman/model.pt"
     content = serialized(published(bundle))
     download_server.files = {f"{url_path}/": content}
     model = load(f"torchaudio:{architecture}", device="cpu", limit=1)
@@ -258,10 +244,7 @@ def test_published_weights_are_those_of_torchaudios_own_loading(
     assert capsys.readouterr().out == ""
 
     assert_same(load(f"torchaudio:{architecture}", device="cpu", limit=1), model)
-    expected = bundle.get_model()
-    (batch,) = model.inputs
-    with torch.no_grad():
-        assert torch.equal(outputs(model)[0], expected(*batch.args)[0])
+    assert_same(model, type(model)("own", bundle.get_model(), model.inputs, model.provenance))
     assert len(download_server.requests) == 2, "what the cache holds is asked of nobody"
 
 
@@ -284,12 +267,13 @@ def test_published_weights_of_other_networks(download_server):
     ],
 )
 def test_published_code_is_not_run(download_server, monkeypatch, tmp_path, architecture, filename):
-    monkeypatch.setenv("MALICE", str(tmp_path / "malice"))
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    download_server.files = {f"torchaudio/models/{filename}/": serialized({"weight": Malice()})}
+    download_server.files = {
+        f"torchaudio/models/{filename}/": serialized({"weight": RunsWhenUnpickled(tmp_path / "trace")})
+    }
     with pytest.raises(ModelError, match=f"{filename}.*(UnpicklingError|Python objects)"):
         load(f"torchaudio:{architecture}", device="cpu")
-    assert not (tmp_path / "malice").exists()
+    assert not (tmp_path / "trace").exists()
 
 
 @pytest.mark.parametrize(
@@ -316,13 +300,13 @@ def test_a_broken_download_is_named_and_can_be_got_rid_of(download_server, archi
 
 @pytest.mark.usefixtures("download_server")
 def test_weights_that_cannot_be_had():
-    with pytest.raises(ModelError) as caught:
-        load("wav2vec2_large", device="cpu")
-    assert str(caught.value) == (
+    sentence = (
         "The weights https://download.pytorch.org/torchaudio/models/wav2vec2_fairseq_large_ls960.pth cannot be "
         "fetched: HTTPError: HTTP Error 404: Not Found. Name a file with --weights FILE, take --weights random, or "
         "use an embedded model, which needs no network: normscope plot demo_wav2vec2."
     )
+    with pytest.raises(ModelError, match=f"^{re.escape(sentence)}$"):
+        load("wav2vec2_large", device="cpu")
 
 
 @pytest.mark.parametrize("name", ["demo_wav2vec2", "wav2vec2_base", RECOGNIZER, "torchaudio:MMS_FA"])
@@ -331,21 +315,10 @@ def test_wav2vec2_returns_frames(tiny_bundle, name):
         tiny_bundle(architecture)
     model = load(name, weights="random", device="cpu", limit=1)
     (batch,) = model.inputs
-    with torch.no_grad():
-        features, lengths = model.module(*batch.args)
-        padded = model.module(*batch.args, torch.tensor([batch.args[0].shape[1]]))
+    features, lengths = result_of(model.module, batch)
+    padded = result_of(model.module, Batch((*batch.args, torch.tensor([batch.args[0].shape[1]]))))
     assert lengths is None
     assert model.outputs.kind == "frames"
     assert torch.equal(model.outputs.read((features, lengths), batch), features)
     assert torch.equal(model.outputs.read(padded, batch), padded[0])
     assert features.ndim == 3
-
-
-@pytest.mark.parametrize("architecture", ["CONVTASNET_BASE_LIBRI2MIX", "HDEMUCS_HIGH_MUSDB"])
-def test_separated_waveforms_are_a_tensor(architecture):
-    bundle = speech.find(architecture, architecture)
-    with torch.device("meta"):
-        outputs_of_it = speech.outputs_of(speech.build(bundle))
-    waveforms = torch.randn(1, 4, 2, 100)
-    assert outputs_of_it.kind == "tensor"
-    assert outputs_of_it.read(waveforms, Batch()) is waveforms

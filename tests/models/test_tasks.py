@@ -1,6 +1,8 @@
 """What loaded networks are for: by the folders of their images, by their heads, by what sentence-transformers wrote."""
 
 import json
+import re
+import string
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import timm
 import torch
 import transformers
 from diffusers import DDIMScheduler
+from loads import load_folder
 from PIL import Image
 from sklearn.metrics import accuracy_score
 
@@ -29,48 +32,49 @@ def vision(root, name="demo_vit", **options):
     return normscope.load(name, data=root, device="cpu", **options)
 
 
+def drift(network, replacements, inputs=None):
+    return normscope.drift(network, inputs, replacements, one_at_a_time=False, cumulative=False)
+
+
 def labels(network):
     return [sample.label for sample in network.inputs.known_samples()]
 
 
 def test_digits_in_folders_are_judged_like_any_labelled_images(tmp_path):
     digits = normscope.load("demo_vit", device="cpu")
-    given = []
     for batch in digits.inputs:
         for image, sample in zip(batch.args[0], batch.samples, strict=True):
             pixels = (image[0] / 0.75 * (255 / 16)).round().byte().numpy()
             path = tmp_path / str(sample.label) / f"{sample.index:02}.png"
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(np.repeat(np.repeat(pixels, 4, 0), 4, 1)).save(path)
-            given.append(sample.label)
     network = vision(tmp_path, shuffle=True, limit=48)
     assert network.task.measure == "top-1" and len(labels(network)) == 48
     modules = {"norm": DyT(64, alpha=0.2)}
-    report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
+    report = drift(network, modules)
     with torch.no_grad(), normscope.Swap(network.module, modules):
         answers = torch.cat([network.module(batch.args[0]).argmax(1) for batch in network.inputs]).tolist()
     scores = report.quality.scores
     assert scores["original"].value == 1.0 and scores["swapped"].value == accuracy_score(labels(network), answers)
 
 
-def test_numbers_count_classes_from_0(tmp_path):
-    network = vision(images(tmp_path, "7/a.png", "007/b.png", "0/further/c.png"))
-    assert labels(network) == [0, 7, 7]  # in the order of their paths
+WORDNET = [f"n0{2000000 + n * 37}/a.png" for n in reversed(range(10))]
 
 
-def test_wordnet_ids_are_those_of_imagenet(tmp_path):
-    images(tmp_path, "n01443537/a.png", "n15075141/b.png", "n01440764/c.png")
-    network = vision(tmp_path, "timm:vit_tiny_patch16_224", weights="random")
-    assert labels(network) == [0, 1, 999]  # tench, goldfish, toilet tissue
-    assert timm.data.ImageNetInfo("imagenet-1k").index_to_label_name(1) == "n01443537"
-
-
-def test_as_many_wordnet_ids_as_classes_are_sorted(tmp_path):
-    names = [f"n0{2000000 + n * 37}" for n in range(10)]
-    network = vision(images(tmp_path, *(f"{name}/a.png" for name in reversed(names))))
-    assert labels(network) == list(range(10)) and network.task.measure == "top-1"
-    fewer = vision(images(tmp_path / "fewer", *(f"{name}/a.png" for name in names[:9])))
-    assert fewer.task.measure is None and set(labels(fewer)) == {None}
+@pytest.mark.parametrize(
+    ("name", "paths", "classes"),
+    [
+        ("demo_vit", ["7/a.png", "007/b.png", "0/further/c.png"], [0, 7, 7]),  # in the order of their paths
+        ("timm:vit_tiny_patch16_224", ["n01443537/a.png", "n15075141/b.png", "n01440764/c.png"], [0, 1, 999]),
+        ("demo_vit", WORDNET, list(range(10))),  # as many as there are classes
+        ("demo_vit", WORDNET[1:], [None] * 9),
+    ],
+)
+def test_numbers_count_classes_from_0_and_wordnet_ids_are_sorted(tmp_path, name, paths, classes):
+    network = vision(images(tmp_path, *paths), name, weights="random")
+    assert labels(network) == classes and (network.task.measure == "top-1") == (None not in classes)
+    info = timm.data.ImageNetInfo("imagenet-1k")
+    assert [info.index_to_label_name(n) for n in (0, 1, 999)] == ["n01440764", "n01443537", "n15075141"]
 
 
 def test_names_of_ones_own_classes(tmp_path):
@@ -95,10 +99,8 @@ def test_names_of_ones_own_classes(tmp_path):
 def test_what_would_be_a_guess_is_none(tmp_path, names, why):
     network = vision(images(tmp_path, *names))
     assert set(labels(network)) == {None}
-    report = normscope.drift(network, replacements={"norm": DyT(64)}, one_at_a_time=False, cumulative=False)
-    assert report.quality is None
-    with pytest.raises(AssertionError, match=why):
-        raise AssertionError(report.no_quality)
+    report = drift(network, {"norm": DyT(64)})
+    assert report.quality is None and re.search(why, report.no_quality)
 
 
 def test_defaults_without_labels_say_so():
@@ -109,15 +111,7 @@ def test_defaults_without_labels_say_so():
 
 TINY = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 T5 = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 2}
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    *"abcdefghijklmnopqrstuvwxyz",
-    *(f"##{c}" for c in "abcdefghijk"),
-]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase, *(f"##{c}" for c in "abcdefghijk")]
 
 
 @pytest.fixture
@@ -136,20 +130,20 @@ def folder(tmp_path):
     return make
 
 
-def language(folder, **options):
-    return normscope.load(f"transformers:{folder}", device="cpu", **options)
-
-
 def test_heads_say_what_is_predicted(folder):
-    masked = language(folder("BertForMaskedLM")).task
+    masked = load_folder(folder("BertForMaskedLM")).task
     assert (masked.measure, masked.mask_id, masked.unmasked) == ("pseudo-perplexity", 4, {0, 2, 3, 4})
-    assert language(folder("LlamaForCausalLM")).task.measure == "perplexity"
-    assert "same text on both sides" in language(folder("T5ForConditionalGeneration")).task.untold
-    assert "name a .tsv or .csv file" in language(folder("BertModel")).task.untold
-    assert "no mask token" in language(folder("DistilBertForMaskedLM", masks=False)).task.untold
+    assert load_folder(folder("LlamaForCausalLM")).task.measure == "perplexity"
+    assert "same text on both sides" in load_folder(folder("T5ForConditionalGeneration")).task.untold
+    assert "name a .tsv or .csv file" in load_folder(folder("BertModel")).task.untold
+    assert "no mask token" in load_folder(folder("DistilBertForMaskedLM", masks=False)).task.untold
 
 
-PAIRS = "a b c\tc b a\t4.0\nabc\tbca b\t1.5\n\nb\ta c\t3\nhij k\tk\t0.5\n"
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("a b c\tc b a\t4.0\nabc\tbca b\t1.5\n\nb\ta c\t3\nhij k\tk\t0.5\n")
+    return path
 
 
 @pytest.mark.parametrize(
@@ -161,37 +155,31 @@ PAIRS = "a b c\tc b a\t4.0\nabc\tbca b\t1.5\n\nb\ta c\t3\nhij k\tk\t0.5\n"
         ({"pooling_mode": "lasttoken"}, "last"),
     ],
 )
-def test_pairs_of_sentences_are_pooled_as_sentence_transformers_does(folder, tmp_path, pooling, expected):
+def test_pairs_of_sentences_are_pooled_as_sentence_transformers_does(folder, pairs, pooling, expected):
     where = folder("BertModel")
     if pooling is not None:
         (where / "1_Pooling").mkdir()
         (where / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    (tmp_path / "pairs.tsv").write_text(PAIRS)
-    network = language(where, data=tmp_path / "pairs.tsv")
+    network = load_folder(where, data=pairs)
     assert (network.task.measure, network.task.pooling) == ("spearman", expected)
-    report = normscope.drift(
-        network, replacements={"embeddings.LayerNorm": DyT(16)}, one_at_a_time=False, cumulative=False
-    )
+    report = drift(network, {"embeddings.LayerNorm": DyT(16)})
     assert report.quality.n == 4 and report.all.inputs == 8
 
 
-def test_poolings_that_are_not_made_here_are_named(folder, tmp_path):
+def test_poolings_that_are_not_made_here_are_named(folder, pairs):
     where = folder("BertModel")
-    (tmp_path / "pairs.tsv").write_text(PAIRS)
     (where / "1_Pooling").mkdir()
-    (where / "1_Pooling" / "config.json").write_text(
-        '{"pooling_mode_max_tokens": true, "pooling_mode_cls_token": true}'
-    )
-    task = language(where, data=tmp_path / "pairs.tsv").task
+    two = {"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}
+    (where / "1_Pooling" / "config.json").write_text(json.dumps(two))
+    task = load_folder(where, data=pairs).task
     assert task.measure is None and "pooling_mode_max_tokens and pooling_mode_cls_token" in task.untold
     (where / "2_Dense").mkdir()
     (where / "2_Dense" / "config.json").write_text("{}")
-    assert "Dense layer" in language(where, data=tmp_path / "pairs.tsv").task.untold
+    assert "Dense layer" in load_folder(where, data=pairs).task.untold
 
 
-def test_a_language_model_reads_the_lines_of_a_table_as_texts(folder, tmp_path):
-    (tmp_path / "pairs.tsv").write_text(PAIRS)
-    assert language(folder("LlamaForCausalLM"), data=tmp_path / "pairs.tsv").inputs.n_samples == 4
+def test_a_language_model_reads_the_lines_of_a_table_as_texts(folder, pairs):
+    assert load_folder(folder("LlamaForCausalLM"), data=pairs).inputs.n_samples == 4
 
 
 def test_predictions_of_ones_own_latents_are_judged_by_the_noise(tmp_path):
@@ -199,7 +187,7 @@ def test_predictions_of_ones_own_latents_are_judged_by_the_noise(tmp_path):
     np.save(tmp_path / "latents.npy", clean.numpy())
     network = normscope.load("demo_dit", data=tmp_path / "latents.npy", timesteps="900,100", device="cpu")
     modules = {"transformer_blocks.0.norm3": DyT(64, alpha=0.1)}
-    report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
+    report = drift(network, modules)
     errors = []
     for batch in network.inputs:
         with torch.no_grad():
@@ -209,7 +197,7 @@ def test_predictions_of_ones_own_latents_are_judged_by_the_noise(tmp_path):
     assert found.scores["original"].value == pytest.approx(np.mean(errors), rel=1e-9) and len(errors) == found.n == 10
     assert (found.name, found.higher_is_better) == ("denoising error", False)
     others = [dict(batch.kwargs) for batch in network.inputs]
-    report = normscope.drift(network, others, modules, one_at_a_time=False, cumulative=False)
+    report = drift(network, modules, others)
     assert report.quality is None and "not known what noise" in report.no_quality
 
 
@@ -230,15 +218,9 @@ def test_what_noise_was_added_follows_from_the_latents_that_went_in(tmp_path, op
 def test_language_models_are_judged_by_their_own_text(folder, tmp_path):
     lines = ["abc bca", "a b cab abc", "x", "hij k cb a"]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
-    for name, norm, around in (
-        ("LlamaForCausalLM", "model.norm", 1),
-        ("BertForMaskedLM", "bert.embeddings.LayerNorm", 2),
-    ):
-        network = language(folder(name), data=tmp_path / "lines.txt", batch_size=3)
-        report = normscope.drift(network, replacements={norm: DyT(16)}, one_at_a_time=False, cumulative=False)
-        tokens = sum(len(sample) - around for batch in network.inputs for sample in texts_of(batch))
+    norms = {"LlamaForCausalLM": ("model.norm", 1), "BertForMaskedLM": ("bert.embeddings.LayerNorm", 2)}
+    for name, (norm, around) in norms.items():
+        network = load_folder(folder(name), data=tmp_path / "lines.txt", batch_size=3)
+        report = drift(network, {norm: DyT(16)})
+        tokens = sum(int(kept.sum()) - around for batch in network.inputs for kept in batch.valid)
         assert report.quality.n == tokens and 1 < report.quality.scores["original"].value < 100
-
-
-def texts_of(batch):
-    return [ids[kept] for ids, kept in zip(batch.kwargs["input_ids"], batch.valid, strict=True)]

@@ -3,14 +3,11 @@ from functools import partial
 import pytest
 import timm
 import torch
+from loads import parameters, result_of
 
 from normscope.errors import ModelError
 from normscope.loading import load
 from normscope.models.inputs.images import crops_of_photograph
-
-
-def parameters(module):
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
 def test_random_weights_are_those_of_timm_under_the_seed():
@@ -40,9 +37,7 @@ def test_weights_that_are_on_no_hub():
 @pytest.mark.slow
 def test_vit_b16_at_full_size():
     model = load("vit_b16", weights="random", device="cpu", limit=2)
-    with torch.no_grad():
-        logits = model.module(next(iter(model.inputs)).args[0])
-    assert logits.shape == (2, 1000)
+    assert result_of(model.module, next(iter(model.inputs))).shape == (2, 1000)
     assert sum(parameter.numel() for parameter in model.module.parameters()) == 86_567_656
 
 
@@ -50,8 +45,7 @@ def test_vit_b16_at_full_size():
 def test_classifiers_say_that_they_return_logits(name):
     model = load(name, weights="random", device="cpu", limit=2)
     (batch,) = model.inputs
-    with torch.no_grad():
-        result = model.module(*batch.args)
+    result = result_of(model.module, batch)
     assert model.outputs.kind == "classes"
     assert torch.equal(model.outputs.read(result, batch), result)
     assert result.shape == (2, model.module.num_classes)
@@ -60,17 +54,10 @@ def test_classifiers_say_that_they_return_logits(name):
 def test_what_is_no_classifier_says_so(monkeypatch):
     shallow = partial(timm.create_model, depth=1)
     monkeypatch.setattr(timm, "create_model", shallow)
-    kinds = {
-        name: load(f"timm:vit_base_patch16_{name}", weights="random", device="cpu", limit=1).outputs.kind
-        for name in ("224.mae", "224.dino", "clip_224.openai", "clip_224.laion2b_ft_in1k", "224.augreg2_in21k_ft_in1k")
-    }
-    assert kinds == {
-        "224.mae": "tensor",
-        "224.dino": "tensor",
-        "clip_224.openai": "tensor",
-        "clip_224.laion2b_ft_in1k": "classes",
-        "224.augreg2_in21k_ft_in1k": "classes",
-    }
+    kinds = dict.fromkeys(["224.mae", "224.dino", "clip_224.openai"], "tensor")
+    kinds |= dict.fromkeys(["clip_224.laion2b_ft_in1k", "224.augreg2_in21k_ft_in1k"], "classes")
+    for name, kind in kinds.items():
+        assert load(f"timm:vit_base_patch16_{name}", weights="random", device="cpu", limit=1).outputs.kind == kind
 
 
 def test_only_projections_are_as_wide_as_a_multiple_of_64():

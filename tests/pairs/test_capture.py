@@ -1,12 +1,14 @@
 """Captures against raw pairs computed independently, and the network left as it was found."""
 
 import contextlib
+import copy
 import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -41,19 +43,14 @@ def inputs(count: int = 3, seed: int = 1) -> list[torch.Tensor]:
 
 def raw_pairs(network: nn.Module, batches: list[torch.Tensor]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """x by hooks of our own, y by numpy in float64 from the definition of the norms."""
-    seen: dict[str, list[np.ndarray]] = {"first": [], "second": []}
-    handles = [
-        getattr(network, name).register_forward_pre_hook(
-            lambda module, args, name=name: seen[name].append(args[0].detach().numpy().reshape(-1, 24).copy())
+    network, seen = copy.deepcopy(network).eval(), {"first": [], "second": []}
+    for name, rows in seen.items():
+        network.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, rows=rows: rows.append(args[0].numpy().reshape(-1, 24).copy())
         )
-        for name in seen
-    ]
-    network.eval()
     with torch.no_grad():
         for batch in batches:
             network(batch)
-    for handle in handles:
-        handle.remove()
     x = {name: np.concatenate(rows).astype(np.float64) for name, rows in seen.items()}
     centred = x["first"] - x["first"].mean(1, keepdims=True)
     first = centred / np.sqrt(x["first"].var(1, keepdims=True) + 1e-5)
@@ -208,19 +205,10 @@ def test_a_norm_that_is_called_twice_gives_all_its_pairs():
 
 
 def test_a_norm_that_gets_no_token_adds_nothing():
-    class Routed(nn.Module):
-        """An expert of a mixture, to which only positive inputs are sent."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(x[x[:, 0] > 0])
-
+    expert = network_of(lambda self, x: self.norm(x[x[:, 0] > 0]), norm=nn.LayerNorm(4))  # of a mixture
     ones = torch.ones(2, 4) + torch.arange(4)
     for sample in (None, 3):
-        stats = normscope.capture(Routed(), [ones, -ones, ones], sample=sample).stats["norm"]
+        stats = normscope.capture(expert, [ones, -ones, ones], sample=sample).stats["norm"]
         assert stats.n_tokens == 4
 
 
@@ -237,31 +225,20 @@ def test_sequence_first_tokens_belong_to_their_samples():
 
 
 def test_tokens_that_every_sample_shares_have_no_folds():
-    class Queries(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.queries, self.norm = nn.Parameter(torch.randn(1, 8, 16)), nn.LayerNorm(16)
-
-        def forward(self, x):
-            return x + self.norm(self.queries)
-
-    stats = normscope.capture(Queries(), [torch.randn(4, 8, 16), torch.randn(4, 8, 16)]).stats["norm"]
+    queries = nn.Parameter(torch.randn(1, 8, 16))
+    model = network_of(lambda self, x: x + self.norm(self.queries), queries=queries, norm=nn.LayerNorm(16))
+    stats = normscope.capture(model, [torch.randn(4, 8, 16), torch.randn(4, 8, 16)]).stats["norm"]
     assert stats.fold_by is None
     assert stats.n_tokens == len(stats.tokens.key.unique()) == 16
 
 
 def test_norms_that_are_called_for_some_samples_only():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.always, self.first, self.later = (nn.LayerNorm(8) for _ in range(3))
-            self.count = 0
+    def forward(self, x):
+        self.count += 1
+        return self.always(self.first(x) if self.count == 1 else self.later(x))
 
-        def forward(self, x):
-            self.count += 1
-            return self.always(self.first(x) if self.count == 1 else self.later(x))
-
-    seen = normscope.capture(Sometimes(), [torch.randn(2, 8)])
+    norms = {name: nn.LayerNorm(8) for name in ("always", "first", "later")}
+    seen = normscope.capture(network_of(forward, count=0, **norms), [torch.randn(2, 8)])
     assert [site.name for site in seen.sites] == ["always"]
     assert [(norm.name, norm.reason) for norm in seen.skipped] == [
         ("later", "not called by the first sample, only by later ones"),
@@ -283,21 +260,16 @@ def test_exported_models_are_refused_and_traced_ones_run():
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_norms_of_nested_tensors_are_named_as_skipped(layout):
-    class Ragged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.plain, self.ragged = nn.LayerNorm(8), nn.LayerNorm(8)
+    def forward(self, x):
+        parts = [part[: 1 + number] for number, part in enumerate(self.plain(x))]
+        self.ragged(torch.nested.nested_tensor(parts, layout=layout))
+        return x
 
-        def forward(self, x):
-            parts = [part[: 1 + number] for number, part in enumerate(self.plain(x))]
-            self.ragged(torch.nested.nested_tensor(parts, layout=layout))
-            return x
-
-    seen = normscope.capture(Ragged(), [torch.randn(4, 5, 8)])
+    model = network_of(forward, plain=nn.LayerNorm(8), ragged=nn.LayerNorm(8))
+    seen = normscope.capture(model, [torch.randn(4, 5, 8)])
     assert list(seen.stats) == ["plain"]
-    (skipped,) = seen.skipped
-    assert skipped.name == "ragged"
-    assert skipped.reason == "it takes a nested tensor, whose tokens cannot be told apart by sample"
+    reason = "it takes a nested tensor, whose tokens cannot be told apart by sample"
+    assert [(norm.name, norm.reason) for norm in seen.skipped] == [("ragged", reason)]
 
 
 class Detector(nn.Module):

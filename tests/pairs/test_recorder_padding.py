@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -179,19 +180,10 @@ def batch_of(chosen, positions: int = max(TEXT_LENGTHS)) -> Batch:
 
 def deberta(buckets: int = 6) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.DebertaV2Config(
-        vocab_size=50,
-        hidden_size=TEXT_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        norm_rel_ebd="layer_norm",
-        position_buckets=buckets,
-        max_position_embeddings=40,
-        share_att_key=True,
-    )
+    sizes = {"vocab_size": 50, "hidden_size": TEXT_WIDTH, "intermediate_size": 32, "max_position_embeddings": 40}
+    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": buckets}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+    config = transformers.DebertaV2Config(**sizes, **relative, **layers)
     torch.manual_seed(0)
     return transformers.DebertaV2Model(config).double().eval()
 
@@ -234,11 +226,8 @@ class Positional(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.register_buffer("positions", torch.randn(*(1,) * (axes - 2), 40, TEXT_WIDTH))
-        self.words, self.norm, self.last = (
-            nn.Embedding(50, TEXT_WIDTH),
-            nn.LayerNorm(TEXT_WIDTH),
-            nn.LayerNorm(TEXT_WIDTH),
-        )
+        self.words = nn.Embedding(50, TEXT_WIDTH)
+        self.norm, self.last = nn.LayerNorm(TEXT_WIDTH), nn.LayerNorm(TEXT_WIDTH)
 
     def forward(self, input_ids, attention_mask):
         length = input_ids.shape[1]
@@ -256,36 +245,26 @@ def test_positions_that_serve_every_sample_all_count(axes):
 
 
 def test_learned_queries_beside_padded_text_all_count():
-    class Queries(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(2)
-            self.queries, self.norm = nn.Parameter(torch.randn(1, 5, TEXT_WIDTH)), nn.LayerNorm(TEXT_WIDTH)
-            self.words = nn.Embedding(50, TEXT_WIDTH)
+    def forward(self, input_ids, attention_mask):
+        queries = self.norm(self.queries.expand(len(input_ids), -1, -1))
+        return queries @ self.words(input_ids).mT
 
-        def forward(self, input_ids, attention_mask):
-            queries = self.norm(self.queries.expand(len(input_ids), -1, -1))
-            return queries @ self.words(input_ids).mT
-
-    seen = normscope.capture(Queries(), [batch_of(texts())]).stats["norm"]
+    parts = {"norm": nn.LayerNorm(TEXT_WIDTH), "words": nn.Embedding(50, TEXT_WIDTH)}
+    model = network_of(forward, queries=nn.Parameter(torch.randn(1, 5, TEXT_WIDTH)), **parts)
+    seen = normscope.capture(model, [batch_of(texts())]).stats["norm"]
     assert seen.n_pairs == len(TEXT_LENGTHS) * 5 * TEXT_WIDTH
     assert seen.fold_by == "source", "each sample has queries of its own"
 
 
 def test_parts_sum_up_to_the_whole_and_survive_merges_and_choices():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
-
-        def forward(self, x):
-            return self.second(self.first(x) * 2 + x)
+    def forward(self, x):
+        return self.second(self.first(x) * 2 + x)
 
     def batches(*numbers):
         x = {number: sequences()[number % 3] for number in numbers}
         return [Batch((x[i],), {}, samples(i), part=f"timestep {i % 2}") for i in numbers]
 
-    model = Two()
+    model = network_of(forward, first=nn.LayerNorm(WIDTH), second=nn.RMSNorm(WIDTH))
     seen = normscope.capture(model, batches(0, 1, 2, 3), by_gamma=True, by_part=True)
     assert list(seen.parts) == ["timestep 0", "timestep 1"]
     assert {part.n_samples for part in seen.parts.values()} == {2} and seen.n_samples == 4
@@ -312,26 +291,20 @@ def test_parts_sum_up_to_the_whole_and_survive_merges_and_choices():
 
 
 def test_parts_of_a_network_that_count_other_positions_have_masks_of_their_own():
-    """A part of a network that counts other positions than the rest: each by its own mask."""
+    def forward(self, x, y):
+        return self.decoder(y) + self.encoder(x).mean(1, keepdim=True)
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.decoder = (nn.Sequential(nn.LayerNorm(4)) for _ in range(2))
-
-        def forward(self, x, y):
-            return self.decoder(y) + self.encoder(x).mean(1, keepdim=True)
-
+    both = network_of(forward, encoder=nn.Sequential(nn.LayerNorm(4)), decoder=nn.Sequential(nn.LayerNorm(4)))
     x, y = torch.randn(2, 7, 4), torch.randn(2, 5, 4)
     heard, written = torch.arange(7) < torch.tensor([[3], [6]]), torch.arange(5) < torch.tensor([[5], [2]])
     pair = (Sample("a", 0, 0), Sample("b", 1, 1))
     batch = Batch((x, y), samples=pair, valid=written, valid_within={"encoder": heard})
-    seen = normscope.capture(Both(), [batch])
+    seen = normscope.capture(both, [batch])
     assert (seen.stats["encoder.0"].n_pairs, seen.stats["decoder.0"].n_pairs) == (9 * 4, 7 * 4)
     n, total = seen.stats["encoder.0"].moments.sum((0, 2))[:2]
     assert n == 9 * 4 and total == pytest.approx(float(x[heard].double().sum()), rel=1e-12)
     assert batch.padded and torch.equal(batch.take([1]).valid_at("encoder.0"), heard[1:])
-    apart = normscope.capture(Both(), [batch.take([0]), batch.take([1])])
+    apart = normscope.capture(both, [batch.take([0]), batch.take([1])])
     for name, stats in apart.stats.items():
         ours, theirs = (one.moments.sum((0, 2)) for one in (stats, seen.stats[name]))
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)  # sums of float64 in another order

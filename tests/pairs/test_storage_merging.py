@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from captures import assert_same_capture
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -71,10 +72,7 @@ REFUSED = {
     "model": (lambda seen: changed(seen, model="vit_b16"), "different model: 'demo_vit' and 'vit_b16'"),
     "weights": (lambda seen: changed(seen, weights="random"), "different weights: .* and 'random'"),
     "dtype": (lambda seen: changed(seen, dtype="bfloat16"), "different dtype: 'float32' and 'bfloat16'"),
-    "sample": (
-        lambda seen: changed(seen, sample="a sample of 3 tokens"),
-        "all tokens with one of a sample of 3 tokens",
-    ),
+    "sample": (lambda seen: changed(seen, sample="a sample of 3"), "all tokens with one of a sample of 3"),
     "layers": (lambda seen: seen.only(2), "different norm sites: .* is in one alone"),
     "eps": (lambda seen: with_sites(seen, eps=0.5), r"different norm sites: the eps of .* is 1e-06 and 0\.5"),
 }
@@ -140,16 +138,10 @@ def test_one_of_many_inputs_shows_in_the_pairs_alone():
 def test_tokens_of_no_sample_are_those_of_their_batch():
     """Of the same batch their keys are the same, and yet it is not known of which input they are."""
 
-    class Split(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, x):
-            return self.norm(x.reshape(-1, 8)[:-1])  # one token fewer: they no longer divide among the samples
-
+    # One token fewer: they no longer divide among the samples.
+    split = network_of(lambda self, x: self.norm(x.reshape(-1, 8)[:-1]), norm=nn.LayerNorm(8))
     batches = [torch.randn(4, 6, 8) for _ in range(2)]
-    one, again, other = (normscope.capture(Split(), [batch]) for batch in (batches[0], *batches))
+    one, again, other = (normscope.capture(split, [batch]) for batch in (batches[0], *batches))
     keys = [seen.stats["norm"].tokens.key for seen in (one, again, other)]
     assert torch.equal(keys[0], keys[1]) and not torch.isin(keys[2], keys[0]).any()
     for second in (again, other):

@@ -133,17 +133,15 @@ class _Mlp(nn.Module):
 
 def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded ViT with digits that were held out from its training, and its training digits to learn from."""
-    build, pretrained = embedded_module(architecture, "scikit-learn's digits", _network)
+    build, pretrained = embedded_module(
+        architecture, "scikit-learn's digits", lambda facts: network_of(facts["config"])
+    )
     module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
     inputs = _digit_inputs(options)
     calibration = _training_digits(options) if options.data is None else None
     module, provenance = ready(module, provenance, options)
     task = Task("top-1") if options.data is None else class_task(inputs, _DIGITS)
     return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration, task=task)
-
-
-def _network(facts: Mapping[str, Any]) -> VisionTransformer:
-    return network_of(facts["config"])
 
 
 def network_of(config: Mapping[str, Any]) -> VisionTransformer:

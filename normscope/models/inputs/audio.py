@@ -85,7 +85,17 @@ def read(path: Path, taken: AudioFormat) -> Tensor:
 
 
 def _decoded(file: BinaryIO, taken: AudioFormat) -> Tensor:
-    waveform, rate = _decode(file)
+    try:
+        with soundfile.SoundFile(file) as recording:
+            promised, rate = recording.frames, recording.samplerate
+            waveform = torch.from_numpy(recording.read(dtype="float32", always_2d=True).T)  # (channels, samples)
+    except soundfile.LibsndfileError as error:
+        raise DataError(f"libsndfile cannot read it ({error.error_string.strip().rstrip('.')})") from error
+    length = waveform.shape[1]
+    if not length:
+        raise DataError("it holds no samples")
+    if length < promised:
+        raise DataError(f"it breaks off after {length:,} of {promised:,} samples")
     if taken.channels != len(waveform):
         waveform = waveform.mean(dim=0, keepdim=True).expand(taken.channels or 1, -1)
     divisor = math.gcd(rate, taken.sample_rate)
@@ -104,18 +114,3 @@ def _decoded(file: BinaryIO, taken: AudioFormat) -> Tensor:
             f"{taken.shortest:,} or more"
         )
     return waveform[0] if taken.channels is None else waveform
-
-
-def _decode(file: BinaryIO) -> tuple[Tensor, int]:
-    """Return all of a recording, float32 (channels, samples), and its sample rate in Hz."""
-    try:
-        with soundfile.SoundFile(file) as recording:
-            promised, rate = recording.frames, recording.samplerate
-            samples = recording.read(dtype="float32", always_2d=True)
-    except soundfile.LibsndfileError as error:
-        raise DataError(f"libsndfile cannot read it ({error.error_string.strip().rstrip('.')})") from error
-    if not len(samples):
-        raise DataError("it holds no samples")
-    if len(samples) < promised:
-        raise DataError(f"it breaks off after {len(samples):,} of {promised:,} samples")
-    return torch.from_numpy(samples.T), rate

@@ -168,21 +168,15 @@ def with_weights(
             case "pretrained":
                 return pretrained()
             case "random" if on_gpu and options.device.type == "cuda" and options.device_map is None:
-                with drawn_on(options.device, options.seed):
+                gpu = options.device
+                with torch.cuda.device(gpu), torch.random.fork_rng([torch.cuda.current_device()]), gpu:
+                    torch.cuda.manual_seed(options.seed)
                     return build(), Provenance.random(options.seed, on="GPU")
             case "random":
                 return build(), Provenance.random(options.seed)
             case file:
                 module = build()
                 return module, from_file(module, Path(file), name)
-
-
-@contextmanager
-def drawn_on(device: torch.device, seed: int) -> Iterator[None]:
-    """Make a network on a GPU, and draw its weights there under ``seed``; leave the GPU's random state as it was."""
-    with torch.cuda.device(device), torch.random.fork_rng([torch.cuda.current_device()]), device:
-        torch.cuda.manual_seed(seed)
-        yield
 
 
 @contextmanager

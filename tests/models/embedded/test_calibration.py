@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from loads import samples_of
 from sklearn.datasets import load_digits
 
 from normscope.loading import load
@@ -28,7 +29,7 @@ def contents(inputs):
 
 
 def keys(inputs):
-    return {(sample.data, sample.source) for batch in inputs for sample in batch.samples}
+    return {(sample.data, sample.source) for sample in samples_of(inputs)}
 
 
 @pytest.mark.parametrize("name", embedded_models())
@@ -51,12 +52,9 @@ def test_digits_are_those_of_the_training(demos):
 
 
 def test_no_voice_is_heard_in_both(demos):
-    voices = [
-        {sample.source for batch in inputs for sample in batch.samples}
-        for inputs in (demos["demo_wav2vec2"].calibration, demos["demo_wav2vec2"].inputs)
-    ]
-    assert [len(of_part) for of_part in voices] == [85, 12]
-    assert not voices[0] & voices[1]
+    demo = demos["demo_wav2vec2"]
+    learned, held_out = ({sample.source for sample in samples_of(inputs)} for inputs in (demo.calibration, demo.inputs))
+    assert (len(learned), len(held_out)) == (85, 12) and not learned & held_out
 
 
 def test_words_are_as_loud_as_they_were_spoken(demos):
@@ -118,8 +116,8 @@ def test_what_outputs_print_and_limit(name, whole, first):
     limited = load(name, device="cpu", limit=3, batch_size=2, dtype="bfloat16")
     assert limited.calibration.description == (first + whole if first else whole.replace("64", "3"))
     batches = list(limited.calibration)
-    assert sum(len(batch.samples) for batch in batches) == limited.calibration.n_samples
-    assert len({sample.index for batch in batches for sample in batch.samples}) == limited.calibration.n_samples
+    indices = [sample.index for sample in samples_of(batches)]
+    assert len(indices) == len(set(indices)) == limited.calibration.n_samples
     assert max(len(batch.samples) for batch in batches) == (1 if name == "demo_wav2vec2" else 2)
     tensors = [
         tensor for batch in batches for tensor in (*batch.args, *batch.kwargs.values()) if torch.is_tensor(tensor)

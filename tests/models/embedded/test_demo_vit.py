@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import timm.models
 import torch
+from loads import result_of, samples_of
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -27,8 +28,7 @@ def digits():
 
 
 def predictions(model):
-    with torch.no_grad():
-        return torch.cat([model.module(batch.args[0]).argmax(dim=1) for batch in model.inputs])
+    return torch.cat([result_of(model.module, batch).argmax(dim=1) for batch in model.inputs])
 
 
 @pytest.mark.parametrize("seed", [0, 7])
@@ -63,10 +63,10 @@ def test_default_inputs_and_a_limit(demo):
     assert demo.provenance.kind == "embedded"
     assert demo.about["weights"].startswith("embedded demo_vit (trained on scikit-learn's digits, sha256 ")
     assert demo.about["data"] == "64 held-out digits"
-    seen = [sample for batch in demo.inputs for sample in batch.samples]
+    seen = samples_of(demo.inputs)
     assert [sample.source_index for sample in seen] == [sample.index for sample in seen] == list(range(64))
     few = load("demo_vit", limit=5, device="cpu")
-    assert sum(len(batch.samples) for batch in few.inputs) == 5
+    assert len(samples_of(few.inputs)) == 5
     assert few.about["data"] == "the first 5 of 64 held-out digits"
 
 
@@ -86,6 +86,5 @@ def test_other_weights(tmp_path, demo):
     assert untrained.provenance.kind == "random"
     assert not torch.equal(predictions(untrained), predictions(demo))
     save_file(demo.module.state_dict(), tmp_path / "same.safetensors")
-    assert torch.equal(
-        predictions(load("demo_vit", weights=str(tmp_path / "same.safetensors"), device="cpu")), predictions(demo)
-    )
+    same = load("demo_vit", weights=str(tmp_path / "same.safetensors"), device="cpu")
+    assert torch.equal(predictions(same), predictions(demo))

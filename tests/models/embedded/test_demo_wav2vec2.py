@@ -4,6 +4,7 @@ from importlib.resources import files
 import pytest
 import soundfile
 import torch
+from loads import result_of, samples_of
 from safetensors.torch import save_file
 
 from normscope.loading import load
@@ -29,8 +30,7 @@ def heard(model, labels):
     """Return the greedy CTC reading of each utterance: the best label of each frame, without repeats and blanks."""
     readings = []
     for batch in model.inputs:
-        with torch.no_grad():
-            logits, _ = model.module(*batch.args)
+        logits, _ = result_of(model.module, batch)
         assert len(logits) == 1
         best = logits[0].argmax(dim=-1).unique_consecutive()
         readings.append("".join(labels[label] for label in best if label != 0))
@@ -51,7 +51,7 @@ def test_default_inputs_and_a_limit(demo, words):
     assert demo.provenance.kind == "embedded"
     assert demo.about["weights"].startswith("embedded demo_wav2vec2 (trained on synthetic words, sha256 ")
     assert demo.about["data"] == f"{demo.inputs.n_samples} held-out words of 12 synthetic voices"
-    seen = [sample for batch in demo.inputs for sample in batch.samples]
+    seen = samples_of(demo.inputs)
     assert [sample.source_index for sample in seen] == words[0]["speakers"].tolist()
     assert len({(sample.source, sample.source_index) for sample in seen}) == 12
     assert [sample.index for sample in seen] == list(range(len(words[1]["words"])))

@@ -1,9 +1,9 @@
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from loads import options_with, samples_of
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
@@ -12,13 +12,8 @@ from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.vision import _timm_preprocessing
 
 
-def image_files(root, preprocessing, options):
-    return image_inputs(preprocessing, replace(options, data=str(root)))
-
-
-@pytest.fixture
-def timm_preprocessing(tiny_vit):
-    return _timm_preprocessing(tiny_vit)
+def image_files(root, preprocessing=None, **changes):
+    return image_inputs(preprocessing or PLAIN, options_with(data=str(root), **changes))
 
 
 def to_pixels(image):
@@ -34,40 +29,37 @@ def tensors(inputs):
     return torch.cat([batch.args[0] for batch in inputs])
 
 
-def samples(inputs):
-    return [sample for batch in inputs for sample in batch.samples]
-
-
-def test_preprocessing_is_timms_own(pictures, tiny_vit, timm_preprocessing, options):
+def test_preprocessing_is_timms_own(pictures, tiny_vit):
     transform = create_transform(**resolve_data_config({}, model=tiny_vit))
     expected = [transform(Image.open(pictures / name).convert("RGB")) for name in ("a.png", "b/c.JPG", "b/d.png")]
-    inputs = image_files(pictures, timm_preprocessing, options())
-    assert torch.equal(tensors(inputs), torch.stack(expected))
+    assert torch.equal(tensors(image_files(pictures, _timm_preprocessing(tiny_vit))), torch.stack(expected))
 
 
-def test_a_folder_in_order_with_each_file_a_source(pictures, options):
-    inputs = image_files(pictures, PLAIN, options(batch_size=2))
+def test_a_folder_in_order_with_each_file_a_source(pictures):
+    inputs = image_files(pictures, batch_size=2)
     assert [len(batch.samples) for batch in inputs] == [1, 2], "the second of four files is damaged"
-    seen = samples(inputs)
-    assert [sample.source for sample in seen] == ["a.png", "b/c.JPG", "b/d.png"]
-    assert [(sample.source_index, sample.index) for sample in seen] == [(0, 0), (2, 2), (3, 3)]
+    seen = [(sample.source, sample.source_index, sample.index) for sample in samples_of(inputs)]
+    assert seen == [("a.png", 0, 0), ("b/c.JPG", 2, 2), ("b/d.png", 3, 3)]
+    single = image_files(pictures / "b" / "d.png")
+    assert [sample.source for sample in samples_of(single)] == ["d.png"]
+    assert single.description == f"{pictures}/b/d.png: 1 image"
 
 
-def test_what_a_capture_keeps_in_the_folder_does_not_make_it_another_data_set(pictures, options):
+def test_what_a_capture_keeps_in_the_folder_does_not_make_it_another_data_set(pictures):
     """``normscope capture --data . -o seen.safetensors``: going on, it finds its checkpoint among the images."""
     kept = pictures / "seen.safetensors.checkpoint"
     kept.mkdir()
     for path in (kept / "0.safetensors", pictures / ".seen.safetensors.abcdefgh.safetensors"):
         path.touch()
-    inputs = image_files(pictures, PLAIN, options())
+    inputs = image_files(pictures)
     (kept / "0.safetensors").unlink()
     kept.rmdir()
     (pictures / ".seen.safetensors.abcdefgh.safetensors").unlink()
-    assert inputs.description == image_files(pictures, PLAIN, options()).description
+    assert inputs.description == image_files(pictures).description
 
 
-def test_unreadable_and_other_files_are_named_and_counted(pictures, options):
-    inputs = image_files(pictures, PLAIN, options())
+def test_unreadable_and_other_files_are_named_and_counted(pictures):
+    inputs = image_files(pictures)
     assert inputs.description == f"{pictures}: 4 images (2 other files left out)"
     for _ in range(2):
         list(inputs)
@@ -76,13 +68,13 @@ def test_unreadable_and_other_files_are_named_and_counted(pictures, options):
         assert inputs.description == f"{pictures}: 4 images (1 unreadable, 2 other files left out)"
 
 
-def test_links_to_nothing_are_unreadable(tmp_path, options):
+def test_links_to_nothing_are_unreadable(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     (tmp_path / "b.png").symlink_to("gone.png")
     (tmp_path / "c.png").symlink_to("c.png")  # in a circle
     (tmp_path / "folder").symlink_to("gone")
     (tmp_path / ".#a.png").symlink_to("an-editor@host.123")
-    inputs = image_files(tmp_path, PLAIN, options())
+    inputs = image_files(tmp_path)
     assert inputs.description == f"{tmp_path}: 3 images (1 other file left out)"
     assert len(tensors(inputs)) == 1
     assert inputs.unreadable == [
@@ -92,39 +84,33 @@ def test_links_to_nothing_are_unreadable(tmp_path, options):
     assert inputs.description == f"{tmp_path}: 3 images (2 unreadable, 1 other file left out)"
     (tmp_path / "a.png").unlink()
     with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is b.png: a link to gone.png"):
-        list(image_files(tmp_path, PLAIN, options()))
+        list(image_files(tmp_path))
 
 
-def test_images_are_opened_batch_by_batch(tmp_path, options, monkeypatch):
+def test_images_are_opened_batch_by_batch(tmp_path, monkeypatch):
     for number in range(10):
         Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.png")
     opened = []
     real_open = Image.open
     monkeypatch.setattr(Image, "open", lambda path, **kwargs: opened.append(path) or real_open(path, **kwargs))
-    batches = iter(image_files(tmp_path, PLAIN, options(batch_size=3)))
+    batches = iter(image_files(tmp_path, batch_size=3))
     next(batches)
     assert len(opened) == 3
 
 
-def test_a_single_file(pictures, options):
-    inputs = image_files(pictures / "b" / "d.png", PLAIN, options())
-    assert [sample.source for sample in samples(inputs)] == ["d.png"]
-    assert inputs.description == f"{pictures}/b/d.png: 1 image"
-
-
-def test_camera_orientation_is_applied(tmp_path, options):
+def test_camera_orientation_is_applied(tmp_path):
     pixels = torch.randint(0, 256, (3, 5, 3), dtype=torch.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: rotate by 90° clockwise to see the scene upright
     Image.fromarray(pixels.numpy()).save(tmp_path / "turned.png", exif=exif)
-    seen = tensors(image_files(tmp_path, PLAIN, options()))
+    seen = tensors(image_files(tmp_path))
     assert torch.equal(seen[0], torch.rot90(pixels.movedim(-1, 0).float(), k=-1, dims=(1, 2)))
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "LA", "1", "I;16"])
-def test_every_mode_becomes_rgb(tmp_path, options, mode):
+def test_every_mode_becomes_rgb(tmp_path, mode):
     Image.new(mode, (4, 4)).save(tmp_path / "image.tiff")
-    assert tensors(image_files(tmp_path, PLAIN, options())).shape == (1, 3, 4, 4)
+    assert tensors(image_files(tmp_path)).shape == (1, 3, 4, 4)
 
 
 RAMP = np.arange(2**16).reshape(256, 256)
@@ -140,54 +126,46 @@ RAMP = np.arange(2**16).reshape(256, 256)
         ("i4", "tiff", "I"),
     ],
 )
-def test_16_bits_are_scaled_to_8(tmp_path, options, dtype, suffix, mode):
+def test_16_bits_are_scaled_to_8(tmp_path, dtype, suffix, mode):
     path = tmp_path / f"ramp.{suffix}"
     Image.fromarray(RAMP.astype(dtype)).save(path)
     with Image.open(path) as image:
         assert image.mode == mode
     for target in ("RGB", "L"):
-        seen = tensors(image_files(path, Preprocessing(target, to_pixels), options()))
+        seen = tensors(image_files(path, Preprocessing(target, to_pixels)))
         assert torch.equal(seen[0, 0], torch.from_numpy(np.rint(RAMP / 257)).float())
 
 
 @pytest.mark.filterwarnings("error")
-def test_32_bits_are_unreadable(tmp_path, options):
+def test_32_bits_are_unreadable(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
-    deep = {
-        "beyond_16_bits": RAMP.astype("i4") * 2,
-        "negative": -RAMP.astype("i4"),
-        "unit": (RAMP / 65535).astype("f4"),
-    }
+    deep = {"beyond_16_bits": RAMP.astype("i4") * 2, "negative": -RAMP.astype("i4")}
+    deep["unit"] = (RAMP / 65535).astype("f4")
     deep |= {name: np.full((4, 4), name, "f4") for name in ("nan", "inf")}
     for name, pixels in deep.items():
         Image.fromarray(pixels).save(tmp_path / f"{name}.tiff")
-    inputs = image_files(tmp_path, PLAIN, options())
-    assert len(samples(inputs)) == 1
+    inputs = image_files(tmp_path)
+    assert len(samples_of(inputs)) == 1
     assert inputs.unreadable == [f"{name}.tiff: 32-bit pixels have no defined white point" for name in sorted(deep)]
 
 
-def test_decompression_bomb_is_unreadable(pictures, options, monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    inputs = image_files(pictures / "a.png", PLAIN, options())
-    with pytest.raises(DataError, match="decompression bomb"):
-        list(inputs)
-
-
-def test_postscript_is_not_run(tmp_path, options):
+def test_decompression_bombs_are_unreadable_and_postscript_is_not_run(tmp_path, pictures, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="decompression bomb"):
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+        list(image_files(pictures / "a.png"))
     Image.new("RGB", (4, 4)).save(tmp_path / "program.eps")
     (tmp_path / "program.eps").rename(tmp_path / "program.png")
     with pytest.raises(DataError, match=r"program.png: not an image that Pillow can read"):
-        list(image_files(tmp_path, PLAIN, options()))
+        list(image_files(tmp_path / "program.png"))
 
 
-def test_nothing_that_could_be_an_image(tmp_path, options):
-    with pytest.raises(DataError, match="holds no image, only 0 other files"):
-        image_files(tmp_path, PLAIN, options())
-    (tmp_path / "notes.txt").write_text("no image")
-    with pytest.raises(DataError, match="holds no image, only 1 other file"):
-        image_files(tmp_path, PLAIN, options())
+def test_nothing_that_could_be_an_image(tmp_path):
+    for number, others in enumerate(("0 other files", r"1 other file\."), start=1):
+        with pytest.raises(DataError, match=f"holds no image, only {others}"):
+            image_files(tmp_path)
+        (tmp_path / f"{number}.txt").write_text("no image")
     with pytest.raises(DataError, match="There is no file or folder"):
-        image_files(tmp_path / "missing", PLAIN, options())
+        image_files(tmp_path / "missing")
 
 
 def test_crops_are_squares_of_one_source(options):
@@ -196,16 +174,17 @@ def test_crops_are_squares_of_one_source(options):
     assert sizes.shape == (8, 2)
     assert torch.equal(sizes[:, 0], sizes[:, 1])
     assert 0.4 * 512 <= sizes.min() < sizes.max() <= 512
-    assert {(sample.source, sample.source_index) for sample in samples(inputs)} == {("grace_hopper.jpg", 0)}
-    assert [sample.index for sample in samples(inputs)] == list(range(8))
+    assert {(sample.source, sample.source_index) for sample in samples_of(inputs)} == {("grace_hopper.jpg", 0)}
+    assert [sample.index for sample in samples_of(inputs)] == list(range(8))
     assert inputs.description == "8 crops of grace_hopper.jpg (seed 0)"
 
 
-def test_crops_follow_the_seed_and_fewer_are_the_first(timm_preprocessing, options):
-    crops = tensors(image_inputs(timm_preprocessing, options()))
-    assert torch.equal(tensors(image_inputs(timm_preprocessing, options(limit=3))), crops[:3])
-    assert torch.equal(tensors(image_inputs(timm_preprocessing, options(limit=100))), crops)
-    assert not torch.equal(tensors(image_inputs(timm_preprocessing, options(seed=1))), crops)
+def test_crops_follow_the_seed_and_fewer_are_the_first(tiny_vit, options):
+    crops, few, many, others = (
+        tensors(image_inputs(_timm_preprocessing(tiny_vit), options(**changes)))
+        for changes in ({}, {"limit": 3}, {"limit": 100}, {"seed": 1})
+    )
+    assert torch.equal(few, crops[:3]) and torch.equal(many, crops) and not torch.equal(others, crops)
 
 
 def test_crops_without_matplotlib(options, monkeypatch):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler
+from loads import samples_of
 from safetensors.torch import save_file
 
 from normscope.errors import DataError, UsageError
@@ -14,14 +15,10 @@ SPACE = LatentSpace(channels=4, size=8, classes=5)
 LATENTS = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
-def scheduler():
-    return DDIMScheduler(clip_sample=False)
-
-
 @pytest.fixture
 def read(options):
     def make(path, **changes):
-        return read_latents(path, SPACE, scheduler(), options(data=str(path), **changes))
+        return read_latents(path, SPACE, DDIMScheduler(clip_sample=False), options(data=str(path), **changes))
 
     return make
 
@@ -60,14 +57,10 @@ def test_latents_are_noised_as_in_training(read, array):
 def test_each_latent_is_a_source_at_every_timestep(read, array):
     inputs = read(array, batch_size=4, limit=5, timesteps="980,0")
     batches = list(inputs)
-    assert [(batch.part, len(batch.samples)) for batch in batches] == [
-        ("timestep 980", 4),
-        ("timestep 0", 4),
-        ("timestep 980", 1),
-        ("timestep 0", 1),
-    ]
+    assert [batch.part for batch in batches] == ["timestep 980", "timestep 0"] * 2
+    assert [len(batch.samples) for batch in batches] == [4, 4, 1, 1]
     assert [batch.kwargs["timestep"].unique().tolist() for batch in batches] == [[980], [0], [980], [0]]
-    seen = [sample for batch in batches for sample in batch.samples]
+    seen = samples_of(batches)
     assert {(sample.source, sample.source_index) for sample in seen} == {(f"latent {i}", i) for i in range(5)}
     assert len({sample.index for sample in seen}) == inputs.n_samples == 10
     assert inputs.description == f"{array}: the first 5 of 6 latents with noise (seed 0, null class), timesteps 980, 0"
@@ -81,15 +74,10 @@ def test_classes_of_the_file(read, labelled):
     assert batch.kwargs["class_labels"].tolist() == [4, 3, 2, 1]
     assert batch.kwargs["class_labels"].dtype == torch.int64
     assert batch.kwargs["hidden_states"].dtype == torch.float32
-    assert (
-        inputs.description
-        == f"{labelled}: the first 4 of 6 latents with noise (seed 0, classes of the file), timestep 0"
-    )
-
-
-def test_guidance_has_nothing_to_steer(read, array):
+    some = f"{labelled}: the first 4 of 6 latents"
+    assert inputs.description == f"{some} with noise (seed 0, classes of the file), timestep 0"
     with pytest.raises(UsageError, match=r"Guidance \(4\) steers the model's own trajectories"):
-        read(array, guidance=4.0)
+        read(labelled, guidance=4.0)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +103,7 @@ def test_arrays_that_are_no_latents(read, tmp_path, value, sentence):
 @pytest.mark.parametrize(
     ("labels", "sentence"),
     [
+        (torch.zeros(9, dtype=torch.long), "one for each of the 2 latents"),
         (torch.tensor([0, 6]), r"class_labels in .* go from 0 to 6; the model has classes from 0 to 4, and 5 for none"),
         (torch.tensor([-1, 0]), "class_labels in .* go from -1 to 0"),
         (torch.tensor([0.0, 1.0]), r"class_labels in .* are float32 of shape \(2,\); they have to be integers"),
@@ -124,16 +113,9 @@ def test_arrays_that_are_no_latents(read, tmp_path, value, sentence):
 )
 def test_labels_that_are_none(read, tmp_path, labels, sentence):
     save_file({"latents": LATENTS[:2].clone(), "class_labels": labels}, tmp_path / "wrong.safetensors")
-    with pytest.raises(DataError, match=sentence):
-        read(tmp_path / "wrong.safetensors")
-
-
-def test_a_file_with_more_labels_than_latents_is_refused_under_a_limit_too(read, tmp_path):
-    save_file(
-        {"latents": LATENTS.clone(), "class_labels": torch.zeros(9, dtype=torch.long)}, tmp_path / "a.safetensors"
-    )
-    with pytest.raises(DataError, match="one for each of the 6 latents"):
-        read(tmp_path / "a.safetensors", limit=2)
+    for limit in (None, 1):
+        with pytest.raises(DataError, match=sentence):
+            read(tmp_path / "wrong.safetensors", limit=limit)
 
 
 def test_files_that_are_none_of_latents(read, tmp_path):

@@ -4,44 +4,35 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loads import options_with
 from PIL import Image
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Sample
 from normscope.inputs.chunks import ALL, Done, LeftOut, Share
-from normscope.inputs.loaded_model import LoadOptions
 from normscope.loading import load
 from normscope.models.inputs.images import Preprocessing, image_inputs
 from normscope.models.inputs.numbered_inputs import TensorInputs, number_of_workers
 
 
-def image_files(root, preprocessing, options):
-    return image_inputs(preprocessing, replace(options, data=str(root)))
-
-
-def made(**changes):
-    defaults = {"weights": "random", "data": None, "limit": None, "batch_size": 8, "seed": 0}
-    return LoadOptions(**(defaults | {"device": torch.device("cpu"), "dtype": torch.float32} | changes))
+def image_files(root, transform, **changes):
+    return image_inputs(Preprocessing("RGB", transform), options_with(data=str(root), **changes))
 
 
 def numbers_as_inputs(n, **changes):
     tensors = [torch.tensor([float(number)]) for number in range(n)]
     samples = [Sample(f"number {number}", number, number) for number in range(n)]
-    return TensorInputs(tensors, samples, f"{n} numbers", made(**changes))
+    return TensorInputs(tensors, samples, f"{n} numbers", options_with(**changes))
 
 
 def to_pixels(image):
     return torch.from_numpy(np.asarray(image).copy()).movedim(-1, 0).float()
-
-
-PLAIN = Preprocessing("RGB", to_pixels)
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +54,11 @@ def numbers_in(batch):
 
 def contents(inputs, share=ALL):
     """List everything that a share's chunks hold, in values that compare."""
-    return [
-        (
-            list(chunk.numbers),
-            [(batch.samples, batch.part, [tensor.tolist() for tensor in tensors_in(batch)]) for batch in chunk.batches],
-            chunk.unreadable,
-            chunk.cut,
-        )
-        for chunk in inputs.chunks(share)
-    ]
-
-
-def tensors_in(batch):
-    return [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, torch.Tensor)]
+    listed = []
+    for chunk in inputs.chunks(share):
+        batches = [(batch.samples, batch.part, [tensor.tolist() for tensor in batch.args]) for batch in chunk.batches]
+        listed.append((list(chunk.numbers), batches, chunk.unreadable, chunk.cut))
+    return listed
 
 
 _some = st.integers(1, 40)
@@ -116,7 +99,7 @@ def test_the_shares_are_every_input_that_is_left_once_in_the_same_batches(
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 def test_workers_read_the_same_and_leave_the_random_state_alone(folder, workers, shuffle):
     def inputs(**changes):
-        return image_files(folder, PLAIN, made(batch_size=7, limit=50, shuffle=shuffle, **changes))
+        return image_files(folder, to_pixels, batch_size=7, limit=50, shuffle=shuffle, **changes)
 
     expected, ours = inputs(), inputs(workers=workers)
     before = torch.get_rng_state()
@@ -129,7 +112,7 @@ def test_workers_read_the_same_and_leave_the_random_state_alone(folder, workers,
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_of_a_folder_with_damaged_images_all_others_come(folder, ranks):
-    inputs, together, seen, chunks = image_files(folder, PLAIN, made(batch_size=16)), LeftOut(), [], {}
+    inputs, together, seen, chunks = image_files(folder, to_pixels, batch_size=16), LeftOut(), [], {}
     for rank in range(ranks):
         for chunk in inputs.chunks(Share(rank, ranks)):
             assert len(chunk.batches) == 1
@@ -147,11 +130,11 @@ def test_of_a_folder_with_damaged_images_all_others_come(folder, ranks):
 
 
 def test_a_chunk_that_cannot_be_read_has_no_batch(folder):
-    inputs = image_files(folder, PLAIN, made(batch_size=1, limit=2))
+    inputs = image_files(folder, to_pixels, batch_size=1, limit=2)
     first, second = inputs.chunks(ALL)
     assert (list(first.batches), list(first.unreadable)) == ([], [0])
     assert numbers_in(second.batches[0]) == [1]
-    alone = image_files(folder, PLAIN, made(limit=1))
+    alone = image_files(folder, to_pixels, limit=1)
     for read in (alone.first_sample, lambda: list(alone)):
         with pytest.raises(DataError, match=r"None of the 1 file tried at .* The first is 000\.png: "):
             read()
@@ -159,35 +142,28 @@ def test_a_chunk_that_cannot_be_read_has_no_batch(folder):
 
 
 def test_descriptions_say_what_was_drawn(folder):
-    def described(**changes):
-        return image_files(folder, PLAIN, made(**changes)).description.removeprefix(f"{folder}: ")
-
-    assert described(limit=20, shuffle=True, seed=3) == "20 of 300 images, drawn with seed 3"
-    assert described(shuffle=True) == "300 images, shuffled with seed 0"
-    assert described(limit=20) == "the first 20 of 300 images"
+    for changes, description in (
+        ({"limit": 20, "shuffle": True, "seed": 3}, "20 of 300 images, drawn with seed 3"),
+        ({"shuffle": True}, "300 images, shuffled with seed 0"),
+        ({"limit": 20}, "the first 20 of 300 images"),
+    ):
+        assert image_files(folder, to_pixels, **changes).description == f"{folder}: {description}"
     assert numbers_as_inputs(9, limit=4, shuffle=True).description == "4 of 9 numbers, drawn with seed 0"
 
 
 def test_the_batch_size_can_be_set_except_where_it_is_one():
-    inputs = numbers_as_inputs(10, batch_size=8)
-    sizes = []
-    for batch_size in (3, 10):
+    inputs = numbers_as_inputs(10, batch_size=4)
+    chunks = inputs.chunks(ALL)
+    assert next(chunks).numbers == [0, 1, 2, 3]
+    for batch_size, sizes in {3: [3, 3, 3, 1], 10: [10]}.items():
         inputs.batch_size = batch_size
-        sizes.append([len(batch.samples) for batch in inputs])
-    assert sizes == [[3, 3, 3, 1], [10]]
+        assert [len(batch.samples) for batch in inputs] == sizes
+    assert [chunk.numbers for chunk in chunks] == [[4, 5, 6, 7], [8, 9]], "a running iteration goes on as it began"
     words = load("demo_wav2vec2", device="cpu", limit=3)
     for spoken in (words.inputs, words.calibration):
         spoken.batch_size = 8
         assert spoken.batch_size == 1
         assert [len(batch.samples) for batch in spoken] == [1, 1, 1]
-
-
-def test_setting_the_batch_size_leaves_a_running_iteration_alone():
-    inputs = numbers_as_inputs(10, batch_size=4)
-    chunks = inputs.chunks(ALL)
-    assert next(chunks).numbers == [0, 1, 2, 3]
-    inputs.batch_size = 1
-    assert [chunk.numbers for chunk in chunks] == [[4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -206,14 +182,14 @@ def test_setting_the_batch_size_leaves_a_running_iteration_alone():
 def test_how_many_workers(monkeypatch, asked, chunks, device, local, expected):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(14)))
-    assert number_of_workers(made(workers=asked, device=torch.device(device)), chunks) == expected
+    assert number_of_workers(options_with(workers=asked, device=torch.device(device)), chunks) == expected
 
 
 def test_workers_where_there_is_no_fork(monkeypatch):
     monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
-    assert number_of_workers(made(device=torch.device("cuda")), 10) == 0
+    assert number_of_workers(options_with(device=torch.device("cuda")), 10) == 0
     with pytest.raises(UsageError, match="workers is 2, and this system cannot fork"):
-        number_of_workers(made(workers=2), 10)
+        number_of_workers(options_with(workers=2), 10)
 
 
 @pytest.mark.slow
@@ -223,7 +199,7 @@ def test_a_worker_that_is_killed_is_a_sentence_and_none_is_left(folder):
 
     handler = signal.getsignal(signal.SIGCHLD)
     with pytest.raises(DataError, match=r"A process that reads inputs has ended before its work: DataLoader worker"):
-        list(image_files(folder, Preprocessing("RGB", kill), made(workers=1)))
+        list(image_files(folder, kill, workers=1))
     assert signal.getsignal(signal.SIGCHLD) is handler, "it would raise anywhere, at the end of any child"
 
 

@@ -1,16 +1,18 @@
 """A tiny PixArt pipeline in a folder that diffusers writes: its calls against those that a hook of ours sees."""
 
-import json
+import re
 import shutil
 
 import pytest
 import torch
 from accelerate.utils import modeling
 from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline, PixArtAlphaPipeline, PixArtTransformer2DModel
+from loads import change_json, result_of, samples_of
 from safetensors.torch import load_file, save_file
 
 import normscope
 from normscope.errors import MemoryEndedError, ModelError, UsageError
+from normscope.inputs.batch import Batch
 from normscope.inputs.chunks import ALL, Share
 from normscope.loading import load
 from normscope.models.diffusion import OTHERWISE, PROMPTS
@@ -23,24 +25,11 @@ WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 def saved(t5, tmp_path_factory):
     folder, (tokenizer, text) = tmp_path_factory.mktemp("pixart"), t5
     torch.manual_seed(3)
-    transformer = PixArtTransformer2DModel(
-        sample_size=32,
-        patch_size=4,
-        num_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=3,
-        caption_channels=16,
-        cross_attention_dim=24,
-        in_channels=4,
-        out_channels=8,
-    )
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(4,) * 4,
-        norm_num_groups=1,
-        latent_channels=4,
-    )
+    sizes = {"sample_size": 32, "patch_size": 4, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 3}
+    channels = {"caption_channels": 16, "cross_attention_dim": 24, "in_channels": 4, "out_channels": 8}
+    transformer = PixArtTransformer2DModel(**sizes, **channels)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    vae = AutoencoderKL(**blocks, block_out_channels=(4,) * 4, norm_num_groups=1, latent_channels=4)
     encoder = transformers.T5EncoderModel(text)
     PixArtAlphaPipeline(tokenizer, encoder, vae, transformer, DDIMScheduler()).save_pretrained(folder)
     return folder
@@ -64,10 +53,8 @@ def test_batches_are_the_calls_of_the_pipeline_itself(saved, guidance):
         lambda _, args, kwargs: seen.append((args[0].clone(), kwargs)), with_kwargs=True
     )
     chosen = {} if guidance is None else {"guidance_scale": guidance}
-    pipeline(
-        PROMPTS[0], generator=torch.Generator().manual_seed(7), output_type="latent", clean_caption=False, **chosen
-    )
-
+    generator = torch.Generator().manual_seed(7)
+    pipeline(PROMPTS[0], generator=generator, output_type="latent", clean_caption=False, **chosen)
     model = loaded(saved, seed=7, guidance=guidance, timesteps=20)
     batches = list(model.inputs)
     assert len(batches) == len(seen) == 20
@@ -85,7 +72,7 @@ def test_each_prompt_is_a_source_and_each_timestep_a_part(saved):
     assert model.about["data"] == (
         "PixArtAlphaPipeline on 2 prompts in 20 steps (seed 0, its own guidance), timesteps 950, 0"
     )
-    samples = [sample for batch in model.inputs for sample in batch.samples]
+    samples = samples_of(model.inputs)
     assert [sample.source for sample in samples] == ["prompt 0"] * 4 + ["prompt 1"] * 4
     assert len({sample.index for sample in samples}) == 8
     seen = normscope.capture(model.module, model.inputs, verify=True, by_part=True)
@@ -126,15 +113,10 @@ def test_weights_that_do_not_fit(pixart):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"_class_name": ["pipeline", "MyPipeline"]},
-        {"text_encoder": ["my_code", "Encoder"]},
-        {"transformer": ["diffusers", "My"]},
-    ],
+    [{"_class_name": ["pipeline", "My"]}, {"text_encoder": ["my_code", "My"]}, {"transformer": ["diffusers", "My"]}],
 )
 def test_code_that_comes_along_is_not_run(pixart, changes):
-    index = json.loads((pixart / "model_index.json").read_text())
-    (pixart / "model_index.json").write_text(json.dumps(index | changes))
+    change_json(pixart / "model_index.json", **changes)
     with pytest.raises(ModelError, match="asks for code that is not diffusers' own"):
         loaded(pixart)
 
@@ -149,9 +131,8 @@ def test_what_does_not_apply(saved, tmp_path):
 def test_its_output_is_read_without_the_variances(saved):
     model = loaded(saved, timesteps="950,")
     (batch,) = model.inputs
-    with torch.no_grad():
-        record = model.module(**batch.kwargs | {"return_dict": True})
-        read = model.outputs.read(model.module(**batch.kwargs), batch)
+    record = result_of(model.module, Batch(kwargs=batch.kwargs | {"return_dict": True}))
+    read = model.outputs.read(result_of(model.module, batch), batch)
     assert model.outputs.kind == "prediction"
     assert record.sample.shape[1] == 8
     assert torch.equal(read, record.sample.chunk(2, dim=1)[0])  # as PixArtAlphaPipeline takes them apart
@@ -175,17 +156,29 @@ def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
     apart = loaded(saved, device="auto", device_map="auto")
     held = [tensor.is_meta for tensor in apart.module.parameters()]
     assert any(held) and not all(held)
-    files = []
-    for number, network in enumerate((whole, apart)):
-        seen = normscope.capture(network.module, network.inputs, about=network.about, verify=True)
-        normscope.save_capture(seen, tmp_path / f"{number}.safetensors")
-        files.append((tmp_path / f"{number}.safetensors").read_bytes())
-    assert files[0] == files[1]
+    path = tmp_path / "seen.safetensors"
+    files = set()
+    for network in (whole, apart):
+        normscope.save_capture(normscope.capture(network, verify=True), path)
+        files.add(path.read_bytes())
+    assert len(files) == 1
 
 
-def failing(model, at_call, error):
-    """Let a network raise at one of its calls, counted from 1."""
-    calls = []
+@pytest.mark.parametrize(
+    ("at_call", "error", "kind", "sentence"),
+    [
+        (
+            4,
+            ValueError("a head fell off.\nand more"),
+            ModelError,
+            f"A PixArtAlphaPipeline raised an error in step 3 of sampling for the prompt {PROMPTS[0]!r}: ValueError: a "
+            f"head fell off. {OTHERWISE}",
+        ),
+        (2, torch.OutOfMemoryError("no memory"), MemoryEndedError, "takes more memory as it samples than there is"),
+    ],
+)
+def test_an_error_in_the_middle_of_sampling_is_a_sentence(saved, at_call, error, kind, sentence):
+    model, calls = loaded(saved, timesteps="950,700"), []
 
     def before(*_):
         calls.append(1)
@@ -193,25 +186,9 @@ def failing(model, at_call, error):
             raise error
 
     model.module.proj_out.register_forward_pre_hook(before)
-
-
-def test_an_error_in_the_middle_of_sampling_is_a_sentence(saved):
-    model = loaded(saved, timesteps="950,700")
-    failing(model, 4, ValueError("a head fell off.\nand more"))
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(kind, match=re.escape(sentence)) as caught:
         list(model.inputs)
-    assert str(caught.value) == (
-        f"A PixArtAlphaPipeline raised an error in step 3 of sampling for the prompt {PROMPTS[0]!r}: ValueError: a "
-        f"head fell off. {OTHERWISE}"
-    )
-    assert isinstance(caught.value.__cause__, ValueError)
-
-
-def test_memory_that_ends_in_sampling_is_not_the_pipelines_mistake(saved):
-    model = loaded(saved, timesteps="950,700")
-    failing(model, 2, torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(MemoryEndedError, match="PixArtAlphaPipeline takes more memory as it samples than there is"):
-        list(model.inputs)
+    assert caught.value.__cause__ is error
 
 
 def test_a_pipeline_that_never_calls_its_transformer_is_refused(saved, monkeypatch):

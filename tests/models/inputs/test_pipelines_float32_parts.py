@@ -4,6 +4,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.utils import import_utils
+from loads import assert_same_weights
 
 import normscope
 from normscope.errors import ModelError
@@ -12,31 +13,15 @@ from normscope.models import diffusion
 
 transformers = pytest.importorskip("transformers")
 
-WAN = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 16,
-    "freq_dim": 16,
-    "ffn_dim": 16,
-    "num_layers": 2,
-    "rope_max_seq_len": 32,
-}
+WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "in_channels": 4, "out_channels": 4}
+PIXART = WAN | {"sample_size": 8, "caption_channels": 16, "cross_attention_dim": 24}
+WAN |= {"text_dim": 16, "freq_dim": 16, "ffn_dim": 16, "rope_max_seq_len": 32}
 TRANSFORMERS = {
     "WanTransformer3DModel": WAN,
     "ChronoEditTransformer3DModel": WAN,
     "SkyReelsV2Transformer3DModel": WAN,
     "WanVACETransformer3DModel": WAN | {"vace_layers": [0], "vace_in_channels": 12},
-    "PixArtTransformer2DModel": {  # which keeps nothing in float32
-        "sample_size": 8,
-        "num_layers": 1,
-        "attention_head_dim": 8,
-        "num_attention_heads": 2,
-        "caption_channels": 16,
-        "cross_attention_dim": 16,
-        "in_channels": 4,
-    },
+    "PixArtTransformer2DModel": PIXART,  # which keeps nothing in float32
 }
 
 
@@ -50,15 +35,9 @@ def wan(t5, tmp_path_factory):
     """A tiny Wan pipeline in a folder."""
     folder, (tokenizer, text) = tmp_path_factory.mktemp("wan"), t5
     torch.manual_seed(3)
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=3,
-        z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-    )
+    sizes = {"base_dim": 3, "z_dim": 4, "dim_mult": [1] * 4, "num_res_blocks": 1}
+    latents = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    vae = diffusers.AutoencoderKLWan(**sizes, **latents, temperal_downsample=[False, True, True])
     diffusers.WanPipeline(
         tokenizer=tokenizer,
         text_encoder=transformers.UMT5EncoderModel(transformers.UMT5Config(**text.to_diff_dict())),
@@ -68,11 +47,6 @@ def wan(t5, tmp_path_factory):
         transformer_2=None,
     ).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def without_accelerate(monkeypatch):
-    monkeypatch.setattr(import_utils, "_accelerate_available", False)
 
 
 def loaded(folder, **options):
@@ -87,30 +61,24 @@ def small(monkeypatch):
     sample = diffusers.WanPipeline.__call__
 
     def smaller(self, prompt=None, generator=None, output_type=None, guidance_scale=5.0):
-        return sample(
-            self,
-            prompt,
-            height=32,
-            width=32,
-            num_frames=1,
-            num_inference_steps=2,
-            guidance_scale=guidance_scale,
-            generator=generator,
-            output_type=output_type,
-            max_sequence_length=16,
-        )
+        given = {"generator": generator, "output_type": output_type, "guidance_scale": guidance_scale}
+        video = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 2, "max_sequence_length": 16}
+        return sample(self, prompt, **given, **video)
 
     monkeypatch.setattr(diffusers.WanPipeline, "__call__", smaller)
 
 
+def assert_loads(kind, folder):
+    module = made(kind)
+    module.save_pretrained(folder)
+    read, provenance = diffusion._pretrained_in("this", type(module), folder.parent, folder)
+    assert provenance.kind == "file" and "converted" not in provenance.description
+    assert_same_weights(read, module)
+
+
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_every_class_loads_with_the_weights_that_were_saved(kind, tmp_path):
-    module = made(kind)
-    module.save_pretrained(tmp_path)
-    read, provenance = diffusion._pretrained_in("this", type(module), tmp_path.parent, tmp_path)
-    assert provenance.kind == "file" and "converted" not in provenance.description
-    assert read.state_dict().keys() == module.state_dict().keys()
-    assert all(torch.equal(value, module.state_dict()[key]) for key, value in read.state_dict().items())
+    assert_loads(kind, tmp_path)
 
 
 def test_wan_is_captured(wan, small):
@@ -133,19 +101,11 @@ def test_in_bfloat16_wan_has_the_dtypes_that_diffusers_gives_it(wan, small, weig
     assert set(seen.about["dtype"].split(" and ")) == {"float32", "bfloat16"}
 
 
-def test_without_accelerate_a_sentence_says_what_to_install(wan, without_accelerate):
+def test_without_accelerate_only_parts_in_float32_of_saved_weights_are_refused(wan, small, monkeypatch, tmp_path):
+    monkeypatch.setattr(import_utils, "_accelerate_available", False)
+    assert_loads("PixArtTransformer2DModel", tmp_path)
     with pytest.raises(ModelError, match=r"keep_in_fp32_modules.* pip install 'normscope\[accelerate\]'"):
         loaded(wan)
-
-
-def test_without_accelerate_what_keeps_nothing_in_float32_loads(without_accelerate, tmp_path):
-    module = made("PixArtTransformer2DModel")
-    module.save_pretrained(tmp_path)
-    read, _ = diffusion._pretrained_in("this", type(module), tmp_path.parent, tmp_path)
-    assert all(torch.equal(value, module.state_dict()[key]) for key, value in read.state_dict().items())
-
-
-def test_without_accelerate_wan_runs_with_random_weights(wan, small, without_accelerate):
     network = loaded(wan, weights="random")
     assert network.inputs.pipeline.transformer is network.module
     assert normscope.capture(network.module, network.inputs).n_samples > 0

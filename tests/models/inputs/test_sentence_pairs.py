@@ -4,6 +4,7 @@ import csv
 
 import pytest
 import torch
+from loads import samples_of
 
 from normscope.errors import DataError
 from normscope.inputs.held_out import learned_and_held_out
@@ -42,28 +43,19 @@ def test_tabs_and_commas_with_and_without_a_header(written, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
-        (
-            "a.tsv",
-            "a\tb\t1\nc\td\n",
-            r"Line 2 of '.*a\.tsv' is no pair of sentences; a line is sentence1, sentence2, score",
-        ),
+        ("a.tsv", "a\tb\t1\nc\td\n", r"Line 2 of '.*a\.tsv' is no pair of sentences; a line is sentence1, sentence2"),
         ("a.tsv", "a\tb\tgood\n", "Line 1 of .* the last of them a number. To read lines as texts, name a .txt file"),
         ("a.tsv", "a\tb\tnan\n", "Line 1 of"),
         ("a.tsv", "a\t \t3\n", "Line 1 of"),
         ("a.csv", "sentence1,sentence2,score\na,b,3\na,b,3,4\n", "Line 3 of"),
         ("a.csv", "sentence1,sentence2,score\n\n", "holds no pair of sentences"),
         ("a.tsv", "", "holds no pair of sentences"),
+        ("a.tsv", "Käse\tbrie\t1\n", r"a\.tsv' cannot be read as pairs of sentences: not UTF-8"),
     ],
 )
 def test_what_is_no_pair_is_named(written, name, text, why):
     with pytest.raises(DataError, match=why):
-        read_pairs(written(name, text))
-
-
-def test_what_is_not_utf_8(tmp_path):
-    (tmp_path / "a.tsv").write_bytes("Käse\tbrie\t1\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"a\.tsv' cannot be read as pairs of sentences: not UTF-8"):
-        read_pairs(tmp_path / "a.tsv")
+        read_pairs(written(name, text, "latin-1"))
 
 
 def test_both_sentences_are_in_one_batch_and_one_part(written, options):
@@ -74,9 +66,9 @@ def test_both_sentences_are_in_one_batch_and_one_part(written, options):
     assert [sample.label for batch in batches for sample in batch.samples] == [n for n in range(5) for _ in range(2)]
     assert batches[0].kwargs["input_ids"][:2].tolist() == [[97, 0, 0, 0, 0, 0], [97] * 6]
     assert "the first 5 of 6 pairs of sentences (5 cut to 6 tokens)" in inputs.description
-    assert list(inputs.known_samples()) == [sample for batch in batches for sample in batch.samples]
+    assert list(inputs.known_samples()) == samples_of(batches)
     _, held_out = learned_and_held_out(inputs)
-    first, second = [sample.index for batch in held_out for sample in batch.samples]
+    first, second = [sample.index for sample in samples_of(held_out)]
     assert first % 2 == 0 and second == first + 1  # a pair is held out whole
     assert len(next(iter(SentencePairs(path, READING, options(batch_size=1)))).samples) == 2
 

@@ -2,6 +2,7 @@ import hashlib
 
 import pytest
 import torch
+from loads import samples_of
 
 from normscope.errors import DataError
 from normscope.models.inputs.text import Reading, padded, text_inputs
@@ -20,10 +21,6 @@ def as_keywords(ids, mask):
 
 
 READING = Reading(of_bytes, as_keywords, longest=8, pad_id=7)
-
-
-def samples_of(inputs):
-    return [sample for batch in inputs for sample in batch.samples]
 
 
 def texts_of(inputs):
@@ -52,10 +49,8 @@ def test_lines_of_a_file(tmp_path, options):
     path.write_bytes("\ufeffone\r\n\n  \t\n\u3000\n  two\nnothing\nlong enough\n".encode() + b"\xff\xfe\nlast")
     inputs = text_inputs(READING, options(data=str(path)))
     assert texts_of(inputs) == ["one", "  two", "long eno", "last"]
-    assert inputs.unreadable == [
-        "lines.txt line 6: the tokenizer leaves nothing of it",
-        "lines.txt line 8: not UTF-8",
-    ]
+    nothing = "lines.txt line 6: the tokenizer leaves nothing of it"
+    assert inputs.unreadable == [nothing, "lines.txt line 8: not UTF-8"]
     assert inputs.n_samples == 6
     samples = samples_of(inputs)
     assert [sample.source for sample in samples] == [f"lines.txt line {number}" for number in (1, 5, 7, 9)]
@@ -74,9 +69,8 @@ def test_files_of_a_folder_are_sources(tmp_path, options):
     inputs = text_inputs(READING, options(data=str(tmp_path), batch_size=2))
     assert texts_of(inputs) == ["b1", "b2", "a1"]
     samples = samples_of(inputs)
-    assert [sample.source for sample in samples] == ["b.txt", "b.txt", "sub/a.MD"]
-    assert [sample.source_index for sample in samples] == [0, 0, 2]
-    assert [sample.index for sample in samples] == [0, 1, 2]
+    seen = [(sample.source, sample.source_index, sample.index) for sample in samples]
+    assert seen == [("b.txt", 0, 0), ("b.txt", 0, 1), ("sub/a.MD", 2, 2)]
     assert inputs.description == f"{tmp_path}: 3 texts (1 other file left out)"
     listing = b"".join(
         f"{name}\0{(tmp_path / name).stat().st_size}\0".encode() for name in ("b.txt", "empty.txt", "sub/a.MD")
@@ -91,10 +85,8 @@ def test_files_that_cannot_be_opened_are_left_out_and_named(tmp_path, options):
     inputs = text_inputs(READING, options(data=str(tmp_path)))
     (tmp_path / "a.txt").unlink()
     assert texts_of(inputs) == ["b1"]
-    assert inputs.unreadable == [
-        "a.txt: No such file or directory",
-        "c.txt: a link to gone.txt, which does not exist",
-    ]
+    gone = "a link to gone.txt, which does not exist"
+    assert inputs.unreadable == ["a.txt: No such file or directory", f"c.txt: {gone}"]
 
 
 def test_files_without_a_text(tmp_path, options):
@@ -115,8 +107,7 @@ def test_files_without_a_text(tmp_path, options):
 def test_padding():
     batch = padded([[1, 2, 3], [4]], READING)
     assert batch.kwargs["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
-    assert batch.kwargs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert batch.valid.tolist() == [[True, True, True], [True, False, False]]
+    assert batch.kwargs["attention_mask"].tolist() == batch.valid.int().tolist() == [[1, 1, 1], [1, 0, 0]]
     assert bool(padded([[1, 2], [3, 4]], READING).valid.all())
     multiple = padded([[1, 2, 3], [4]], Reading(of_bytes, as_keywords, multiple=4))
     assert multiple.valid.sum(1).tolist() == [3, 1]
@@ -126,9 +117,8 @@ def test_padding():
 def test_any_text_is_found_again_in_any_order_and_by_any_worker(tmp_path, options):
     numbers = torch.Generator().manual_seed(3)
     for name in "abc":
-        words = [
-            chr(97 + int(n)) * int(n % 8 + 1) if n < 26 else "" for n in torch.randint(0, 40, (40,), generator=numbers)
-        ]
+        drawn = torch.randint(0, 40, (40,), generator=numbers).tolist()
+        words = [chr(97 + n) * (n % 8 + 1) if n < 26 else "" for n in drawn]
         (tmp_path / f"{name}.txt").write_text("\n".join(words) + "\n")
     (tmp_path / "b.txt").write_bytes(b"\xff\n" + (tmp_path / "b.txt").read_bytes())
     lines = [

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
+from loads import result_of, samples_of
 
 import normscope
 from normscope.errors import ModelError, UsageError
@@ -26,6 +27,14 @@ def tiny_dit(**changes):
 
 def dit_scheduler():
     return DDIMScheduler(num_train_timesteps=1000, clip_sample=False)
+
+
+def latents_of(inputs):
+    return [batch.kwargs["hidden_states"] for batch in inputs]
+
+
+def ends_of(inputs):
+    return torch.cat([latents for _, latents in inputs.ends()])
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +86,23 @@ def latents_of_the_pipeline(dit, labels, guidance, seed, scheduler):
     return seen, pipeline.vae.latents
 
 
-@pytest.mark.parametrize("guidance", [4.0, 1.5, 1.0])
-def test_every_call_is_that_of_diffusers_own_pipeline(dit, trajectories, guidance):
-    trajectories = trajectories(guidance=guidance, number=3, seed=5, timesteps=50)
+@pytest.mark.parametrize(
+    ("guidance", "channels", "settings"),
+    [
+        *((guidance, 8, {"num_train_timesteps": 1000}) for guidance in (4.0, 1.5, 1.0)),
+        (2.0, 4, {"prediction_type": "v_prediction"}),  # 4: without learned variances
+        (2.0, 4, {"prediction_type": "sample", "clip_sample": True}),
+        (2.0, 4, {"timestep_spacing": "trailing", "beta_schedule": "squaredcos_cap_v2"}),
+        (2.0, 4, {"steps_offset": 1, "set_alpha_to_one": False}),
+    ],
+)
+def test_every_call_is_that_of_diffusers_own_pipeline(options, guidance, channels, settings):
+    dit, settings = tiny_dit(out_channels=channels), {"clip_sample": False} | settings
+    chosen = options(seed=5, timesteps=50)
+    trajectories = from_noise(SPACE, DDIMScheduler(**settings), chosen, guidance=guidance, trajectories=3)(dit)
     ours = list(trajectories)
     theirs, result = latents_of_the_pipeline(
-        dit, trajectories.labels.tolist(), guidance, seed=5, scheduler=dit_scheduler()
+        dit, trajectories.labels.tolist(), guidance, seed=5, scheduler=DDIMScheduler(**settings)
     )
     assert len(ours) == len(theirs) == 50
     ((samples, ends),) = trajectories.ends()
@@ -95,39 +115,10 @@ def test_every_call_is_that_of_diffusers_own_pipeline(dit, trajectories, guidanc
     assert not torch.allclose(ours[0].kwargs["hidden_states"], ours[-1].kwargs["hidden_states"], atol=0.1)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"prediction_type": "v_prediction"},
-        {"prediction_type": "sample", "clip_sample": True},
-        {"timestep_spacing": "trailing", "beta_schedule": "squaredcos_cap_v2"},
-        {"steps_offset": 1, "set_alpha_to_one": False},
-    ],
-)
-def test_other_schedules_and_no_learned_variance(options, changes):
-    dit = tiny_dit(out_channels=4)
-    settings = {"clip_sample": False} | changes
-    make = from_noise(SPACE, DDIMScheduler(**settings), options(timesteps=50), guidance=2.0, trajectories=2)
-    trajectories = make(dit)
-    ours = list(trajectories)
-    theirs, _ = latents_of_the_pipeline(
-        dit, trajectories.labels.tolist(), 2.0, seed=0, scheduler=DDIMScheduler(**settings)
-    )
-    assert [int(batch.kwargs["timestep"][0]) for batch in ours] == [int(call["timestep"][0]) for call in theirs]
-    for batch, call in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(batch.kwargs["hidden_states"], call["hidden_states"])
-
-
 def test_a_latent_and_its_unlabelled_half_share_a_batch_and_a_source(trajectories):
     batches = list(trajectories(number=5, batch_size=4, timesteps="980,0"))
-    assert [(batch.part, len(batch.samples)) for batch in batches] == [
-        ("timestep 980", 4),
-        ("timestep 0", 4),
-        ("timestep 980", 4),
-        ("timestep 0", 4),
-        ("timestep 980", 2),
-        ("timestep 0", 2),
-    ]
+    assert [len(batch.samples) for batch in batches] == [4, 4, 4, 4, 2, 2]
+    assert [batch.part for batch in batches] == ["timestep 980", "timestep 0"] * 3
     for batch in batches:
         labelled, unlabelled = batch.kwargs["hidden_states"].chunk(2)
         assert torch.equal(labelled, unlabelled)
@@ -135,7 +126,7 @@ def test_a_latent_and_its_unlabelled_half_share_a_batch_and_a_source(trajectorie
         assert (batch.kwargs["class_labels"][:half] < 1000).all()
         assert (batch.kwargs["class_labels"][half:] == 1000).all()
         assert [sample.source for sample in batch.samples[:half]] == [sample.source for sample in batch.samples[half:]]
-    seen = [sample for batch in batches for sample in batch.samples]
+    seen = samples_of(batches)
     assert {(sample.source, sample.source_index) for sample in seen} == {(f"trajectory {i}", i) for i in range(5)}
     assert len({sample.index for sample in seen}) == len(seen) == trajectories(number=5, timesteps="980,0").n_samples
 
@@ -200,9 +191,7 @@ def test_the_steps_of_a_walk_are_told(dit, trajectories, none_together):
     assert [done for stage, done, _ in told if stage == "samples"] == [0, 2, 4, 6, 8]
     ours = trajectories(number=2, timesteps="980,")
     normscope.capture(dit, ours, progress=lambda *on: told.append(on))
-    assert len([stage for stage, *_ in told if stage != "samples"]) == len(steps), (
-        "where there are none, nothing is told"
-    )
+    assert len([stage for stage, *_ in told if stage != "samples"]) == len(steps), "no steps, no stage of them"
 
 
 def test_the_first_batch_takes_no_forward_pass_and_none_comes_after_the_last(trajectories, calls, none_together):
@@ -222,12 +211,11 @@ def test_a_pass_of_a_capture_is_the_next_steps_own(dit, trajectories, calls, non
     def inputs():
         return trajectories(number=2, timesteps="980,960,500", batch_size=2)  # one guided latent at a time
 
-    latents = [batch.kwargs["hidden_states"] for batch in inputs()]
+    latents = latents_of(inputs())
     calls.clear()
     ours = inputs()
     normscope.capture(dit, ours)
-    found_sites = 1  # of the first sample alone
-    assert len(calls) == found_sites + 2 * (VISITED.index(500) + 1), "each trajectory's steps, and the last timestep"
+    assert len(calls) == 1 + 2 * (VISITED.index(500) + 1), "the sites, each trajectory's steps, the last"
     for batch, expected in zip(ours, latents, strict=True):
         assert torch.equal(batch.kwargs["hidden_states"], expected)
 
@@ -239,7 +227,7 @@ def test_what_else_runs_takes_no_step(trajectories, none_together, heard):
     def inputs():
         return trajectories(dit, number=2, timesteps="980,960", batch_size=4)
 
-    latents = [batch.kwargs["hidden_states"] for batch in inputs()]
+    latents = latents_of(inputs())
     ours = inputs()
     if heard == "of a part":
         _, part = learned_and_held_out(ours)
@@ -275,7 +263,7 @@ def test_gradients_inference_mode_and_the_random_state_stay_as_they_were(traject
     with torch.inference_mode():
         list(ours)
     assert torch.equal(torch.get_rng_state(), before)
-    latents = [batch.kwargs["hidden_states"] for batch in ours]
+    latents = latents_of(ours)
     assert torch.is_grad_enabled()
     assert not any(tensor.is_inference() or tensor.requires_grad for tensor in latents)
     ours.module(**list(ours)[1].kwargs)[0].sum().backward()
@@ -289,7 +277,7 @@ def test_steps_are_taken_in_float32_whatever_the_module_runs_in(trajectories):
         torch.testing.assert_close(
             batch.kwargs["hidden_states"].float(), other.kwargs["hidden_states"], rtol=0.1, atol=0.1
         )
-    assert all(latents.dtype == torch.float32 for latents in ours._kept.values())
+    assert ends_of(ours).dtype == torch.float32
 
 
 def test_a_capture_keeps_timesteps_apart_and_leaves_the_steps_out(dit, trajectories):
@@ -304,23 +292,15 @@ def test_a_capture_keeps_timesteps_apart_and_leaves_the_steps_out(dit, trajector
     assert len(seen.sites) == 5
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_descriptions(trajectories):
+    for changes, description in (
         ({}, "3 DDIM trajectories of 50 steps (seed 0, guidance 4), timesteps 980, 660, 320, 0"),
-        (
-            {"limit": 1, "guidance": 1.5, "timesteps": "500,"},
-            "1 DDIM trajectory of 50 steps (seed 0, guidance 1.5), timestep 500",
-        ),
-        (
-            {"guidance": 1, "timesteps": 50, "seed": 3},
-            "3 DDIM trajectories of 50 steps (seed 3, no guidance), 50 timesteps from 980 to 0",
-        ),
-    ],
-)
-def test_what_outputs_print(dit, options, changes, said):
-    make = from_noise(SPACE, dit_scheduler(), options(**changes), guidance=4.0, trajectories=3)
-    assert make(dit).description == said
+        ({"timesteps": "500,"}, "3 DDIM trajectories of 50 steps (seed 0, guidance 4), timestep 500"),
+        ({"limit": 1, "guidance": 1.5, "timesteps": 1}, "1 DDIM trajectory of 50 steps (seed 0, guidance 1.5), time"),
+        ({"timesteps": 50, "guidance": 1}, "3 DDIM trajectories of 50 steps (seed 0, no guidance), 50 timesteps from "),
+        ({"shuffle": True, "seed": 3}, "3 DDIM trajectories of 50 steps (seed 3, guidance 4, shuffled), timesteps 980"),
+    ):
+        assert trajectories(**changes).description.startswith(description)
 
 
 def test_timesteps():
@@ -358,29 +338,25 @@ def test_guidance_that_is_none(options, guidance):
         from_noise(SPACE, dit_scheduler(), options(guidance=guidance), guidance=4.0, trajectories=1)
 
 
-def test_a_schedule_of_few_steps_is_walked_whole(dit, options):
-    short = DDIMScheduler(num_train_timesteps=10, clip_sample=False)
-    ours = from_noise(SPACE, short, options(timesteps="9,0"), guidance=1.0, trajectories=1)(dit)
-    assert ours.description.startswith("1 DDIM trajectory of 10 steps")
-    assert [batch.part for batch in ours] == ["timestep 9", "timestep 0"]
+def test_as_few_steps_as_visit_what_is_asked_for(dit, options):
+    def walk(asked, train=1000):
+        scheduler = DDIMScheduler(num_train_timesteps=train, clip_sample=False)
+        return from_noise(SPACE, scheduler, options(timesteps=asked), guidance=4.0, trajectories=1, steps=(10, 50))
 
-
-@pytest.mark.parametrize(
-    ("asked", "steps", "timesteps"),
-    [
+    for asked, steps, timesteps in (
         (None, 10, [900, 600, 300, 0]),
         (10, 10, list(range(900, -1, -100))),
         ("900,0", 10, [900, 0]),
         ("980,0", 50, [980, 0]),
         (50, 50, VISITED),
-    ],
-)
-def test_as_few_steps_as_visit_what_is_asked_for(dit, options, asked, steps, timesteps):
-    make = from_noise(SPACE, dit_scheduler(), options(timesteps=asked), guidance=4.0, trajectories=1, steps=(10, 50))
-    assert make(dit).timesteps == timesteps
-    assert f"of {steps} steps" in make(dit).description
+    ):
+        assert walk(asked)(dit).timesteps == timesteps
+        assert f"of {steps} steps" in walk(asked)(dit).description
+    short = walk("6,0", train=7)(dit)
+    assert short.description.startswith("1 DDIM trajectory of 7 steps")
+    assert [batch.part for batch in short] == ["timestep 6", "timestep 0"]
     with pytest.raises(UsageError, match=r"its 50 go from 980 to 0\. Nearest are 980 and 960"):
-        from_noise(SPACE, dit_scheduler(), options(timesteps="970,"), guidance=4.0, trajectories=1, steps=(10, 50))
+        walk("970,")
 
 
 @pytest.mark.parametrize(("shuffle", "together"), [(False, 0), (True, 4), (True, 100)])
@@ -415,18 +391,16 @@ def test_a_trajectory_is_the_same_when_shuffled(trajectories):
     places = [start.samples.index(sample) for sample in other.samples]
     for key in ("hidden_states", "class_labels"):
         assert torch.equal(other.kwargs[key], start.kwargs[key][places])
-    assert shuffled.description == "4 DDIM trajectories of 50 steps (seed 0, guidance 4, shuffled), timestep 980"
 
 
 def test_what_is_kept_has_an_end(trajectories, calls, none_together, monkeypatch):
     monkeypatch.setattr("normscope.models.inputs.trajectories.MOST_KEPT", 5 * 4 * 8 * 8 * 4)  # five latents in float32
     ours = trajectories(number=4, timesteps="980,960,940", guidance=1.0, batch_size=1)
-    first = [batch.kwargs["hidden_states"] for batch in ours]
+    first = latents_of(ours)
     assert len(calls) == 4 * 2, "each step once, kept or not"
-    assert len(ours._kept) == 5
     for before, after in zip(first, ours, strict=True):
         assert torch.equal(before, after.kwargs["hidden_states"])
-    assert len(ours._kept) == 5
+    assert len(calls) == 4 * 2 + 1, "five are kept, and the two that were walked last"
 
 
 def test_a_module_that_overwrites_its_latents_makes_the_same_trajectories(dit, trajectories):
@@ -436,9 +410,8 @@ def test_a_module_that_overwrites_its_latents_makes_the_same_trajectories(dit, t
             hidden_states.zero_()
             return result
 
-    ((_, expected),) = trajectories(guidance=1.0, timesteps=3).ends()
-    ((_, ends),) = trajectories(Overwriting(), guidance=1.0, timesteps=3).ends()
-    assert torch.equal(ends, expected)
+    ours, expected = (trajectories(module, guidance=1.0, timesteps=3) for module in (Overwriting(), dit))
+    assert torch.equal(ends_of(ours), ends_of(expected))
 
 
 def test_an_error_on_the_way_is_told_as_one_of_any_forward_pass(trajectories):
@@ -454,11 +427,6 @@ def test_an_error_on_the_way_is_told_as_one_of_any_forward_pass(trajectories):
         next(iter(inputs))
 
 
-@pytest.fixture
-def demo():
-    return load("demo_dit", device="cpu", limit=3)
-
-
 @contextmanager
 def other_norms(module):
     """Let the last block's norm in front of attention return its input."""
@@ -468,25 +436,16 @@ def other_norms(module):
     parent.norm = norm
 
 
-def ends_of(inputs):
-    return torch.cat([latents for _, latents in inputs.ends()])
-
-
-def latents_of(inputs):
-    return [batch.kwargs["hidden_states"] for batch in inputs]
-
-
-def test_the_last_step_starts_where_the_batches_at_the_last_timestep_are(demo):
-    inputs = load("demo_dit", device="cpu", limit=3, timesteps="0,").inputs
-    (batch,) = inputs
-    with torch.no_grad():
-        predicted = demo.module(**batch.kwargs)[0]
-    step = inputs.scheduler.step(predicted, 0, batch.kwargs["hidden_states"]).prev_sample
-    assert torch.equal(ends_of(inputs), step)
+def test_the_last_step_starts_where_the_batches_at_the_last_timestep_are():
+    demo = load("demo_dit", device="cpu", limit=3, timesteps="0,")
+    (batch,) = demo.inputs
+    step = demo.inputs.scheduler.step(result_of(demo.module, batch)[0], 0, batch.kwargs["hidden_states"])
+    assert torch.equal(ends_of(demo.inputs), step.prev_sample)
 
 
 @pytest.mark.slow
-def test_the_network_as_it_is_walks_and_leaves_nothing_behind(demo):
+def test_the_network_as_it_is_walks_and_leaves_nothing_behind():
+    demo = load("demo_dit", device="cpu", limit=3)
     before, ends = latents_of(demo.inputs), ends_of(demo.inputs)
     with other_norms(demo.module):
         others = ends_of(demo.inputs)

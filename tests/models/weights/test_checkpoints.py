@@ -3,51 +3,47 @@
 import hashlib
 import importlib
 import io
-import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from loads import RunsWhenUnpickled, assert_same_weights, load_folder
 from safetensors.torch import save_file
 from torch import nn
 
 import normscope
-from normscope.errors import ModelError, UsageError
+from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
 from normscope.loading import load
 
 
-def load_tiny(path):
-    return load("timm:test_vit", weights=str(path), device="cpu", limit=1)
+def load_tiny(path, name="timm:test_vit"):
+    return load(name, weights=str(path), device="cpu", limit=1)
 
 
-def assert_same_weights(module, other):
-    for (name, ours), (other_name, theirs) in zip(module.state_dict().items(), other.state_dict().items(), strict=True):
-        assert name == other_name
-        assert torch.equal(ours, theirs)
-
-
-def test_safetensors_file(tiny_vit, tiny_vit_file):
-    model = load_tiny(tiny_vit_file)
+@pytest.mark.parametrize(
+    ("name", "wrapped"),
+    [
+        ("model.safetensors", dict),
+        ("model.pth", dict),
+        *(
+            ("model.pth", lambda weights, key=key: {key: weights, "epoch": 3})
+            for key in ("state_dict", "model", "state_dict_ema")
+        ),
+        ("ddp.pt", lambda weights: {f"module.{key}": value for key, value in weights.items()}),  # of a distributed run
+    ],
+)
+def test_files(tiny_vit, tmp_path, name, wrapped):
+    path = tmp_path / name
+    (save_file if path.suffix == ".safetensors" else torch.save)(wrapped(tiny_vit.state_dict()), path)
+    model = load_tiny(path)
     assert_same_weights(model.module, tiny_vit)
-    digest = hashlib.sha256(tiny_vit_file.read_bytes()).hexdigest()[:12]
-    assert model.provenance.kind == "file"
-    assert model.provenance.description == f"file model.safetensors (sha256 {digest})"
-
-
-@pytest.mark.parametrize("nest", [None, "state_dict", "model", "state_dict_ema"])
-def test_torch_file(tiny_vit, tmp_path, nest):
-    weights = tiny_vit.state_dict()
-    torch.save(weights if nest is None else {nest: weights, "epoch": 3}, tmp_path / "checkpoint.pth")
-    assert_same_weights(load_tiny(tmp_path / "checkpoint.pth").module, tiny_vit)
-
-
-def test_checkpoint_of_a_distributed_run(tiny_vit, tmp_path):
-    torch.save({f"module.{key}": value for key, value in tiny_vit.state_dict().items()}, tmp_path / "ddp.pt")
-    assert_same_weights(load_tiny(tmp_path / "ddp.pt").module, tiny_vit)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    assert (model.provenance.kind, model.provenance.description) == ("file", f"file {name} (sha256 {digest})")
 
 
 def test_original_format_goes_through_timms_conversion(tmp_path):
@@ -64,8 +60,7 @@ def test_original_format_goes_through_timms_conversion(tmp_path):
         facebook[key.replace("head.norm.", "norm.").replace("head.fc.", "head.")] = value
     assert facebook.keys() != source.state_dict().keys()
     torch.save({"model": facebook}, tmp_path / "facebook.pth")
-    model = load("timm:test_convnext", weights=str(tmp_path / "facebook.pth"), device="cpu", limit=1)
-    assert_same_weights(model.module, source)
+    assert_same_weights(load_tiny(tmp_path / "facebook.pth", "timm:test_convnext").module, source)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +79,8 @@ def test_weights_that_do_not_fit(tiny_vit, tmp_path, key, spoil, sentence):
     if spoil is not None:
         weights[key] = spoil(before)
     save_file(weights, tmp_path / "spoiled.safetensors")
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=re.escape(f"does not fit timm:test_vit: {sentence}")):
         load_tiny(tmp_path / "spoiled.safetensors")
-    assert f"does not fit timm:test_vit: {sentence}" in str(caught.value)
 
 
 def test_half_precision_and_counts_of_batches_fit(tmp_path):
@@ -94,16 +88,7 @@ def test_half_precision_and_counts_of_batches_fit(tmp_path):
     half = {key: value.half() if value.is_floating_point() else value for key, value in source.state_dict().items()}
     assert any(not value.is_floating_point() for value in half.values())
     save_file(half, tmp_path / "half.safetensors")
-    loaded = load("timm:test_resnet", weights=str(tmp_path / "half.safetensors"), device="cpu", limit=1)
-    assert_same_weights(loaded.module, source.half().float())
-
-
-class RunsWhenUnpickled:
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.system, (f"touch '{self.trace}'",)
+    assert_same_weights(load_tiny(tmp_path / "half.safetensors", "timm:test_resnet").module, source.half().float())
 
 
 @pytest.mark.parametrize("suffix", ["pth", "bin", "safetensors"])
@@ -111,9 +96,8 @@ def test_malicious_pickle_is_not_executed(tmp_path, suffix):
     trace, path = tmp_path / "executed", tmp_path / f"evil.{suffix}"
     for save in (torch.save, lambda value, path: path.write_bytes(pickle.dumps(value, protocol=2))):
         save({"state_dict": RunsWhenUnpickled(trace)}, path)
-        with pytest.raises(ModelError) as caught:
+        with pytest.raises(ModelError, match="evil"):
             load_tiny(path)
-        assert "evil" in str(caught.value)
         assert not trace.exists()
     pickle.loads(path.read_bytes())  # noqa: S301 (the check can fail: unpickling does leave the trace)
     assert trace.exists()
@@ -140,19 +124,18 @@ def serialized(value):
         (b"", "cannot be read: it is no torch checkpoint"),
         (b"hello world, this is no checkpoint", "cannot be read: it is no torch checkpoint, or a damaged one"),
         *((serialized(value), "The weights file .*file.pth' ") for value in ([1, 2], {"epoch": 3}, {}, torch.zeros(3))),
-        (None, "are a folder. Name the checkpoint file in it"),
+        ("a folder", "are a folder. Name the checkpoint file in it"),
+        (None, r"There is no weights file '.*file.pth'. --weights takes pretrained, random"),
     ],
 )
 def test_files_that_are_no_checkpoint(tmp_path, content, sentence):
     path = tmp_path / "file.pth"
-    path.mkdir() if content is None else path.write_bytes(content)
+    if content == "a folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
     with pytest.raises(ModelError, match=sentence):
         load_tiny(path)
-
-
-def test_missing_file():
-    with pytest.raises(ModelError, match=r"There is no weights file 'pretraned'. --weights takes pretrained, random"):
-        load_tiny("pretraned")
 
 
 MIXED = """
@@ -189,9 +172,9 @@ def own(tmp_path):
     return lambda function: f"py:{path}:{function}"
 
 
-@pytest.mark.parametrize("asked", [{}, {"dtype": "keep"}])
-def test_a_mixed_network_of_ones_own_stays_mixed(own, asked):
-    network = normscope.load(own("mixed"), device="cpu", **asked)
+@pytest.mark.parametrize("options", [{}, {"dtype": "keep"}])
+def test_a_mixed_network_of_ones_own_stays_mixed(own, options):
+    network = load(own("mixed"), device="cpu", **options)
     dtypes = {name: tensor.dtype for name, tensor in network.module.state_dict().items()}
     assert dtypes["body.weight"] == torch.bfloat16 and dtypes["norm.weight"] == torch.float32
     assert "converted" not in network.about["weights"]
@@ -201,60 +184,40 @@ def test_a_mixed_network_of_ones_own_stays_mixed(own, asked):
 
 
 def test_inputs_in_a_dtype_that_the_network_lacks_get_that_of_its_first_weights(own):
-    network = normscope.load(own("doubles"), device="cpu")
-    (batch,) = network.inputs
+    (batch,) = load(own("doubles"), device="cpu").inputs
     assert [tensor.dtype for tensor in batch.args] == [torch.bfloat16, torch.float32]
-    half = normscope.load(own("half"), device="cpu")
+    half = load(own("half"), device="cpu")
     assert {batch.args[0].dtype for batch in half.inputs} == {torch.bfloat16}
     assert normscope.capture(half.module, half.inputs).about["dtype"] == "bfloat16"
 
 
-def test_what_was_converted_is_said(own):
-    network = normscope.load(own("half"), device="cpu", dtype="float32")
+def test_conversions_are_reported(own, tmp_path):
+    network = load(own("half"), device="cpu", dtype="float32")
     assert network.about["weights"].endswith(", converted from bfloat16 to float32")
     assert {batch.args[0].dtype for batch in network.inputs} == {torch.float32}
-    demo = normscope.load("demo_vit", device="cpu", dtype="bf16", limit=2)
+    demo = load("demo_vit", device="cpu", dtype="bf16", limit=2)
     assert demo.about["weights"].endswith(", converted from float32 to bfloat16")
     for same in ({}, {"dtype": "float32"}, {"dtype": "keep"}):
-        assert "converted" not in normscope.load("demo_vit", device="cpu", limit=2, **same).about["weights"]
-
-
-def test_a_file_of_another_dtype_is_said_to_be_converted(own, tmp_path):
-    weights = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)).state_dict()
-    torch.save(weights, tmp_path / "weights.pth")
-    network = normscope.load(own("half"), device="cpu", weights=tmp_path / "weights.pth")
-    assert network.about["weights"].endswith(", converted from float32 to bfloat16")
-    assert {tensor.dtype for tensor in network.module.parameters()} == {torch.bfloat16}
+        assert "converted" not in load("demo_vit", device="cpu", limit=2, **same).about["weights"]
+    torch.save(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)).state_dict(), tmp_path / "weights.pth")
+    of_file = load(own("half"), device="cpu", weights=tmp_path / "weights.pth")
+    assert of_file.about["weights"].endswith(", converted from float32 to bfloat16")
+    assert {tensor.dtype for tensor in of_file.module.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 def test_a_language_model_is_kept_as_it_was_saved(saved, tmp_path, tokenizer):
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=300, **sizes)
     transformers.LlamaForCausalLM(config).to(saved).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    kept, plain = (
-        normscope.load(f"transformers:{tmp_path}", device="cpu", limit=1, dtype=dtype) for dtype in ("keep", None)
-    )
+    kept, plain = (load_folder(tmp_path, limit=1, dtype=dtype) for dtype in ("keep", None))
     assert {tensor.dtype for tensor in kept.module.parameters()} == {saved}
     assert "converted" not in kept.about["weights"]
     assert {tensor.dtype for tensor in plain.module.parameters()} == {torch.float32}
     assert ("converted from bfloat16 to float32" in plain.about["weights"]) == (saved == torch.bfloat16)
-    assert (
-        normscope.load(f"transformers:{tmp_path}", weights="random", device="cpu", dtype="keep").module.dtype == saved
-    )
-
-
-def test_dtypes_that_are_none(own):
-    with pytest.raises(UsageError, match=r"There is no dtype 'kept'\. Did you mean 'keep'"):
-        normscope.load(own("half"), device="cpu", dtype="kept")
+    assert load_folder(tmp_path, weights="random", dtype="keep").module.dtype == saved
 
 
 def test_a_batch_keeps_the_dtypes_that_it_is_told_to():

@@ -27,7 +27,10 @@ def test_devices_of_a_machine_with_gpus(two_gpus, spec, device):
         resolve_device("cuda:2")
 
 
-def test_devices_of_a_machine_without_gpus(no_gpu):
+@pytest.mark.parametrize("processes", [1, 8])
+def test_devices_of_a_machine_without_gpus(no_gpu, monkeypatch, processes):
+    if processes > 1:
+        started_by_torchrun(monkeypatch, 1)
     assert resolve_device("auto") == torch.device("cpu")
     for spec in ("cuda", "cuda:0", "mps"):
         with pytest.raises(DeviceError, match=f"There is no device '{spec}' on this machine. There are: cpu."):
@@ -38,14 +41,9 @@ def test_devices_of_a_machine_without_gpus(no_gpu):
 
 
 def started_by_torchrun(monkeypatch, local_rank):
-    given = {
-        "TORCHELASTIC_RUN_ID": "none",
-        "RANK": str(4 + local_rank),
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": str(local_rank),
-    }
+    given = {"TORCHELASTIC_RUN_ID": "none", "RANK": 4 + local_rank, "WORLD_SIZE": 8, "LOCAL_RANK": local_rank}
     for name, value in given.items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, str(value))
 
 
 @pytest.mark.parametrize("spec", ["auto", "cuda"])
@@ -56,15 +54,12 @@ def test_each_of_several_processes_has_a_gpu_of_its_own(two_gpus, monkeypatch, s
     assert resolve_device("cpu") == torch.device("cpu")
 
 
-def test_more_processes_than_gpus_are_refused(two_gpus, monkeypatch):
+def test_several_processes_do_not_share_a_gpu(two_gpus, monkeypatch):
     started_by_torchrun(monkeypatch, 2)
     for spec in ("auto", "cuda"):
         with pytest.raises(DeviceError, match=r"There are 2 GPUs on this machine and none for its process number 3: s"):
             resolve_device(spec)
     assert resolve_device("cpu") == torch.device("cpu")
-
-
-def test_several_processes_do_not_share_a_gpu(two_gpus, monkeypatch):
     started_by_torchrun(monkeypatch, 0)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
     started_by_torchrun(monkeypatch, 1)
@@ -74,22 +69,11 @@ def test_several_processes_do_not_share_a_gpu(two_gpus, monkeypatch):
         resolve_device("cuda:2")
 
 
-def test_processes_without_gpus_are_on_the_cpu(no_gpu, monkeypatch):
-    started_by_torchrun(monkeypatch, 1)
-    assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(DeviceError, match="There is no device 'cuda' on this machine"):
-        resolve_device("cuda")
-
-
 def test_dtypes():
-    assert resolve_dtype("float16") is torch.float16
-    assert [resolve_dtype(name) for name in ("fp32", "bf16", "fp16")] == [torch.float32, torch.bfloat16, torch.float16]
-    sentences = {
-        "half": "There is no dtype 'half'",
-        "flaot32": "Did you mean 'float32'",
-        "double": "There are: float32",
-    }
-    for name, sentence in sentences.items():
+    dtypes = {"float16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    assert {name: resolve_dtype(name) for name in dtypes} == dtypes and resolve_dtype("keep") is None
+    sentences = {"half": "There is no dtype 'half'", "double": "There are: float32", "kept": "Did you mean 'keep'"}
+    for name, sentence in (sentences | {"flaot32": "Did you mean 'float32'"}).items():
         with pytest.raises(UsageError, match=sentence):
             resolve_dtype(name)
 

@@ -21,14 +21,7 @@ from normscope.models.weights.devices import blocks, places, spread
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import at_hand
 
-CPU = torch.device("cpu")
-ON_DISK = {
-    "demo_vit": 700,
-    "demo_wav2vec2": 700,
-    "demo_dit": 1200,
-    "timm:test_convnext": 700,
-    "llama": 40,
-}  # kB of room
+ON_DISK = {"demo_vit": 700, "demo_wav2vec2": 700, "demo_dit": 1200, "timm:test_convnext": 700, "llama": 40}  # kB
 FACTORY = """
 import torch
 from torch import nn
@@ -99,10 +92,7 @@ def named(tmp_path):
 
 
 def file_of(network, path):
-    seen = normscope.capture(
-        network.module, network.inputs, about=network.about, verify=True, by_gamma=True, per_channel=True
-    )
-    normscope.save_capture(seen, path)
+    normscope.save_capture(normscope.capture(network, verify=True, by_gamma=True, per_channel=True), path)
     return path.read_bytes()
 
 
@@ -137,12 +127,10 @@ def test_norms_outside_of_blocks_and_of_unknown_classes_have_their_weights(room,
 
 
 def test_every_output_names_the_places(room, capsys):
-    say = Output()
     room(700)
-    say.introduce(normscope.load("demo_vit", device_map="auto"))
-    assert " on cpu and disk in torch.float32" in " ".join(capsys.readouterr().err.split())
-    say.introduce(normscope.load("demo_vit", device="cpu"))
-    assert " on cpu in torch.float32" in " ".join(capsys.readouterr().err.split())
+    for where, options in (("cpu and disk", {"device_map": "auto"}), ("cpu", {"device": "cpu"})):
+        Output().introduce(normscope.load("demo_vit", **options))
+        assert f" on {where} in torch.float32" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_network_that_fits_stays_on_one_device(room):
@@ -152,13 +140,16 @@ def test_a_network_that_fits_stays_on_one_device(room):
     assert {tensor.dtype for tensor in network.module.parameters()} == {torch.bfloat16}
 
 
+def spread_row():
+    return spread(nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.device("cpu"), {"cpu": 50_000})
+
+
 def test_the_folder_goes_with_the_network(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    row = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    module = spread(row, CPU, {"cpu": 50_000})
+    module = spread_row()
     (folder,) = tmp_path.iterdir()
     assert {path.suffix for path in folder.iterdir()} == {".dat", ".json"}
-    del row, module
+    del module
     gc.collect()
     assert list(tmp_path.iterdir()) == []
 
@@ -170,9 +161,8 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(accelerate.big_modeling, "offload_state_dict", full)
-    row = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     with pytest.raises(ModelError, match=r"The disk has no room .* \(No space left on device\); TMPDIR"):
-        spread(row, CPU, {"cpu": 50_000})
+        spread_row()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,13 +185,10 @@ def test_norms_of_a_spread_network_are_not_replaced(room, tmp_path):
         normscope.load("demo_vit", weights=tmp_path / "new", device_map="auto")
 
 
-def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ModelError, match=r"Install it: pip install 'normscope\[accelerate\]'\."):
+def test_what_cannot_be_spread(monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"pip install 'normscope\[accelerate\]'\."):
+        patch.setitem(sys.modules, "accelerate", None)
         normscope.load("demo_vit", device_map="auto")
-
-
-def test_several_processes_do_not_spread(monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"Several processes cannot spread a network"):

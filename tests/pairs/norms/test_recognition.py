@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from networks import network_of
 from timm.layers import LayerScale, ScaledStdConv2d, StdConv2d
 from timm.models import efficientformer, efficientformer_v2
 from torch import nn
@@ -130,19 +131,9 @@ def test_what_only_weighs_is_neither_a_site_nor_skipped(scale, right_behind):
 
 
 def test_a_module_that_weighs_a_sparse_tensor_is_passed_over():
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(D, 1))
-
-        def forward(self, x):
-            return torch.sparse.mm(x, self.weight)
-
-    class ToSparse(nn.Module):
-        def forward(self, x):
-            return x.to_sparse()
-
-    report = report_of(nn.Sequential(nn.LayerNorm(D), ToSparse(), Sparse()), noise(3, D))
+    to_sparse = network_of(lambda self, x: x.to_sparse())
+    sparse = network_of(lambda self, x: torch.sparse.mm(x, self.weight), weight=nn.Parameter(torch.ones(D, 1)))
+    report = report_of(nn.Sequential(nn.LayerNorm(D), to_sparse, sparse), noise(3, D))
     assert [site.name for site in report.sites] == ["0"] and not report.skipped
 
 
@@ -164,15 +155,9 @@ def test_a_norm_of_ones_own_within_one_of_a_norms_name_counts_once():
 
 
 def test_what_happens_in_a_module_that_only_weighs_is_seen_and_in_a_norm_is_not():
-    class Weighed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.linspace(0.5, 2, D))
-
-        def forward(self, x):
-            return x + self.weight * F.layer_norm(x, (D,))
-
-    report = report_of(nn.Sequential(Weighed(), Centred()), noise(2, 5, D))
+    weight = nn.Parameter(torch.linspace(0.5, 2, D))
+    weighed = network_of(lambda self, x: x + self.weight * F.layer_norm(x, (D,)), weight=weight)
+    report = report_of(nn.Sequential(weighed, Centred()), noise(2, 5, D))
     assert [site.name for site in report.sites] == ["1"]
     assert [(norm.name, norm.kind) for norm in report.skipped] == [("0", "layer_norm")]
 
@@ -392,16 +377,10 @@ def test_what_cannot_be_tried_says_why():
         def forward(self, x):
             return F.rms_norm(x, (16,)) * self.weight
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.gated, self.head, self.last = OneInputNorm(), GatedNorm(), HeadNorm(), nn.LayerNorm(16)
-
-        def forward(self, x):
-            return self.last(self.head(self.gated(self.one(x), x)))
-
+    parts = {"one": OneInputNorm(), "gated": GatedNorm(), "head": HeadNorm(), "last": nn.LayerNorm(16)}
+    model = network_of(lambda self, x: self.last(self.head(self.gated(self.one(x), x))), **parts)
     expected = zero_mean(2, 5, 16)
-    reasons = {norm.name: norm.reason for norm in find_norms(Model(), next(as_batches([expected]))).skipped}
+    reasons = {norm.name: norm.reason for norm in find_norms(model, next(as_batches([expected]))).skipped}
     assert "could not be tried on other inputs (ValueError)" in reasons["one"]
     assert "second tensor" in reasons["gated"]
     assert "no form that is known" in reasons["head"]
@@ -417,16 +396,12 @@ def test_what_a_norm_subtracts_inside_is_no_branch():
             x = x - x.mean(-1, keepdim=True)
             return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
-    class Parallel(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two, self.mlp = HandNorm(), HandNorm(), nn.Linear(16, 16)
+    def forward(self, x):
+        x = x * 2
+        return self.mlp(self.one(x)) * self.mlp(self.two(x))
 
-        def forward(self, x):
-            x = x * 2
-            return self.mlp(self.one(x)) * self.mlp(self.two(x))
-
-    report = find_norms(Parallel(), next(as_batches([zero_mean(2, 5, 16)])))
+    parallel = network_of(forward, one=HandNorm(), two=HandNorm(), mlp=nn.Linear(16, 16))
+    report = find_norms(parallel, next(as_batches([zero_mean(2, 5, 16)])))
     assert [site.placement for site in report.sites] == [None, None]
 
 
@@ -444,10 +419,8 @@ def test_groups_and_statistics_of_other_sizes_are_no_fit():
             return x.cumsum(-1)
 
     report = report_with_norm(nn.Sequential(ChannelsLast(4, 16), OddNorm()), zero_mean(3, 7, 16))
-    assert [(norm.name, "another known form" in norm.reason) for norm in report.skipped] == [
-        ("0.0", True),
-        ("0.1", False),
-    ]
+    reasons = [(norm.name, "another known form" in norm.reason) for norm in report.skipped]
+    assert reasons == [("0.0", True), ("0.1", False)]
 
 
 def test_a_subclass_with_its_own_forward_is_taken_for_what_it_does():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,25 +16,14 @@ REAL = torch.arange(POSITIONS) < torch.tensor(LENGTHS)[:, None]  # 19 tokens
 WRITTEN = torch.arange(POSITIONS) < torch.tensor([[9], [3], [2]])  # 14 tokens
 ALL = torch.ones(3, POSITIONS, dtype=torch.bool)  # 27 tokens
 ARCHITECTURE = {
-    "vocab_size": 50,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 20,
+    **{"vocab_size": 50, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"intermediate_size": 32, "max_position_embeddings": 20},
 }
 IMAGES = {**ARCHITECTURE, "image_size": 32, "patch_size": 8}  # 17 tokens
-SEQ2SEQ = {
-    "vocab_size": 50,
-    "d_model": WIDTH,
-    **{
-        f"{side}_{what}": 1 + (what == "attention_heads")
-        for side in ("encoder", "decoder")
-        for what in ("layers", "attention_heads")
-    },
-    **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    "decoder_start_token_id": 1,
-}
+SEQ2SEQ = {"vocab_size": 50, "d_model": WIDTH, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+for side in ("encoder", "decoder"):
+    SEQ2SEQ |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 32}
+SEQ2SEQ["decoder_start_token_id"] = 1
 PERCEIVER = {
     **{"vocab_size": 50, "num_latents": POSITIONS, "d_latents": WIDTH, "d_model": WIDTH, "num_blocks": 1},
     **{"num_self_attends_per_block": 1, "num_self_attention_heads": 2, "num_cross_attention_heads": 2},
@@ -70,13 +60,8 @@ def of_transformers(name: str) -> nn.Module:
             text = {**ARCHITECTURE, "bos_token_id": 1, "eos_token_id": 49}
             config = library.CLIPConfig(text_config=text, vision_config=IMAGES, projection_dim=8)
         case "BlipModel" | "BlipForConditionalGeneration":
-            text = {
-                **ARCHITECTURE,
-                "encoder_hidden_size": WIDTH,
-                "bos_token_id": 1,
-                "pad_token_id": 0,
-                "sep_token_id": 2,
-            }
+            special = {"bos_token_id": 1, "pad_token_id": 0, "sep_token_id": 2}
+            text = {**ARCHITECTURE, **special, "encoder_hidden_size": WIDTH}
             config = library.BlipConfig(text_config=text, vision_config=IMAGES, projection_dim=WIDTH)
         case "PerceiverModel":
             config = library.PerceiverConfig(**PERCEIVER)
@@ -124,11 +109,7 @@ BY_HAND = {
         TEXT | {"labels": ids(), "decoder_attention_mask": WRITTEN.long()},
         {"encoder": REAL, "decoder": WRITTEN},
     ),
-    "BART, labels": (
-        "BartForConditionalGeneration",
-        TEXT | {"labels": ids()},
-        {"model.encoder": REAL, "model.decoder": ALL},
-    ),
+    "BART": ("BartForConditionalGeneration", TEXT | {"labels": ids()}, {"model.encoder": REAL, "model.decoder": ALL}),
     "BART, the decoder's alone": (
         "BartModel",
         {"input_ids": ids(), "decoder_input_ids": ids(), "decoder_attention_mask": WRITTEN.long()},
@@ -240,16 +221,12 @@ def test_a_mask_that_cannot_be_bound_is_refused_unless_nothing_is_padded():
 
 
 def test_a_norm_of_two_streams_with_different_masks_is_refused():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH)
+    def forward(self, src, tgt, src_key_padding_mask):
+        return self.norm(src) + self.norm(tgt).mean(1, keepdim=True)
 
-        def forward(self, src, tgt, src_key_padding_mask):
-            return self.norm(src) + self.norm(tgt).mean(1, keepdim=True)
-
+    shared = network_of(forward, norm=nn.LayerNorm(WIDTH))
     with pytest.raises(DataError, match="cannot be bound"):
-        normscope.capture(Shared(), [{"src": SRC, "tgt": TGT, "src_key_padding_mask": ~REAL}])
+        normscope.capture(shared, [{"src": SRC, "tgt": TGT, "src_key_padding_mask": ~REAL}])
 
 
 class Doubled(torch.autograd.Function):
@@ -261,28 +238,17 @@ class Doubled(torch.autograd.Function):
 
 
 def test_tokens_are_followed_through_functions_of_the_users_own():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH)
-
-        def forward(self, x, attention_mask):
-            return self.norm(Doubled.apply(x).clone())
-
-    assert_counted(Own(), [{"x": SRC, "attention_mask": REAL.long()}], {"": REAL})
+    model = network_of(lambda self, x, attention_mask: self.norm(Doubled.apply(x).clone()), norm=nn.LayerNorm(WIDTH))
+    assert_counted(model, [{"x": SRC, "attention_mask": REAL.long()}], {"": REAL})
 
 
 def test_arguments_that_are_added_token_by_token_are_one_stream():
-    class Placed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.place, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+    def forward(self, x, bbox, attention_mask):
+        return self.norm(x + self.place(bbox))
 
-        def forward(self, x, bbox, attention_mask):
-            return self.norm(x + self.place(bbox))
-
+    placed = network_of(forward, place=nn.Linear(4, WIDTH), norm=nn.LayerNorm(WIDTH))
     batch = {"x": SRC, "bbox": torch.rand(3, POSITIONS, 4), "attention_mask": REAL.long()}
-    assert_counted(Placed(), [batch], {"": REAL})
+    assert_counted(placed, [batch], {"": REAL})
 
 
 def test_a_part_of_a_list_is_bound_too():

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from networks import network_of
 from torch import nn
 from transformers import Qwen3Config, Qwen3Model
 
@@ -17,37 +18,26 @@ def report_of(model, *inputs):
 
 
 def test_sites_come_in_the_order_of_their_first_calls_with_their_counts():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.defined_first = nn.LayerNorm(6)
-            self.called_first = nn.LayerNorm(6, elementwise_affine=False, eps=1e-3)
-            self.never = nn.LayerNorm(6)
-
-        def forward(self, x):
-            x = self.called_first(x)
-            return self.called_first(self.defined_first(x))
-
-    report = report_of(Twice(), torch.randn(1, 5, 6))
+    twice = network_of(
+        lambda self, x: self.called_first(self.defined_first(self.called_first(x))),
+        defined_first=nn.LayerNorm(6),
+        called_first=nn.LayerNorm(6, elementwise_affine=False, eps=1e-3),
+        never=nn.LayerNorm(6),
+    )
+    report = report_of(twice, torch.randn(1, 5, 6))
     shown = [(s.index, s.name, s.calls, s.affine, s.eps, s.tokens_per_sample) for s in report.sites]
     assert shown == [(0, "called_first", 2, False, 1e-3, 10), (1, "defined_first", 1, True, 1e-5, 5)]
     assert [(norm.name, norm.reason) for norm in report.skipped] == [("never", "not called")]
 
 
 def test_unknown_and_functional_norms_are_reported():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.local, self.inner = nn.LayerNorm(6), nn.LocalResponseNorm(2), Functional()
-
-        def forward(self, x):
-            return self.inner(self.local(self.norm(x).transpose(1, 2)))
-
-    class Functional(nn.Module):
-        def forward(self, x):
-            return F.layer_norm(x, x.shape[-1:])
-
-    report = report_of(Mixed(), torch.randn(1, 4, 6))
+    mixed = network_of(
+        lambda self, x: self.inner(self.local(self.norm(x).transpose(1, 2))),
+        norm=nn.LayerNorm(6),
+        local=nn.LocalResponseNorm(2),
+        inner=network_of(lambda self, x: F.layer_norm(x, x.shape[-1:])),
+    )
+    report = report_of(mixed, torch.randn(1, 4, 6))
     assert [site.name for site in report.sites] == ["norm"]
     skipped = [(norm.name, norm.kind) for norm in report.skipped]
     assert skipped == [("local", "LocalResponseNorm"), ("inner", "layer_norm")]
@@ -91,15 +81,8 @@ def test_the_names_of_norms_on_queries_and_keys():
 
 
 def test_tokens_of_a_qk_norm_are_heads_times_positions():
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config = Qwen3Config(vocab_size=40, hidden_size=32, intermediate_size=16, num_hidden_layers=2, **heads)
     torch.manual_seed(0)
     model = Qwen3Model(config).eval()
     ids = torch.randint(40, (3, 7))
@@ -120,31 +103,21 @@ def test_additions_in_place_change_nothing():
         def forward(self, x):
             return super().forward(x.mT).mT
 
-    class InPlace(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.branch, self.last = nn.LayerNorm(6), ChannelsFirst(5), nn.LayerNorm(6)
+    def forward(self, x):
+        x = x * 2
+        x += self.branch(x)
+        return self.last(x)
 
-        def forward(self, x):
-            x = x * 2
-            x += self.branch(x)
-            return self.last(x)
-
-    report = report_of(InPlace(), torch.randn(1, 5, 6))
+    report = report_of(network_of(forward, branch=ChannelsFirst(5), last=nn.LayerNorm(6)), torch.randn(1, 5, 6))
     assert [(s.name, s.placement) for s in report.sites] == [("branch", "pre-norm"), ("last", "final")]
 
 
 def test_sums_under_vmap_are_of_no_residual_stream():
-    class Masking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.last = nn.LayerNorm(6), nn.LayerNorm(6)
+    def forward(self, x):
+        shifts = torch.vmap(lambda position: position + 1)(torch.arange(6.0))  # as masks are made
+        return self.last(x + self.norm(x) * shifts)
 
-        def forward(self, x):
-            shifts = torch.vmap(lambda position: position + 1)(torch.arange(6.0))  # as masks are made
-            return self.last(x + self.norm(x) * shifts)
-
-    report = report_of(Masking(), torch.randn(1, 5, 6))
+    report = report_of(network_of(forward, norm=nn.LayerNorm(6), last=nn.LayerNorm(6)), torch.randn(1, 5, 6))
     assert [(s.name, s.placement) for s in report.sites] == [("norm", "pre-norm"), ("last", "final")]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -130,16 +131,9 @@ def test_a_planted_token_is_found_through_padding_merging_and_files(tmp_path, mo
 
 
 def test_calls_of_one_forward_are_numbered_through():
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(x) + self.norm(100 * x)
-
+    twice = network_of(lambda self, x: self.norm(x) + self.norm(100 * x), norm=nn.LayerNorm(WIDTH))
     x = torch.stack([sequence(index, 4) for index in range(3)])
-    drawn = normscope.capture(Twice(), [x]).stats["norm"].largest
+    drawn = normscope.capture(twice, [x]).stats["norm"].largest
     assert set(drawn.position[:12].tolist()) == {4, 5, 6, 7}
     assert set(drawn.sample.tolist()) == {0, 1, 2}
 

@@ -7,13 +7,8 @@ import torch
 import transformers
 
 TEXTS = ["One two three.", "A longer line, of more words than the first.", "Four!", "Ein Käfig, ¿y si no?"]
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
+WORDLESS = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = WORDLESS | {"vocab_size": 300}
 CONFIGS = {
     "gpt2": ("GPT2LMHeadModel", {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 30}),
     "llama": ("LlamaForCausalLM", SMALL),
@@ -23,9 +18,9 @@ CONFIGS = {
     "roberta": ("RobertaForSequenceClassification", SMALL | {"max_position_embeddings": 22}),
     "ibert": ("IBertForMaskedLM", SMALL | {"max_position_embeddings": 22}),
     "longformer": ("LongformerModel", SMALL | {"attention_window": [8, 8], "max_position_embeddings": 600}),
-    "canine": ("CanineModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
+    "canine": ("CanineModel", WORDLESS),
     "time_series": ("PatchTSTModel", {"num_input_channels": 1, "d_model": 16, "num_hidden_layers": 1, "ffn_dim": 16}),
-    "video": ("VideoMAEModel", {key: SMALL[key] for key in list(SMALL)[1:]}),
+    "video": ("VideoMAEModel", WORDLESS),
     "boxes": ("LayoutLMv3Model", SMALL | {"coordinate_size": 2, "shape_size": 4}),
 }
 

@@ -1,14 +1,14 @@
 import contextlib
+import re
 
 import pytest
 import torch
 import transformers
+from loads import assert_same_weights, load_folder, result_of
 from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
 
 from normscope.errors import ModelError
-from normscope.inputs.loaded_model import LoadOptions
-from normscope.loading import load
 from normscope.models.transformers import _BUILT_IN
 from normscope.models.weights.checkpoints import with_weights
 from normscope.pairs.capture import capture
@@ -16,21 +16,6 @@ from normscope.pairs.capture import capture
 
 def class_of(folder):
     return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
-
-
-def load_folder(folder, **changes):
-    return load(f"transformers:{folder}", device="cpu", **changes)
-
-
-def outputs(model, batch):
-    with torch.no_grad():
-        return model(*batch.args, **batch.kwargs)[0]
-
-
-def assert_same_weights(module, other):
-    for (name, ours), (other_name, theirs) in zip(module.state_dict().items(), other.state_dict().items(), strict=True):
-        assert name == other_name
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -51,26 +36,25 @@ def test_outputs_are_those_of_transformers(folders, tokenizer, texts, lines, kin
     assert torch.equal(batch.kwargs["input_ids"], inputs["input_ids"])
     assert torch.equal(batch.valid, inputs["attention_mask"].bool())
     with torch.no_grad():
-        result, expected = model.module(**batch.kwargs), theirs(**inputs).logits
+        expected = theirs(**inputs).logits
+    result = result_of(model.module, batch)
     assert model.outputs.kind == "tokens" and torch.equal(model.outputs.read(result, batch), expected)
 
 
-def test_a_network_without_a_table_of_embeddings_takes_every_token(folders, lines):
-    model = load_folder(folders / "canine", data=lines, batch_size=1)  # it hashes the numbers of characters
-    theirs = class_of(folders / "canine").from_pretrained(folders / "canine").eval()
+@pytest.mark.parametrize(
+    ("kind", "batch_size", "longest"),
+    [
+        ("canine", 1, 45),  # has no table of embeddings, and takes every token: it hashes the numbers of characters
+        ("ibert", 4, 20),  # no nn.Embedding; RoBERTa's 22 rows of positions less the padding's and the one before it
+    ],
+)
+def test_tables_of_embeddings_of_other_kinds(folders, lines, kind, batch_size, longest):
+    model = load_folder(folders / kind, data=lines, batch_size=batch_size)
+    theirs = class_of(folders / kind).from_pretrained(folders / kind).eval()
+    assert max(batch.kwargs["input_ids"].shape[1] for batch in model.inputs) == longest
     for batch in model.inputs:
-        with torch.no_grad():
-            assert torch.equal(outputs(model.module, batch), theirs(**batch.kwargs)[0])
+        assert torch.equal(result_of(model.module, batch)[0], result_of(theirs, batch)[0])
     assert len(capture(model.module, model.inputs, verify=True).sites) > 0
-
-
-def test_positions_that_are_counted_from_the_padding_end_so_much_earlier(folders, lines):
-    model = load_folder(folders / "ibert", data=lines)  # whose tables of embeddings are no nn.Embedding
-    (batch,) = model.inputs
-    assert batch.kwargs["input_ids"].shape == (4, 20)  # RoBERTa's 22 rows less the padding's and the one before it
-    theirs = class_of(folders / "ibert").from_pretrained(folders / "ibert").eval()
-    with torch.no_grad():
-        assert torch.equal(outputs(model.module, batch), theirs(**batch.kwargs)[0])
 
 
 def test_provenance_and_description(folders, lines):
@@ -104,8 +88,7 @@ def test_head_that_reads_no_language_is_left_out(folders, lines, caplog):
     assert type(model.module).__name__ == "RobertaModel"
     assert "RobertaModel has no place for classifier.dense.bias" in caplog.text
     batch = next(iter(model.inputs))
-    with torch.no_grad():
-        result = model.module(**batch.kwargs)
+    result = result_of(model.module, batch)
     assert result.last_hidden_state.shape == (4, 20, 16)  # two of 22 positions are no token's
     assert model.outputs.kind == "tensor" and torch.equal(model.outputs.read(result, batch), result.last_hidden_state)
     file = folders / "roberta" / "model.safetensors"
@@ -142,38 +125,22 @@ def test_weights_of_a_file(folders, tmp_path, kind, base, suffix):
     assert model.provenance.description.startswith(f"file weights.{suffix} (sha256 ")
 
 
-def drop(weights):
-    del weights["model.norm.weight"]
-
-
-def add(weights):
-    weights["model.layers.2.mlp.up_proj.weight"] = torch.ones(32, 16)
-
-
-def reshape(weights):
-    weights["model.norm.weight"] = torch.ones(8)
-
-
-def quantize(weights):
-    weights["model.norm.weight"] = torch.ones(16, dtype=torch.int8)
-
-
 @pytest.mark.parametrize(
-    ("spoil", "misfit"),
+    ("key", "value", "misfit"),
     [
-        (drop, "model.norm.weight is missing."),
-        (add, "model.layers.2.mlp.up_proj.weight is not in the model."),
-        (reshape, "model.norm.weight is (8,) and should be (16,)."),
-        (quantize, "model.norm.weight is int8."),
+        ("model.norm.weight", None, "model.norm.weight is missing."),
+        (new := "model.layers.2.mlp.up_proj.weight", torch.ones(32, 16), f"{new} is not in the model."),
+        ("model.norm.weight", torch.ones(8), "model.norm.weight is (8,) and should be (16,)."),
+        ("model.norm.weight", torch.ones(16, dtype=torch.int8), "model.norm.weight is int8."),
     ],
 )
-def test_weights_that_do_not_fit(folders, tmp_path, spoil, misfit):
-    weights = transformers.LlamaForCausalLM.from_pretrained(folders / "llama").state_dict()
-    spoil(weights)
-    save_file(weights, tmp_path / "spoiled.safetensors")
-    with pytest.raises(ModelError) as caught:
-        load_folder(folders / "llama", weights=tmp_path / "spoiled.safetensors")
-    assert str(caught.value).endswith(f"does not fit transformers:{folders / 'llama'}: {misfit}")
+def test_weights_that_do_not_fit(folders, tmp_path, key, value, misfit):
+    weights = transformers.LlamaForCausalLM.from_pretrained(folders / "llama").state_dict() | {key: value}
+    path = tmp_path / "spoiled.safetensors"
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, path)
+    sentence = re.escape(f"does not fit transformers:{folders / 'llama'}: {misfit}")
+    with pytest.raises(ModelError, match=f"{sentence}$"):
+        load_folder(folders / "llama", weights=path)
 
 
 def test_sharded_weights(folders, copy):
@@ -197,7 +164,7 @@ def test_llama_7b_is_the_published_one():
     assert 2 * sum(p.numel() for p in module.parameters()) + 32 * 64 * 4 == 13_476_839_424
 
 
-def test_random_weights_for_a_gpu_are_drawn_on_it(fake_cuda, monkeypatch):
+def test_random_weights_for_a_gpu_are_drawn_on_it(fake_cuda, folders, options, monkeypatch):
     seeded, forked = [], torch.random.fork_rng
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -205,17 +172,15 @@ def test_random_weights_for_a_gpu_are_drawn_on_it(fake_cuda, monkeypatch):
     monkeypatch.setattr(
         torch.random, "fork_rng", lambda devices: forked([]) if not devices else contextlib.nullcontext()
     )
-    config = transformers.LlamaConfig(
-        vocab_size=30, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
+    config = transformers.LlamaConfig.from_pretrained(folders / "llama")
 
     def build():
         return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
 
-    options = LoadOptions("random", None, None, 1, 5, torch.device("cuda"), torch.bfloat16)
+    on_cuda = options(seed=5, device=torch.device("cuda"), dtype=torch.bfloat16)
     with FakeTensorMode():
-        made, provenance = with_weights("a name", options, build=build, pretrained=build, on_gpu=True)
-        on_cpu, other = with_weights("a name", options, build=build, pretrained=build)
+        made, provenance = with_weights("a name", on_cuda, build=build, pretrained=build, on_gpu=True)
+        on_cpu, other = with_weights("a name", on_cuda, build=build, pretrained=build)
     assert {tensor.device.type for tensor in (*made.parameters(), *made.buffers())} == {"cuda"}
     assert {parameter.dtype for parameter in made.parameters()} == {torch.bfloat16} and seeded == [5]
     assert {tensor.device.type for tensor in on_cpu.parameters()} == {"cpu"}

@@ -7,7 +7,6 @@ import transformers
 pytestmark = pytest.mark.slow
 
 REPO = "someone/tiny-llama"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def served(hub, folders, tmp_path):
 def test_hub_and_then_its_cache(hub, served, load_each, tokenizer, texts, lines):
     tiny = {"name": f"transformers:{REPO}", "data": str(lines)}
     (first, random), _ = load_each(tiny, tiny | {"weights": "random"}, HF_ENDPOINT=hub.url)
-    assert first["about"]["weights"] == f"{REPO}@{COMMIT[:12]}"
+    assert first["about"]["weights"] == f"{REPO}@{hub.commit[:12]}"
     assert random["about"]["weights"] == "random weights, seed 0"
     inputs = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():

@@ -14,32 +14,12 @@ SQUARE = {"height": SIDE, "width": SIDE}
 ENCODER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 PATCHED = ENCODER | {"image_size": SIDE, "patch_size": 8}
 SWIN = {"image_size": SIDE, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 4}
-DECODER = {
-    "decoder_hidden_size": 16,
-    "decoder_num_hidden_layers": 1,
-    "decoder_num_attention_heads": 2,
-    "decoder_intermediate_size": 32,
-}
+DECODER = {f"decoder_{key}": value for key, value in ENCODER.items()}
+SAM_DECODER = {"hidden_size": 8, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SAM = {
-    "vision_config": {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SIDE,
-        "patch_size": 8,
-        "mlp_dim": 32,
-        "output_channels": 8,
-        "window_size": 2,
-        "global_attn_indexes": [1],
-    },
+    "vision_config": PATCHED | {"mlp_dim": 32, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1]},
     "prompt_encoder_config": {"hidden_size": 8, "image_size": SIDE, "patch_size": 8, "image_embedding_size": 4},
-    "mask_decoder_config": {
-        "hidden_size": 8,
-        "mlp_dim": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "iou_head_hidden_dim": 16,
-    },
+    "mask_decoder_config": SAM_DECODER | {"iou_head_hidden_dim": 16},
 }
 
 
@@ -60,11 +40,7 @@ SEEING = {
     "beit_masked": ("BeitForMaskedImageModeling", PATCHED, whole("BeitImageProcessor", do_center_crop=False)),
     "swin": ("SwinForImageClassification", SWIN | {"num_labels": 6}, whole("ViTImageProcessor")),
     "mae": ("ViTMAEForPreTraining", PATCHED | DECODER, whole("ViTImageProcessor")),
-    "sam": (
-        "SamModel",
-        SAM,
-        lambda: transformers.SamImageProcessor(size={"longest_edge": SIDE}, pad_size=SQUARE),
-    ),
+    "sam": ("SamModel", SAM, lambda: transformers.SamImageProcessor(size={"longest_edge": SIDE}, pad_size=SQUARE)),
     "clip_vision": ("CLIPVisionModelWithProjection", PATCHED, cropped("CLIPImageProcessor")),
     "siglip2_vision": (
         "Siglip2VisionModel",
@@ -73,32 +49,13 @@ SEEING = {
     ),
     "siglip_vision": ("SiglipVisionModel", PATCHED, whole("SiglipImageProcessor")),
 }
-WAVES = ENCODER | {
-    "vocab_size": 30,
-    "conv_dim": [8] * 7,
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 2,
-    "num_feat_extract_layers": 7,
-    "classifier_proj_size": 16,
-}
+WAVES = ENCODER | {"vocab_size": 30, "conv_dim": [8] * 7, "num_feat_extract_layers": 7, "classifier_proj_size": 16}
+WAVES |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
 LAYERED = WAVES | {"feat_extract_norm": "layer", "do_stable_layer_norm": True}  # as the large ones have it
-WHISPER = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "num_mel_bins": 40,
-    "max_source_positions": 200,  # 4 s
-    "max_target_positions": 60,
-    "vocab_size": 300,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 299,
-}
+WHISPER = {"d_model": 16, "num_mel_bins": 40, "max_source_positions": 200, "max_target_positions": 60}  # 200: 4 s
+for side in ("encoder", "decoder"):
+    WHISPER |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 32}
+WHISPER |= {"vocab_size": 300, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 299}
 SPECTRAL = ENCODER | {"patch_size": 8, "max_length": 290, "num_mel_bins": 32, "frequency_stride": 6, "time_stride": 6}
 
 
@@ -132,19 +89,11 @@ LLAMA = ENCODER | {"model_type": "llama", "vocab_size": 300, "max_position_embed
 SPECIAL = ["<image>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 IMAGE, START, END, PAD, VIDEO = range(258, 263)  # behind the 256 bytes and two tokens more
 BOTH = {"text_config": READING, "vision_config": PATCHED, "projection_dim": 8}
-LLAVA = {
-    "text_config": LLAMA,
-    "vision_config": PATCHED | {"model_type": "clip_vision_model"},
-    "image_token_index": IMAGE,
-    "image_token_id": IMAGE,
-}
+LLAVA = {"text_config": LLAMA, "vision_config": PATCHED | {"model_type": "clip_vision_model"}}
+LLAVA |= {"image_token_index": IMAGE, "image_token_id": IMAGE}
+ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 QWEN = {
-    "text_config": LLAMA
-    | {
-        "model_type": "qwen2_vl_text",
-        "num_key_value_heads": 1,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
-    },
+    "text_config": LLAMA | {"model_type": "qwen2_vl_text", "num_key_value_heads": 1, "rope_parameters": ROPE},
     "vision_config": {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 8, "mlp_ratio": 2},
     "image_token_id": PAD,
     "video_token_id": VIDEO,
@@ -167,23 +116,14 @@ def siglip(tokenizer):
 
 
 def llava(tokenizer):
-    return transformers.LlavaProcessor(
-        cropped("CLIPImageProcessor")(),
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+    strategy = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return transformers.LlavaProcessor(cropped("CLIPImageProcessor")(), tokenizer, patch_size=8, **strategy)
 
 
 def qwen(tokenizer):
-    size = {"patch_size": 8, "merge_size": 2, "size": {"shortest_edge": 32 * 32, "longest_edge": 48 * 48}}
-    return transformers.Qwen2VLProcessor(
-        transformers.Qwen2VLImageProcessor(**size),
-        tokenizer,
-        transformers.Qwen2VLVideoProcessor(patch_size=8, merge_size=2),
-        chat_template=TEMPLATE,
-    )
+    sizes, edges = {"patch_size": 8, "merge_size": 2}, {"shortest_edge": 32 * 32, "longest_edge": 48 * 48}
+    image, video = transformers.Qwen2VLImageProcessor(size=edges, **sizes), transformers.Qwen2VLVideoProcessor(**sizes)
+    return transformers.Qwen2VLProcessor(image, tokenizer, video, chat_template=TEMPLATE)
 
 
 PAIRED = {

@@ -6,17 +6,13 @@ import shutil
 import pytest
 import torch
 import transformers
+from loads import load_folder, result_of
 from PIL import Image
 
 import normscope
 from normscope.errors import DataError, ModelError
-from normscope.loading import load
 
 PROMPTS = {"a": "A short one.", "b": "A longer line, of more words.", "c": "Another!"}
-
-
-def load_folder(folder, **changes):
-    return load(f"transformers:{folder}", device="cpu", **changes)
 
 
 def whole_of(folder, module):
@@ -59,11 +55,11 @@ def test_images_and_texts_apart(saved, pairs, kind):
     )
     with torch.no_grad():
         expected = whole_of(folder, model.module)(**given)
-        found = {
-            sample.source[0]: row
-            for batch in model.inputs
-            for sample, row in zip(batch.samples, model.outputs.read(model.module(**batch.kwargs), batch), strict=True)
-        }
+    found = {
+        sample.source[0]: row
+        for batch in model.inputs
+        for sample, row in zip(batch.samples, model.outputs.read(result_of(model.module, batch), batch), strict=True)
+    }
     theirs = torch.cat([expected.image_embeds, expected.text_embeds], -1)
     torch.testing.assert_close(torch.stack([found[name] for name in PROMPTS]), theirs, rtol=1e-4, atol=1e-5)  # float32
     seen = normscope.capture(model, verify=True)
@@ -71,11 +67,9 @@ def test_images_and_texts_apart(saved, pairs, kind):
     assert written == sum(len(text) + 1 for text in PROMPTS.values())
     patches = 17 if kind == "clip" else 16
     for site in seen.sites:
-        tokens = {True: written, False: 3 * patches}[site.name.startswith("text_model")]
-        if site.name in ("vision_model.post_layernorm", "vision_model.head.layernorm") and kind == "clip":
-            tokens = 3  # of the class token alone
-        elif site.name.endswith("head.layernorm"):
-            tokens = 3
+        tokens = written if site.name.startswith("text_model") else 3 * patches
+        if site.name.endswith("head.layernorm" if kind == "siglip" else "vision_model.post_layernorm"):
+            tokens = 3  # of the class token, or what an image is pooled to, alone
         assert seen.stats[site.name].n_pairs == tokens * site.d, site.name
 
 
@@ -101,7 +95,7 @@ def test_an_image_among_the_tokens_of_a_prompt(saved, pairs, kind):
         assert torch.equal(given["input_ids"], batch.kwargs["input_ids"])
         with torch.no_grad():
             expected = whole(**given).logits
-            found = model.outputs.read(model.module(**batch.kwargs), batch)
+        found = model.outputs.read(result_of(model.module, batch), batch)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # the same pass, in float32
         tokens += given["input_ids"].numel()
         patches += 17 if kind == "llava" else int(given["image_grid_thw"].prod())
@@ -140,15 +134,10 @@ def test_what_lacks_a_text_is_named(saved, pairs, images):
     model = load_folder(saved("clip"), data=pairs)
     assert normscope.capture(model).n_samples == 2
     assert model.inputs.unreadable == ["c.jpg: there is no text in c.txt beside it"]
+    (pairs / "texts").mkdir()
+    (pairs / "texts" / "a.txt").write_text("A line.\n")
     with pytest.raises(DataError, match=r"holds no image, only 1 other file"):
-        load_folder(saved("clip"), data=_only_text(pairs))
-
-
-def _only_text(folder):
-    target = folder / "texts"
-    target.mkdir()
-    (target / "a.txt").write_text("A line.\n")
-    return target
+        load_folder(saved("clip"), data=pairs / "texts")
 
 
 @pytest.mark.parametrize(
@@ -162,9 +151,8 @@ def _only_text(folder):
 def test_what_is_missing_is_said(saved, tmp_path, kind, missing, sentence):
     folder = shutil.copytree(saved(kind), tmp_path / kind)
     (folder / missing).unlink()
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, match=sentence):
         load_folder(folder)
-    assert sentence in str(caught.value)
 
 
 def test_a_template_of_a_folder_cannot_reach_out(saved, tmp_path):
