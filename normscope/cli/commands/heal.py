@@ -117,7 +117,7 @@ def heal(
     whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
     whole |= {"per": per, "sites": len(source.norms)}
     title = f"{network.name} · {func}"
-    figure = normscope.plot_healing(report, **(look.of_figure | {"title": look.title or title}))
+    figure = normscope.plot_healing(report, **(look.of_figure | {"title": title if look.title is None else look.title}))
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
