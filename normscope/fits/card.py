@@ -260,7 +260,9 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
     linear, linear_up_to = 1.0 if bend.straight else None, None
     if bend.told_apart:
         ends = [(side * LINEAR_UP_TO - bend.shift) / bend.alpha for side in (-1, 1)]
-        linear, linear_up_to = _share_between(moments, *ends), max(map(abs, ends))
+        n, x = moments[:2, moments[0] > 0]
+        inside = (bend.alpha * x / n + bend.shift).abs() <= LINEAR_UP_TO
+        linear, linear_up_to = float(n[inside].sum() / n.sum()), max(map(abs, ends))
     return NormCard(
         **about,
         centring=_centring(site, of_tokens(stats.token_offsets)) if site.form else None,
@@ -270,14 +272,6 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
         straight=bend.straight,
         tails=_tails(stats, moments, magnitudes),
     )
-
-
-def _share_between(moments: Tensor, low: float, high: float) -> float:
-    """Share of the pairs with x between two numbers, where those of a bin are spread evenly about their mean."""
-    n, x, _, xx, *_ = moments[:, moments[0] > 0].numpy()
-    mean, half = x / n, np.sqrt(3 * np.maximum(xx / n - (x / n) ** 2, 0))
-    spread = Magnitudes(n, mean - half, mean + half)
-    return (spread.below(high) - spread.below(low)) / spread.count
 
 
 def _centring(site: NormSite, offsets: Magnitudes) -> Centring:

@@ -97,7 +97,7 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
         without, held = problems.nodes("others", odd=odd), problems.nodes("folds", odd=odd)
         if not form.theory:
-            others = refined(objective.on(without), others, problems.nodes("rough others", odd=odd), problems.folds)
+            others = refined(objective.on(without), others, problems.nodes("rough others", odd=odd))
         left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, left, 0.0)
         r2_cv = (1 - held_out.sum(-1) / nodes.total).where(problems.occupied.any(-1), torch.nan)

@@ -103,11 +103,12 @@ class Objective:
         """
         return not self.curve.smooth and len(self.free) > 1
 
-    def parts(self, size: int = 1) -> Iterator[Objective]:
-        """Yield ``size`` problems after another, on their own points, so that results do not depend on the batch."""
-        for numbers in torch.arange(len(self.nodes)).view(-1, size).unbind():
-            part = self.of(numbers)
-            yield replace(part, nodes=part.nodes.filled())
+    @property
+    def alone(self) -> Iterator[Objective]:
+        """Each problem by itself, on its own points, so that the result does not depend on the batch."""
+        for number in range(len(self.nodes)):
+            single = self.of(torch.tensor([number]))
+            yield replace(single, nodes=single.nodes.filled())
 
     @property
     def may_be_only_power(self) -> bool:
@@ -339,7 +340,7 @@ def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
     """
     first_look = objective.on(coarse)
     if len(objective.nodes) > 1 and objective.rugged:
-        alone = zip(objective.parts(), first_look.parts(), strict=True)
+        alone = zip(objective.alone, first_look.alone, strict=True)
         return Solutions.joined(least_squares(single, few.nodes) for single, few in alone)
     return _solutions(objective, *_searched(objective, first_look))
 
@@ -357,15 +358,11 @@ def _searched(
     return ended.of(best), low, high
 
 
-def refined(objective: Objective, near: Solutions, rough: Nodes, folds: int) -> Solutions:
-    """Fit one curve to nearly the same pairs as other problems, ``folds`` times each, beginning at their solutions.
+def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
+    """Fit one curve to nearly the same pairs as other problems, beginning at their solutions.
 
     With kinks another minimum may be the least, so that a search for α alone starts anew on fewer nodes.
     """
-    if objective.rugged and len(objective.nodes) > folds:
-        numbers = torch.arange(len(objective.nodes)).view(-1, folds).unbind()
-        parts = zip(objective.parts(folds), map(near.of, numbers), map(rough.of, numbers), strict=True)
-        return Solutions.joined(refined(*part, folds) for part in parts)
     start = torch.stack([near.alpha.log(), near.shift], -1)
     ended, is_law = objective.at(start), near.only_power & (objective.alpha is None)
     laws, bends = (which.nonzero()[:, 0] for which in (is_law, ~is_law))

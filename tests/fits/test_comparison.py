@@ -249,8 +249,15 @@ def sites(*names, placement="pre-norm"):
             {"c": "d"},
             (("a", "b"), ("e",)),
         ),
+        (
+            [*sites("a", "b"), *sites("p", placement="post-norm")],
+            [*sites("q", "r", placement="post-norm"), *sites("c")],
+            "depth",
+            {"a": "c", "p": "q"},
+            (("b",), ("r",)),
+        ),
     ],
-    ids=["built alike", "one shared name", "no placement in common", "pre-norm and post-norm", "both and post-norm"],
+    ids=["built alike", "one name", "no placement shared", "pre- and post-norm", "both and post-norm", "both in both"],
 )
 def test_sites_are_matched_by_name_in_networks_built_alike_and_otherwise_by_depth(
     first, second, by, counterparts, unmatched

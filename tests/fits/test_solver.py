@@ -219,7 +219,7 @@ def test_a_line_is_not_searched_again_without_each_fold():
     nodes = nodes_of(torch.stack([moments_of(x[start::4], y[start::4]) for start in range(4)]), odd=True)
     noting, sizes = counted(CURVES["hardtanh"])
     small, zero = torch.full((4,), 1e-5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    lines = refined(Objective(nodes, noting), Solutions(small, small, zero, zero == 0, zero == 0), nodes, 4)
+    lines = refined(Objective(nodes, noting), Solutions(small, small, zero, zero == 0, zero == 0), nodes)
     slopes = [(x[start::4] @ y[start::4]) / (x[start::4] @ x[start::4]) for start in range(4)]
     np.testing.assert_allclose(lines.amplitude * lines.alpha, slopes, rtol=1e-9)
     assert sum(sizes) < 5 * nodes.x.numel()  # f and f′, twice

@@ -1,15 +1,11 @@
 """Weighted points made of bins: the sums of their pairs, also joined and mirrored."""
 
-from collections import OrderedDict
-
 import numpy as np
 import pytest
 import torch
 from captures import moments_of
-from torch import nn
 
-import normscope
-from normscope.fits.targets import fit_targets, joined, mirrored, nodes_of
+from normscope.fits.targets import joined, mirrored, nodes_of
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -61,10 +57,3 @@ def test_each_problem_has_nodes_of_its_own_pairs_alone_and_errs_as_it_does_by_it
     expected = torch.cat([one.residual(one.x.sin() - one.x) for one in alone])
     torch.testing.assert_close(errors, expected, rtol=1e-13, atol=0)  # sums of as many numbers in another order
     torch.testing.assert_close(both.total, torch.cat([one.total for one in alone]), rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize(("pool", "levels"), [(None, 4), ("kind", 2), ("all", 1)])
-def test_a_pool_by_kind_joins_the_sites_whose_paths_differ_in_numbers_alone(pool, levels):
-    blocks = [nn.Sequential(OrderedDict(norm1=nn.LayerNorm(8), norm2=nn.LayerNorm(8))) for _ in range(2)]
-    seen = normscope.capture(nn.Sequential(*blocks), [torch.randn(4, 8)])
-    assert len(fit_targets(seen, pool=pool)) == levels
