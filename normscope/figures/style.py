@@ -467,10 +467,12 @@ def sheet_of(
         below = (below + legend_inches) / whole
         figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
         yield figure
-        for text in figure.findobj(Text):  # letters are drawn where these parameters no longer apply
-            text.set_fontfamily(style.fonts)
-        for ax in figure.findobj(Axes):
-            ax.tick_params(which="both", labelfontfamily=style.fonts)
+        # Letters are drawn where these parameters no longer apply.
+        for artist in figure.findobj() if style.fonts != Style.fonts else ():
+            if isinstance(artist, Text):
+                artist.set_fontfamily(style.fonts)
+            elif isinstance(artist, Axes):
+                artist.tick_params(which="both", labelfontfamily=style.fonts)
 
 
 def untrained(about: Mapping[str, str]) -> str:
