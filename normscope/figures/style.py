@@ -198,7 +198,8 @@ def readable(colour: str, background: Any) -> str:
     >>> readable("#D55E00", "white"), readable("#0072B2", "white")
     ('#c05500', '#0072b2')
     """
-    behind, end = _luminance(to_rgb(background)), np.full(3, float(_luminance(to_rgb(background)) < 0.18))
+    behind = _luminance(to_rgb(background))
+    end = np.full(3, float(behind < 0.18))
     for share in np.linspace(0, 1, 21):
         mixed = (1 - share) * np.array(to_rgb(colour)) + share * end
         high, low = sorted((_luminance(mixed), behind), reverse=True)
