@@ -273,8 +273,9 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
     Medians over inputs with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
-    ones. Crosses are medians after ``after``, for example a calibration, on the inputs that decide there. The dotted
-    line is the original's quality; bars of quality are 95 % intervals. Each tick names the norm kept in addition.
+    ones. An open square is the calibrated swap on the held-out inputs; crosses are medians after ``after`` on the
+    inputs that decide there. The dotted line is the original's quality; bars of quality are 95 % intervals. Each tick
+    names the norm kept in addition.
 
     Args:
         report: what :func:`normscope.keep` returned.
@@ -289,13 +290,17 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
     chosen: dict[str, Any] = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
     held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
-    calibrated: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
+    calibrated = {**held_out, "mfc": theme.background, "ms": 4}
+    judged: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
     of_choice = [(step.kept - _ASIDE, step.error) for step in taken]
     of_held_out = [(step.kept + _ASIDE, step.held_out) for step in taken if step.held_out is not None]
-    tried = [(step.kept, step.worked_on) for step in report.steps if step.worked_on is not None]
-    handles: list[Artist] = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
-    handles += [key(f"on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
-    handles += [key("calibrated, on samples that decide its state", **calibrated)] if tried else []
+    of_calibrated = [(len(report.kept) + 2 * _ASIDE, report.calibrated)] if report.calibrated else []
+    steps = [step for step in report.steps if not of_calibrated or step.kept != len(report.kept)]
+    tried = [(step.kept, step.worked_on) for step in steps if step.worked_on is not None]
+    handles: list[Artist] = [key(f"start values, on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
+    handles += [key(f"start values, on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
+    handles += [key("calibrated, on samples that decide its state", **judged)] if tried else []
+    handles += [key("calibrated, on the held-out samples", **calibrated)] if of_calibrated else []
     handles += [key("original", theme.ink, ":")] if quality else []
     inches = inches_of(options.get("width"), _KEEP_INCHES[0])
     columns = 2 if quality and inches >= 2 * _LEAST_ABREAST else 1
@@ -305,10 +310,10 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     height = (_KEEP_INCHES[1] + names_inches(names)) * rows
     with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flat
-        for points, look in ((of_choice, chosen), (of_held_out, held_out)):
+        for points, look in ((of_choice, chosen), (of_held_out, held_out), (of_calibrated, calibrated)):
             axes[0].plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
             _draw_bars(axes[0], points, look["color"])
-        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **calibrated)
+        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **judged)
         if not scale_where_wide(axes[0]):
             axes[0].set_ylim(0, None)
         axes[0].set_ylabel(_with_unit(report.measure))
