@@ -69,6 +69,7 @@ ROWS = tuple(row for row in DRAW if row != RESIDUAL)
 FORMATS = ("png", "svg", "pdf")
 _VECTOR_DPI = 72  # at which matplotlib lays out what is in points
 _LEAST_DPI = 300  # of the points within a vector graphic
+_LEAD = "Input x of norms, and their output y before the affine step"
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
 _MOST_COLUMNS, _PANEL_INCHES, _LEAST_PANEL = 6, (2.35, 2.05), (1.3, 1.2)  # widths and heights, ticks included
 _ACROSS = 4
@@ -151,7 +152,7 @@ def plot(
         rows_inches = len(shown) * panel_inches + sum(lines) * LINE_POINTS / 72
         height = blocks * (rows_inches + HEAD_INCHES * (labels != NO_LABELS) + 0.12)
         handles = legend_handles(panels, shown, "sample" in capture.about)
-        foot = [*_lead(options), facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
+        foot = [_LEAD, facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
     parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "foot": foot, "handles": handles}
     with sheet_of(options, theme, inches, height, capture.about, **parts) as figure:
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
@@ -190,11 +191,6 @@ def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
         write_at(ax, text, (0, 1), (3, -3 - LINE_POINTS * number), **look)
     ax.set(xlabel=panel.axis.label(panel.inches), ylabel=_name_of_y(row))
     return ax
-
-
-def _lead(options: FigureOptions) -> list[str]:
-    """Return the first sentence of a caption."""
-    return ["Input x and output y of norm layers"] if options.get("caption") else []
 
 
 def _name_of_y(row: str) -> str:
@@ -268,7 +264,7 @@ def overview(
         above = HEAD_INCHES * (labels != NO_LABELS) + 0.04
         height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
         handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
-        foot = [*_lead(options), *remarks(every, every_fit, labels)]
+        foot = [_LEAD, *remarks(every, every_fit, labels)]
         for capture, panels in zip(captures, networks, strict=True):
             name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
             title = None if options.get("caption") else options.get("title")

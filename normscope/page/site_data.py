@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, count
-from normscope.figures.axes import ASINH, Limits, XAxis, mean_line, scales_of
+from normscope.figures.axes import ASINH, LINEAR, Limits, XAxis, mean_line, pairs_beyond, scales_of
 from normscope.figures.panels import drawn_pairs, image, residuals
 from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
 from normscope.fits.curve_fit import CurveFit
@@ -34,7 +34,6 @@ COLUMNS, ROWS = 240, 140  # of a density
 LINE_POINTS = 241  # of a curve, odd: one of them is zero
 _FEWEST = 0.1  # pairs, spread over pixels, that a density still shows
 _LEVELS = 254
-_SATURATED_AT = 3.0  # |αx| of the fitted curve, where a linear axis ends
 _GROUPS = 240  # across an asinh axis, of the residuals
 _WIDTH_INCHES = 6.0  # of the page's panels, for the fineness of E[y|x]
 _LEAST_COUNT = 32  # pairs in a point of the mean diagonal
@@ -73,11 +72,10 @@ def site_data(
     }
     if data["nothing"]:
         return data
-    scales = scales_of([(site, stats)], ASINH)
-    # Sums and curves are sampled along the asinh axis, which is finer about zero.
-    axis, linear = scales.x, linear_axis(stats, fits)
+    scales = {scale: scales_of([(site, stats)], scale, fits) for scale in (LINEAR, ASINH)}
+    axis = scales[ASINH].x  # finer about zero: the one along which sums and curves are sampled
     data["drawn"] = {
-        "axes": {"linear": axis_data(stats, linear, scales.y), "asinh": axis_data(stats, axis, scales.y)},
+        "axes": {scale: axis_data(stats, of_scale.x, of_scale.y) for scale, of_scale in scales.items()},
         "lines": {fit.curve: line_data(fit, axis) for fit in fits if not fit.degenerate},
         "nodes": None if nodes is None else nodes_data(nodes),
         "mean": _points(*mean_line(stats.moments.sum(0), axis, _WIDTH_INCHES)),
@@ -89,21 +87,10 @@ def site_data(
     return data
 
 
-def linear_axis(stats: PairStats, fits: Sequence[CurveFit]) -> XAxis:
-    """Return a linear axis to |αx| = 3 of the fitted tanh, or of the first curve that bends, or to the largest |x|."""
-    bending = [fit for fit in fits if fit.told_apart and fit.curve != "linear"]
-    chosen = [fit for fit in bending if fit.curve == "tanh"] + bending
-    reach = float(stats.reach.max())
-    end = min([reach, *(_SATURATED_AT / fit.alpha for fit in chosen[:1])])
-    return XAxis((-end, end))
-
-
 def axis_data(stats: PairStats, axis: XAxis, y: Limits) -> dict[str, Any]:
     """Return an axis of x with its limits of y, the number of pairs beyond it, and the density along it."""
-    n, total = stats.moments.sum(0)[:2]
-    beyond = n[(total / n).abs() > axis.limits[1]].sum()
-    density = density_data(stats, axis, y)
-    return {"limits": axis.limits, "width": axis.linear_width, "y": y, "beyond": int(beyond), "density": density}
+    beyond, density = pairs_beyond(stats.moments.sum(0), axis.limits), density_data(stats, axis, y)
+    return {"limits": axis.limits, "width": axis.linear_width, "y": y, "beyond": beyond, "density": density}
 
 
 def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.figures.axes import XAxis
+from normscope.figures.axes import XAxis, scales_of
 from normscope.figures.panels import image
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
@@ -86,19 +86,16 @@ def test_the_density_is_the_figures(sites, seen, scale):
     assert np.abs(np.log(counts[here].clip(1)) - (shown[here] - 1) * step).max() <= 1.01 * step
 
 
-def test_a_linear_axis_ends_where_tanh_is_saturated_and_counts_the_pairs_beyond():
+def test_axes_are_the_figures_and_count_the_pairs_beyond():
     x = torch.randn(400, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 400)[:, None]
     seen = normscope.capture(nn.LayerNorm(16), [x])
     fits = normscope.fit(seen, "linear,isru,tanh")
     [site] = capture_data(seen, fits, 4000)["sites"]
     linear, asinh = site["drawn"]["axes"]["linear"], site["drawn"]["axes"]["asinh"]
-    end = 3 / next(fit for fit in fits if fit.curve == "tanh").alpha
-    assert linear["limits"] == pytest.approx((-end, end)) and linear["width"] is None
-    # Bins are as wide as a 64th of an octave.
-    assert 0 < int((x.abs() > 1.02 * end).sum()) <= linear["beyond"] <= int((x.abs() > end / 1.02).sum())
-    assert asinh["limits"][1] >= x.abs().max() and asinh["beyond"] == 0
-    [site] = capture_data(seen, normscope.fit(seen, "linear"), 4000)["sites"]
-    assert site["drawn"]["axes"]["linear"]["limits"][1] == x.abs().max()
+    scales = scales_of([(seen.sites[0], seen.stats[""])], "linear", fits)
+    assert linear["limits"] == scales.x.limits and linear["y"] == scales.y and linear["width"] is None
+    assert 0 < linear["beyond"] == int((x.abs() > linear["limits"][1]).sum())
+    assert asinh["limits"][1] >= x.abs().max() and asinh["beyond"] == 0 and asinh["width"] > 0
 
 
 def test_the_card_is_the_command_line_s(sites, seen):

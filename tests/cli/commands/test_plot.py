@@ -100,7 +100,7 @@ def test_a_compact_figure_is_the_only_one_with_its_caption_beside(captures, tmp_
     told = document(f"plot {' '.join(captures)} --compact --caption tex --labels none -o all.pdf {QUICK}")
     assert told["overview"] == "all.pdf" and [figure["file"] for figure in told["figures"]] == [None, None]
     assert written(tmp_path) == ["all.pdf", "all.tex"]
-    assert (tmp_path / "all.tex").read_text().startswith(r"\caption{Input x and output y of norm layers.")
+    assert (tmp_path / "all.tex").read_text().startswith(r"\caption{Input x of norms, and")
     assert document(f"plot {captures[0]} --compact -o alone {QUICK}")["overview"] == "alone/overview-compact.png"
     assert "no kind of labels 'shrt'" in words(invoke(f"plot {captures[0]} --labels shrt", status=2).stderr)
 
