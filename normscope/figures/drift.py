@@ -104,30 +104,28 @@ def plot_drift(
     paths = _paths(reports, sites)
     inches = inches_of(options.get("width"), min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
     panels = [panel for panel in _KEYS if any(getattr(report, panel) for report in reports)]
-    wide = [panel for panel in ("by_site", "at_sites") if panel in panels]
-    narrow = panels[len(wide) :]
-    abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
+    wide: list[str] = [panel for panel in ("by_site", "at_sites") if panel in panels]
+    wide += ["ratios"] if len(reports) > 1 and "by_site" in wide else []
+    narrow = [panel for panel in ("cumulative", "by_part") if panel in panels]
+    abreast = max(1, len(narrow)) if inches >= _LEAST_ABREAST * len(narrow) else 1
+    rows: list[Any] = [[panel] * abreast for panel in wide] + [
+        narrow[n : n + abreast] for n in range(0, len(narrow), abreast)
+    ]
     names = list(site_labels(paths, options).values())
-    foot = names_inches(names) if wide else 0.0
-    ratios = len(reports) > 1 and "by_site" in wide
-    rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
     inputs = count(max(report.all.inputs for report in reports), "input")
-    height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
+    height = (_PANEL_INCHES + 0.35) * len(rows) + (names_inches(names) if wide else 0.0)
+    handles = _handles(lines, sites, paths, theme)
     with sheet_of(options, theme, inches, height, reports[0].about, detail=inputs, handles=handles) as figure:
-        grid = figure.add_gridspec(rows, max(1, abreast))
-        upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
-        places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
-        lower = [figure.add_subplot(grid[place]) for place in places]
-        for ax, panel in zip([*upper, *lower], panels, strict=True):
-            _draw_panel(ax, lines, panel, paths)
-            _finish(ax, theme)
-        if ratios:
-            upper.append(figure.add_subplot(grid[len(wide), :]))
-            _draw_ratios(upper[-1], lines, paths, theme)
-        for ax in upper:
-            name_sites(ax, names if ax is upper[-1] else [], inches - _EDGE_INCHES)
-        if upper:
-            _sign_placements(upper[0], sites, paths, theme)
+        for panel, ax in figure.subplot_mosaic(rows).items():
+            if panel == "ratios":
+                _draw_ratios(ax, lines, paths, theme)
+            else:
+                _draw_panel(ax, lines, panel, paths)
+                _finish(ax, theme)
+            if panel in wide:
+                name_sites(ax, names if panel == wide[-1] else [], inches - _EDGE_INCHES)
+            if panel in wide[:1]:
+                _sign_placements(ax, sites, paths, theme)
         figure.align_ylabels()
     return figure
 
