@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -417,16 +417,17 @@ def _folds(panels: Sequence[Panel]) -> str:
 
 def facts(panels: Sequence[Panel], labels: str) -> str:
     """Return class, d and placement of the norms, and their numbers of pairs, as far as no panel names them."""
-
-    def listed(values: Iterable[Any]) -> str:
-        return " and ".join(dict.fromkeys(str(value) for value in values if value is not None))
-
     if labels == FULL:
         return ""
-    sites, counts = [panel.site for panel in panels], sorted({panel.stats.n_pairs for panel in panels})
-    of_norms = (listed(site.kind for site in sites), f"d = {listed(sorted(site.d for site in sites))}")
-    pairs = f"{' to '.join(f'{n:,}' for n in dict.fromkeys((counts[0], counts[-1])))} pairs a panel"
-    return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs)))
+    sites = [panel.site for panel in panels]
+    kinds = " and ".join(dict.fromkeys(site.kind for site in sites))
+    placements = " and ".join(dict.fromkeys(site.placement for site in sites if site.placement))
+    pairs = f"{_range([panel.stats.n_pairs for panel in panels])} pairs a panel"
+    return ", ".join(filter(None, (kinds, f"d = {_range([site.d for site in sites])}", placements, pairs)))
+
+
+def _range(numbers: Sequence[int]) -> str:
+    return " to ".join(f"{n:,}" for n in dict.fromkeys((min(numbers), max(numbers))))
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_LABELS) -> list[str]:

@@ -198,7 +198,8 @@ def readable(colour: str, background: Any) -> str:
     >>> readable("#D55E00", "white"), readable("#0072B2", "white")
     ('#c05500', '#0072b2')
     """
-    behind, end = _luminance(to_rgb(background)), np.full(3, float(_luminance(to_rgb(background)) < 0.18))
+    behind = _luminance(to_rgb(background))
+    end = np.full(3, float(behind < 0.18))
     for share in np.linspace(0, 1, 21):
         mixed = (1 - share) * np.array(to_rgb(colour)) + share * end
         high, low = sorted((_luminance(mixed), behind), reverse=True)
@@ -467,10 +468,12 @@ def sheet_of(
         below = (below + legend_inches) / whole
         figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
         yield figure
-        for text in figure.findobj(Text):  # letters are drawn where these parameters no longer apply
-            text.set_fontfamily(style.fonts)
-        for ax in figure.findobj(Axes):
-            ax.tick_params(which="both", labelfontfamily=style.fonts)
+        # Letters are drawn where these parameters no longer apply.
+        for artist in figure.findobj() if style.fonts != Style.fonts else ():
+            if isinstance(artist, Text):
+                artist.set_fontfamily(style.fonts)
+            elif isinstance(artist, Axes):
+                artist.tick_params(which="both", labelfontfamily=style.fonts)
 
 
 def untrained(about: Mapping[str, str]) -> str:

@@ -171,12 +171,10 @@ def test_what_has_no_residual_is_drawn_without(case, recwarn):
     assert -math.inf < low < 0 < high < math.inf
 
 
-def many(fits, number, length=0):
-    return [made(fits, f"curve_{i}{'x' * length}", Bent, r2=0.5 + i / 100) for i in range(number)]
-
-
 def test_the_best_four_of_many_are_drawn_in_four_colours_and_the_others_listed(seen, fits):
-    figure = plot(seen, [*many(fits, 9), fits[0]], rows="density,residual", width=4)
+    shifts = {8: 0.0}  # of the others, what was fitted
+    many = [made(fits, f"curve_{i}", Bent, r2=0.5 + i / 100, shift=shifts.get(i, fits[0].shift)) for i in range(9)]
+    figure = plot(seen, [*many, fits[0]], rows="density,residual", width=4)
     density, residual = axes(figure)
     drawn = ["curve_6", "curve_7", "curve_8", fits[0].curve]  # R² 0.56, 0.57, 0.58 and a fit's
     assert fits[0].r2 > 0.58
@@ -186,28 +184,7 @@ def test_the_best_four_of_many_are_drawn_in_four_colours_and_the_others_listed(s
         assert len({text.get_color() for text in of_curves}) == 4
     lines = [line for line in residual.get_lines() if len(line.get_xdata()) > 2]
     assert len(lines) == len({line.get_color() for line in lines}) == 4
-    listed = "Not drawn, of smaller mean R²: curve_5, curve_4, curve_3, curve_2, curve_1, curve_0"
-    assert any(listed in text.replace("\n", " ") for text in texts(figure))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sites", [1, 4])
-@pytest.mark.parametrize("width", [None, 5.5])
-def test_a_legend_and_a_list_of_many_curves_cover_nothing_and_stay_on_the_figure(tokens, sites, width):
-    seen = capture_of(tokens, names=[f"norm{i}" for i in range(sites)])
-    fits = [fit for one in normscope.fit(seen, "tanh") for fit in [one, *many([one], 18)]]
-    fits = [dataclasses.replace(fit, shift=0.25) if fit.curve == "curve_17" else fit for fit in fits]
-    figure = plot(seen, fits, rows="density,residual", width=width)
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    labels = [text.get_text() for text in legend.get_texts()]
+    written = " ".join(texts(figure)).replace("\n", " ")
+    assert "Not drawn, of smaller mean R²: curve_5, curve_4, curve_3, curve_2, curve_1, curve_0" in written
     formula = fits[0].function.formula
-    assert labels.count(f"curve_17: A·f(αx+s), f(u) = {formula}") == 1
-    assert labels.count(f"curve_16: A·f(αx), f(u) = {formula}") == 1
-    box = legend.get_window_extent()
-    assert box.x0 >= 0 and box.x1 <= figure.bbox.width
-    (foot,) = figure.texts[-1:]
-    assert foot.get_window_extent().y0 >= 0 and foot.get_window_extent().y1 <= box.y0
-    for ax in axes(figure):
-        assert ax.get_tightbbox().y0 >= box.y1
-        assert ax.get_window_extent().height > 0.7 * figure.dpi
+    assert f"curve_7: A·f(αx+s), f(u) = {formula}" in written and f"curve_8: A·f(αx), f(u) = {formula}" in written
