@@ -70,9 +70,7 @@ def labels(captures: Sequence[Capture]) -> list[str]:
     texts = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
     samples = [count(capture.n_samples, "sample") for capture in captures]
     if len(set(samples)) > 1 or not differing:
-        texts = [
-            " · ".join(part for part in (text, number) if part) for text, number in zip(texts, samples, strict=True)
-        ]
+        texts = [" · ".join(filter(None, parts)) for parts in zip(texts, samples, strict=True)]
     return [f"{number}  {text}" for number, text in enumerate(texts, 1)]
 
 
@@ -146,7 +144,7 @@ def plot_comparison(
 
 def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, by_name: bool) -> list[_Line]:
     number = len(captures)
-    colours: Sequence[Any] = theme.channels
+    colours: Sequence[Any] = theme.curves
     if number > len(colours):
         # The end of the map that is near the background is left out.
         low, high = (0.25, 1.0) if theme.background < theme.ink else (0.0, 0.85)

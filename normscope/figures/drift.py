@@ -104,30 +104,28 @@ def plot_drift(
     paths = _paths(reports, sites)
     inches = inches_of(options.get("width"), min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
     panels = [panel for panel in _KEYS if any(getattr(report, panel) for report in reports)]
-    wide = [panel for panel in ("by_site", "at_sites") if panel in panels]
-    narrow = panels[len(wide) :]
-    abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
+    wide: list[str] = [panel for panel in ("by_site", "at_sites") if panel in panels]
+    wide += ["ratios"] if len(reports) > 1 and "by_site" in wide else []
+    narrow = [panel for panel in ("cumulative", "by_part") if panel in panels]
+    abreast = max(1, len(narrow)) if inches >= _LEAST_ABREAST * len(narrow) else 1
+    rows: list[Any] = [[panel] * abreast for panel in wide] + [
+        narrow[n : n + abreast] for n in range(0, len(narrow), abreast)
+    ]
     names = list(site_labels(paths, options).values())
-    foot = names_inches(names) if wide else 0.0
-    ratios = len(reports) > 1 and "by_site" in wide
-    rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
     inputs = count(max(report.all.inputs for report in reports), "input")
-    height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
+    height = (_PANEL_INCHES + 0.35) * len(rows) + (names_inches(names) if wide else 0.0)
+    handles = _handles(lines, sites, paths, theme)
     with sheet_of(options, theme, inches, height, reports[0].about, detail=inputs, handles=handles) as figure:
-        grid = figure.add_gridspec(rows, max(1, abreast))
-        upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
-        places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
-        lower = [figure.add_subplot(grid[place]) for place in places]
-        for ax, panel in zip([*upper, *lower], panels, strict=True):
-            _draw_panel(ax, lines, panel, paths)
-            _finish(ax, theme)
-        if ratios:
-            upper.append(figure.add_subplot(grid[len(wide), :]))
-            _draw_ratios(upper[-1], lines, paths, theme)
-        for ax in upper:
-            name_sites(ax, names if ax is upper[-1] else [], inches - _EDGE_INCHES)
-        if upper:
-            _sign_placements(upper[0], sites, paths, theme)
+        for panel, ax in figure.subplot_mosaic(rows).items():
+            if panel == "ratios":
+                _draw_ratios(ax, lines, paths, theme)
+            else:
+                _draw_panel(ax, lines, panel, paths)
+                _finish(ax, theme)
+            if panel in wide:
+                name_sites(ax, names if panel == wide[-1] else [], inches - _EDGE_INCHES)
+            if panel in wide[:1]:
+                _sign_placements(ax, sites, paths, theme)
         figure.align_ylabels()
     return figure
 
@@ -273,8 +271,9 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
     Medians over inputs with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
-    ones. Crosses are medians after ``after``, for example a calibration, on the inputs that decide there. The dotted
-    line is the original's quality; bars of quality are 95 % intervals. Each tick names the norm kept in addition.
+    ones. An open square is the calibrated swap on the held-out inputs; crosses are medians after ``after`` on the
+    inputs that decide there. The dotted line is the original's quality; bars of quality are 95 % intervals. Each tick
+    names the norm kept in addition.
 
     Args:
         report: what :func:`normscope.keep` returned.
@@ -289,13 +288,17 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
     chosen: dict[str, Any] = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
     held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
-    calibrated: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
+    calibrated = {**held_out, "mfc": theme.background, "ms": 4}
+    judged: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
     of_choice = [(step.kept - _ASIDE, step.error) for step in taken]
     of_held_out = [(step.kept + _ASIDE, step.held_out) for step in taken if step.held_out is not None]
-    tried = [(step.kept, step.worked_on) for step in report.steps if step.worked_on is not None]
-    handles: list[Artist] = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
-    handles += [key(f"on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
-    handles += [key("calibrated, on samples that decide its state", **calibrated)] if tried else []
+    of_calibrated = [(len(report.kept) + 2 * _ASIDE, report.calibrated)] if report.calibrated else []
+    steps = [step for step in report.steps if not of_calibrated or step.kept != len(report.kept)]
+    tried = [(step.kept, step.worked_on) for step in steps if step.worked_on is not None]
+    handles: list[Artist] = [key(f"start values, on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
+    handles += [key(f"start values, on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
+    handles += [key("calibrated, on samples that decide its state", **judged)] if tried else []
+    handles += [key("calibrated, on the held-out samples", **calibrated)] if of_calibrated else []
     handles += [key("original", theme.ink, ":")] if quality else []
     inches = inches_of(options.get("width"), _KEEP_INCHES[0])
     columns = 2 if quality and inches >= 2 * _LEAST_ABREAST else 1
@@ -305,10 +308,10 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     height = (_KEEP_INCHES[1] + names_inches(names)) * rows
     with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flat
-        for points, look in ((of_choice, chosen), (of_held_out, held_out)):
+        for points, look in ((of_choice, chosen), (of_held_out, held_out), (of_calibrated, calibrated)):
             axes[0].plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
             _draw_bars(axes[0], points, look["color"])
-        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **calibrated)
+        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **judged)
         if not scale_where_wide(axes[0]):
             axes[0].set_ylim(0, None)
         axes[0].set_ylabel(_with_unit(report.measure))

@@ -399,6 +399,7 @@ class KeepReport(_AboutNetwork):
         about: ``model``, ``weights`` and ``data`` in words, if known.
         quality: quality at the network's task on held-out inputs: ``original``, ``0 kept``, ``1 kept``, …; or None.
         measure: of all errors: ``KL divergence`` of logits, ``relative L2`` of other outputs.
+        calibrated: error over held-out inputs once the rest is swapped and calibrated, as ``normscope swap`` does.
     """
 
     sites: Sequence[str]
@@ -410,6 +411,7 @@ class KeepReport(_AboutNetwork):
     about: Mapping[str, str] = field(default_factory=dict)
     quality: Quality | None = None
     measure: str = "relative L2"
+    calibrated: Quantiles | None = None
 
     def __repr__(self) -> str:
         medians = f"{self.steps[0].error.p50:.3g} → {self.taken[-1].error.p50:.3g}"

@@ -15,7 +15,17 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import replacements
-from normscope.swaps.reports import BenchReport, HealReport, Timing, TrainingCheck
+from normscope.swaps.reports import (
+    BenchReport,
+    HealReport,
+    KeepReport,
+    KeepStep,
+    Quality,
+    Quantiles,
+    Score,
+    Timing,
+    TrainingCheck,
+)
 
 ONE_COLUMN, NEURIPS = 3.25, 5.5
 ABOUT = {
@@ -118,6 +128,19 @@ HEALED = HealReport(
 )
 
 
+def kept(sites):
+    """Three of six norms kept, and the calibrated rest."""
+    errors = [Quantiles(*(share / (n + 1) for share in (0.01, 0.1, 0.5, 0.9, 1.2)), n=64) for n in range(5)]
+    steps = [
+        KeepStep(sites[n].name if n else None, n, 6 - n, error, error if n < 4 else None, error.p50 / 9)
+        for n, error in enumerate(errors)
+    ]
+    paths = [site.name for site in sites]
+    scores = {"original": Score(0.9), **{f"{n} kept": Score(0.5 + n / 9, (0.4, 0.6 + n / 9)) for n in range(4)}}
+    quality = Quality("top-1 accuracy", True, 64, "64 images", scores)
+    return KeepReport(paths, paths[1:4], steps, 48, about=ABOUT, quality=quality, calibrated=errors[4])
+
+
 @pytest.fixture(scope="module")
 def drawn(seen, fits, drifts, speed):
     """Every figure, by the name of its command."""
@@ -135,6 +158,7 @@ def drawn(seen, fits, drifts, speed):
         "gradient": lambda **look: normscope.plot_gradient(seen, fits, **look),
         "compare": lambda **look: normscope.plot_comparison(*both, **look),
         "drift": lambda **look: normscope.plot_drift(drifts, seen.sites, **look),
+        "keep": lambda **look: normscope.plot_keep(kept(seen.sites), **look),
         "heal": lambda **look: normscope.plot_healing(HEALED, **look),
         "speed": lambda **look: normscope.plot_speed(speed, **look),
     }
@@ -142,7 +166,7 @@ def drawn(seen, fits, drifts, speed):
 
 FIGURES = (
     *("plot", "plot --share-axes", "overview", "overview --share-axes", "fit --plot", "stats --plot", "curves"),
-    *("gradient", "compare", "drift", "heal", "speed"),
+    *("gradient", "compare", "drift", "keep", "heal", "speed"),
 )
 TWICE = ("plot --share-axes", "overview --share-axes")  # which look like those without it
 
@@ -200,6 +224,15 @@ def test_without_a_title_letters_can_be_read_and_pdfs_hold_whole_fonts(drawn, na
     assert "random init" in said(figure) or name == "curves"  # in every output
     content = save_figure(figure, tmp_path / "figure.pdf", {}, dpi=40).read_bytes()
     assert b"/CIDFontType2" in content and b"/Type3" not in content  # many journals refuse the latter
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_full_labels_can_be_read_and_a_caption_stands_beside_the_figure(drawn, name):
+    figure = drawn[name](width=NEURIPS, labels="full", font="DejaVu Serif", caption="txt")
+    check_letters(figure)
+    assert "weights:" not in said(figure)
+    assert "noise & <more>" in figure.caption[1] or name == "curves"
 
 
 def check_letters(figure):

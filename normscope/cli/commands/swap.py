@@ -6,7 +6,7 @@ import copy
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.calibrate.calibrate import CalibrationReport
+    from normscope.swaps.reports import Quantiles
     from normscope.swaps.start import Start
 
 
@@ -100,10 +101,11 @@ def swap(
         _tell(report, say)
         whole |= {"refit": refit, "calibration": report.as_dict()}
     if choice is not None:
+        if report is not None:
+            moved = _held_out_drift(source, swapped, choice.measure, say)
+            choice, whole["held_out"] = replace(choice, calibrated=moved), asdict(moved)
         swapping.tell_choice(choice, f"{network.name} · {func}", drawn, say)
         whole |= {"keep": choice.as_dict(), "figure": str(drawn)}
-        if report is not None:
-            whole["held_out"] = _held_out_drift(source, swapped, choice.measure, say)
     swapping.tell_quality(judge.quality, judge.untold, func, how.start, say)
     whole["quality"] = judge.quality and judge.quality.as_dict()
     say.result(str(folder))
@@ -127,7 +129,7 @@ def _calibrated(
     return swapped, report
 
 
-def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> dict[str, float]:
+def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> Quantiles:
     """Measure and print the drift of the calibrated network on held-out inputs."""
     from normscope.inputs.batch import as_batches
     from normscope.runtime.network import left_as_found
@@ -142,7 +144,7 @@ def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: st
         f"calibrated, on {held_out.description}: {measure} at the output {moved.p50:.3g} in the median, "
         f"{moved.p90:.3g} at the 90th percentile"
     )
-    return asdict(moved)
+    return moved
 
 
 def _now(module: nn.Module) -> dict[str, Any]:

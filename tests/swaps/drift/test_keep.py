@@ -179,10 +179,15 @@ def test_the_choice_is_saved_shown_and_drawn(tmp_path):
     kept = ["none", *(short_names(report.sites)[path] for path in report.kept)]
     assert names == [f"{name}  {number}" for number, name in enumerate(kept)]
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == [f"on {report.n_chosen_on} samples of the choice", "on 16 held-out samples", "original"]
-    tried = replace(report, steps=[*report.steps[:2], replace(report.steps[2], worked_on=0.5)])
-    (cross,) = [line for line in plot_keep(tried).axes[0].lines if line.get_marker() == "X"]
-    assert cross.get_xydata().tolist() == [[2, 0.5]]
+    samples = (f"{report.n_chosen_on} samples of the choice", "16 held-out samples")
+    assert legend == [*(f"start values, on {which}" for which in samples), "original"]
+    tried = replace(report, steps=[replace(step, worked_on=0.5) for step in report.steps])
+    for shown, crosses in ((tried, 3), (replace(tried, calibrated=report.steps[2].error), 2)):
+        ax, _ = plot_keep(shown).axes
+        assert [line.get_xydata().tolist() for line in ax.lines if line.get_marker() == "X"] == [
+            [[kept, 0.5] for kept in range(crosses)]
+        ]
+    assert ax.lines[2].get_ydata() == [medians[2]]  # the calibrated swap on held-out inputs
     assert list(quality.lines[0].get_ydata()) == [report.quality.scores[f"{kept} kept"].value for kept in range(3)]
     plt.close(figure)
     normscope.save_figure(figure, Path(tmp_path, "keep.png"), report.about)
