@@ -186,7 +186,7 @@ function pickBar() {
 
 function picker(site) {
   const results = element("ul", { class: "results" });
-  const list = { host: results, draw: () => refill(results, resultLines(entriesOf(site), search.value)) };
+  const list = { host: results, later: true, draw: () => refill(results, resultLines(entriesOf(site), search.value)) };
   const search = element("input", { type: "search", id: "search", placeholder: "channel 12, sample 3, token 0 …", "aria-label": "Search tokens and channels", oninput: list.draw });
   Plot.add(list);
   return element("section", { class: "picker" }, [
