@@ -59,8 +59,7 @@ class Plot {
     Plot.add(this);
   }
 
-  // Draws a view, which has a host and draws itself, when it is nearly in sight, or a frame later if it is one for `later`;
-  // and again when its width changes.
+  // Draws a view, {host, draw}, when it is nearly in sight, a frame later if it is for `later`; again when its width changes.
   static add(view) {
     Plot.all.set(view.host, view);
     sizes.observe(view.host);

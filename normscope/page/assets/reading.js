@@ -28,7 +28,7 @@ const numbersOf = cached(({ kind, bytes, scale }) => {
   const parts = new Uint8Array(text.length);
   for (let place = 0; place < text.length; place += 1) parts[place] = text.charCodeAt(place);
   const numbers = new KINDS[kind](parts.buffer);
-  return scale ? new Float32Array(numbers).map((value) => (value === -32768 ? NaN : scale * value)) : numbers;
+  return scale ? new Float32Array(numbers).map((value) => scale * value) : numbers;
 });
 
 // The smallest and the largest of some numbers, NaN left out.
