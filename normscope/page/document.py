@@ -20,7 +20,6 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import short_names
 from normscope.tables.glossary import definitions
 
-FORMAT = 1
 _ELEMENTS = 2_400_000  # of tokens that are shown, over all sites of all captures: two bytes each
 _MOST_ELEMENTS, _LEAST_ELEMENTS = 32_000, 4_000  # of one site
 _OWN_CURVE = re.compile(r"[A-Za-z0-9_ .,+\-*/()]+")
@@ -50,7 +49,6 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
     names = list(dict.fromkeys(fit.curve for of_capture in fits for fit in of_capture))
     own = {fit.curve: fit.function for of_capture in fits for fit in of_capture if fit.curve not in CURVES}
     return {
-        "format": FORMAT,
         "title": " · ".join(dict.fromkeys(heading(capture.about) for capture in seen)),
         "captures": captures,
         "drawn": {name: site.pop("drawn") for name, site in sites.items()},

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,14 +105,12 @@ def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
         **{name: tails and getattr(tails, name) for name in ("largest", "median")},
         "channel_share": tails and sum(channel.share for channel in tails.channels),
         "massive": tails and tails.massive,
-        "massive_channels": None,
-        "massive_tokens": None,
     }
-    if tails is not None and tails.median > 0:
-        limit = max(MASSIVE_SIZE, MASSIVE_RATIO * tails.median)
-        of_site["massive_channels"] = int((stats.reach > limit).sum())
-        of_site["massive_tokens"] = sum(abs(token.x) > limit for token in tails.tokens)
-    return of_site
+    if tails is None or not tails.median:
+        return of_site | {"massive_channels": None, "massive_tokens": None}
+    limit = max(MASSIVE_SIZE, MASSIVE_RATIO * tails.median)
+    tokens = sum(abs(token.x) > limit for token in tails.tokens)
+    return of_site | {"massive_channels": int((stats.reach > limit).sum()), "massive_tokens": tokens}
 
 
 def line_data(fit: CurveFit, axis: XAxis) -> dict[str, Any]:
@@ -167,7 +165,6 @@ def tokens_data(stats: PairStats, elements: int) -> dict[str, Any]:
     data = {
         "width": width,
         "uniform": uniform,
-        "drawn": len(stats.tokens.key) + len(stats.largest.key),
         "sample": packed(of("sample"), "i4"),
         "position": packed(of("position"), "i4"),
         "key": [f"{int(key):x}" for sample, number in parts for key in sample.key[:number]],
@@ -198,8 +195,8 @@ def channels_data(stats: PairStats) -> dict[str, Any]:
 def residual_data(stats: PairStats, fits: Sequence[CurveFit], axis: XAxis) -> dict[str, Any]:
     """Return the residuals of E[y|x] after each fit, with its standard errors."""
     fitted = [fit for fit in fits if not fit.degenerate]
-    low, high = axis.along(np.array(axis.limits))
-    groups = residuals(stats.moments, fitted, float(high - low) / _GROUPS, along=axis.along)
+    width = float(np.ptp(axis.along(np.array(axis.limits)))) / _GROUPS
+    groups = residuals(stats.moments, fitted, width, along=axis.along)
     return {
         "x": packed(groups.x, "f4"),
         "error": packed(groups.error, "f4"),
@@ -230,12 +227,7 @@ def _points(x: Array, y: Array) -> dict[str, Any]:
     return {"x": packed(x, "f4"), "y": packed(y, "f4")}
 
 
-Packed: TypeAlias = dict[str, str]
-
-_MISSING = -32768  # in place of NaN
-
-
-def packed(values: Any, kind: str) -> Packed:
+def packed(values: Any, kind: str) -> dict[str, str]:
     """Encode an array, flat: a numpy dtype without byte order, and base64 of its little-endian bytes.
 
     >>> packed([1.0, 2.0], "f4")
@@ -248,8 +240,8 @@ def packed(values: Any, kind: str) -> Packed:
 def packed_scaled(floats: Any) -> dict[str, Any]:
     """Encode floats as multiples of a 32,767th of the largest one, in 16 bits."""
     values = np.asarray(floats, np.float64)
-    scale = float(np.nanmax(np.abs(values), initial=1e-30)) / 32767
-    return packed(np.where(np.isnan(values), _MISSING, np.round(values / scale)), "i2") | {"scale": scale}
+    scale = float(np.abs(values).max(initial=1e-30)) / 32767
+    return packed(np.round(values / scale), "i2") | {"scale": scale}
 
 
 PATCHES, FRAMES, WORDS, NOWHERE = "patches", "frames", "words", ""
@@ -319,20 +311,17 @@ def site_inputs(inputs: Sequence[KeptInput], site: NormSite, card: NormCard) -> 
     ``tail_from`` is the end of the linear range of the site's own tanh, as in the norm card, on the nearest edge of the
     grid that sizes were counted on; None without such a range or edge.
     """
-    data: list[dict[str, Any] | None] = []
-    tail_from = None
+    data, tail_from = list[dict[str, Any] | None](), None
     for kept in inputs:
         if (tokens := kept.tokens.get(site.name)) is None:
             data.append(None)
             continue
-        tail = None
+        row = {"shape": tokens.shape, "places": asdict(places_of(tokens.shape, kept.preview, site)), "tail": None}
         if card.linear_up_to is not None:
             edge, shares = tokens.tail(card.linear_up_to)
             if abs(edge / card.linear_up_to - 1) < _OFF_BY:
-                tail_from, tail = edge, packed_scaled(shares)
-        places = asdict(places_of(tokens.shape, kept.preview, site))
-        sigma, offset = packed(tokens.sigma, "f4"), packed(tokens.shift, "f4")
-        data.append({"shape": tokens.shape, "places": places, "sigma": sigma, "offset": offset, "tail": tail})
+                tail_from, row["tail"] = edge, packed_scaled(shares)
+        data.append(row | {"sigma": packed(tokens.sigma, "f4"), "offset": packed(tokens.shift, "f4")})
     return {"inputs": data, "tail_from": tail_from}
 
 

@@ -71,7 +71,6 @@ class _Timing:
     dtype: str
     verdict: str
     note: str
-    minimum: float | None
     median: float | None
     p20: float | None
     p80: float | None
@@ -89,19 +88,16 @@ class _Speed:
     about: dict[str, str] = field(default_factory=dict)
 
 
-_ABOUT = ("model", "weights", "data")
-
-
 def swap_results(results: SwapResults | None) -> dict[str, Any]:
-    """Drift and speed of some swaps as the page shows them, ``{"drift": […], "speed": […]}``; empty of None.
+    """Return drift and speed of swaps as the page shows them: ``{"drift": […], "speed": […]}``, both empty for None.
 
     Args:
-        results: what :func:`normscope.drift` or :func:`normscope.bench` returned, several of these, or the document
-            that ``normscope swap-bench --json`` prints.
+        results: one or several results of :func:`normscope.drift` and :func:`normscope.bench`, or the document that
+            ``normscope swap-bench --json`` prints.
 
     Raises:
         UsageError: if it is something else.
-        DataError: if the document holds no drift and no speed, or if something in it is not what it should be.
+        DataError: if the document contains neither drift nor speed, or is malformed.
     """
     if results is None:
         return {"drift": [], "speed": []}
@@ -149,16 +145,15 @@ def _checked(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _drift(report: Any) -> dict[str, Any]:
     drift = asdict(converted(_Drift, report, "drift"))
-    quality = drift.pop("quality")
-    if quality:
+    if quality := drift["quality"]:
         quality["higher_is_better"] = quality["higher_is_better"] is not False
-    return {**drift, "about": _about(report), "quality": quality}
+    return drift | {"about": _about(report)}
 
 
 def _speed(report: Any) -> dict[str, Any]:
     speed = asdict(converted(_Speed, report, "speed"))
-    return {**speed, "about": _about(speed["about"])}
+    return speed | {"about": _about(speed["about"])}
 
 
 def _about(words: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(words[name]) for name in _ABOUT if name in words}
+    return {name: str(words[name]) for name in ("model", "weights", "data") if name in words}

@@ -1,12 +1,21 @@
 """The page in a browser: it loads alone and quietly, and each of its controls does what it says."""
 
+import base64
+import dataclasses
+
 import pytest
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+import normscope
+from normscope.tables.glossary import definitions
+
 FIRST = "#view=site&site=first"
 VIEWS = ("overview", "site", "explorer", "swap", "compare")
+PLOT = "const plot = [...Plot.all.values()][0];"
+LINES = f"{PLOT} return [...plot.host.querySelectorAll('[data-line]')].map((line) => line.dataset.line)"
+LIMITS = f"{PLOT} return [plot.x.low, plot.x.high, plot.y.low, plot.y.high]"
 
 
 pytestmark = pytest.mark.slow
@@ -28,47 +37,48 @@ def first_plot(page):
 
 def test_a_click_over_the_depth_opens_a_site(browser, pages):
     page = browser.open(pages.one)
-    plot = page.driver.find_elements(By.CSS_SELECTOR, ".strip .plot")[0]
-    at = page.run("const p = [...Plot.all.values()].find((p) => p.host === arguments[0]); return p.across(1)", plot)
-    box = page.run("const b = arguments[0].getBoundingClientRect(); return [b.width, b.height]", plot)
-    chain = ActionChains(page.driver).move_to_element_with_offset(plot, at - box[0] / 2, 0).perform()
-    assert chain is None and "second" in page.texts(".tip:not([hidden]) div")[0]
+    across = page.run(f"{PLOT} return plot.across(1) - plot.width / 2")
+    ActionChains(page.driver).move_to_element_with_offset(first_plot(page), across, 0).perform()
+    assert "second" in page.texts(".tip:not([hidden]) div")[0]
     ActionChains(page.driver).click().perform()
     assert page.texts("h2") == ["1 second"]
-    assert "site=second" in page.run("return location.hash") and "view=site" in page.run("return location.hash")
+    assert {"site=second", "view=site"} <= {*page.run("return location.hash.slice(1)").split("&")}
     page.driver.back()
     assert page.run("return state.view") == "overview"
 
 
 def test_colours_scales_and_curves_redraw_what_they_name(page):
     pictures = {page.painted()}
-    for colour in ("token", "channel"):
-        page.click(f"input[value={colour}]")
+    for value in ("token", "channel", "asinh"):
+        page.click(f"input[value={value}]")
         pictures.add(page.painted())
-        assert f"colour={colour}" in page.run("return location.hash")
-    page.click("input[value=asinh]")
-    pictures.add(page.painted())
+        assert f"={value}" in page.run("return location.hash")
     assert len(pictures) == 4
-    lines = "return [...document.querySelector('.plot').querySelectorAll('[data-line]')].map((e) => e.dataset.line)"
-    assert {"tanh", "isru"} <= set(page.run(lines))
+    assert {"tanh", "isru"} <= set(page.run(LINES))
     press_button(page, "isru")
-    assert "isru" not in page.run(lines) and "tanh" in page.run(lines)
+    assert "isru" not in page.run(LINES) and "tanh" in page.run(LINES)
     page.driver.refresh()
     assert page.run("return [state.colour, state.scale, [...state.hidden].join()]") == ["channel", "asinh", "isru"]
 
 
+def test_axes_are_linear_and_keys_are_in_whole_pairs(page):
+    linear, asinh = page.run("return [open.site.drawn.axes.linear, open.site.drawn.axes.asinh]")
+    assert page.run(LIMITS)[:2] == linear["limits"] and linear["limits"][1] < asinh["limits"][1]
+    assert f"norm input x · {linear['beyond']} pairs beyond" in page.texts("svg text")
+    most = f"{linear['density']['most']:,}"
+    low, _, high = page.texts("#colour-key span")
+    assert low == "pairs per cell: 1" and high.startswith(f"{most}, on a logarithmic scale")
+    page.click("input[value=asinh]")
+    assert page.run(LIMITS)[:2] == asinh["limits"] and "norm input x (asinh scale)" in page.texts("svg text")
+
+
 def test_hovering_names_the_pair(browser, pages, seen):
     page = browser.open(pages.one, f"{FIRST}&x=asinh")
-    plot = first_plot(page)
     tokens = seen.stats["first"].largest
-    spot = page.run(
-        """const plot = [...Plot.all.values()].find((p) => p.host === arguments[0]);
-        const {x} = pointsOf(open.site);
+    spot = page.run(f"""{PLOT} const {{x, y}} = pointsOf(open.site);
         const at = [...x.keys()].sort((a, b) => x[b] - x[a])[0];
-        return [plot.across(x[at]) - plot.width / 2, plot.upwards(pointsOf(open.site).y[at]) - plot.high / 2]""",
-        plot,
-    )
-    ActionChains(page.driver).move_to_element_with_offset(plot, *map(round, spot)).perform()
+        return [plot.across(x[at]) - plot.width / 2, plot.upwards(y[at]) - plot.high / 2]""")
+    ActionChains(page.driver).move_to_element_with_offset(first_plot(page), *map(round, spot)).perform()
     first, second = page.texts(".tip:not([hidden]) div")
     assert first == f"sample {int(tokens.sample[0])}, token {int(tokens.position[0])} · channel 3"
     assert second.startswith("x 300 ")
@@ -88,21 +98,21 @@ def test_a_pick_lights_up_in_every_site(page):
     lit = page.painted()
     page.click(".chip")
     assert page.painted() != lit and page.run("return state.picks.length") == 0
-    search = page.driver.find_element(By.ID, "search")
-    search.send_keys("sample 2")
+    page.driver.find_element(By.ID, "search").send_keys("sample 2")
     assert page.texts(".results button") and all(text.startswith("sample 2") for text in page.texts(".results button"))
 
 
 def test_zoom_and_back(page):
-    plot = first_plot(page)
-    limits = "const p = [...Plot.all.values()].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
-    low, high = page.run(limits, plot)
-    pointer = ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60)
+    low, high, *_ = page.run(LIMITS)
+    pointer = ActionChains(page.driver).move_to_element_with_offset(first_plot(page), -60, -60)
     pointer.click_and_hold().move_by_offset(120, 90).release().perform()
-    zoomed = page.run(limits, plot)
-    assert low < zoomed[0] < zoomed[1] < high
-    ActionChains(page.driver).double_click(plot).perform()
-    assert page.run(limits, plot) == [low, high]
+    from_, to, *_ = page.run(LIMITS)
+    assert low < from_ < to < high
+    across, width = page.run(f"{PLOT} return [plot.width / 2 - 60 - plot.box.left, plot.box.width]")
+    assert from_ == pytest.approx(low + across / width * (high - low), abs=0.02 * (high - low))
+    assert to - from_ == pytest.approx(120 / width * (high - low), rel=0.02)
+    ActionChains(page.driver).double_click(first_plot(page)).perform()
+    assert page.run(LIMITS)[:2] == [low, high]
 
 
 def touch(page, *spots):
@@ -111,48 +121,43 @@ def touch(page, *spots):
     page.fingers = len(spots)
     points = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(spots)]
     page.driver.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-    # The browser hands movements on once a frame, and the figure follows in the next one.
+    # The browser hands movements on once a frame.
     page.driver.execute_async_script("const done = arguments[0]; setTimeout(() => requestAnimationFrame(done), 80)")
 
 
 def test_two_fingers_zoom_and_one_scrolls(browser, pages):
-    page = browser.open(pages.one, f"{FIRST}&x=linear", width=390)
+    page = browser.open(pages.one, FIRST, width=390)
     page.fingers = 0
     page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
-    state = "const p = [...Plot.all.values()][0]; return [p.x.low, p.x.high, p.y.low, p.y.high]"
-    whole = page.run(state)
+    whole = page.run(LIMITS)
     left, top, width, height = page.run(
-        """const p = [...Plot.all.values()][0]; p.host.scrollIntoView({block: "center"});
-        const box = p.host.getBoundingClientRect();
-        return [box.left + p.box.left, box.top + p.box.top, p.box.width, p.box.height]"""
+        f"""{PLOT} plot.host.scrollIntoView({{block: "center"}});
+        const box = plot.host.getBoundingClientRect();
+        return [box.left + plot.box.left, box.top + plot.box.top, plot.box.width, plot.box.height]"""
     )
 
     def spot(across, upwards):
         return left + across * width, top + (1 - upwards) * height
 
-    def at(limits, across, upwards):
-        x, to_x, y, to_y = limits
-        return x + across * (to_x - x), y + upwards * (to_y - y)
-
     try:
         scrolled = page.run("return window.scrollY")
         touch(page, spot(0.4, 0.5))
-        touch(page, spot(0.4, 0.5), spot(0.6, 0.5))
-        touch(page, spot(0.35, 0.5), spot(0.75, 0.5))
-        touch(page, spot(0.3, 0.5), spot(0.9, 0.5))
-        zoomed = page.run(state)
+        for one, two in ((0.4, 0.6), (0.35, 0.75), (0.3, 0.9)):
+            touch(page, spot(one, 0.5), spot(two, 0.5))
+        zoomed = page.run(LIMITS)
         # The fingers hold what they took: the middle of 0.4 and 0.6 is where 0.3 and 0.9 have theirs, at three times.
-        assert at(zoomed, 0.6, 0.5) == pytest.approx(at(whole, 0.5, 0.5), abs=0.02 * (whole[1] - whole[0]))
+        middles = [low + share * (high - low) for (low, high), share in ((zoomed[:2], 0.6), (whole[:2], 0.5))]
+        assert middles[0] == pytest.approx(middles[1], abs=0.02 * (whole[1] - whole[0]))
         assert (zoomed[1] - zoomed[0]) / (whole[1] - whole[0]) == pytest.approx(1 / 3, rel=0.03)
         assert (zoomed[3] - zoomed[2]) / (whole[3] - whole[2]) == pytest.approx(1 / 3, rel=0.03)
         touch(page, spot(0.55, 0.5), spot(0.6, 0.5))
-        assert page.run(state) == pytest.approx(whole)
+        assert page.run(LIMITS) == pytest.approx(whole)
         touch(page)
         assert page.run("return window.scrollY") == scrolled
         for up in (0.2, 0.3, 0.4, 0.6, 0.8, 0.9):
             touch(page, spot(0.5, up))
         touch(page)
-        assert page.run(state) == pytest.approx(whole)
+        assert page.run(LIMITS) == pytest.approx(whole)
         assert page.run("return window.scrollY") > scrolled + 20
     finally:
         page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
@@ -189,35 +194,54 @@ def test_light_and_dark_follow_the_system_until_asked(browser, pages):
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_nothing_is_wider_than_a_telephone(browser, pages, view):
-    page = browser.open(pages.two, f"#view={view}", width=390)
+    page = browser.open(pages.one if view == "swap" else pages.two, f"#view={view}", width=390)
     assert page.run("return document.documentElement.scrollWidth") <= 390
+    ends = page.run("return [...document.querySelectorAll('figcaption button')].map((b) => b.getBoundingClientRect())")
+    assert all(end["width"] > 0 and end["right"] <= 390 for end in ends)
+
+
+def test_headings_sort_a_table_and_define_themselves(browser, pages):
+    page = browser.open(pages.one)
+    column = "return [...document.querySelectorAll('tbody td:nth-child(8)')].map((cell) => cell.textContent)"
+    before = page.run(column)
+    heading = page.driver.find_element(By.CSS_SELECTOR, "th:nth-child(8) button")
+    assert heading.text.startswith("tanh R²") and heading.get_attribute("title") == definitions("fit")["R²"]
+    heading.send_keys(Keys.ENTER)
+    state = "return [...document.querySelectorAll('th')].map((cell) => cell.ariaSort).filter(Boolean)"
+    numbers = sorted((text for text in before if text != "–"), key=float)
+    missing = ["–"] * before.count("–")
+    assert page.run(column) == [*numbers, *missing] and page.run(state) == ["ascending"]
+    heading.send_keys(Keys.ENTER)
+    assert page.run(column) == [*reversed(numbers), *missing] and page.run(state) == ["descending"]
+    page.click("tbody tr .link")
+    assert page.run("return number(open.site.fits[0].r2)") == numbers[-1]
 
 
 def test_tables_are_copied_as_csv(page, fits):
     page.run("window.taken = null; window.copied = (text) => { window.taken = text; }")
     press_button(page, "Copy CSV")
     lines = page.run("return window.taken").splitlines()
-    assert lines[0].startswith("curve,A,α,s,slope,R²")
+    assert lines[0].startswith("curve,A,α,s,slope,R²,held-out R²,ceiling")
     row = next(line for line in lines if line.startswith("isru,")).split(",")
-    assert float(row[5]) == fits["first", "isru"].r2
+    fit = fits["first", "isru"]
+    assert [float(cell) for cell in row[5:8]] == [fit.r2, fit.r2_cv, fit.r2_ceiling]
     cells = [["=1+1", "-3", '"quoted", twice', "two\nlines"]]  # a spreadsheet runs none of them
     assert page.run("return csv(arguments[0])", cells) == '\'=1+1,-3,"""quoted"", twice","two\nlines"'
 
 
 def test_figures_are_saved(page):
-    text = page.run("return [...Plot.all.values()][0].asSvg()")
+    text = page.run(f"{PLOT} return plot.asSvg()")
     assert text.startswith("<svg") and "data:image/png;base64" in text and "norm input x" in text
     assert "1 second" not in text and "0 first" in text
     # Its key: a line and a name for each curve that is not switched off.
     assert [name in text for name in (">E[y|x]<", ">tanh<", ">isru<", ">derf<")] == [True] * 4
     press_button(page, "isru")
-    assert ">isru<" not in page.run("return [...Plot.all.values()][0].asSvg()")
-    picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all.values()][0];
-        asPng(new Blob([plot.asSvg()], {type: "image/svg+xml"}), 2)
+    assert ">isru<" not in page.run(f"{PLOT} return plot.asSvg()")
+    picture = page.driver.execute_async_script(f"""const done = arguments[0]; {PLOT}
+        asPng(new Blob([plot.asSvg()], {{type: "image/svg+xml"}}), 2)
             .then((blob) => createImageBitmap(blob))
             .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
-    size = page.run("const plot = [...Plot.all.values()][0]; return [plot.width, plot.high + plot.key().height]")
-    assert picture == [2 * size[0], 2 * size[1]]
+    assert picture == page.run(f"{PLOT} return [2 * plot.width, 2 * (plot.high + plot.key().height)]")
 
 
 def test_what_has_nothing_to_say_says_why(browser, pages):
@@ -229,9 +253,10 @@ def test_what_has_nothing_to_say_says_why(browser, pages):
 
 
 def test_an_address_that_means_nothing_opens_the_overview(browser, pages):
-    page = browser.open(pages.one, "#view=nothing&site=<b>&capture=99&pick=token:zz&curve=__proto__&hide=%F0%90")
+    address = "#view=nothing&site=<b>&capture=99&pick=token:zz&curve=__proto__&hide=%F0%90&beside=9.9+__proto__.1"
+    page = browser.open(pages.one, address)
     assert page.run("return [state.view, state.site, state.picks.length, state.curve]") == ["overview", 0, 0, None]
-    assert page.logs()[0] == []
+    assert page.run("return Object.keys(state.beside)") == [] and page.logs()[0] == []
 
 
 def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
@@ -249,28 +274,42 @@ def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
 def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
     page = browser.open(pages.two, "#view=compare&capture=2&site=second")
     limits = "return [...Plot.all.values()].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])"
-    assert page.texts(".side-by-side h3")[1] == "2 the other"
-    assert page.texts(".side-by-side option:checked") == ["1 second", "1 second"]
+    chosen = ".side-by-side option:checked"
     one, two = page.run(limits)
-    assert one == two and page.texts("td:first-child").count("2 the other") == 2
-    choose = "const s = document.getElementById('beside-0'); s.value = 0; s.dispatchEvent(new Event('change'))"
-    page.run(choose)
+    assert one == two and page.texts(".side-by-side h3")[1] == "2 the other"
+    assert page.texts(chosen) == ["1 second", "1 second"] and page.texts("td:first-child").count("2 the other") == 2
+    page.run("const s = document.getElementById('beside-0'); s.value = 0; s.dispatchEvent(new Event('change'))")
     page.driver.refresh()  # the address holds the choice
-    assert page.texts(".side-by-side option:checked") == ["0 first", "1 second"]
     one, two = page.run(limits)
     assert one == two and page.texts("td:nth-child(2)") == ["first"] * 2 + ["second"] * 2
+    assert page.texts(chosen) == ["0 first", "1 second"]
     page.press("ArrowRight")
-    assert page.texts(".side-by-side option:checked") == ["2 groups", "2 groups"]
+    assert page.texts(chosen) == ["2 groups", "2 groups"]
 
 
-def test_it_is_printed_white_and_within_the_paper(browser, pages):
-    page = browser.open(pages.one, FIRST, scheme="dark")
+def test_all_of_it_is_printed_white_and_within_the_paper(browser, pages):
+    page = browser.open(pages.one, scheme="dark")
     page.run("""window.seen = [];
+        const pixels = ({width, height}, context) => context.getImageData(0, 0, width, height).data;
+        const inked = ({canvas}) => pixels(canvas, canvas.getContext("2d")).some(Boolean);
         window.addEventListener("beforeprint", () => window.seen.push(palette.theme,
-            [...Plot.all.values()].every(({width = 0}) => width <= 700)))""")
-    page.driver.print_page()
-    assert page.run("return window.seen") == ["light", True]
+            [...Plot.all.values()].every(({width = 0}) => width <= 700),
+            [...Plot.all.values()].filter(({small}) => small).map(inked)))""")
+    paper = base64.b64decode(page.driver.print_page())
+    assert page.run("return window.seen") == ["light", True, [True] * 5] and paper.startswith(b"%PDF")
     assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]
+
+
+def test_names_are_short_and_whole_in_the_tooltip(browser, other, tmp_path):
+    names = ["encoder.layer.0.attention.output.LayerNorm", "encoder.layer.1.output.LayerNorm"]
+    two = other.only("first,second")
+    sites = [dataclasses.replace(site, name=name) for site, name in zip(two.sites, names, strict=True)]
+    stats = dict(zip(names, two.stats.values(), strict=True))
+    seen = dataclasses.replace(two, sites=sites, stats=stats)
+    page = browser.open(normscope.report(seen).save(tmp_path / "bert.html"))
+    shown = page.run("return [...document.querySelectorAll('.thumbnail')].map((one) => [one.innerText, one.title])")
+    assert [(text.splitlines()[0], title) for text, title in shown] == [("0 0.attn", names[0]), ("1 1.out", names[1])]
+    assert page.texts("tbody .link") == names
 
 
 def test_a_site_opens_at_its_top_and_the_focus_outlasts_a_step(browser, pages):

@@ -82,7 +82,7 @@ function besideText(beside) {
 }
 
 function besideOf(text) {
-  const pairs = wordsOf(text).map((pair) => pair.split(".").map(placeOf));
+  const pairs = wordsOf(text).filter((pair) => /^\d+\.\d+$/.test(pair)).map((pair) => pair.split(".").map(placeOf));
   return Object.fromEntries(pairs.filter(([capture, site]) => PAGE.captures[capture] && PAGE.captures[capture].sites[site]));
 }
 

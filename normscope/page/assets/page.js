@@ -128,4 +128,5 @@ document.addEventListener("keydown", keyed);
 readAddress();
 render();
 printed();
+document.querySelector("footer").hidden = false;
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

@@ -59,7 +59,7 @@ class Plot {
     Plot.add(this);
   }
 
-  // Draws a view, which has a host and draws itself, when it is nearly in sight, and again when its width changes.
+  // Draws a view, {host, draw}, when it is nearly in sight, a frame later if it is for `later`; again when its width changes.
   static add(view) {
     Plot.all.set(view.host, view);
     sizes.observe(view.host);
@@ -72,7 +72,8 @@ class Plot {
     const places = [...Plot.all.keys()].map((host) => [host, host.getBoundingClientRect(), host.clientWidth, host.clientHeight]);
     for (const [host, { top, bottom }, width, height] of places) {
       sight.unobserve(host);
-      if (every || (top < window.innerHeight && bottom >= 0)) Plot.all.get(host).draw(width, height);
+      const view = Plot.all.get(host);
+      if (every || (top < window.innerHeight && bottom >= 0 && !view.later)) view.draw(width, height);
       else sight.observe(host);
     }
   }
@@ -347,11 +348,12 @@ const sizes = new ResizeObserver((entries) => {
     if (view && view.width && view.width !== target.clientWidth) view.draw();
   }
 });
-// Each in a task of its own, so that what is in sight is painted first.
+// Each in a task of its own after a frame, so that what is in sight is painted first.
 const sight = new IntersectionObserver((entries) => {
   for (const { target } of entries.filter(({ isIntersecting }) => isIntersecting)) {
     sight.unobserve(target);
-    setTimeout(() => { if (target.isConnected && Plot.all.has(target)) Plot.all.get(target).draw(); });
+    const draw = () => { if (target.isConnected && Plot.all.has(target)) Plot.all.get(target).draw(); };
+    requestAnimationFrame(() => setTimeout(draw));
   }
 }, { rootMargin: "300px" });
 

@@ -24,8 +24,11 @@ const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, i2: Int16Arr
 
 // The numbers of a packed array; integers with a scale are floats.
 const numbersOf = cached(({ kind, bytes, scale }) => {
-  const numbers = new KINDS[kind](Uint8Array.from(atob(bytes), (letter) => letter.charCodeAt(0)).buffer);
-  return scale ? Float32Array.from(numbers, (value) => (value === -32768 ? NaN : scale * value)) : numbers;
+  const text = atob(bytes);
+  const parts = new Uint8Array(text.length);
+  for (let place = 0; place < text.length; place += 1) parts[place] = text.charCodeAt(place);
+  const numbers = new KINDS[kind](parts.buffer);
+  return scale ? new Float32Array(numbers).map((value) => scale * value) : numbers;
 });
 
 // The smallest and the largest of some numbers, NaN left out.

@@ -12,7 +12,14 @@ function siteView() {
   ]);
   if (site.nothing) return [head, warning(`There is nothing to draw here: ${visible(site.nothing)}.`), cardOf(site)];
   const key = element("div", { id: "colour-key", class: "group note" });
-  const main = scurveFigure(site, key);
+  const title = siteTitle(site);
+  const main = figure({
+    label: `S-curve of ${title}: outputs against inputs of all pairs, with fitted curves`, title: `${captureName(open.capture)} · ${title}`, size: "tall",
+    scene: () => {
+      key.replaceChildren(...keyParts(site));
+      return scurveScene(site);
+    },
+  }, { heading: "S-curve" });
   const inputs = inputsSection(site, main.plot);
   const first = [element("div", { class: "controls" }, [colourChoice(), scaleChoice(), curveToggles(["mean", ...open.capture.curves])]), main.whole, key];
   const later = [fitsOfSite(site), residualFigure(site), derivativeFigure(site)];
@@ -59,17 +66,6 @@ function scaleChoice() {
     Plot.all.forEach((plot) => { plot.zoom = null; });
     go({ scale });
   });
-}
-
-// The S-curve; each drawing of it also writes the key of its colours.
-function scurveFigure(site, key) {
-  const title = `${captureName(open.capture)} · ${siteTitle(site)}`;
-  const label = `S-curve of ${siteTitle(site)}: outputs against inputs of all pairs, with fitted curves`;
-  const scene = () => {
-    key.replaceChildren(...keyParts(site));
-    return scurveScene(site);
-  };
-  return figure({ label, title, size: "tall", scene }, { heading: "S-curve" });
 }
 
 // What the colours of the S-curve stand for.
@@ -186,7 +182,7 @@ function pickBar() {
 
 function picker(site) {
   const results = element("ul", { class: "results" });
-  const list = { host: results, draw: () => refill(results, resultLines(entriesOf(site), search.value)) };
+  const list = { host: results, later: true, draw: () => refill(results, resultLines(entriesOf(site), search.value)) };
   const search = element("input", { type: "search", id: "search", placeholder: "channel 12, sample 3, token 0 …", "aria-label": "Search tokens and channels", oninput: list.draw });
   Plot.add(list);
   return element("section", { class: "picker" }, [
