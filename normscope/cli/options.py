@@ -66,7 +66,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "amplitude": "HOW  free: A is fitted; theory: the curve tends to √d or √(d−1).",
         "theory": "Fit nothing: A as in theory, α from the mean slope of the tokens' lines.",
         "alpha": "NUMBER  Fix α; 1 is the ablation without α.",
-        "shift": "Fit s in f(αx + s) of every curve, or of none; else of derf alone.",
+        "shift": "Fit s in f(αx + s), or not; by default it is, but for --theory and --advise.",
         "weights_by": "HOW  pairs: all count alike; gamma: by γ² (what the next layer sees); x: evenly over x.",
         "advise": "Recommend start values for a training without norms, per kind of site.",
     },

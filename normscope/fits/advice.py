@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.curves.known import FREE
+from normscope.fits.targets import as_capture
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, kind_of_site
 from normscope.pairs.sums.stats import PairStats, of_tokens
@@ -118,7 +119,8 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     together, would follow single sites with a few huge activations, whose α is far below their neighbours'.
 
     Args:
-        fits: of one network, site by site; fits of channels and of ``free`` are left out.
+        fits: of one network, site by site; fits of channels and of ``free`` are left out. A layer without s, such as
+            DyT, starts at fits with ``shift=False``.
         sites: its norm sites, for width and placement, which published values for language models need.
         family: as ``normscope models`` lists it. For ``language`` models the published α₀ depends on the width; for
             None and ``your own`` there is none.
@@ -129,7 +131,7 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     >>> import normscope
     >>> network = normscope.load("demo_vit", limit=8)
     >>> seen = normscope.capture(network.module, network.inputs, about=network.about)
-    >>> [(row.kind, row.sites) for row in advise(normscope.fit(seen, "tanh"), seen.sites, family="vision")]
+    >>> [(row.kind, row.sites) for row in advise(normscope.fit(seen, "tanh", shift=False), seen.sites, family="vision")]
     [('blocks.*.norm1', 8), ('blocks.*.norm2', 8), ('norm', 1)]
     """
     by_name = {site.name: site for site in sites}
@@ -240,7 +242,7 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     >>> import normscope, torch
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
     >>> seen = normscope.capture(model, [torch.randn(64, 8, generator=torch.Generator().manual_seed(0))])
-    >>> layerwise(normscope.fit(seen, "tanh,isru,derf")).curves
+    >>> layerwise(normscope.fit(seen, "tanh,isru,linear")).curves
     2
     """
     scored = [fit for fit in fits if fit.curve != FREE and math.isfinite(fit.r2)]
@@ -306,6 +308,7 @@ def token_slopes(capture: Capture) -> Records[TokenSlopes]:
     >>> token_slopes(seen)[0].n_tokens
     64
     """
+    capture = as_capture(capture, "token_slopes")
     return Records(_slopes(capture, site.name) for site in capture.sites)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.fit import fit
-from normscope.fits.targets import CONSTANT_OUTPUT
+from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens
@@ -199,9 +199,9 @@ class NormCard(SiteRecord, Record):
         degenerate: reason why there is nothing to report; None if there is.
         centring: effect of the mean; also None if the norm's line does not follow from the token.
         scale: effect of σ and eps.
-        linear: share of pairs at which the site's own tanh is within 5 % of its tangent; 1 if the pairs do not bend,
-            None without a tanh.
-        linear_up_to: the |x| up to which it is; None if the pairs do not bend, or without a tanh.
+        linear: share of pairs at which the site's own tanh, with its shift, is within 5 % of the tangent at its centre;
+            1 if the pairs do not bend, None without a tanh.
+        linear_up_to: the |x| beyond which no pair is; None if the pairs do not bend, or without a tanh.
         straight: True if the pairs do not bend.
         tails: the large activations.
     """
@@ -239,6 +239,7 @@ def norm_cards(capture: Capture) -> Records[NormCard]:
     >>> round(card.centring.offset_p50, 1), round(card.centring.mean_share, 2), card.scale.touched
     (5.0, 0.96, 0.0)
     """
+    capture = as_capture(capture, "norm_cards")
     fits = fit(capture, "tanh")  # one per site, in their order
     return Records(_card(capture, *of_site) for of_site in zip(capture.sites, fits, strict=True))
 
@@ -256,17 +257,27 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
         return NormCard(**about)
     moments = torch.from_numpy(stats.moments.numpy().sum(0))
     magnitudes = of_pairs(moments)
-    linear_up_to = LINEAR_UP_TO / bend.alpha if bend.converged and not bend.straight else None
-    linear = None if linear_up_to is None else magnitudes.below(linear_up_to) / magnitudes.count
+    linear, linear_up_to = 1.0 if bend.straight else None, None
+    if bend.told_apart:
+        ends = [(side * LINEAR_UP_TO - bend.shift) / bend.alpha for side in (-1, 1)]
+        linear, linear_up_to = _share_between(moments, *ends), max(map(abs, ends))
     return NormCard(
         **about,
         centring=_centring(site, of_tokens(stats.token_offsets)) if site.form else None,
         scale=_scale(site, of_tokens(stats.token_scales)),
-        linear=1.0 if bend.straight else linear,
+        linear=linear,
         linear_up_to=linear_up_to,
         straight=bend.straight,
         tails=_tails(stats, moments, magnitudes),
     )
+
+
+def _share_between(moments: Tensor, low: float, high: float) -> float:
+    """Share of the pairs with x between two numbers, where those of a bin are spread evenly about their mean."""
+    n, x, _, xx, *_ = moments[:, moments[0] > 0].numpy()
+    mean, half = x / n, np.sqrt(3 * np.maximum(xx / n - (x / n) ** 2, 0))
+    spread = Magnitudes(n, mean - half, mean + half)
+    return (spread.below(high) - spread.below(low)) / spread.count
 
 
 def _centring(site: NormSite, offsets: Magnitudes) -> Centring:

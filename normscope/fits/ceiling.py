@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -46,8 +45,7 @@ def conditional_mean(
     if width > 0:
         multiple = np.floor(bins[1] / bins[0] / width)
         bins = np.add.reduceat(bins, np.flatnonzero(np.diff(multiple, prepend=-np.inf)), axis=1)
-    (bounds,) = _groups(bins[0], np.array([0, bins.shape[1]]), [least_count])
-    n, x, y, _, _, yy = np.add.reduceat(bins, bounds[:-1], axis=1)
+    n, x, y, _, _, yy = np.add.reduceat(bins, _groups(bins[0], least_count), axis=1)
     mean = y / n
     return x / n, mean, np.sqrt(np.maximum(yy / n - mean**2, 0))
 
@@ -119,8 +117,8 @@ def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[boo
 
 def _without_folds(problems: FitBatch) -> Iterator[tuple[Curve, Solutions]]:
     """Fit every curve of the set to all pairs but those of one fold, ``problems · folds`` times."""
-    forms = [(curve, FitForm()) for curve in CURVES.values() if not curve.shifted]
-    for curve, form in [*forms, *((CURVES[name], FitForm(shift=True)) for name in _SHIFTED)]:
+    forms = [(curve, FitForm(shift=False)) for curve in CURVES.values() if not curve.shifted]
+    for curve, form in [*forms, *((CURVES[name], FitForm()) for name in _SHIFTED)]:
         odd = form.odd(curve)
         coarse = form.objective(problems.nodes("coarse", odd=odd), curve, problems.targets)
         yield curve, roughly(coarse, problems.nodes("rough others", odd=odd))
@@ -164,8 +162,8 @@ def free(moments: Tensor, counts: Tensor, top: Ceiling | None) -> Curve:
     """
     filled = (counts > 0) & (moments[0] > 0)  # pairs without weight have no mean
     bins, number = moments[:, filled].numpy(), counts[filled].numpy()
-    (bounds,) = _groups(number, np.array([0, len(number)]), [top.least_count if top else _LEAST_COUNT])
-    weight, x, y, xx, xy, _ = np.add.reduceat(bins, bounds[:-1], axis=1)
+    groups = _groups(number, top.least_count if top else _LEAST_COUNT)
+    weight, x, y, xx, xy, _ = np.add.reduceat(bins, groups, axis=1)
     beyond = float(xy.sum() / xx.sum()) if top and top.along_line and xx.sum() > 0 else 0.0
     return curve_along(Piecewise(x / weight, y / weight, beyond))
 
@@ -216,77 +214,34 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
 
     ``sums`` are ``(folds, 6, bins)``, weighted or not; ``held`` contains the pairs of each fold.
     """
-    whole = sums.sum(0)
-    weight, sum_x, sum_y, xx, xy, _ = (whole - sums).transpose(1, 0, 2)
-    count = counts.sum(0) - counts
-    xx, xy = xx.sum(1), xy.sum(1)
-    slope = np.divide(xy, xx, out=np.zeros_like(xx), where=xx > 0)
-    # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
-    filled = (count > 0.5) & (weight > _ROUNDING * whole[0])
-    count, weight, sum_x, sum_y = (values[filled] for values in (count, weight, sum_x, sum_y))
-    first = np.concatenate([[0], np.cumsum(np.count_nonzero(filled, axis=1))])
-    both = sum_x + 1j * sum_y  # one array, so that groups are summed once
-    # The pairs of all folds as points, fold by fold, and the last bin of the other folds before each.
-    occupied = held.weight.numpy() > 0
-    x, y, w = (values.numpy()[occupied] for values in (held.x, held.y, held.weight))
-    fold = np.nonzero(occupied)[0]
-    ends = np.cumsum(np.count_nonzero(occupied, axis=1))
-    begins = np.concatenate([[0], ends[:-1]])
-    means = sum_x / weight
-    places = [
-        start + np.searchsorted(means[start:end], x[begin:stop], "right") - 1
-        for (start, end), begin, stop in zip(pairwise(first), begins, ends, strict=True)
-    ]
-    bins = np.maximum(np.concatenate(places), first[fold])
-
-    errors: list[Array] = []
-    for bounds in _groups(count, first, _LEAST_COUNTS):
-        grouped, n = np.add.reduceat(both, bounds[:-1]), np.add.reduceat(weight, bounds[:-1])
-        at, mean = grouped.real / n, grouped.imag / n
-        group = np.searchsorted(bounds, first)
-        # Each fold has one more piece than groups: a constant before the first, lines between, a constant beyond.
-        pieces = np.ones(len(at), np.intp)
-        pieces[group[:-1]] = 2
-        base = np.repeat(np.arange(len(at)), pieces)
-        with np.errstate(divide="ignore", invalid="ignore"):  # from one fold to the next
-            steepness = np.append(np.diff(mean) / np.diff(at), 0.0)[base]
-        outer = np.zeros(len(base), bool)
-        folds = np.arange(len(slope))
-        outer[group[:-1] + folds] = outer[group[1:] + folds] = True
-        steepness[outer] = 0.0
-        after = np.repeat(np.arange(len(at)), np.diff(bounds))[bins]
-        piece = after + fold + (at[after] <= x)
-        origin = at[base]
-        off = steepness[piece] * (x - origin[piece]) + mean[base][piece] - y
-        squares = w * off * off
-        errors.append(np.add.reduceat(squares, begins))  # constant beyond all groups
-        beyond = np.flatnonzero(outer[piece])
-        off = off[beyond] + slope[fold[beyond]] * (x[beyond] - origin[piece[beyond]])
-        squares[beyond] = w[beyond] * off * off
-        errors.append(np.add.reduceat(squares, begins))  # a line there
-    of_ways: Array = np.stack(errors) + held.scatter.sum(1).numpy()
+    whole, number = sums.sum(0), counts.sum(0)
+    errors = np.empty((len(_WAYS), len(sums)))
+    for fold, (x, y, w) in enumerate(zip(held.x.numpy(), held.y.numpy(), held.weight.numpy(), strict=True)):
+        n, others = number - counts[fold], whole - sums[fold]
+        xx, xy = others[3:5].sum(1)
+        slope = xy / xx if xx > 0 else 0.0
+        # Subtracting one fold from the whole leaves rounding, not pairs, in bins that only that fold fills.
+        filled = (n > 0.5) & (others[0] > _ROUNDING * whole[0])
+        n, others = n[filled], others[:3, filled]
+        for way, least_count in enumerate(_LEAST_COUNTS):
+            weight, sum_x, sum_y = np.add.reduceat(others, _groups(n, least_count), axis=1)
+            at = sum_x / weight
+            off = np.interp(x, at, sum_y / weight) - y
+            errors[2 * way, fold] = w @ (off * off)
+            off += slope * (x - x.clip(at[0], at[-1]))
+            errors[2 * way + 1, fold] = w @ (off * off)
+    of_ways: Array = errors + held.scatter.sum(1).numpy()
     return of_ways
 
 
-def _groups(n: Array, first: Places, least_counts: Sequence[int]) -> Iterator[Places]:
-    """Join neighbouring bins so that each group contains a least number of pairs, or all of its fold.
+def _groups(n: Array, least_count: int) -> Places:
+    """First bins of groups that contain a least number of pairs, or all of them, from the number of pairs in each bin.
 
-    Groups are cut where the number of pairs before a bin passes a multiple of the least count, and a group that falls
-    short joins the one before it; the first of a fold joins the next. ``n`` counts the pairs in each bin, fold by fold,
-    and ``first`` begins each fold and ends the last. Each least count is a multiple of the one before. For each, the
-    beginnings of the groups, and the end of the last, are yielded.
+    Groups begin where the number of pairs before a bin passes a multiple of the least count. A group that falls short
+    joins the one before it.
     """
     before = np.concatenate([[0], np.cumsum(n)])
-    in_fold = before - np.repeat(before[first], np.diff(first, append=first[-1] + 1))
-    place, opens_fold = np.arange(len(before)), np.zeros(len(before), bool)
-    opens_fold[first] = True
-    for least_count in least_counts:
-        passed = np.floor(in_fold / least_count)
-        cut = opens_fold.copy()
-        cut[1:] |= passed[1:] != passed[:-1]
-        cuts = np.flatnonzero(cut)
-        if len(cuts) < len(place):
-            place, before, in_fold, opens_fold = (along.take(cuts) for along in (place, before, in_fold, opens_fold))
-        enough = opens_fold.copy()
-        enough[:-1] |= before[1:] - before[:-1] >= least_count
-        yield place.take(np.flatnonzero(enough))
+    first = np.flatnonzero(np.diff(before[:-1] // least_count, prepend=-1))
+    enough = np.diff(before[[*first, len(n)]]) >= least_count
+    enough[:1] = True
+    return first[enough]

@@ -15,14 +15,14 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import split_names
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
-from normscope.fits.jackknife import Interval, interval, student, without_folds
-from normscope.fits.solver import FitForm, Solutions
-from normscope.fits.targets import FitBatch, FitTarget, batches, fit_targets, nodes_of
+from normscope.fits.jackknife import Interval, interval, student
+from normscope.fits.targets import FitTarget, as_capture, fit_targets, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Records, Tabled, as_json
 
+_IN_BLOCKS = {"pre-norm", "post-norm"}
 NAMESAKES = 0.5  # of the sites of the smaller network: networks that share more are built alike
 
 
@@ -33,7 +33,6 @@ class Match:
     by: Literal["name", "depth"]
     counterparts: dict[str, str]  # in the second network, for each of the first that has one
     unmatched: tuple[tuple[str, ...], tuple[str, ...]]  # in the first network and in the second
-    across_placements: bool = False  # pre-norm sites of one network are matched with post-norm sites of the other
 
 
 def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
@@ -41,45 +40,32 @@ def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
 
     Networks are built alike if over half of the sites of the smaller share their module path with one of the other.
     By depth, the sites of one placement are matched in order, the first with the first and the last with the last. If
-    one network has more of them, the matched ones are spread evenly. Where one network is pre-norm and the other is
-    post-norm, these sites are matched with one another.
+    one network has more of them, the matched ones are spread evenly. Where one network is pre-norm and the other
+    post-norm, these count as one placement.
 
     >>> from types import SimpleNamespace as Site
     >>> deep = [Site(name=f"block.{n}", placement="pre-norm") for n in range(5)]
     >>> match(deep, [Site(name=f"layer.{n}", placement="pre-norm") for n in range(3)]).counterparts
     {'block.0': 'layer.0', 'block.2': 'layer.1', 'block.4': 'layer.2'}
-    >>> match(deep[:2], [Site(name=f"layer.{n}", placement="post-norm") for n in range(2)]).counterparts
-    {'block.0': 'layer.0', 'block.1': 'layer.1'}
     """
     here, there = [site.name for site in first], [site.name for site in second]
     shared = set(here) & set(there)
     by_name = len(shared) > NAMESAKES * min(len(here), len(there))
-    groups = [] if by_name else _groups({site.placement for site in first}, {site.placement for site in second})
-    pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second, groups)
+    pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second)
     counterparts = set(pairs.values())
     unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in counterparts)
-    across = any(len(group) > 1 for group in groups)
-    return Match("name" if by_name else "depth", pairs, unmatched, across)
+    return Match("name" if by_name else "depth", pairs, unmatched)
 
 
-_IN_BLOCKS: set[str | None] = {"pre-norm", "post-norm"}
-
-
-def _groups(here: set[str | None], there: set[str | None]) -> list[set[str | None]]:
-    """Return the sets of placements whose sites are matched with one another."""
-    if here & _IN_BLOCKS and there & _IN_BLOCKS and not here & there & _IN_BLOCKS:
-        return [_IN_BLOCKS, *({placement} for placement in here - _IN_BLOCKS)]
-    return [{placement} for placement in here]
-
-
-def _by_depth(
-    first: Sequence[NormSite], second: Sequence[NormSite], groups: Sequence[set[str | None]]
-) -> dict[str, str]:
+def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str, str]:
+    here, there = ({site.placement for site in sites} for sites in (first, second))
+    opposed = _IN_BLOCKS.isdisjoint(here & there)
     pairs: dict[str, str] = {}
-    for group in groups:
-        here, there = ([site.name for site in sites if site.placement in group] for sites in (first, second))
-        few = min(len(here), len(there))
-        pairs |= {here[i]: there[j] for i, j in zip(_evenly(few, len(here)), _evenly(few, len(there)), strict=True)}
+    for placement in here | there:
+        alike = _IN_BLOCKS if opposed and placement in _IN_BLOCKS else {placement}
+        ours, theirs = ([site.name for site in sites if site.placement in alike] for sites in (first, second))
+        few = min(len(ours), len(theirs))
+        pairs |= {ours[i]: theirs[j] for i, j in zip(_evenly(few, len(ours)), _evenly(few, len(theirs)), strict=True)}
     return {site.name: pairs[site.name] for site in first if site.name in pairs}
 
 
@@ -105,8 +91,8 @@ class Ratio:
 
 
 _FITTED = (
-    *("site", "curve", "amplitude", "alpha", "C", "slope", "shift", "r2", "r2_ceiling", "n_pairs"),
-    *("folds", "straight", "converged", "nothing"),
+    *("site", "curve", "amplitude", "alpha", "C", "slope", "shift", "r2", "r2_cv", "r2_ceiling"),
+    *("n_pairs", "folds", "straight", "converged", "nothing"),
 )
 
 
@@ -182,7 +168,9 @@ class Comparison:
         ]
 
 
-def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru") -> Records[Compared]:
+def compare(
+    captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "tanh,isru", *, shift: bool = True
+) -> Records[Compared]:
     """Compare captures with the first of them: models, data, or the checkpoints of a training.
 
     Sites are matched by name if the networks are built alike and otherwise by placement and depth, see
@@ -191,6 +179,7 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
     Args:
         captures: two or more.
         curves: names as of :func:`normscope.fit`, but not ``best``, which differs from site to site.
+        shift: fit s in A·f(αx + s).
 
     Returns:
         A record for each site of the first capture, curve and capture, in this order, the first capture included.
@@ -210,8 +199,10 @@ def compare(captures: Sequence[Capture], curves: str | Sequence[str | Curve] = "
     0.5
     """
     names = check_curves(curves)
+    each = captures if isinstance(captures, (list, tuple)) else [captures]
+    captures = [as_capture(capture, "compare") for capture in each]
     check_number(len(captures))
-    return Records(compared(captures, [fit(capture, names) for capture in captures]).rows)
+    return Records(compared(captures, [fit(capture, names, shift=shift) for capture in captures]).rows)
 
 
 def check_curves(curves: str | Sequence[str | Curve]) -> list[str | Curve]:
@@ -251,52 +242,32 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
     return Comparison(captures, fits, matches, rows)
 
 
-Refits = dict[str, Tensor]  # alpha and slope without each fold, and pairs of that fold, float64 ``(folds,)``
-
-
 @dataclass(frozen=True)
 class _Observed:
-    """One curve at one site of a capture; ``refits`` is None without folds."""
+    """One curve at one site of a capture."""
 
     fit: CurveFit
     target: FitTarget
     stats: PairStats
     d: int
-    refits: Refits | None
+
+    @property
+    def pairs(self) -> Tensor:
+        """Number of pairs in each fold, ``(1, folds)``; zero without folds."""
+        return self.target.counts.sum(1)[None] * (self.target.fold_by is not None)
 
     @property
     def folds(self) -> int:
-        return int((self.target.counts.sum(1) > 0).sum()) if self.target.fold_by else 0
+        return int((self.pairs > 0).sum())
 
 
 def _observed(capture: Capture, fits: Sequence[CurveFit]) -> dict[tuple[str, str], _Observed]:
-    of_place = {(each.site, each.curve): each for each in fits}
     targets = {target.site: target for target in fit_targets(capture)}
-    default = [each.curve for each in fits if each.curve != FREE and each.form == FitForm().words(each.function)]
-    refits: dict[tuple[str, str], Refits] = {}
-    for _, problems in batches([target for target in targets.values() if target.fold_by]):
-        for curve in dict.fromkeys(default):
-            of_sites = [of_place[target.site, curve] for target in problems.targets]
-            refits |= zip([(each.site, curve) for each in of_sites], _refits(problems, of_sites), strict=True)
     widths = {site.name: site.d for site in capture.sites}
     return {
-        place: _Observed(each, targets[each.site], capture.stats[each.site], widths[each.site], refits.get(place))
-        for place, each in of_place.items()
+        (fit.site, fit.curve): _Observed(fit, targets[fit.site], capture.stats[fit.site], widths[fit.site])
+        for fit in fits
     }
-
-
-def _refits(problems: FitBatch, fits: Sequence[CurveFit]) -> list[Refits]:
-    """Fit one curve to each problem without each of its folds, beginning at the fits to all pairs."""
-    curve = fits[0].function
-    parameters = torch.tensor([(each.amplitude, each.alpha, each.shift) for each in fits]).double()
-    flags = torch.tensor([(each.straight or each.power_law, each.converged) for each in fits])
-    columns = (*parameters.unbind(-1), *flags.unbind(-1))
-    near = Solutions(*(column.repeat_interleave(problems.folds) for column in columns))
-    near = without_folds(problems, curve, FitForm(), near)
-    slope = near.amplitude * near.alpha * curve.derivative(near.shift)
-    pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
-    rows = zip(near.alpha.view_as(pairs), slope.view_as(pairs), pairs, strict=True)
-    return [{"alpha": alpha, "slope": slope, "pairs": number} for alpha, slope, number in rows]
 
 
 def _against(first: _Observed, other: _Observed, number: int, by: Literal["name", "depth"]) -> Compared:
@@ -321,17 +292,15 @@ def _ratio(name: str, first: _Observed, other: _Observed) -> Ratio | None:
     value = numbers[1] / numbers[0]
     if value <= 0:
         return Ratio(value, None)
-    if first.refits and other.refits and _same_inputs(first.stats, other.stats):
+    if first.folds and other.folds and _same_inputs(first.stats, other.stats):
+        refits = (torch.tensor(each.fit.refits, dtype=torch.float64) for each in (first, other))
+        here, there = (alpha_and_slope[:, int(name == "slope")] for alpha_and_slope in refits)
         whole = torch.tensor([value], dtype=torch.float64).log()
-        without, pairs = (other.refits[name] / first.refits[name]).log(), first.refits["pairs"]
-        low, high = (float(end.exp()) for end in interval(whole, without[None], pairs[None]))
+        low, high = (float(end.exp()) for end in interval(whole, (there / here).log()[None], first.pairs))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
-    width = _student(min(first.folds, other.folds)) * math.hypot(_log_error(name, first), _log_error(name, other))
+    folds = torch.tensor([first.folds, other.folds])
+    width = float(student(folds.min())) * math.hypot(_log_error(name, first), _log_error(name, other))
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
-
-
-def _student(folds: int) -> float:
-    return float(student(torch.tensor(folds)))
 
 
 def _log_error(name: str, observed: _Observed) -> float:
@@ -340,7 +309,7 @@ def _log_error(name: str, observed: _Observed) -> float:
     if not low * high > 0:
         return math.nan
     # α's interval is symmetric on the log scale; the slope's on its own, where errors propagate likewise.
-    return math.log(high / low) / 2 / _student(observed.folds)
+    return math.log(high / low) / 2 / float(student(torch.tensor(observed.folds)))
 
 
 def _same_inputs(here: PairStats, there: PairStats) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,28 +46,31 @@ class CurveFit(SiteRecord):
     Attributes:
         curve, function: name of f, and f itself.
         n_pairs: number of pairs.
-        amplitude, alpha, shift: A, α in units of 1/x, and s, zero if it was not fitted.
+        amplitude, alpha, shift: A, α in units of 1/x, and s inside f, which is no bias; zero if it was not fitted.
         r2: R² about the mean of y.
         rmse: root of the mean squared error, in units of y.
-        r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.ceiling`); None without
-            folds, or if the grid of bins does not resolve x.
+        r2_cv: R² of held-out folds; None without folds.
+        r2_ceiling: held-out R² of the best function of x found there (:mod:`normscope.fits.ceiling`), to compare with
+            r2_cv; None without folds, or if the grid of bins does not resolve x.
         folds: unit of the folds that intervals and cross-validation leave out, one at a time.
-        straight: True if the pairs do not bend inwards: only the slope A·α is identified, not A and α.
+        straight: True if the pairs do not bend inwards: a line, through the origin only without s, of which the slope
+            A·α is identified, not A and α.
         converged: True if the search for α ended inside its range, and the pairs lie within the grid.
         form: fitted parameters, in words: ``A, α`` by default.
         weights_by: weighting of the pairs: ``pairs`` alike, by ``gamma``², or evenly over ``x``.
         channel, sites: number of the channel, None for all; module paths of pooled sites.
-        r2_cv: R² of held-out folds; None without folds.
         tail_rmse, centre_rmse: RMSE of the pairs with |x| beyond the 99th percentile, and of the others.
         largest_error, largest_error_at: largest distance between curve and mean y of neighbouring pairs; their x.
         saturated: share of the pairs at which |f′| is under 5 % of its largest value.
         reach: α·max|x|.
         intervals: 95 % of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling, by a jackknife over the
             folds, for the numbers that the pairs identify.
+        refits: α and slope of the fit to all pairs but those of each fold; empty without folds.
         power_law: True if only a power law is identified, ``coefficient`` · sign(x)·|x|^p: ``straight`` for a curve
             that is no line at its origin.
         parameters: number of free parameters.
         rank: by held-out error among the curves with as many free parameters at that site; by error without folds.
+            Curves whose R² differ by at most 1e-6 share a rank.
         in_noise: True if the first in rank is better by less than the folds differ; None without folds.
         best: True for the curve that ``best`` selected.
         x_repeats: True if many x are equal to the last bit, as in blank patches: the ceiling is then too low.
@@ -83,6 +86,7 @@ class CurveFit(SiteRecord):
     shift: float = math.nan
     r2: float = math.nan
     rmse: float = math.nan
+    r2_cv: float | None = None
     r2_ceiling: float | None = None
     folds: Literal["source", "sample"] | None = None
     straight: bool = False
@@ -91,7 +95,6 @@ class CurveFit(SiteRecord):
     weights_by: str = "pairs"
     channel: int | None = None
     sites: tuple[str, ...] = ()
-    r2_cv: float | None = None
     tail_rmse: float = math.nan
     centre_rmse: float = math.nan
     largest_error: float = math.nan
@@ -99,6 +102,7 @@ class CurveFit(SiteRecord):
     saturated: float = math.nan
     reach: float = math.nan
     intervals: Mapping[str, Interval] = field(default_factory=dict, hash=False)
+    refits: Sequence[tuple[float, float]] = field(default=(), repr=False, compare=False)
     power_law: bool = False
     parameters: int | None = None
     rank: int | None = None
@@ -110,7 +114,7 @@ class CurveFit(SiteRecord):
 
     @property
     def slope(self) -> float:
-        """Slope at the origin, A·α·f′(s); NaN if only a power law is identified."""
+        """Slope at x = 0, A·α·f′(s), not at the centre −s/α of the curve; NaN if only a power law is identified."""
         if self.degenerate or self.power_law or self.curve == FREE:  # the slope of E[y|x] at one point is noise
             return math.nan
         return float(self.derivative(torch.zeros(1)))
@@ -157,7 +161,9 @@ class CurveFit(SiteRecord):
             return f"CurveFit {self.curve} at {place}: {self.nothing}"
         shift = f", s {self.shift:.3g}" if self.shift else ""
         numbers = self.doubt or f"A {self.amplitude:.4g}, α {self.alpha:.4g}{shift}"
-        return f"CurveFit {self.curve} at {place}: {'' if self.curve == FREE else f'{numbers}, '}R² {self.r2:.4f}"
+        r2 = {"R²": self.r2, "held out": self.r2_cv, "ceiling": self.r2_ceiling}
+        parts = [f"{name} {value:.4f}" for name, value in r2.items() if value is not None]
+        return f"CurveFit {self.curve} at {place}: {', '.join(parts if self.curve == FREE else [numbers, *parts])}"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Evaluate the fitted curve at x, of any shape, in float64."""
@@ -184,8 +190,8 @@ class CurveFit(SiteRecord):
 
 
 _ATTRIBUTES = (
-    *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C", "slope", "r2", "r2_ceiling"),
-    *("rmse", "n_pairs", "converged", "straight", "power_law", "coefficient", "folds", "channel", "sites", "form"),
-    *("weights_by", "r2_cv", "of_ceiling", "tail_rmse", "centre_rmse", "largest_error", "largest_error_at"),
+    *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C", "slope", "r2", "r2_cv"),
+    *("r2_ceiling", "of_ceiling", "rmse", "n_pairs", "converged", "straight", "power_law", "coefficient", "folds"),
+    *("channel", "sites", "form", "weights_by", "tail_rmse", "centre_rmse", "largest_error", "largest_error_at"),
     *("saturated", "reach", "parameters", "rank", "in_noise", "best", "x_repeats", "nothing", "intervals"),
 )

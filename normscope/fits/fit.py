@@ -18,10 +18,21 @@ from normscope.fits.curves.expressions import curves_named, split_names
 from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
 from normscope.fits.jackknife import Attributes, fitted, inside_noise
 from normscope.fits.solver import FitForm
-from normscope.fits.targets import FitBatch, FitTarget, batches, check_targets, fit_targets, goodness, nodes_of, tails
+from normscope.fits.targets import (
+    FitBatch,
+    FitTarget,
+    as_capture,
+    batches,
+    check_targets,
+    fit_targets,
+    goodness,
+    nodes_of,
+    tails,
+)
 from normscope.pairs.captures import Capture
-from normscope.pairs.storage import load_capture
 from normscope.runtime.records import Records
+
+_TIE = 1e-6  # of R²: bins resolve no smaller difference
 
 
 def fit(
@@ -33,14 +44,17 @@ def fit(
     amplitude: str = "free",
     theory: bool = False,
     alpha: float | None = None,
-    shift: bool | None = None,
+    shift: bool = True,
     weights_by: str = "pairs",
 ) -> Records[CurveFit]:
-    """Fit curves to every site of a capture, from its binned sums: the cost does not depend on the number of pairs.
+    """Fit curves y ≈ A·f(αx + s) to every site of a capture, from its binned sums, whatever the number of pairs.
+
+    s lies inside f and moves the curve along x. It is not the bias of a DyT layer, which is added to the output. Every
+    curve has one, so that all have the same freedom; erf with s is called derf.
 
     Args:
         capture: result of :func:`normscope.capture`, or the path of its file.
-        curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf with shift), formulas
+        curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf), formulas
             (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every built-in curve with the form,
             ``free`` for E[y|x] itself, and ``best`` for the curve of least held-out error among all with as many free
             parameters as tanh.
@@ -49,8 +63,8 @@ def fit(
         amplitude: ``free``; or ``theory``, where A·f tends to √d, or √(d−1) with centring.
         theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ.
         alpha: fix α; 1 is the ablation without α.
-        shift: fit s for every curve, so that all have the same freedom; erf is then called derf. By default s is
-            fitted for derf alone, which is not ranked against curves without it.
+        shift: fit s. If False, curves are the papers' A·f(αx), and derf is erf. No s have theory, softcap, which is
+            t·tanh(x/t), and exproot and power23_clip, which rise vertically, so that binned pairs do not resolve it.
         weights_by: ``pairs`` alike; by ``gamma``², the error that reaches the next layer, for a capture taken with
             ``by_gamma``; or evenly over ``x``, so that the tails count as much as the centre.
 
@@ -70,7 +84,7 @@ def fit(
     >>> fits["1", "tanh"] is fits[0], fits
     (True, 1 CurveFit: 1 site × 1 curve)
     """
-    capture = load_capture(capture) if isinstance(capture, (str, Path)) else capture
+    capture = as_capture(capture, "fit")
     form = FitForm(amplitude, theory, alpha, shift)
     requested = _requested(curves, form)
     targets = fit_targets(capture, per=per, pool=pool, weights_by=weights_by)
@@ -182,8 +196,8 @@ def _rank(problems: FitBatch, rows: Sequence[Sequence[Attributes]], held_out: Te
     """
     has_folds = problems.occupied.sum(-1) > 1
     r2 = torch.tensor([[row["r2"] for row in of_curve] for of_curve in rows], dtype=torch.float64)
-    errors = torch.where(has_folds, held_out.sum(-1), 1 - r2).nan_to_num(torch.inf)
-    ranks = errors.argsort(dim=0, stable=True).argsort(dim=0) + 1
+    errors = torch.where(has_folds, held_out.sum(-1) / problems.nodes().total, 1 - r2).nan_to_num(torch.inf)
+    ranks = 1 + (errors[:, None] < errors - _TIE).sum(0)
     best = held_out[errors.argmin(0), torch.arange(len(problems))]
     pairs = problems.n_pairs.where(problems.occupied, 0.0)
     for of_curve, of_ranks, errors_of_folds in zip(rows, ranks.tolist(), held_out, strict=True):

@@ -14,7 +14,7 @@ from torch import Tensor
 from normscope.fits.ceiling import ceilings, conditional_mean
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.jackknife import Interval, interval_of_r2
-from normscope.fits.targets import FitBatch, Nodes, batches, fit_targets, joined, site_target, sums_of
+from normscope.fits.targets import FitBatch, Nodes, as_capture, batches, fit_targets, joined, site_target, sums_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.formulas import FORMS, Form
 from normscope.pairs.norms.sites import NormSite
@@ -213,7 +213,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[Gradien
 
     Args:
         capture: result of :func:`normscope.capture` with ``diagonal=True``.
-        fits: result of :func:`normscope.fit` for it.
+        fits: result of :func:`normscope.fit` for it; with its shift, so that A and α are those of other views.
 
     Returns:
         One :class:`GradientView` per site, with a ``reason`` if there is no closed form.
@@ -229,6 +229,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[Gradien
     >>> view.n_tokens, round(view.share, 2), list(view.r2)  # at least 1 − 2/d
     (64, 0.78, ['tanh', 'isru'])
     """
+    capture = as_capture(capture, "gradient")
     return Records(_view(capture, site, [each for each in fits if each.site == site.name]) for site in capture.sites)
 
 

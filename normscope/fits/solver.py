@@ -103,12 +103,11 @@ class Objective:
         """
         return not self.curve.smooth and len(self.free) > 1
 
-    @property
-    def alone(self) -> Iterator[Objective]:
-        """Each problem by itself, on its own points, so that the result does not depend on the batch."""
-        for number in range(len(self.nodes)):
-            single = self.of(torch.tensor([number]))
-            yield replace(single, nodes=single.nodes.filled())
+    def parts(self, size: int = 1) -> Iterator[Objective]:
+        """Yield ``size`` problems after another, on their own points, so that results do not depend on the batch."""
+        for numbers in torch.arange(len(self.nodes)).view(-1, size).unbind():
+            part = self.of(numbers)
+            yield replace(part, nodes=part.nodes.filled())
 
     @property
     def may_be_only_power(self) -> bool:
@@ -209,23 +208,22 @@ class FitForm:
         theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ. For constant ρ these are
             the derivations of DyT (tanh) and of DyISRU (isru, arXiv 2503.21708).
         alpha: fixed α; None if it is free.
-        shift: True if s is free; None for derf alone, which is erf with a shift.
+        shift: True if s is free. Theory has none, nor have softcap, which is t·tanh(x/t), and curves that rise
+            vertically, as bins do not resolve theirs.
     """
 
     amplitude: str = "free"
     theory: bool = False
     alpha: float | None = None
-    shift: bool | None = None
+    shift: bool = True
 
     def __post_init__(self) -> None:
         if self.amplitude not in AMPLITUDES:
             raise UsageError(unknown("amplitude", self.amplitude, AMPLITUDES))
         if self.alpha is not None and not 0 < self.alpha < math.inf:
             raise UsageError(f"alpha is {self.alpha}; it is a positive number, in units of 1/x.")
-        if self.theory and (self.amplitude, self.alpha, self.shift or None) != ("free", None, None):
-            raise UsageError(
-                "Where everything follows from theory, no amplitude, alpha or shift can be asked for besides."
-            )
+        if self.theory and (self.amplitude, self.alpha) != ("free", None):
+            raise UsageError("Theory determines A and α; leave amplitude and alpha out.")
 
     @property
     def needs_bound(self) -> bool:
@@ -242,29 +240,23 @@ class FitForm:
             return f"{curve.name} is not centred at zero, so that the bounds ±A of y are not those of its values."
         if self.theory and not curve.linear_at_origin:
             return f"{curve.name} has no slope at the origin, so that no α follows from the norm's."
-        if self.shift and math.isinf(curve.slope_at_origin):
-            return (
-                f"{curve.name} rises vertically at its centre, so that binned pairs do not tell its shift; leave the "
-                "curve or the shift out."
-            )
         return None
 
     def called(self, curve: Curve) -> Curve:
         """Return the curve under its name in this form: erf with a shift is derf, and derf without one erf.
 
         >>> from normscope.fits.curves.known import CURVES
-        >>> FitForm(shift=True).called(CURVES["erf"]).name, FitForm(shift=False).called(CURVES["derf"]).name
+        >>> FitForm().called(CURVES["erf"]).name, FitForm(shift=False).called(CURVES["derf"]).name
         ('derf', 'erf')
         """
-        if self.shift is None:
+        if curve.function_name != "erf":
             return curve
-        if self.shift:
-            return {derived.shift_of: derived for derived in CURVES.values()}.get(curve.name, curve)
-        return CURVES.get(curve.shift_of or "", curve)
+        return CURVES["derf" if self.shifted(curve) else "erf"]
 
     def shifted(self, curve: Curve) -> bool:
         """True if s of a curve is fitted."""
-        return not self.theory and (curve.shifted if self.shift is None else self.shift)
+        has_none = curve.amplitude_is_inverse_scale or math.isinf(curve.slope_at_origin)
+        return self.shift and not self.theory and not has_none
 
     def odd(self, curve: Curve) -> bool:
         """True if A·f(αx + s) is odd in x."""
@@ -289,7 +281,7 @@ class FitForm:
         """Names of the free parameters of a curve.
 
         >>> from normscope.fits.curves.known import CURVES
-        >>> FitForm().parameters(CURVES["derf"]), FitForm().parameters(CURVES["linear"])
+        >>> FitForm().parameters(CURVES["tanh"]), FitForm(shift=False).parameters(CURVES["linear"])
         (['A', 'α', 's'], ['A'])
         """
         free = {
@@ -303,7 +295,7 @@ class FitForm:
         """Describe the free and the fixed parameters.
 
         >>> from normscope.fits.curves.known import CURVES
-        >>> FitForm(amplitude="theory", shift=True).words(CURVES["tanh"])
+        >>> FitForm(amplitude="theory").words(CURVES["tanh"])
         'α, s; A from theory'
         """
         fixed = [
@@ -328,7 +320,6 @@ _DIFFERENCE = 1e-4  # in log α or s, of the difference quotients of gradients
 _RADIUS = 0.3  # about a step of the grid
 CLOSE = 1e-7  # in log α and s: a step that leaves nothing to gain
 _POINTS_ALONG = (33, 9)  # each axis of the finer grids, for one axis and for two
-_NO_KINK = 0.2  # relative change of f′ over a hundredth of u, which only a kink exceeds
 _WIDER = 4.0  # factor, if the least error lies at the edge of a grid
 _SHARP = 1e-9  # in log α and s: at a kink the error is as sharp as float64
 _REFITTED = 1e-4  # in log α and s: a fold changes them by far more, and finer grids of two axes are slow
@@ -348,7 +339,7 @@ def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
     """
     first_look = objective.on(coarse)
     if len(objective.nodes) > 1 and objective.rugged:
-        alone = zip(objective.alone, first_look.alone, strict=True)
+        alone = zip(objective.parts(), first_look.parts(), strict=True)
         return Solutions.joined(least_squares(single, few.nodes) for single, few in alone)
     return _solutions(objective, *_searched(objective, first_look))
 
@@ -366,25 +357,29 @@ def _searched(
     return ended.of(best), low, high
 
 
-def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
-    """Fit one curve to nearly the same pairs as other problems, beginning at their solutions.
+def refined(objective: Objective, near: Solutions, rough: Nodes, folds: int) -> Solutions:
+    """Fit one curve to nearly the same pairs as other problems, ``folds`` times each, beginning at their solutions.
 
-    With kinks another minimum may be the least, so that the search starts anew on fewer nodes for the same pairs.
+    With kinks another minimum may be the least, so that a search for α alone starts anew on fewer nodes.
     """
-    first_look = objective.on(rough)
-    if len(objective.nodes) > 1 and objective.rugged:
-        near_each = (near.of(torch.tensor([number])) for number in range(len(objective.nodes)))
-        alone = zip(objective.alone, near_each, first_look.alone, strict=True)
-        return Solutions.joined(refined(single, near_single, few.nodes) for single, near_single, few in alone)
+    if objective.rugged and len(objective.nodes) > folds:
+        numbers = torch.arange(len(objective.nodes)).view(-1, folds).unbind()
+        parts = zip(objective.parts(folds), map(near.of, numbers), map(rough.of, numbers), strict=True)
+        return Solutions.joined(refined(*part, folds) for part in parts)
     start = torch.stack([near.alpha.log(), near.shift], -1)
-    bends = (~near.only_power).nonzero()[:, 0]
-    ended = objective.at(start)  # a line remains a line, of another slope
+    ended, is_law = objective.at(start), near.only_power & (objective.alpha is None)
+    laws, bends = (which.nonzero()[:, 0] for which in (is_law, ~is_law))
+    if len(laws):  # a line remains a line, of another slope and offset
+        ended.put(laws, _power_law(objective.of(laws), ended.of(laws), start[laws, 0]))
     if len(bends):
-        bent, start, width = objective.of(bends), start[bends], math.log(_STEEPEST)
-        if objective.curve.smooth:
-            least = _minimum(bent, start, start[:, 0] - width, start[:, 0] + width)
+        bent, start = objective.of(bends), start[bends]
+        low, high = (start[:, 0] + side * math.log(_STEEPEST) for side in (-1, 1))
+        if objective.rugged:
+            least = bent.at(_narrowed(bent, start, low, high, _REFITTED))
+        elif objective.curve.smooth:
+            least = _minimum(bent, start, low, high)
         else:
-            least = _searched(bent, first_look.of(bends), _REFITTED if objective.rugged else None)[0]
+            least = _searched(bent, objective.on(rough).of(bends))[0]
         ended.put(bends, least)
     return ended.solutions(near.only_power, near.converged)
 
@@ -506,37 +501,10 @@ def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, cl
         inside = (offsets[least].abs() < 1).all(-1)
         width[todo] = torch.where(inside, width[todo] * spacing, (width[todo] * _WIDER).clamp_max(1.0))
         kept = (width[todo] > close).nonzero()[:, 0]
-        if free == [0]:
-            round_here = inside[kept].nonzero()[:, 0]
-            places = todo[kept[round_here]]
-            theta[places], solved = _between_kinks(remaining.of(kept[round_here]), theta[places], width[places])
-            kept = kept[torch.ones_like(kept, dtype=torch.bool).index_fill(0, round_here[solved], False)]
         todo = todo[kept]
         if not len(todo):
             break
     return theta
-
-
-def _between_kinks(objective: Objective, lowest: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Search by Newton's method about the lowest point of a grid of α, if no kink passes a point within ``width``.
-
-    Returns theta, unchanged at unsolved problems, and the numbers of the solved ones.
-    """
-    alphas = ((lowest[:, 0] + side * width).exp() for side in (-1, 1))
-    before, after = (objective.slopes(alpha[:, None] * objective.nodes.x) for alpha in alphas)
-    bends = (before - after).abs() <= _NO_KINK * torch.maximum(before.abs(), after.abs())
-    solved = bends.all(-1).nonzero()[:, 0]
-    objective, start, width = objective.of(solved), lowest[solved], width[solved]
-    here = first = objective.at(start)
-    for _ in range(_LAST_STEPS):
-        step = _newton(objective, here, _SMALL_STEP)
-        step = step * (width / step[:, 0].abs().clamp_min(1e-300)).clamp_max(1.0)[:, None]
-        here = objective.at(here.theta + step)
-    near = (here.theta - start)[:, 0].abs() <= width
-    no_worse = here.residual <= first.residual + _LAST_DIGITS * objective.explainable
-    settled = near & no_worse & (step[:, 0].abs() < _SMALL_STEP)
-    solved = solved[settled]
-    return lowest.index_copy(0, solved, here.theta[settled]), solved
 
 
 def _polished(objective: Objective, near: Evaluation, low: Tensor, high: Tensor) -> Evaluation:

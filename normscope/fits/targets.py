@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from normscope.errors import DataError, UsageError, unknown
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, kind_of_site
+from normscope.pairs.storage import load_capture
 from normscope.pairs.sums.binning import CHANNEL_GRID, PAIR_GRID, FloatGrid
 from normscope.pairs.sums.stats import PairStats, of_tokens
 
@@ -44,6 +46,15 @@ class FitTarget:
     bound: float = math.inf  # of |y|
     slope: float = math.nan  # of the mean token's line at the origin, (1 − 1/d)/σ with centring and 1/ρ without
     x_repeats: bool = False  # many x of the drawn tokens are equal to the last bit, which bins cannot resolve
+
+
+def as_capture(given: object, caller: str) -> Capture:
+    """Return a capture, also from its file; UsageError for a network in its place."""
+    if isinstance(given, (str, Path)):
+        return load_capture(given)
+    if not isinstance(given, Capture):
+        raise UsageError(f"normscope.{caller} takes a Capture; normscope.capture(network) makes one.")
+    return given
 
 
 def fit_targets(

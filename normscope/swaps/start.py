@@ -13,7 +13,6 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import fit as fit_curves
-from normscope.fits.solver import FitForm
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.inits import INITS
@@ -76,7 +75,7 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     if not chosen:
         raise UsageError(f"None of the fits is of {name}. Fit it first: normscope.fit(capture, {name!r}).")
     sites = dict.fromkeys(fit.site for fit in chosen)
-    return [_of_fits([fit for fit in chosen if fit.site == site]) for site in sites]
+    return [_of_fits([fit for fit in chosen if fit.site == site], function) for site in sites]
 
 
 def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
@@ -97,7 +96,7 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
 
 
 def fitted(
-    capture: Capture, curve: str | Curve, init: str = "fit", *, per: str = "site", shift: bool | None = True
+    capture: Capture, curve: str | Curve, init: str = "fit", *, per: str = "site", shift: bool = True
 ) -> list[CurveFit]:
     """Fit a curve for a swap: with s, and weighted by γ² if the capture has those sums.
 
@@ -108,14 +107,12 @@ def fitted(
         curve: a curve or its name, ``free`` or ``best``.
         init: ``fit`` or ``theory``, which fits nothing.
         per: ``site`` or ``channel``, see :func:`normscope.fit`.
-        shift: fit s; None for derf's alone. softcap, whose A is 1/α, and curves that rise vertically have none.
+        shift: fit s, see :func:`normscope.fit`.
     """
     curve = curve if curve in (FREE, BEST) else _one_curve(curve)
     if INITS[init].theory:
         return fit_curves(capture, [curve], theory=True)
     by_gamma = per == "site" and all(stats.gamma_moments is not None for stats in capture.stats.values())
-    if isinstance(curve, Curve) and (curve.amplitude_is_inverse_scale or FitForm(shift=True).refusal(curve)):
-        shift = None
     return fit_curves(capture, [curve], per=per, shift=shift, weights_by="gamma" if by_gamma else "pairs")
 
 
@@ -152,7 +149,7 @@ def _norm_of(fit: CurveFit | NormSite) -> NormSite:
     return fit.norm
 
 
-def _of_fits(fits: Sequence[CurveFit]) -> Start:
+def _of_fits(fits: Sequence[CurveFit], requested: Curve | None) -> Start:
     first, norm = fits[0], _norm_of(fits[0])
     if first.channel is None:
         if len(fits) > 1:
@@ -172,8 +169,8 @@ def _of_fits(fits: Sequence[CurveFit]) -> Start:
         amplitude = _numbers(ordered, "amplitude").masked_fill(idle, 0.0)
         alpha = _numbers(ordered, "alpha").masked_fill(idle, 1.0)
         shift = _numbers(ordered, "shift").masked_fill(idle, 0.0)
-    has_shift = first.function.shifted or bool((shift != 0).any())
-    return Start(norm, first.function, amplitude, alpha, shift if has_shift else None)
+    curve = requested if requested is not None and requested.shifted else first.function
+    return Start(norm, curve, amplitude, alpha, shift if curve.shifted or bool((shift != 0).any()) else None)
 
 
 def _numbers(fits: Sequence[CurveFit], name: str) -> Tensor:

@@ -283,14 +283,6 @@ def test_the_mean_of_the_diagonal_is_tried_on_other_tokens():
     assert gradient(seen, fits)[0].r2_of_x < 0.1
 
 
-def test_tokens_without_a_mean_do_not_make_an_rmsnorm_a_layernorm():
-    """The slopes of both are then the same, and their Jacobians are not."""
-    x = noise(20)
-    seen, fits, (x, _) = observed(nn.RMSNorm(D), x - x.mean(1, keepdim=True))
-    truth = jacobian(lambda x: nn.functional.rms_norm(x, (D,), eps=torch.finfo(torch.float32).eps).sum(0), x)
-    assert gradient(seen, fits)[0].share == pytest.approx(float(shares_of(truth.transpose(0, 1)).mean()), rel=1e-9)
-
-
 def module_of(normalize, eps, **options):
     """A registered module that normalizes by a given function."""
 
@@ -306,11 +298,22 @@ def module_of(normalize, eps, **options):
     return Own()
 
 
-def test_a_norm_by_deviation_is_told_from_an_rmsnorm_by_its_slopes():
-    seen, fits, (x, _) = observed(module_of(std_norm, 1e-5), noise(20) + 2)
-    [view] = gradient(seen, fits)
-    truth = torch.stack([jacobian(lambda x: std_norm(x[None], 1e-5)[0][0], row) for row in x])
-    assert view.share == pytest.approx(float(shares_of(truth).mean()), rel=1e-9)
+NORMS = {
+    "std_norm": lambda: (module_of(std_norm, 1e-5), noise(20) + 2, lambda x: std_norm(x, 1e-5)[0]),
+    # The slopes are those of a LayerNorm, and the Jacobian is not.
+    "rms_norm without a mean": lambda: (
+        nn.RMSNorm(D, eps=1e-6), noise(20) - noise(20).mean(1, keepdim=True), nn.RMSNorm(D, eps=1e-6).double()
+    ),
+    "clamped": lambda: (module_of(root_mean_square, 1e-12), heavy_tailed(), nn.RMSNorm(D, eps=1e-12).double()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_the_share_is_that_of_the_norms_own_form(name):
+    module, x, plain = NORMS[name]()
+    seen, fits, (x, _) = observed(module, x)
+    truth = torch.stack([jacobian(lambda row: plain(row[None])[0], row) for row in x])
+    assert gradient(seen, fits)[0].share == pytest.approx(float(shares_of(truth).mean()), rel=1e-9)
 
 
 def by_largest(rows, eps):
@@ -338,12 +341,6 @@ def test_what_is_not_covered_is_named(module, x, reason):
     assert document["share"] is None and document["reason"] == view.reason
 
 
-def test_a_clamped_norm_is_an_rmsnorm():
-    norms = module_of(root_mean_square, 1e-12), nn.RMSNorm(D, eps=1e-12)
-    views = [gradient(*observed(norm, heavy_tailed())[:2])[0] for norm in norms]
-    assert views[0].share == pytest.approx(views[1].share, rel=1e-9)
-
-
 def test_a_degenerate_site_has_no_r2():
     seen, fits, _ = observed(nn.LayerNorm(D), torch.zeros(9, D))
     [view] = gradient(seen, fits)
@@ -357,17 +354,3 @@ def test_a_degenerate_site_has_no_r2():
         "steadier": None,
     }
     assert view.constants["all"].scale.ratio == pytest.approx(1.0)
-
-
-def test_a_file_gives_the_view_that_the_network_gave(tmp_path):
-    about = {"model": "two", "weights": "random weights", "data": "noise"}
-    seen = normscope.capture(
-        nn.Sequential(nn.LayerNorm(D), nn.RMSNorm(D)), [heavy_tailed(300)], about=about, diagonal=True
-    )
-    path = tmp_path / "seen.safetensors"
-    normscope.save_capture(seen, path)
-    read = normscope.load_capture(path)
-    views = [[view.as_dict() for view in gradient(one, normscope.fit(one))] for one in (seen, read)]
-    assert views[0] == views[1]
-    assert [view["site"] for view in views[0]] == ["0", "1"]
-    assert views[0][0]["n_tokens"] == 64 and views[0][0]["of_tokens"] == 300

@@ -149,4 +149,4 @@ def test_the_digits_are_those_of_the_terminal(tmp_path, monkeypatch):
     shown = re.findall(r"\d+\.\d+ ± [\d.]+", done.stdout)
     written = re.findall(r"\$(\d+\.\d+) \\pm ([\d.]+)\$", text)
     assert len(shown) > 17 * 3 and [f"{value} ± {half}" for value, half in written] == shown
-    assert re.search(r"tanh & \$2\$ & \$[\d.]+ \\pm [\d.]+\$ & \$[\d.]+ \\pm", text)  # A's interval, and α's
+    assert re.search(r"tanh & \$3\$ & \$[\d.]+ \\pm [\d.]+\$ & \$[\d.]+ \\pm", text)  # A's interval, and α's

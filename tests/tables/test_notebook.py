@@ -99,18 +99,18 @@ def test_a_single_card_is_shown_whole(records):
 def test_what_is_said_of_them(network, seen, fits):
     assert repr(seen) == "Capture demo_vit: 3 sites, 8 samples, 8,192 pairs each"
     assert repr(fits) == "9 CurveFits: 3 sites × 3 curves"
-    assert (
-        repr(fits[0])
-        == f"CurveFit tanh at blocks.0.norm1: A {fits[0].amplitude:.4g}, α {fits[0].alpha:.4g}, R² {fits[0].r2:.4f}"
-    )
+    tanh = fits[0]
+    numbers = f"A {tanh.amplitude:.4g}, α {tanh.alpha:.4g}, s {tanh.shift:.3g}, R² {tanh.r2:.4f}"
+    held_out = f"held out {tanh.r2_cv:.4f}, ceiling {tanh.r2_ceiling:.4f}"
+    assert repr(tanh) == f"CurveFit tanh at blocks.0.norm1: {numbers}, {held_out}"
     assert repr(network).startswith("LoadedModel demo_vit: VisionTransformer · embedded demo_vit")
     assert repr(network).endswith("the first 8 of 64 held-out digits")
     assert repr(seen.stats["norm"]) == "PairStats: 8,192 pairs of 128 tokens, 64 channels"
 
 
 def test_records_are_found_by_site_and_curve(fits):
-    assert fits["norm", "erf"] is next(one for one in fits if (one.site, one.curve) == ("norm", "erf"))
-    assert [one.curve for one in fits["norm"]] == ["tanh", "isru", "erf"]
+    assert fits["norm", "derf"] is next(one for one in fits if (one.site, one.curve) == ("norm", "derf"))
+    assert [one.curve for one in fits["norm"]] == ["tanh", "isru", "derf"]
     assert list(fits[1:3]) == [fits[1], fits[2]] and repr(fits[1:3]) == "2 CurveFits: 1 site × 2 curves"
     assert fits["norm"].table()  # a part of them is of the same kind
     with pytest.raises(UsageError, match=r"no site 'nrom'.*Did you mean 'norm'"):

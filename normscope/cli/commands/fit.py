@@ -50,9 +50,10 @@ def fit(
         raise UsageError("--plot draws the fits of each site by itself; leave --per, --pool and --advise out.")
     if advise and (per != "site" or pool):
         raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
-    form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": shift}
+    form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": not advise if shift is None else shift}
     of_tokens = per == "token"
-    if of_tokens and (func, pool, weights_by, *form.values()) != (_CURVES, None, "pairs", "free", False, None, None):
+    chosen = (func, pool, weights_by, amplitude, theory, alpha, shift)
+    if of_tokens and chosen != (_CURVES, None, "pairs", "free", False, None, None):
         raise UsageError(
             "--per token fits no curve, as each token is a line, exactly; leave out --func, --pool, --weights-by, "
             "--amplitude, --theory, --alpha and --shift."
