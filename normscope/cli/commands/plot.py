@@ -8,7 +8,7 @@ from typing import Any
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, form, sources
+from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 
 _OVERVIEW, _VIEW = "overview", "scurves"
@@ -23,7 +23,7 @@ def plot(
     *,
     layers: str = "4",
     func: str = "tanh,isru",
-    shift: bool | None = None,
+    shift: bool = True,
     color: str = "density,token,channel",
     run: RunOptions,
     by: str | None = None,
@@ -52,7 +52,7 @@ def plot(
     axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.of_figure}
     seen, fits, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        fitted = normscope.fit(capture, func, **form(shift))
+        fitted = normscope.fit(capture, func, shift=shift)
         figure = normscope.plot(capture, fitted, rows=rows, **axes)
         file = files.save(figure, heading(capture.about), _VIEW, capture, say)
         sites = [site.name for site in capture.sites]
