@@ -27,8 +27,9 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ABOUT = """
 Time that `normscope report` takes after its capture, and response times of its page in {browser}, headless, {width} ×
 {height} pixels. {pages} Fits: fits of {curves} to all sites. Written: the page is built from them and saved. Usable:
-from the start of the navigation until all scripts of the page have run. Painted: until the next frame is painted. Each
-repeat starts a new browser, which opens the page on its overview. Answers: from a click or a slider's step until the
+from the start of the navigation until all scripts of the page have run. Painted: until something of it is painted. Each
+repeat starts a new browser, which opens the page on its overview, and another one, which opens it at its first site.
+Answers: from a click or a slider's step until the
 frame with the result is painted. This includes the wait for a frame (up to 17 ms), but neither graphics card nor
 screen. Actions follow each other without a pause, and each repeat uses other sites. First at a site: only the site's
 density was drawn before. R²: largest difference, over all fits, between the page's R², computed from its own points,
@@ -40,11 +41,11 @@ CURVE = BUTTON.format("[aria-label=Curves]", "isru")
 NEXT = """document.querySelector("[aria-label='Next site']").click()"""
 SLIDER = """const slider = document.getElementById('slider-alpha');
     slider.value = Number(slider.value) + 40; slider.dispatchEvent(new Event('input'))"""
-PAINTED = """document.addEventListener('DOMContentLoaded', () => requestAnimationFrame(() => {
-    const {port1, port2} = new MessageChannel();
-    port1.onmessage = () => { window.paintedAt = performance.now(); };
-    port2.postMessage(null);
-}));"""
+PAINTED = """const done = arguments[0], painted = () => {
+        const [first] = performance.getEntriesByName('first-contentful-paint');
+        first ? done([Number(document.documentElement.dataset.ready), first.startTime]) : setTimeout(painted, 5);
+    };
+    painted();"""
 # A message that is sent before a frame is painted arrives behind it.
 TIMED = """const done = arguments[arguments.length - 1], start = performance.now();
     (() => {{ {action} }})();
@@ -115,13 +116,16 @@ def of_browser(
     model: str, page: Path, n_sites: int, fits: list[Fit], r2: list[float], programs: tuple[str, str], repeats: int
 ) -> tuple[str, list[Measurement]]:
     """Open a page in a new browser for each repeat and act on it; return the browser's name and the measurements."""
-    opened: dict[str, list[float]] = {"usable": [], "painted": [], "loaded, as its driver is told": []}
+    opened: dict[str, list[float]] = {}
     answers: dict[str, list[float]] = {}
     for number in range(repeats):
         print(f"{model}, browser {number + 1} of {repeats} …", flush=True)
         with started(programs) as driver:
-            for name, milliseconds in times_of_opening(driver, page).items():
-                opened[name].append(milliseconds)
+            for name, milliseconds in times_of_opening(driver, f"{page.as_uri()}#view=site").items():
+                opened.setdefault(f"first site {name}", []).append(milliseconds)
+        with started(programs) as driver:
+            for name, milliseconds in times_of_opening(driver, page.as_uri()).items():
+                opened.setdefault(name, []).append(milliseconds)
             site = 1 + number * (n_sites - 4) // max(repeats - 1, 1)
             for name, action in actions(site):
                 milliseconds = float(driver.execute_async_script(TIMED.format(action=action)))
@@ -150,19 +154,17 @@ def started(programs: tuple[str, str]) -> Iterator[Any]:
     try:
         size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": PAINTED})
         yield browser
     finally:
         browser.quit()
 
 
-def times_of_opening(driver: Any, page: Path) -> Mapping[str, float]:
+def times_of_opening(driver: Any, address: str) -> Mapping[str, float]:
     """Open a page; return the times until it is usable, painted, and loaded by its driver: milliseconds."""
     start = time.perf_counter()
-    driver.get(page.as_uri())
+    driver.get(address)
     heard = 1000 * (time.perf_counter() - start)
-    driver.execute_async_script(TIMED.format(action=""))  # a frame later it has surely been painted
-    usable, painted = driver.execute_script("return [document.documentElement.dataset.ready, window.paintedAt]")
+    usable, painted = driver.execute_async_script(PAINTED)
     return {"usable": float(usable), "painted": float(painted), "loaded, as its driver is told": heard}
 
 
@@ -177,6 +179,7 @@ def actions(site: int) -> Sequence[tuple[str, str]]:
         ("σ over an input", CHOICE.format("sigma")),
         ("a curve off", CURVE),
         ("a curve on", CURVE),
+        ("asinh axis", CHOICE.format("asinh")),
         ("linear axis", CHOICE.format("linear")),
         ("by density", CHOICE.format("density")),
         ("the next site", NEXT),

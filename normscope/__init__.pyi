@@ -7,7 +7,7 @@ from .figures.drift import plot_drift as plot_drift
 from .figures.drift import plot_healing as plot_healing
 from .figures.drift import plot_keep as plot_keep
 from .figures.gradient import plot_gradient as plot_gradient
-from .figures.overview import overview as overview
+from .figures.scurves import overview as overview
 from .figures.scurves import plot as plot
 from .figures.scurves import save_figure as save_figure
 from .figures.speed import plot_speed as plot_speed

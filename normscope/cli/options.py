@@ -22,6 +22,7 @@ from normscope.tables.glossary import headings, typed, unknown_column
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
+    from normscope.figures.style import FigureOptions
 
 # The panels of a command's help, in order.
 MODEL, DATA, DIFFUSION, FIT, SWAP, RUNNING, FIGURE, OUTPUT = PANELS = (
@@ -104,13 +105,16 @@ _ROWS: dict[str, dict[str, str]] = {
     FIGURE: {
         "color": "ROWS  Rows of the figure: density, token, channel, residual (E\\[y|x] less a fit).",
         "figure_format": "png|svg|pdf  Of the figure; by default png.",
-        "dpi": "N  Dots per inch, also of the points within svg and pdf.",
+        "dpi": "N  Dots per inch; at least 300 of the points within svg and pdf.",
         "style": "light|dark  Of the figure.",
         "plot": "PATH  Draw it into this .png, .svg or .pdf, or into a folder.",
-        "xscale": "SCALE  Of x: linear, asinh, or auto, which is asinh where 99 % of the pairs lie in under a tenth of "
-        "the width.",
+        "compact": "Draw panels alone, in one figure: a row per model, and across it four norms along the depth.",
+        "xscale": "SCALE  Of x: linear, which ends where the curve saturates; asinh or symlog, with every pair.",
         "share_axes": "Give all panels of a figure the same axes and colours, to compare them.",
         "width": "INCHES  Of the figure; a paper's text has 5.5 or so.",
+        "labels": "none|short|full  Above each panel: short names and R², or everything.",
+        "font": "FAMILY  Of all letters in the figure, such as 'Times New Roman'.",
+        "caption": "txt|tex  Write what all panels share into a caption beside the figure, not below the panels.",
         "title": "TEXT|none  Above the figure; none leaves out names, weights and data, which the file itself holds "
         "still.",
     },
@@ -300,12 +304,16 @@ class Look:
     dpi: int = 200
     style: str = "light"
     width: float | None = None
+    labels: str = "short"
+    font: str | None = None
+    caption: str | None = None
     title: str | None = None
 
     @property
-    def of_figure(self) -> dict[str, Any]:
-        """The arguments that every function that draws takes."""
-        return {"width": self.width, "title": self.title, "style": self.style}
+    def of_figure(self) -> FigureOptions:
+        """The options that every function that draws takes."""
+        looks = ("width", "title", "style", "labels", "font", "caption")
+        return {name: getattr(self, name) for name in looks}  # type: ignore[return-value]
 
 
 @dataclass
@@ -326,9 +334,9 @@ class FigureFiles:
     written: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        from normscope.figures.style import style_named
+        from normscope.figures.style import theme_of
 
-        style_named(self.look.style)
+        theme_of(self.look.of_figure)
         self.suffix = self._suffix()
         for title in self.titles:
             for view in self.views:

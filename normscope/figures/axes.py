@@ -1,4 +1,4 @@
-"""Scales of panels, linear or asinh axes of x, and E[y|x] along them."""
+"""Linear, asinh and symlog axes of x, limits of panels, and E[y|x] along an axis."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.scale import AsinhTransform, SymmetricalLogTransform
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.transforms import IdentityTransform, Transform
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import UsageError, unknown
+from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.sums.binning import DENSITY_Y_GRID
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID
 from normscope.pairs.sums.stats import PairStats
 
 Array = NDArray[np.float64]
 Limits: TypeAlias = tuple[float, float]
 
-LINEAR, ASINH, AUTO = "linear", "asinh", "auto"
-XSCALES = (LINEAR, ASINH, AUTO)
-_MOST_SHARE, _MOST_WIDTH = 0.99, 0.1  # auto: asinh where so many pairs lie in under so much of the width
+LINEAR, ASINH, SYMLOG = XSCALES = ("linear", "asinh", "symlog")
+MOST_PAIRS = 0.99  # that a linear axis contains at least, wherever the curve saturates
+_SATURATED = 3.0  # |αx|, where tanh is 0.995
 _LINEAR_SHARE = 0.9  # of the pairs lie on the part of an asinh axis that is nearly linear
 _NARROW = 1.4  # inches
 _LETTER_INCHES = 0.052  # of a tick's label, at six points
+_ENOUGH_TICKS = 2
 _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _MOST_APART = 1 / 20  # of the axis, that these lie on, and that two joined points lie apart
 _BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
-_MARGIN = 1.04  # of y
-_NO_REACH = 1.0 / 1.06  # of a site without a pair, whose axis goes to 1
+_MARGIN_X, _MARGIN_Y = 1.06, 1.04
+_NO_REACH = 1 / _MARGIN_X  # of a site without a pair, whose axis goes to 1
 _POINTS_AN_INCH = 40  # of the drawn E[y|x]
 
 
@@ -42,20 +46,33 @@ class XAxis:
 
     Attributes:
         limits: of the axis.
-        linear_width: half-width of the part about zero on which an asinh axis is nearly linear; None of a linear one.
+        linear_width: half-width of the part about zero that is (nearly) linear; None if all of the axis is.
+        symlog: logarithmic beyond that width; otherwise the axis is an asinh axis.
     """
 
     limits: Limits
     linear_width: float | None = None
+    symlog: bool = False
+
+    @property
+    def _transform(self) -> Transform:
+        if self.linear_width is None:
+            return IdentityTransform()
+        return SymmetricalLogTransform(10, self.linear_width, 1) if self.symlog else AsinhTransform(self.linear_width)
 
     def label(self, inches: float) -> str:
         """Return the axis label, short on a narrow panel."""
-        name = "norm input x" if inches > _NARROW or self.linear_width is None else "x"
-        return name if self.linear_width is None else f"{name} (asinh scale)"
+        if self.linear_width is None:
+            return "norm input x"
+        return f"{'norm input x' if inches > _NARROW else 'x'} ({SYMLOG if self.symlog else ASINH} scale)"
 
     def along(self, x: Array) -> Array:
-        """Return positions along the axis on paper: x itself or asinh(x / linear_width)."""
-        return x if self.linear_width is None else np.arcsinh(x / self.linear_width)
+        """Return positions along the axis on paper."""
+        return np.asarray(self._transform.transform_non_affine(x))
+
+    def at(self, positions: Array) -> Array:
+        """Return x at positions along the axis."""
+        return np.asarray(self._transform.inverted().transform_non_affine(positions))
 
     def evenly(self, number: int) -> Array:
         """Return n values of x from limit to limit, evenly spaced on paper.
@@ -63,53 +80,36 @@ class XAxis:
         >>> XAxis((-10.0, 10.0), 0.1).evenly(3).tolist()
         [-10.0, 0.0, 10.0]
         """
-        if self.linear_width is None:
-            return np.linspace(*self.limits, number)
         low, high = self.along(np.array(self.limits))
-        x = self.linear_width * np.sinh(np.linspace(low, high, number))
+        x = self.at(np.linspace(low, high, number))
         x[[0, -1]] = self.limits
         return x
 
     def set_on(self, ax: Axes, inches: float) -> None:
-        """Set scale, limits and ticks of a panel so many inches wide."""
+        """Set scale, limits and ticks of a panel that is ``inches`` wide."""
         if self.linear_width is None:
-            ax.set_xlim(self.limits)
             ax.xaxis.set_major_locator(MaxNLocator(max(2, min(6, int(inches / 0.42))), steps=(1, 2, 5, 10)))
-            return
-        ax.set_xscale("asinh", linear_width=self.linear_width)
+        else:
+            width = "linthresh" if self.symlog else "linear_width"
+            ax.set_xscale(SYMLOG if self.symlog else ASINH, **{width: self.linear_width})
+            ax.xaxis.set_major_locator(FixedLocator(self._ticks(inches)))
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+            ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlim(self.limits)
-        reach = max(map(abs, self.limits))
-        ticks = self._that_fit(asinh_ticks(self.linear_width, reach), inches)
-        ax.xaxis.set_major_locator(FixedLocator(ticks))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
-        ax.xaxis.set_minor_locator(FixedLocator(_between_decades(self.linear_width, reach)))
-        ax.tick_params(axis="x", which="minor", length=1.2, width=0.4)
 
-    def _that_fit(self, ticks: Sequence[float], inches: float) -> list[float]:
-        """Leave out ticks whose labels would run into the label of one before them in the list."""
-        low, high = self.along(np.array(self.limits))
-        letters = float(inches / (high - low) / _LETTER_INCHES)  # between two places on the axis, by their distance
-
-        def apart(tick: float, kept: float) -> bool:
-            distance = letters * abs(float(self.along(np.array(tick))) - float(self.along(np.array(kept))))
-            return distance > (len(number(tick)) + len(number(kept)) + 1.5) / 2
-
-        fitting: list[float] = []
-        for tick in ticks:
-            if all(apart(tick, kept) for kept in fitting):
-                fitting.append(tick)
-        return fitting
-
-
-def few_ticks(limits: Limits, inches: float) -> list[float]:
-    """Return a round number within limits about zero, its negative and zero, as far as their labels have room.
-
-    >>> few_ticks((-46.0, 46.0), 1.0), few_ticks((-0.03, 0.03), 0.3)
-    ([20.0, -20.0, 0.0], [0.02])
-    """
-    power = 10.0 ** math.floor(math.log10(limits[1]))
-    tick = max(digit * power for digit in (1, 2, 5) if digit * power <= limits[1])
-    return XAxis(limits)._that_fit([tick, -tick, 0.0], inches)
+    def _ticks(self, inches: float) -> list[float]:
+        """Zero and powers of ten of both signs, as far as their labels have room; 1, 2 and 5 times them if few have."""
+        end = self.limits[1]
+        tens, ticks = 10.0 ** (math.floor(math.log10(end)) - np.arange(9)), [0.0]
+        for tick in (*tens, *(5 * tens), *(2 * tens)):
+            if len(ticks) > _ENOUGH_TICKS and tick not in tens:
+                break
+            places = self.along(np.array([end, tick, *ticks]))
+            apart = np.abs(places[1] - places[2:]) / (2 * places[0]) * inches / _LETTER_INCHES
+            letters = np.array([len(number(-tick)) + len(number(-other)) + 3 for other in ticks]) / 2
+            if tick <= end and (apart > letters).all():
+                ticks.append(float(tick))
+        return [*(-tick for tick in ticks[1:]), *ticks]
 
 
 def number(value: float) -> str:
@@ -119,34 +119,6 @@ def number(value: float) -> str:
     ('−0.5', '2e+06')
     """
     return f"{value:g}".replace("-", "−")
-
-
-def x_axis(moments: Sequence[Tensor], reach: float, scale: str, margin: float = 1.06) -> XAxis:
-    """Make the axis of one or several sites' pairs, symmetric about zero.
-
-    ``auto`` is asinh where 99 % of a site's pairs lie in under a tenth of the width, and linear elsewhere. An asinh
-    axis is nearly linear for the 90 % of the narrowest site's pairs that are nearest to zero.
-
-    Args:
-        moments: of each site, n, Σx, Σy, … per bin: float64 ``(6, bins)``.
-        reach: largest |x|.
-        scale: ``linear``, ``asinh`` or ``auto``.
-        margin: the axis goes so many times as far.
-
-    Raises:
-        UsageError: if there is no such scale.
-    """
-    check_xscale(scale)
-    limits = (-margin * reach, margin * reach)
-    if scale == LINEAR:
-        return XAxis(limits)
-    most, linear = (
-        min(filter(None, (_reach_of(of_site, share) for of_site in moments)), default=0.0)
-        for share in (_MOST_SHARE, _LINEAR_SHARE)
-    )
-    if linear <= 0 or (scale == AUTO and most >= _MOST_WIDTH * limits[1]):
-        return XAxis(limits)
-    return XAxis(limits, linear)
 
 
 @dataclass(frozen=True)
@@ -166,26 +138,59 @@ class Scales:
     shared: bool = False
 
 
-def scales_of(sites: Sequence[tuple[NormSite, PairStats]], xscale: str, *, shared: bool = False) -> Scales:
-    """Return the scales that contain every pair of some sites, symmetric about zero.
+def scales_of(
+    sites: Sequence[tuple[NormSite, PairStats]], xscale: str, fits: Sequence[CurveFit] = (), *, shared: bool = False
+) -> Scales:
+    """Return the scales of one or several sites, symmetric about zero.
 
-    The limits of y include the norm's bound where a site's pairs come near it.
+    A linear axis ends where the fitted curve saturates, at |αx| = 3, but contains 99 % of the pairs; the other axes
+    contain every pair. Limits of y contain every y on the axis, the ends of the fitted curves, and the norm's bound if
+    the pairs come near it.
+
+    Args:
+        sites: the norms and their sums.
+        xscale: ``linear``, ``asinh`` or ``symlog``.
+        fits: of these sites; tanh, or else the first curve that bends, ends a linear axis.
+        shared: whether other panels have the same.
+
+    Raises:
+        UsageError: if there is no such scale.
     """
+    check_xscale(xscale)
     filled = [(site, stats) for site, stats in sites if stats.n_pairs]
-    reach = max((float(stats.reach.max()) for _, stats in filled), default=_NO_REACH)
-    top = max((_top_of(site, stats) for site, stats in filled), default=1 / _MARGIN)
-    ends = [end for _, stats in sites for end in _sigma_of(stats)]
+    of_sites = {name: [fit for fit in fits if fit.site == name] for name in (site.name for site, _ in filled)}
+    linear = xscale == LINEAR
+    end = max((linear_end(stats, of_sites[site.name] if linear else ()) for site, stats in filled), default=1.0)
+    widths = [] if linear else [reach_of(stats.moments.sum(0), _LINEAR_SHARE) for _, stats in filled]
+    tops = [_top_of(site, stats, end) for site, stats in filled] or [1 / _MARGIN_Y]
+    ends = torch.tensor([-end, end], dtype=torch.float64)
+    top = max([*tops, *(float(fit(ends).abs().max()) for fit in fits if fit.told_apart and fit.function.bounded)])
+    sigmas = [sigma for _, stats in sites for sigma in _sigma_of(stats)]
     return Scales(
-        x_axis([stats.moments.sum(0) for _, stats in filled or sites], max(reach, 1e-30), xscale),
-        (-_MARGIN * top, _MARGIN * top),
-        (min(ends, default=math.nan), max(ends, default=math.nan)),
+        XAxis((-end, end), min(filter(None, widths), default=None), xscale == SYMLOG),
+        (-_MARGIN_Y * top, _MARGIN_Y * top),
+        (min(sigmas, default=math.nan), max(sigmas, default=math.nan)),
         shared,
     )
 
 
-def _top_of(site: NormSite, stats: PairStats) -> float:
-    """Return the end of an axis that contains every y; the norm's bound if the pairs come near it."""
-    filled = stats.density.sum(0).nonzero().squeeze(1)
+def linear_end(stats: PairStats, fits: Sequence[CurveFit]) -> float:
+    """Return the end of a linear axis, as :func:`scales_of` does: an edge of bins, unless it contains every pair."""
+    every = _MARGIN_X * max(float(stats.reach.max()), 1e-30)
+    bent = [fit for fit in fits if fit.told_apart and fit.function.bounded and fit.alpha]
+    if not bent:
+        return every
+    fit = next((fit for fit in bent if fit.curve == "tanh"), bent[0])
+    end = max(_SATURATED / abs(fit.alpha), reach_of(stats.moments.sum(0), MOST_PAIRS))
+    edges = PAIR_GRID.edges().numpy()
+    return min(every, float(edges[np.searchsorted(edges, end)]))
+
+
+def _top_of(site: NormSite, stats: PairStats, end: float) -> float:
+    """Return the end of an axis that contains every y at |x| up to ``end``; the norm's bound if y comes near it."""
+    x_edges = DENSITY_X_GRID.edges()
+    inside = (x_edges[:-1] < end) & (x_edges[1:] > -end)
+    filled = stats.density[inside].sum(0).nonzero().squeeze(1)
     edges = DENSITY_Y_GRID.edges()[1:-1].abs()  # of the bin that holds the largest |y|: the panel holds it whole
     reach = float(edges[(filled - 1).clamp(0, len(edges) - 1)].maximum(edges[filled.clamp(max=len(edges) - 1)]).max())
     return site.bound if 0 < site.bound < _BOUND_SHOWN_WITHIN * reach else reach
@@ -217,7 +222,7 @@ def check_xscale(scale: str) -> None:
         raise UsageError(unknown("scale of x", scale, XSCALES))
 
 
-def _reach_of(moments: Tensor, share: float) -> float:
+def reach_of(moments: Tensor, share: float) -> float:
     """Return the quantile ``share`` of |x|, to a bin; 0 without pairs."""
     n = moments[0].numpy()
     if not n.any():
@@ -227,31 +232,11 @@ def _reach_of(moments: Tensor, share: float) -> float:
     return float(x[order][min(int((n[order].cumsum() < share * n.sum()).sum()), len(x) - 1)])
 
 
-def asinh_ticks(least: float, most: float) -> list[float]:
-    """Return zero and round numbers of both signs, the most important first.
-
-    Powers of ten, where there are two of them between ``least`` and ``most``; else up to three of 1, 2, 5, 10, ….
-
-    >>> asinh_ticks(0.3, 300.0)
-    [0.0, -100.0, 100.0, -1.0, 1.0, -10.0, 10.0]
-    >>> asinh_ticks(0.3, 15.0)
-    [0.0, -10.0, 10.0, -1.0, 1.0]
-    >>> asinh_ticks(2.0, 9.0)
-    [0.0, -5.0, 5.0, -2.0, 2.0]
-    """
-    powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 1)
-    round_numbers = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-    inside = [at for at in round_numbers if least <= at <= most]
-    tens = [at for at in inside if at in round_numbers[::3]]
-    decades = tens if len(tens) > 1 else inside[::-1][:3]
-    first = [max(decades), min(decades)] if decades else []
-    return [0.0, *(sign * at for at in dict.fromkeys([*first, *decades]) for sign in (-1, 1))]
-
-
-def _between_decades(least: float, most: float) -> list[float]:
-    powers = range(math.floor(math.log10(least)) - 1, math.floor(math.log10(most)) + 1)
-    at = [digit * 10.0**power for power in powers for digit in range(1, 10)]
-    return [sign * x for x in at if least <= x <= most for sign in (-1, 1)]
+def pairs_beyond(moments: Tensor, limits: Limits) -> int:
+    """Return the number of pairs beyond the ends of an axis, which are edges of bins."""
+    n, x = moments[:2].numpy()
+    mean = x / np.maximum(n, 1)
+    return int(n[(mean < limits[0]) | (mean > limits[1])].sum())
 
 
 def mean_line(moments: Tensor, axis: XAxis, inches: float) -> tuple[Array, Array]:
@@ -269,10 +254,12 @@ def mean_line(moments: Tensor, axis: XAxis, inches: float) -> tuple[Array, Array
         x and y, ``(points,)``, with NaN where the line is broken.
     """
     n, sum_x, sum_y = moments[:3, moments[0] > 0].numpy()
-    if not n.size:
-        return np.empty(0), np.empty(0)
     low, high = axis.along(np.array(axis.limits))
     share = (axis.along(sum_x / n) - low) / (high - low)
+    inside = (share >= 0) & (share <= 1)
+    if not inside.any():
+        return np.empty(0), np.empty(0)
+    n, sum_x, sum_y, share = n[inside], sum_x[inside], sum_y[inside], share[inside]
     columns = np.floor(share * max(20, _POINTS_AN_INCH * inches))
     starts = np.flatnonzero(np.diff(columns, prepend=-np.inf))
     n, sum_x, sum_y, share = (

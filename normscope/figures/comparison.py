@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import matplotlib
-import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from normscope.errors import UsageError, count
+from normscope.figures.depth import (
+    ALPHA,
+    MARKERS,
+    SLOPE,
+    draw_number,
+    finish,
+    handles_of_fits,
+    r_squared,
+)
 from normscope.figures.style import (
     MANY_TIMES,
+    FigureOptions,
     Style,
-    draw_guides,
+    columns_of,
     inches_of,
     key,
     scale_by_factors,
-    sheet,
-    style_named,
+    sheet_of,
     that_fits,
+    theme_of,
     without_digest,
 )
 from normscope.fits.comparison import check_number, match
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import FREE
 from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
 _LEAST_INCHES, _LEAST_COLUMN = 4.6, 1.3
 _COLUMNS = 4
-_MARKERS = "osD^vP*X"
 _DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
 _TOLD = ("model", "weights", "dtype", "data", "part", "sample")
 
@@ -45,8 +52,7 @@ class _Line:
     """One capture's line in every panel."""
 
     label: str
-    colour: Any
-    marker: str
+    look: dict[str, Any]
     places: dict[str, float]
     fits: Sequence[CurveFit]
 
@@ -77,65 +83,63 @@ def _about(capture: Capture) -> dict[str, str]:
 
 
 def plot_comparison(
-    captures: Sequence[Capture],
-    fits: Sequence[Sequence[CurveFit]],
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], **options: Unpack[FigureOptions]
 ) -> Figure:
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 
-    Bars are 95 % intervals of a jackknife over the folds. An open marker is a fit that did not bend or not converge:
-    its α means nothing, and is left out. The dotted lines are the best held-out functions of x. Where sites are not
-    matched by name, depth runs from 0, the first norm of each network, to 1, its last.
+    Bars are 95 % intervals of a jackknife over the folds. Open markers are fits whose A and α are not identified, such
+    as straight ones; they stand at the lower edge of the panels of α. Dotted lines are the ceilings, beside the
+    held-out R². Where sites are not matched by name, depth runs from 0, the first norm, to 1, the last.
 
     Args:
         captures: two or more.
         fits: for each, what :func:`normscope.fit` made of it, of the same curves.
-        width: of the figure, in inches.
-        title: above all panels, as of :func:`normscope.plot`; by default what the captures have in common, while the
-            legend contains their differences.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there are fewer than two captures, if the fits are of another number of them, or if there is no
-            such style.
+        UsageError: if there are fewer than two captures, if the fits are of another number of them, or if an
+            option is not valid.
     """
     check_number(len(captures))
     if len(fits) != len(captures):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
-    theme = style_named(style)
+    theme = theme_of(options)
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
     curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
-    columns = min(_COLUMNS, len(curves))
-    if width is not None:
-        columns = max(1, min(columns, int((width - 0.5) / _LEAST_COLUMN)))
+    columns = columns_of(options, len(curves), _LEAST_COLUMN, _COLUMNS)
     blocks = math.ceil(len(curves) / columns)
-    inches = inches_of(width, max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
+    inches = inches_of(options.get("width"), max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
     room = (inches - 0.5) / columns
     common = _in_common(captures)
     how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
-    height, handles = (0.3 + _ROW_INCHES * len(_NUMBERS)) * blocks, _handles(lines, fits, theme)
-    with sheet(theme, inches, height, title, common, how, handles=handles, names=_TOLD[1:]) as figure:
-        axes = figure.subplots(len(_NUMBERS) * blocks, columns, squeeze=False, sharex=True)
+    every = [fit for fitted in fits for fit in fitted]
+    numbers = (ALPHA, SLOPE, r_squared(every))
+    height = (0.3 + _ROW_INCHES * len(numbers)) * blocks
+    handles: list[Artist] = [
+        key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines
+    ]
+    handles += handles_of_fits(every, theme)
+    with sheet_of(options, theme, inches, height, common, detail=how, handles=handles, names=_TOLD[1:]) as figure:
+        axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
         for place in range(len(curves), blocks * columns):
-            for ax in axes[-len(_NUMBERS) :, place % columns]:
+            for ax in axes[-len(numbers) :, place % columns]:
                 ax.set_visible(False)
-        for row, label in enumerate(_NUMBERS):
-            panels = [axes[n // columns * len(_NUMBERS) + row, n % columns] for n in range(len(curves))]
-            for number, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
+        for row, number in enumerate(numbers):
+            panels = [axes[n // columns * len(numbers) + row, n % columns] for n in range(len(curves))]
+            for place, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
                 for line in lines:
-                    _draw(ax, line, [fit for fit in line.fits if fit.curve == curve], label)
+                    of_curve = [fit for fit in line.fits if fit.curve == curve and fit.site in line.places]
+                    draw_number(ax, number, [(line.places[fit.site], fit) for fit in of_curve], line.look)
                 if row == 0:
                     ax.set_title(curve, parse_math=False)
-                if number % columns == 0:
-                    ax.set_ylabel(label)
-                if row == len(_NUMBERS) - 1:
+                if place % columns == 0:
+                    ax.set_ylabel(number.label)
+                if row == len(numbers) - 1:
                     _name_depth(ax, by_name, room)
             _share_heights(panels, columns)
-            _say_what_is_missing(panels, curves, label, theme)
+            for ax in panels:
+                finish(ax, number, theme)
         figure.align_ylabels()
     return figure
 
@@ -153,7 +157,8 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
         last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)
         offset = _DODGE * (place - (number - 1) / 2)
         places = {site.name: (site.index + offset) / last for site in capture.sites}
-        lines.append(_Line(label, colours[place], _MARKERS[place % len(_MARKERS)], places, fitted))
+        look = {"color": colours[place], "marker": MARKERS[place % len(MARKERS)]}
+        lines.append(_Line(label, look, places, fitted))
     return lines
 
 
@@ -163,66 +168,17 @@ def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
     return {key: about[key] for key in _TOLD if key in about and all(rest.get(key) == about[key] for rest in others)}
 
 
-def _handles(lines: Sequence[_Line], fits: Sequence[Sequence[CurveFit]], theme: Style) -> list[Line2D]:
-    handles = [key(line.label, line.colour, marker=line.marker, ms=3.2, lw=1) for line in lines]
-    every = [fit for fitted in fits for fit in fitted]
-    if doubts := list(dict.fromkeys(fit.doubt for fit in every if fit.doubt)):
-        label = f"open: {' or '.join(doubts)}, α means nothing"
-        handles.append(key(label, theme.faint, lw=0, marker="o", mfc=theme.background, ms=3.2))
-    if any(fit.r2_ceiling is not None for fit in every):
-        handles.append(key("best held-out function of x", theme.faint, ":"))
-    if any(fit.intervals for fit in every):
-        handles.append(key("95 %, by folds", theme.faint, "", marker="|", ms=6))
-    return handles
-
-
-_NUMBERS: dict[str, tuple[str, Callable[[CurveFit], float]]] = {  # by label: the field, and its value to draw
-    "α": ("alpha", lambda fit: fit.alpha if fit.told_apart else math.nan),
-    "slope at 0": ("slope", lambda fit: math.nan if fit.curve == FREE else fit.slope),
-    "R²": ("r2", lambda fit: fit.r2),
-}
-
-
-def _draw(ax: Axes, line: _Line, fits: Sequence[CurveFit], label: str) -> None:
-    name, value = _NUMBERS[label]
-    points = [(line.places[fit.site], value(fit), fit) for fit in fits if fit.site in line.places]
-    ax.plot([x for x, _, _ in points], [y for _, y, _ in points], color=line.colour, lw=0.9, zorder=2)
-    for x, y, fit in points:
-        face = ax.get_facecolor() if fit.doubt else line.colour
-        ax.plot([x], [y], marker=line.marker, ms=3, mfc=face, color=line.colour, mew=0.8, ls="", zorder=3)
-        if name in fit.intervals and math.isfinite(y):
-            ax.plot([x, x], fit.intervals[name], color=line.colour, lw=0.7, zorder=1)
-    if name == "r2":
-        ceilings = [(x, fit.r2_ceiling) for x, _, fit in points if fit.r2_ceiling is not None]
-        ax.plot([x for x, _ in ceilings], [y for _, y in ceilings], color=line.colour, ls=":", lw=0.9, zorder=1)
-
-
-def _heights(ax: Axes) -> list[float]:
-    """Return every finite y that a panel shows."""
-    drawn = [np.asarray(line.get_ydata(), dtype=np.float64) for line in ax.lines]
-    return [float(y) for heights in drawn for y in heights if math.isfinite(y)]
-
-
 def _share_heights(panels: Sequence[Axes], columns: int) -> None:
     """Give one number the same axis in all columns, logarithmic where its values are many times one another."""
-    heights = [y for ax in panels for y in _heights(ax)]
-    logarithmic = heights and min(heights) > 0 and max(heights) > MANY_TIMES * min(heights)
-    for number, ax in enumerate(panels):
-        if number:
+    low, high = min(ax.dataLim.y0 for ax in panels), max(ax.dataLim.y1 for ax in panels)
+    for place, ax in enumerate(panels):
+        if place:
             ax.sharey(panels[0])
-        if number % columns:
+        if place % columns:
             ax.tick_params(labelleft=False)
-        if logarithmic:
+        if 0 < MANY_TIMES * low < high:
             scale_by_factors(ax)
     panels[0].autoscale(axis="y")
-
-
-def _say_what_is_missing(panels: Sequence[Axes], curves: Sequence[str], label: str, theme: Style) -> None:
-    for ax, curve in zip(panels, curves, strict=True):
-        draw_guides(ax, theme)
-        if not _heights(ax):
-            text = f"E[y|x] has no {label}" if curve == FREE else f"no fit with {label}"
-            ax.text(0.5, 0.5, text, color=theme.faint, ha="center", va="center", transform=ax.transAxes)
 
 
 def _name_depth(ax: Axes, by_name: bool, inches: float) -> None:

@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Unpack
 
 import numpy as np
 import torch
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import MathTextParser
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, UsageError, count
+from normscope.figures.drift import name_sites, names_inches
 from normscope.figures.panels import best_of, remarks
 from normscope.figures.style import (
     LEAST_POINTS,
-    LINE_POINTS,
-    NOTE,
+    NO_LABELS,
+    FigureOptions,
     Style,
+    columns_of,
     draw_guides,
     inches_of,
     key,
+    literal,
     scale_where_wide,
-    sheet,
-    style_named,
+    sheet_of,
+    site_labels,
+    tail,
     that_fits,
-    wrapped,
-    write_above,
+    theme_of,
     write_at,
 )
 from normscope.fits.card import NormCard
@@ -38,73 +46,72 @@ from normscope.fits.curves.expressions import curves_named
 from normscope.fits.curves.known import FREE, Curve
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import kind_of_site
+from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
 
-_MARKERS = "osD^vP*X"
+MARKERS = "osD^vP*X"
 _ROW_INCHES, _SQUARE_INCHES = 1.15, 1.7
 _COLUMN_INCHES = 2.3
+_STRAIGHT_AT = 0.04  # of a panel's height: open markers of fits without the panel's number
+_AGAINST_STD = "α = c/std, c the median of α·std"
 
 
-def plot_depth(
-    capture: Capture,
-    fits: Sequence[CurveFit],
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
-) -> Figure:
+def plot_depth(capture: Capture, fits: Sequence[CurveFit], **options: Unpack[FigureOptions]) -> Figure:
     """Draw A, α and R² of every site over the depth, a line a kind of site, and α against 1/std of the norm's input.
 
     A column a curve, of more than four those of the four largest mean R². Bars are 95 % intervals; dotted lines are the
-    ceilings. A and α that are not identifiable are left out. The last row is figure 8 of arXiv 2503.10622, for
-    fitted α in place of learned ones; there the dashed line is α·std = 1.
+    ceilings, beside the held-out R². Open markers are fits whose A and α are not identified, such as straight ones, and
+    stand at the lower edge of the panels of A and α. The last row is figure 8 of arXiv 2503.10622, for fitted α in
+    place of learned ones; on its dashed line α is proportional to 1/std.
 
     Args:
         capture: what :func:`normscope.capture` returned.
         fits: what :func:`normscope.fit` made of each of its sites.
-        width: of the figure, in inches.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         DataError: if there is no fit of a site of this capture.
-        UsageError: if there is no such style.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     numbers = {site.name: site.index for site in capture.sites}
     fits = [fit for fit in fits if fit.site in numbers and fit.channel is None]
     if not fits:
         raise DataError("There is no fit of a site to draw over the depth; fit each site by itself.")
-    curves, _ = best_of([fit for fit in fits if fit.curve != FREE] or fits)
-    kinds = list(dict.fromkeys(kind_of_site(site.name) for site in capture.sites))
-    handles = [
-        *(key(kind, ms=3, **_look(place, theme)) for place, kind in enumerate(kinds)),
-        key("ceiling: the best f(x) that was found", theme.faint, ":", marker="_", ms=4),
-        key("α = 1/std", theme.faint, "--"),
+    fits = [fit for fit in fits if fit.curve != FREE] or fits
+    curves, _ = best_of(fits)
+    names = site_labels(numbers, {} if options.get("labels") == NO_LABELS else options)
+    kind_of = {path: kind_of_site(name) for path, name in names.items()}
+    looks = {kind: _look(place, theme) for place, kind in enumerate(dict.fromkeys(kind_of.values()))}
+    handles: list[Artist] = [key(kind, ms=3, **look) for kind, look in looks.items()]
+    handles += [
+        *handles_of_fits([fit for fit in fits if fit.curve in curves], theme),
+        key(_AGAINST_STD, theme.ink, (0, (4, 2))),
     ]
-    inches = inches_of(width, max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
+    inches = inches_of(options.get("width"), max(4.6, 0.5 + _COLUMN_INCHES * len(curves)))
     room = (inches - 0.5) / len(curves)
-    height, samples = 0.7 + _ROW_INCHES * len(_NUMBERS) + _SQUARE_INCHES, count(capture.n_samples, "sample")
+    rows = (AMPLITUDE, ALPHA, r_squared(fits))
+    height, samples = 0.7 + _ROW_INCHES * len(rows) + _SQUARE_INCHES, count(capture.n_samples, "sample")
     foot = remarks([], fits)
-    with sheet(theme, inches, height, title, capture.about, samples, foot=foot, handles=handles) as figure:
-        ratios = [*([_ROW_INCHES] * len(_NUMBERS)), _SQUARE_INCHES]
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
+        ratios = [*([_ROW_INCHES] * len(rows)), _SQUARE_INCHES]
         axes = figure.subplots(len(ratios), len(curves), squeeze=False, height_ratios=ratios)
         for column, curve in enumerate(curves):
             of_curve = [fit for fit in fits if fit.curve == curve]
-            for ax, label in zip(axes[:-1, column], _NUMBERS, strict=True):
-                for place, kind in enumerate(kinds):
-                    of_kind = [fit for fit in of_curve if kind_of_site(fit.site) == kind]
-                    _draw_number(ax, [(numbers[fit.site], fit) for fit in of_kind], _look(place, theme), label)
-                ax.set_ylabel(label if column == 0 else "")
+            for ax, row in zip(axes[:-1, column], rows, strict=True):
+                for kind, look in looks.items():
+                    of_kind = [(numbers[fit.site], fit) for fit in of_curve if kind_of[fit.site] == kind]
+                    draw_number(ax, row, of_kind, look)
+                ax.set_ylabel(row.label if column == 0 else "")
                 ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
                 scale_where_wide(ax)
-                draw_guides(ax, theme)
-            names = ("norm site, in the order of calls", "norm site")
-            axes[-2, column].set_xlabel(that_fits(names, room), labelpad=1)
+                finish(ax, row, theme)
+            axes[-2, column].set_xlabel(that_fits(("norm site, in the order of calls", "norm site"), room), labelpad=1)
+            axes[-1, column].set_xlabel(that_fits(("1 / std of the norm's input x", "1 / std of x"), room), labelpad=1)
             axes[0, column].set_title(curve, parse_math=False)
-            _draw_spread(axes[-1, column], capture, of_curve, kinds, theme)
-            names = ("1 / std of the norm's input x", "1 / std of x")
-            axes[-1, column].set_xlabel(that_fits(names, room), labelpad=1)
+            stds = {fit.site: spread(capture.stats[fit.site]) for fit in of_curve}
+            points = [(1 / stds[fit.site], fit) for fit in of_curve if fit.told_apart and stds[fit.site] > 0]
+            _draw_spread(axes[-1, column], [(x, fit.alpha, looks[kind_of[fit.site]]) for x, fit in points], theme)
         axes[-1, 0].set_ylabel("α")
         figure.align_ylabels(axes[:, 0])
     return figure
@@ -112,26 +119,69 @@ def plot_depth(
 
 def _look(place: int, theme: Style) -> dict[str, Any]:
     colours = theme.curves
-    return {"color": colours[place % len(colours)], "marker": _MARKERS[place % len(_MARKERS)]}
+    return {"color": colours[place % len(colours)], "marker": MARKERS[place % len(MARKERS)]}
 
 
-_NUMBERS: dict[str, tuple[str, Callable[[CurveFit], float]]] = {  # by label: the field, and its value to draw
-    "A": ("amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan),
-    "α": ("alpha", lambda fit: fit.alpha if fit.told_apart else math.nan),
-    "R²": ("r2", lambda fit: fit.r2),
-}
+@dataclass(frozen=True)
+class FitNumber:
+    """A number of a fit: the label of its axis, its name in the fit's intervals, and its value, NaN without any."""
+
+    label: str
+    name: str
+    value: Callable[[CurveFit], float]
 
 
-def _draw_number(ax: Axes, points: Sequence[tuple[int, CurveFit]], look: dict[str, Any], label: str) -> None:
-    name, value = _NUMBERS[label]
-    shown = [(at, fit) for at, fit in points if math.isfinite(value(fit))]
-    ax.plot([at for at, _ in shown], [value(fit) for _, fit in shown], lw=0.8, ms=2.8, mew=0, zorder=3, **look)
-    for at, fit in shown:
-        if name in fit.intervals:
-            ax.plot([at, at], fit.intervals[name], color=look["color"], lw=0.6, zorder=2)
-    ceilings = [(at, fit.r2_ceiling) for at, fit in points if name == "r2" and fit.r2_ceiling is not None]
-    if ceilings:
-        ax.plot(*zip(*ceilings, strict=True), color=look["color"], ls=":", marker="_", ms=4, lw=0.9, zorder=1)
+AMPLITUDE = FitNumber("A", "amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan)
+ALPHA = FitNumber("α", "alpha", lambda fit: fit.alpha if fit.told_apart else math.nan)
+SLOPE = FitNumber("slope at 0", "slope", lambda fit: math.nan if fit.curve == FREE else fit.slope)
+_R2 = FitNumber("R²", "r2", lambda fit: fit.r2)
+_HELD_OUT = FitNumber("held-out R²", "r2_cv", lambda fit: math.nan if fit.r2_cv is None else fit.r2_cv)
+
+
+def r_squared(fits: Sequence[CurveFit]) -> FitNumber:
+    """Return the held-out R², which compares with the ceiling, or that of all pairs if no fit has folds."""
+    return _R2 if all(fit.r2_cv is None for fit in fits) else _HELD_OUT
+
+
+def draw_number(ax: Axes, number: FitNumber, points: Sequence[tuple[float, CurveFit]], look: Mapping[str, Any]) -> None:
+    """Draw a number of each fit at its x, with 95 % intervals; of R² also the ceiling.
+
+    Markers of fits whose A and α are not identified are open, and at the lower edge where the number is missing.
+    """
+    colour, marker = look["color"], {**look, "ls": "", "ms": 3, "mew": 0.8}
+    values = [number.value(fit) for _, fit in points]
+    ax.plot([x for x, _ in points], values, color=colour, lw=0.9, zorder=2)
+    for (x, fit), y in zip(points, values, strict=True):
+        face = ax.get_facecolor() if fit.doubt else colour
+        if math.isfinite(y):
+            ax.plot([x], [y], mfc=face, zorder=3, **marker)
+            ax.plot([x, x], fit.intervals.get(number.name, (y, y)), color=colour, lw=0.7, zorder=1)
+        elif fit.doubt:
+            ax.plot([x], [_STRAIGHT_AT], mfc=face, transform=ax.get_xaxis_transform(), zorder=3, **marker)
+    ceilings = [(x, fit.r2_ceiling) for x, fit in points if fit.r2_ceiling is not None]
+    if number in (_R2, _HELD_OUT):
+        look = {"color": colour, "ls": ":", "lw": 0.9, "marker": "_", "ms": 4, "zorder": 1}
+        ax.plot([x for x, _ in ceilings], [y for _, y in ceilings], **look)
+
+
+def handles_of_fits(fits: Sequence[CurveFit], theme: Style) -> list[Artist]:
+    """Return the legend of open markers, ceilings and bars, as far as there are any."""
+    handles: list[Artist] = []
+    if doubts := dict.fromkeys(fit.doubt for fit in fits if fit.doubt):
+        label = f"open: {' or '.join(map(str, doubts))}, A and α not identified"
+        handles.append(key(label, theme.ink, "", marker="o", mfc=theme.background, ms=3.2))
+    if any(fit.r2_ceiling is not None for fit in fits):
+        handles.append(key("ceiling: held-out R² of the best function of x", theme.ink, ":", marker="_", ms=4))
+    if any(fit.intervals for fit in fits):
+        handles.append(key("95 % interval", theme.ink, "", marker="|", ms=6))
+    return handles
+
+
+def finish(ax: Axes, number: FitNumber, theme: Style) -> None:
+    """Draw guides, and say in words if no fit has the number."""
+    draw_guides(ax, theme)
+    if not ax.dataLim.y0 < math.inf:
+        ax.text(0.5, 0.5, f"no {number.label} identified", ha="center", va="center", transform=ax.transAxes)
 
 
 def spread(stats: PairStats) -> float:
@@ -140,28 +190,21 @@ def spread(stats: PairStats) -> float:
     return math.sqrt(max(xx / n - (x / n) ** 2, 0.0)) if n else math.nan
 
 
-def _draw_spread(ax: Axes, capture: Capture, fits: Sequence[CurveFit], kinds: Sequence[str], theme: Style) -> None:
-    """α against 1/std of x, on axes of equal factors."""
-    every = []
-    for place, kind in enumerate(kinds):
-        of_kind = [fit for fit in fits if fit.told_apart and fit.alpha > 0 and kind_of_site(fit.site) == kind]
-        stds = [spread(capture.stats[fit.site]) for fit in of_kind]
-        points = [(1 / std, fit.alpha) for std, fit in zip(stds, of_kind, strict=True) if std > 0]
-        every += points
-        look = {**_look(place, theme), "ls": "", "ms": 3, "mew": 0, "zorder": 3}
-        ax.plot([x for x, _ in points], [alpha for _, alpha in points], **look)
-    if not every:
-        ax.text(0.5, 0.5, "no α is told", color=theme.faint, ha="center", va="center", transform=ax.transAxes)
+def _draw_spread(ax: Axes, points: Sequence[tuple[float, float, dict[str, Any]]], theme: Style) -> None:
+    """α against 1/std of x, on axes of equal factors, and the line of the median α·std."""
+    if not points:
+        finish(ax, ALPHA, theme)
         return
+    for x, alpha, look in points:
+        ax.plot([x], [alpha], ls="", ms=3, mew=0, zorder=3, **look)
+    at, alphas = np.array(sorted((x, alpha) for x, alpha, _ in points)).T
     ax.set(xscale="log", yscale="log")
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=8))
+    for axis, values in ((ax.xaxis, at), (ax.yaxis, alphas)):
+        digits = (1, 2, 5) if max(values) > 4 * min(values) else (1, 1.5, 2, 3, 5, 7)
+        axis.set_major_locator(LogLocator(subs=digits, numticks=8))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
-    x = np.array(sorted(x for x, _ in every))
-    limits = ax.get_ylim()
-    ax.plot(x[[0, -1]], x[[0, -1]], color=theme.faint, ls="--", lw=0.8, zorder=1)
-    ax.set_ylim(min(limits[0], x[0]), max(limits[1], x[-1]))
+    ax.plot(at[[0, -1]], np.median(alphas / at) * at[[0, -1]], color=theme.ink, ls=(0, (4, 2)), lw=0.8, zorder=1)
 
 
 Array = NDArray[np.float64]
@@ -169,56 +212,52 @@ _SITE_INCHES, _LEAST_INCHES, _MAP_INCHES = 0.16, 4.6, 2.0
 _ROWS = 200  # of pixels at most, each the largest of its channels
 _NAMED = 6  # channels or positions beside a map
 _TIMES = 10.0  # the share that channels alike would have: from there on a channel is named
+_SIDES_INCHES = 0.9  # of a figure's width, beside the maps
+_DOT_POINTS = 9.0  # diameter of the dot of all 16 tokens
+_COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
 
 
-def plot_tails(
-    capture: Capture,
-    cards: Sequence[NormCard],
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
-) -> Figure:
+def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[FigureOptions]) -> Figure:
     """Draw the channels' shares of Σx² at every norm site, and the positions of the tokens of largest |x|.
 
     Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
-    times as much as they would if all were alike are named at the right. Below, how many of the 16 tokens of largest
-    |x| of each site stand at each position within their samples. A cross marks a site with massive activations
-    (|x| beyond 100 and beyond 1000 times the median, arXiv 2402.17762). Both maps are of the site's own channels: of
-    networks whose widths differ, each column goes to its own number.
+    times as much as they would if all were alike are named at the right. Below, dots whose area is the number of the 16
+    tokens of largest |x| at each position within their samples. A cross marks a site with massive activations (|x|
+    beyond 100 and beyond 1000 times the median, arXiv 2402.17762). Of networks whose widths differ, each column goes to
+    its site's number of channels.
 
     Args:
         capture: what :func:`normscope.capture` returned.
         cards: what :func:`normscope.norm_cards` made of it.
-        width: of the figure, in inches.
-        title: above both maps, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
         DataError: if no site has pairs.
-        UsageError: if there is no such style.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
-    sites = [site for site in capture.sites if capture.stats[site.name].n_pairs]
+    theme = theme_of(options)
+    sites = [site.name for site in capture.sites if capture.stats[site.name].n_pairs]
     if not sites:
         raise DataError("No site holds a pair, so that there are no tails to draw.")
-    by_site = {card.site: card for card in cards}
-    tails = [card.tails if (card := by_site.get(site.name)) else None for site in sites]
-    massive = [place for place, tail in enumerate(tails) if tail is not None and tail.massive]
-    shares = [shares_of(capture, site.name) for site in sites]
-    inches = inches_of(width, max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
-    samples = count(capture.n_samples, "sample")
+    by_site = {card.site: card.tails for card in cards}
+    tails = [by_site.get(site) for site in sites]
+    positions = [dict(at_site.positions) if at_site else {} for at_site in tails]
+    massive = [place for place, at_site in enumerate(tails) if at_site and at_site.massive]
+    inches = inches_of(options.get("width"), max(_LEAST_INCHES, 1.6 + _SITE_INCHES * len(sites)))
+    most = min(_DOT_POINTS, 72 * (inches - _SIDES_INCHES) / len(sites))
+    tokens_at: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
+    handles = [key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **tokens_at) for n in _COUNTS]
     foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if massive else []
-    with sheet(theme, inches, 0.7 + 2 * _MAP_INCHES, title, capture.about, samples, foot=foot) as figure:
+    names = list(site_labels(sites, options).values())
+    height, samples = 0.6 + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
         channels, tokens = figure.subplots(2, 1, sharex=True)
-        numbers = [site.index for site in sites]
-        _draw_channels(figure, channels, shares, theme)
-        _draw_positions(figure, tokens, [dict(tail.positions) if tail is not None else {} for tail in tails], theme)
+        _draw_channels(figure, channels, [shares_of(capture, site) for site in sites], theme)
+        _draw_positions(tokens, positions, most, theme)
         for place in massive:
             write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")
-        tokens.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-        tokens.xaxis.set_major_formatter(lambda at, _: str(numbers[round(at)]) if 0 <= round(at) < len(numbers) else "")
-        tokens.set_xlabel("norm site, in the order of calls", labelpad=1)
+        name_sites(tokens, names, inches - _SIDES_INCHES)
+        tokens.set_xlim(-0.5, len(sites) - 0.5)
     return figure
 
 
@@ -229,48 +268,41 @@ def shares_of(capture: Capture, site: str) -> Array:
 
 
 def _draw_channels(figure: Figure, ax: Axes, shares: Sequence[Array], theme: Style) -> None:
-    each, rows = _rows_of(max(map(len, shares)))
+    widest = max(map(len, shares))
+    each = math.ceil(widest / _ROWS)  # channels in a row of pixels
+    rows = math.ceil(widest / each)
     image = np.full((rows, len(shares)), np.nan)
     peaks: dict[int, float] = {}
     for column, share in enumerate(shares):
         of_rows = np.maximum.reduceat(share, np.arange(0, len(share), each))
-        image[: len(of_rows), column] = of_rows
+        image[: len(of_rows), column] = 100 * of_rows
         for channel in map(int, np.flatnonzero(share > _TIMES / len(share))):
             peaks[channel] = max(peaks.get(channel, 0.0), float(share[channel]))
     shown = np.ma.masked_where(~(image > 0), image)
-    top = float(shown.max()) if shown.count() else 1.0
-    norm = LogNorm(max(float(shown.min()), 1e-4 * top) if shown.count() else 0.1, top)
-    _draw_map(figure, ax, shown, each, theme, norm, "share of Σx²")
+    top = float(shown.max()) if shown.count() else 100.0
+    norm = LogNorm(max(float(shown.min()), 1e-4 * top) if shown.count() else 10.0, top)
+    look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}
+    drawn = ax.imshow(shown, extent=(-0.5, len(shares) - 0.5, -0.5, rows * each - 0.5), norm=norm, **look)
+    ticks = LogLocator(subs=(1, 3))
+    bar = figure.colorbar(drawn, ax=ax, location="top", aspect=60, pad=0.03, ticks=ticks, format="{x:g}")
+    bar.set_label("share of Σx² at the site [%]")
+    bar.minorticks_off()
     ax.set_ylabel("channel")
     _name(ax, peaks, rows * each, theme)
 
 
-def _rows_of(numbers: int) -> tuple[int, int]:
-    """Return how many channels or positions share a row of a map, and the number of its rows."""
-    each = math.ceil(numbers / _ROWS)
-    return each, math.ceil(numbers / each)
-
-
-def _draw_map(figure: Figure, ax: Axes, image: Any, each: int, theme: Style, norm: Normalize, label: str) -> None:
-    """Draw a masked image ``(rows, sites)`` with ``each`` channels or positions per row."""
-    rows, columns = image.shape
-    extent = (-0.5, columns - 0.5, -0.5, rows * each - 0.5)
-    look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "cmap": theme.tokens}
-    figure.colorbar(ax.imshow(image, extent=extent, norm=norm, **look), ax=ax, pad=0.09, label=label, aspect=30)
-
-
-def _draw_positions(figure: Figure, ax: Axes, positions: Sequence[dict[int, int]], theme: Style) -> None:
-    totals = dict.fromkeys(sorted(set().union(*positions)), 0)
-    each, rows = _rows_of(max(totals, default=0) + 1)
-    image = np.zeros((rows, len(positions)))
-    for column, at_site in enumerate(positions):
-        for position, number in at_site.items():
-            image[position // each, column] += number
-            totals[position] += number
-    norm = Normalize(0, max(image.max(), 1))
-    _draw_map(figure, ax, np.ma.masked_equal(image, 0), each, theme, norm, "of the 16 tokens of largest |x|")
-    ax.set_ylabel("position of the token")
-    _name(ax, totals, rows * each, theme)
+def _draw_positions(ax: Axes, positions: Sequence[Mapping[int, int]], most: float, theme: Style) -> None:
+    """Draw a dot for the tokens at each position, ``most`` points wide if all of a site's stand there."""
+    dots = [(place, position, n) for place, at in enumerate(positions) for position, n in at.items()]
+    totals: dict[int, int] = {}
+    for _, position, n in dots:
+        totals[position] = totals.get(position, 0) + n
+    area = [most**2 * n / LARGEST_TOKENS for _, _, n in dots]
+    ax.scatter([place for place, _, _ in dots], [position for _, position, _ in dots], area, theme.ink, lw=0)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_ylabel("position of the tokens\nof largest |x|")
+    draw_guides(ax, theme)
+    _name(ax, totals, max(totals, default=0) + 1, theme)
 
 
 def _name(ax: Axes, weights: Mapping[int, float], top: int, theme: Style) -> None:
@@ -283,59 +315,99 @@ def _name(ax: Axes, weights: Mapping[int, float], top: int, theme: Style) -> Non
             write_at(ax, f"{number}", (1, number), (3, 0), ("axes fraction", "data"), **look)
 
 
-_PANEL_INCHES = 1.55
-_HEIGHT = 1.1
+_PANEL_INCHES, _HEIGHT, _WIDEST = 1.65, 1.1, 6.6
 _COLUMNS = 4
+_GAP_INCHES = 0.1  # between two formulas
 _REACH = 5.0
 _POINTS = 601
-ALPHAS = (0.5, 1.0, 2.0)
+_ABOVE = "f(u) stands above each panel; u = αx"
+ALPHAS = {0.5: "-", 1.0: (0, (4, 1.5)), 2.0: (0, (1, 1.2))}  # with their dashes
 
 
-def plot_curves(
-    curves: str | Sequence[str | Curve] = "all",
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
-) -> Figure:
+def plot_curves(curves: str | Sequence[str | Curve] = "all", **options: Unpack[FigureOptions]) -> Figure:
     """Draw f(αx) of curves for α = 0.5, 1 and 2, a panel each, with its formula above it.
 
     The panels of hardtanh, sigmoid and tanh are figure 7 of arXiv 2503.10622, and that of tanh its figure 3.
 
     Args:
         curves: names separated by commas or as a list, ``all``, or formulas, as ``func`` of :func:`normscope.fit`.
-        width: of the figure, in inches.
-        title: above all panels; by default, and with ``none``, there is none.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such curve or style, or if the width is under 2 inches.
+        UsageError: if there is no such curve, or if an option is not valid.
     """
-    chosen, theme = curves_named(curves), style_named(style)
+    chosen, theme = curves_named(curves), theme_of(options)
     if not chosen:
         raise UsageError("There is no curve to draw; name one or more, or all.")
-    columns = min(_COLUMNS, len(chosen)) if width is None else max(1, min(len(chosen), int(width / 1.3)))
-    inches = inches_of(width, 0.3 + _PANEL_INCHES * columns)
+    formulas = [mathtext(curve.formula) for curve in chosen]
+    widest = max(_PANEL_INCHES, _GAP_INCHES + max(map(_inches_of_math, formulas)))
+    widest = min(widest, (options.get("width") or _WIDEST) - 0.3)
+    columns = columns_of(options, len(chosen), widest, _COLUMNS)
+    inches = inches_of(options.get("width"), 0.3 + widest * columns)
     rows = math.ceil(len(chosen) / columns)
-    handles = [key(f"α = {alpha:g}", theme.curves[place], lw=1.1) for place, alpha in enumerate(ALPHAS)]
-    with sheet(theme, inches, 0.1 + (_HEIGHT + 0.55) * rows, title, {}, handles=handles) as figure:
+    looks = [(alpha, theme.curves[place], dashes) for place, (alpha, dashes) in enumerate(ALPHAS.items())]
+    handles = [key(f"α = {alpha:g}", colour, dashes, lw=1.1) for alpha, colour, dashes in looks]
+    height = 0.25 + (_HEIGHT + 0.45) * rows
+    with sheet_of(options, theme, inches, height, {}, foot=[_ABOVE], handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
         for ax in axes.flat[len(chosen) :]:
             ax.set_visible(False)
-        for number, (ax, curve) in enumerate(zip(axes.flat, chosen, strict=False)):
-            _draw(ax, curve, theme, inches / columns - 0.35)
-            ax.tick_params(labelbottom=number + columns >= len(chosen))
+        x = torch.linspace(-_REACH, _REACH, _POINTS, dtype=torch.float64)
+        for number, (ax, curve, formula) in enumerate(zip(axes.flat, chosen, formulas, strict=False)):
+            for alpha, colour, dashes in looks:
+                ax.plot(x, curve.function(alpha * x), color=colour, ls=dashes, lw=1.1)
+            for level in (0.0,) if curve.limit is None else (-curve.limit, 0.0, curve.limit):
+                ax.axhline(level, color=theme.faint, lw=0.5, ls=":", zorder=0)
+            reach = 1.15 * (curve.limit or 2.0)
+            ax.set(xlim=(-_REACH, _REACH), ylim=(-reach, reach), ylabel="" if number % columns else "f(αx)")
+            if _inches_of_math(formula) > widest - _GAP_INCHES:
+                formula = literal(tail(curve.formula, widest - _GAP_INCHES, _FORMULA))
+            ax.set_title(f"{literal(curve.name)}\n{formula}", loc="left", fontproperties=_FORMULA)
+            if number + columns >= len(chosen):
+                ax.tick_params(labelbottom=True)
+                ax.set_xlabel("x", labelpad=1)
     return figure
 
 
-def _draw(ax: Axes, curve: Curve, theme: Style, inches: float) -> None:
-    x = torch.linspace(-_REACH, _REACH, _POINTS, dtype=torch.float64)
-    for place, alpha in enumerate(ALPHAS):
-        ax.plot(x, curve.function(alpha * x), color=theme.curves[place], lw=1.1)
-    for level in (0.0,) if curve.limit is None else (-curve.limit, 0.0, curve.limit):
-        ax.axhline(level, color=theme.faint, lw=0.5, ls=":", zorder=0)
-    reach = 1.15 * (curve.limit or 2.0)
-    ax.set(xlim=(-_REACH, _REACH), ylim=(-reach, reach))
-    formula = wrapped(f"f(u) = {curve.formula}", inches, NOTE)
-    pad = write_above(ax, [[(line, theme.ink)] for line in formula])
-    ax.set_title(curve.name, loc="left", pad=max(pad, LINE_POINTS), parse_math=False)
+_FORMULA = FontProperties(size=7)
+_NESTED = r"((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)"  # in parentheses, with two more pairs inside at most
+_TO_MATH: Sequence[tuple[str, Any]] = (
+    (r"\b([A-Za-z_][A-Za-z_0-9]+)", lambda match: rf"\mathrm{{{match[1]}}}".replace("_", r"\_")),
+    (r"√(\|.*?\|)", r"\\sqrt{\1}"),
+    (rf"√\({_NESTED}\)", r"\\sqrt{\1}"),
+    (r"\*\*", "^"),
+    (rf"\^\({_NESTED}\)", r"^{\1}"),
+    (r"\^(\d+(\.\d*)?)", r"^{\1}"),
+    (r"(?<=[,(])( ?)−", r"\1{-}"),
+    (r", ?", r",\\ "),
+    (" · ", r"\\;"),
+    (r"[·*]", r"\\,"),
+    ("−", "-"),
+    ("²", "^{2}"),
+    ("³", "^{3}"),
+    ("π", r"\\pi "),
+    ("α", r"\\alpha "),
+)
+
+
+def mathtext(formula: str) -> str:
+    """Write a formula as matplotlib's mathtext, or as it is if that cannot be parsed.
+
+    >>> mathtext("sign(u)·√(1 − |u|^(2/3))")
+    '$\\\\mathrm{sign}(u)\\\\,\\\\sqrt{1 - |u|^{2/3}}$'
+    """
+    text = formula
+    for pattern, replacement in _TO_MATH:
+        text = re.sub(pattern, replacement, text)
+    try:
+        _MATH.parse(f"${text}$")
+    except ValueError:
+        return literal(formula)
+    return f"${text}$"
+
+
+_MATH: Any = MathTextParser("path")
+
+
+def _inches_of_math(text: str) -> float:
+    return float(_MATH.parse(text, 72, _FORMULA).width) / 72

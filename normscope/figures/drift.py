@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -16,20 +16,21 @@ from matplotlib.ticker import MaxNLocator
 from normscope.errors import UsageError, count
 from normscope.figures.style import (
     LEAST_POINTS,
+    FigureOptions,
     Style,
     draw_guides,
     inches_of,
     key,
     literal,
     scale_where_wide,
-    sheet,
-    style_named,
+    sheet_of,
+    site_labels,
     tail,
+    theme_of,
     width_of,
     write_at,
 )
 from normscope.fits.curves.expressions import curves_named
-from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.inits import INITS
 from normscope.swaps.reports import (
@@ -40,10 +41,7 @@ from normscope.swaps.reports import (
     DriftReport,
     HealReport,
     KeepReport,
-    KeepStep,
-    Quality,
     Quantiles,
-    TrainingCheck,
 )
 
 _WIDTH, _WIDEST = 6.6, 24.0
@@ -52,15 +50,19 @@ _NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # of a site, which stands upright
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
+_BARS = "bars: 10th to 90th percentile over samples; of the quality, 95 % interval"
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
 _TINY = FontProperties(size=LEAST_POINTS)
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
-_SITES = {  # by field of a report: a row's site, title of the panel, and its distance, with room for the placements
-    "by_site": ("site", "the network's output, each site swapped alone", 13),
-    "at_sites": ("at", "each site's own output, all sites swapped", None),
+_KEYS = {"by_site": "site", "at_sites": "at", "cumulative": "sites_swapped", "by_part": "part"}  # x of a row, by panel
+_TITLES = {
+    "by_site": "the network's output, each site swapped alone",
+    "at_sites": "each site's own output, all sites swapped",
+    "cumulative": "the output, one site more at a time",
 }
+_SIGNS_POINTS = 13  # the distance of a title above the signs of placements
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,7 @@ class _DriftLine:
 
 
 def plot_drift(
-    reports: Sequence[DriftReport],
-    sites: Sequence[NormSite] = (),
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
+    reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), **options: Unpack[FigureOptions]
 ) -> Figure:
     """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
 
@@ -93,50 +90,42 @@ def plot_drift(
     Args:
         reports: of one network; a colour a function, a marker and dashes an init.
         sites: its norm sites: their order, and their placements as signs above the panels.
-        width: of the figure, in inches; where not every site's name has room, every second, third … is named.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no report, if they are of several networks or inputs, or if there is no such style.
+        UsageError: if there is no report, if they are of several networks or inputs, or if an option is not valid.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     if not reports:
         raise UsageError("There is no drift to draw; measure some first.")
     if len({tuple(map(report.about.get, ("model", "weights", "data"))) for report in reports}) > 1:
         raise UsageError("The drifts are of several networks or inputs; a figure takes those of one.")
     lines = _lines(reports, theme)
     paths = _paths(reports, sites)
-    inches = inches_of(width, min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
-    wide, narrow = (
-        [rows for rows in kinds if any(getattr(report, rows) for report in reports)]
-        for kinds in (_SITES, ("cumulative", "by_part"))
-    )
+    inches = inches_of(options.get("width"), min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
+    panels = [panel for panel in _KEYS if any(getattr(report, panel) for report in reports)]
+    wide = [panel for panel in ("by_site", "at_sites") if panel in panels]
+    narrow = panels[len(wide) :]
     abreast = len(narrow) if inches >= _LEAST_ABREAST * len(narrow) else 1
-    names = [tail(path, _NAME_INCHES, _TINY) for path in paths]
-    foot = max(width_of(name, _TINY) for name in names) if wide else 0.0
+    names = list(site_labels(paths, options).values())
+    foot = names_inches(names) if wide else 0.0
     ratios = len(reports) > 1 and "by_site" in wide
     rows = len(wide) + math.ceil(len(narrow) / max(1, abreast)) + ratios
     inputs = count(max(report.all.inputs for report in reports), "input")
     height, handles = (_PANEL_INCHES + 0.35) * rows + foot, _handles(lines, sites, paths, theme)
-    with sheet(theme, inches, height, title, reports[0].about, inputs, handles=handles) as figure:
+    with sheet_of(options, theme, inches, height, reports[0].about, detail=inputs, handles=handles) as figure:
         grid = figure.add_gridspec(rows, max(1, abreast))
         upper = [figure.add_subplot(grid[row, :]) for row in range(len(wide))]
         places = [(len(wide) + ratios + number // abreast, number % abreast) for number in range(len(narrow))]
         lower = [figure.add_subplot(grid[place]) for place in places]
-        for ax, rows_name in zip([*upper, *lower], [*wide, *narrow], strict=True):
-            if rows_name in _SITES:
-                _draw_sites(ax, lines, paths, rows_name)
-            elif rows_name == "cumulative":
-                _draw_cumulative(ax, lines)
-            else:
-                _draw_parts(ax, lines)
+        for ax, panel in zip([*upper, *lower], panels, strict=True):
+            _draw_panel(ax, lines, panel, paths)
             _finish(ax, theme)
         if ratios:
             upper.append(figure.add_subplot(grid[len(wide), :]))
             _draw_ratios(upper[-1], lines, paths, theme)
         for ax in upper:
-            _name_sites(ax, names if ax is upper[-1] else [], inches - _EDGE_INCHES)
+            name_sites(ax, names if ax is upper[-1] else [], inches - _EDGE_INCHES)
         if upper:
             _sign_placements(upper[0], sites, paths, theme)
         figure.align_ylabels()
@@ -144,28 +133,20 @@ def plot_drift(
 
 
 def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
-    colours = _colours(dict.fromkeys(report.func for report in reports), theme)
+    curves = {report.func: curve_name(report.func) for report in reports}
+    looks = theme.looks_of([curve for curve in dict.fromkeys(curves.values()) if curve != "rmsnorm"])
     lines = []
     for number, report in enumerate(reports):
         init = INITS.get(report.init, INITS["fit"])
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
         label = " · ".join(part for part in (report.func, report.start_in_words) if part)
-        lines.append(_DriftLine(report, label, colours[report.func], init.marker, init.dashes, offset))
+        colour, _ = looks.get(curves[report.func], (theme.ink, ""))
+        lines.append(_DriftLine(report, label, colour, init.marker, init.dashes, offset))
     return lines
 
 
-def _colours(funcs: Iterable[str], theme: Style) -> dict[str, Any]:
-    """Return a colour for each function, a built-in curve's own first; RMSNorm is no curve."""
-    curves = {func: _curve(func) for func in funcs}
-    looks, colours = theme.looks(curves.values()), dict[str, Any]()
-    for func, curve in sorted(curves.items(), key=lambda item: item[1] not in CURVES):
-        usual = theme.ink if func == "rmsnorm" else looks[curve][0]
-        choice = (usual, *theme.curves, *theme.channels)
-        colours[func] = next((colour for colour in choice if colour not in colours.values()), usual)
-    return colours
-
-
-def _curve(func: str) -> str:
+def curve_name(func: str) -> str:
+    """Return the name of the built-in curve of a swap, or the swap's own."""
     try:
         return curves_named(func)[0].name
     except UsageError:  # free, best and others that are no single curve
@@ -196,12 +177,26 @@ def _infinite(quantiles: Quantiles) -> bool:
     return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
 
 
-def _draw_sites(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], rows_name: str) -> None:
-    name, title, pad = _SITES[rows_name]
+def _draw_panel(ax: Axes, lines: Sequence[_DriftLine], panel: str, paths: Sequence[str]) -> None:
+    """A dot and a bar for each row of each swap, and the title and x of the panel."""
+    parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
+    places = {name: place for place, name in enumerate(parts if panel == "by_part" else paths)}
     for line in lines:
-        at = {getattr(row, name): row for row in getattr(line.report, rows_name)}
-        _draw_dots(ax, line, [(number, at[path]) for number, path in enumerate(paths) if path in at], line.offset)
-    ax.set_title(title, loc="left", pad=pad)
+        rows = [(getattr(row, _KEYS[panel]), row) for row in getattr(line.report, panel)]
+        _draw_dots(ax, line, [(places.get(x, x), row) for x, row in rows], joined=panel in ("cumulative", "by_part"))
+    title = _TITLES.get(panel, "")
+    if panel == "cumulative":
+        ax.set_xlabel("number of sites swapped, the least harmful first")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    elif panel == "by_part":
+        words = {part.rpartition(" ")[0] for part in parts}
+        shared = literal(words.pop()) if len(words) == 1 else ""
+        every = max(1, math.ceil(len(parts) / 12))
+        names = [literal(part).removeprefix(f"{shared} ") for part in parts[::every]]
+        ax.set_xticks(range(0, len(parts), every), names)
+        ax.set_xlabel(shared or "part of the data")
+        title = f"the output by {shared or 'part of the data'}, all sites swapped"
+    ax.set_title(title, loc="left", pad=_SIGNS_POINTS if panel == "by_site" else None)
 
 
 def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
@@ -224,34 +219,9 @@ def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], th
     draw_guides(ax, theme)
 
 
-def _draw_cumulative(ax: Axes, lines: Sequence[_DriftLine]) -> None:
-    for line in lines:
-        rows = [(row.sites_swapped, row) for row in line.report.cumulative]
-        _draw_dots(ax, line, rows, line.offset, joined=True)
-    ax.set_title("the output, one site more at a time", loc="left")
-    ax.set_xlabel("number of sites swapped, the least harmful first")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _draw_parts(ax: Axes, lines: Sequence[_DriftLine]) -> None:
-    parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
-    for line in lines:
-        rows = [(parts.index(row.part), row) for row in line.report.by_part]
-        _draw_dots(ax, line, rows, 0.6 * line.offset, joined=True)
-    words = {part.rpartition(" ")[0] for part in parts}
-    shared = literal(words.pop()) if len(words) == 1 else ""
-    names = [literal(part).removeprefix(f"{shared} ") for part in parts]
-    every = max(1, math.ceil(len(parts) / 12))
-    ax.set_xticks(range(0, len(parts), every), names[::every])
-    ax.set_xlabel(shared or "part of the data")
-    ax.set_title(f"the output by {shared or 'part of the data'}, all sites swapped", loc="left")
-
-
-def _draw_dots(
-    ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], offset: float, *, joined: bool = False
-) -> None:
-    """A dot and a bar for each row, set aside so that one swap does not hide another."""
-    points = [(x + offset, row.relative_l2) for x, row in rows]
+def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *, joined: bool) -> None:
+    """Draw medians and bars, set aside so that one swap does not hide another."""
+    points = [(x + line.offset, row.relative_l2) for x, row in rows]
     finite = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
     medians = [quantiles.p50 for _, quantiles in finite]
     dashes = line.dashes if joined else ""
@@ -279,9 +249,15 @@ def _finish(ax: Axes, theme: Style) -> None:
     draw_guides(ax, theme)
 
 
-def _name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
+def names_inches(names: Sequence[str]) -> float:
+    """Return the height of names that :func:`name_sites` writes."""
+    return min(_NAME_INCHES, max((width_of(name, _TINY) for name in names), default=0.0))
+
+
+def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
+    """Write names upright below a panel so many inches wide: every one, or every second, third … of them."""
     every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
-    labels = [literal(name) for name in names[::every]]
+    labels = [literal(tail(name, _NAME_INCHES, _TINY)) for name in names[::every]]
     ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=_TINY)
     ax.margins(x=0.01)
 
@@ -293,145 +269,150 @@ def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], 
         ax.plot(x, [1.06] * len(x), transform=edge, marker=marker, ms=2.6, color=theme.faint, **_OUTSIDE)
 
 
-def plot_keep(
-    report: KeepReport, title: str | None = None, *, width: float | None = None, style: str = "light"
-) -> Figure:
-    """Draw the drift, and beside it the quality, against the number of norms that are swapped.
+def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
+    """Draw the drift, and beside it the quality, against the number of norms that are kept.
 
-    Medians over inputs, with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
-    ones; crosses are drifts after ``after``, for example a calibration. Each number follows the norm put back last. The
-    dotted line is the original's quality.
+    Medians over inputs with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
+    ones. Crosses are medians after ``after``, for example a calibration, on the inputs that decide there. The dotted
+    line is the original's quality; bars of quality are 95 % intervals. Each tick names the norm kept in addition.
 
     Args:
         report: what :func:`normscope.keep` returned.
-        title: above all panels, as of :func:`normscope.plot`.
-        width: of the figure, in inches.
-        style: ``light`` or ``dark``.
+        title: above all panels.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such style, or if the width is under 2 inches.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
-    inches = inches_of(width, _KEEP_INCHES[0])
-    beside = report.quality is not None and inches >= 2 * _LEAST_ABREAST
-    rows = 1 + (report.quality is not None and not beside)
-    names = [literal(tail(f"{step.site or 'none'}  {step.swapped}", _NAME_INCHES, _TINY)) for step in report.taken]
-    foot = max(width_of(name, _TINY) for name in names)
-    with sheet(theme, inches, (_KEEP_INCHES[1] + foot) * rows, title, report.about) as figure:
-        grid = figure.add_gridspec(rows, 1 + beside)
-        _draw_kept(figure.add_subplot(grid[0, 0]), report, theme)
-        if report.quality is not None:
-            _draw_quality(figure.add_subplot(grid[rows - 1, -1]), report.quality, report.taken, theme)
-        for ax in figure.axes:
-            ax.set_xlabel(f"norms swapped, of {len(report.sites)}, and the one put back last")
-            every = max(1, math.ceil(len(names) * 2 * _UPRIGHT_INCHES * len(figure.axes) / inches))
-            ticks = [step.swapped for step in report.taken]
-            ax.set_xticks(ticks[::every], names[::every], rotation=90, fontproperties=_TINY)
-            ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderpad=0, columnspacing=1.2)
+    options.setdefault("title", title)
+    theme, quality, taken = theme_of(options), report.quality, report.taken
+    dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
+    chosen: dict[str, Any] = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
+    held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
+    calibrated: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
+    of_choice = [(step.kept - _ASIDE, step.error) for step in taken]
+    of_held_out = [(step.kept + _ASIDE, step.held_out) for step in taken if step.held_out is not None]
+    tried = [(step.kept, step.worked_on) for step in report.steps if step.worked_on is not None]
+    handles: list[Artist] = [key(f"on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
+    handles += [key(f"on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
+    handles += [key("calibrated, on samples that decide its state", **calibrated)] if tried else []
+    handles += [key("original", theme.ink, ":")] if quality else []
+    inches = inches_of(options.get("width"), _KEEP_INCHES[0])
+    columns = 2 if quality and inches >= 2 * _LEAST_ABREAST else 1
+    rows = 2 if quality and columns == 1 else 1
+    short = site_labels(report.sites, options)
+    names = [f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in taken]
+    height = (_KEEP_INCHES[1] + names_inches(names)) * rows
+    with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for points, look in ((of_choice, chosen), (of_held_out, held_out)):
+            axes[0].plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
+            _draw_bars(axes[0], points, look["color"])
+        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **calibrated)
+        if not scale_where_wide(axes[0]):
+            axes[0].set_ylim(0, None)
+        axes[0].set_ylabel(_with_unit(report.measure))
+        if quality:
+            scores = [quality.scores[f"{step.kept} kept"] for step in taken]
+            axes[1].plot([step.kept for step in taken], [score.value for score in scores], **held_out)
+            for step, score in zip(taken, scores, strict=True):
+                axes[1].plot([step.kept] * 2, score.interval or [score.value] * 2, color=held_out["color"], lw=0.7)
+            axes[1].axhline(quality.scores["original"].value, color=theme.ink, ls=":", lw=0.9)
+            axes[1].set_ylabel(literal(quality.name))
+        for ax in axes:
+            ax.set_xlabel(f"norms kept, of {len(report.sites)}")
+            name_sites(ax, names, inches / columns - _EDGE_INCHES)
+            ax.margins(x=0.06)
             draw_guides(ax, theme)
     return figure
 
 
-def _draw_kept(ax: Axes, report: KeepReport, theme: Style) -> None:
-    measured = {
-        "chosen on": [(step.swapped - _ASIDE, step.error) for step in report.taken],
-        "held out": [(step.swapped + _ASIDE, step.held_out) for step in report.taken if step.held_out is not None],
-    }
-    for colour, (label, points) in zip(theme.curves, measured.items(), strict=False):
-        if points:
-            medians = [quantiles.p50 for _, quantiles in points]
-            ax.plot([x for x, _ in points], medians, color=colour, marker="o", ms=3, lw=0.9, label=label)
-            _draw_bars(ax, points, colour)
-    tried = [(step.swapped, step.worked_on) for step in report.steps if step.worked_on is not None]
-    if tried:
-        ax.plot(*zip(*tried, strict=True), color=theme.ink, ls="", marker="X", ms=4, mew=0, label="calibrated")
-    ax.set_ylim(0, None)
-    ax.set_ylabel(report.measure)
+def _with_unit(measure: str) -> str:
+    return f"{measure} [nats]" if measure.startswith("KL") else measure
 
 
-def _draw_quality(ax: Axes, quality: Quality, taken: Sequence[KeepStep], theme: Style) -> None:
-    scores = quality.scores
-    points = [(step.swapped, scores[f"{step.kept} kept"].value) for step in taken]
-    ax.plot(*zip(*points, strict=True), color=theme.curves[0], marker="o", ms=3, lw=0.9, label="swapped")
-    ax.axhline(scores["original"].value, color=theme.faint, ls=":", lw=0.9, label="original")
-    ax.set_ylabel(literal(quality.name))
-
-
-_HEAL_INCHES = (6.4, 2.4)
-_LEAST_HEAL_INCHES = 4.5  # of both panels beside one another
+_HEAL_INCHES = (6.4, 2.7)
+_LEAST_HEAL_INCHES = 4.5  # of the panels beside one another
 _STAGES = {START: "start\nvalues", CALIBRATED: "calibrated", TRAINED: "trained"}
-_HEALED = 0.2  # of the start's drift
 
 
-def plot_healing(
-    report: HealReport, title: str | None = None, *, width: float | None = None, style: str = "light"
-) -> Figure:
+def plot_healing(report: HealReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
     """Draw the course of a healing, and the drift on held-out inputs before and after each stage.
 
-    Left: the training loss between checks, and the median drift at each check, with a filled marker if it is the least
-    so far. Right: medians on the held-out inputs, and bars from the 10th to the 90th percentile.
+    Left, the training: its loss between checks, and the median drift at each check on the inputs that decide, with a
+    filled marker if the state was kept; dashed, the median before training. Right, the held-out inputs: medians and
+    bars from the 10th to the 90th percentile, filled for the state that the network was left in. A training at whose
+    checks no state was kept has no state of its own there.
 
     Args:
         report: what :func:`normscope.heal` returned.
-        title: above all panels, as of :func:`normscope.plot`.
-        width: of the figure, in inches; a narrow one has the drifts below the course.
-        style: ``light`` or ``dark``.
+        title: above all panels.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such style, or if the width is under 2 inches.
+        UsageError: if an option is not valid.
     """
-    theme = style_named(style)
-    inches = inches_of(width, _HEAL_INCHES[0])
+    options.setdefault("title", title)
+    theme = theme_of(options)
+    inches = inches_of(options.get("width"), _HEAL_INCHES[0])
     narrow = inches < _LEAST_HEAL_INCHES
-    with sheet(theme, inches, _HEAL_INCHES[1] * (1 + narrow), title, report.about) as figure:
-        grid = figure.add_gridspec(1 + narrow, 2 - narrow, width_ratios=[1.4, 1.3][: 2 - narrow])
-        course, drifts = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[-1, -1])
-        _draw_course(course, report.checks, theme)
-        scale_where_wide(course)
-        course.set_ylabel("relative L2")
-        _draw_drifts(drifts, report, theme)
+    stages = [stage for stage in report.drifts if stage != TRAINED or report.training_kept]
+    foot = [] if report.training_kept else ["The training lowered the median at no check: no state of it was kept."]
+    look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 3, "mew": 0.8, "color": theme.curves[0]}
+    handles = [
+        key("state kept", **look),
+        key("state not kept", mfc=theme.background, **look),
+        key("10th to 90th percentile", theme.curves[0], "", marker="|", ms=6),
+    ]
+    if report.before_training is not None:
+        handles.append(key("before training", theme.ink, "--"))
+    height = _HEAL_INCHES[1] * (1.9 if narrow else 1)
+    with sheet_of(options, theme, inches, height, report.about, foot=foot, handles=handles) as figure:
+        grid = figure.add_gridspec(2 + narrow, 2 - narrow, height_ratios=[1, 1.6, 2][: 2 + narrow])
+        course = figure.add_subplot(grid[1, 0])
+        losses = figure.add_subplot(grid[0, 0], sharex=course)
+        drifts = figure.add_subplot(grid[2, 0] if narrow else grid[:, 1])
+        _draw_course(losses, course, report, look, theme)
+        _draw_stages(drifts, report, stages, look, theme)
+        figure.align_ylabels([losses, course])
     return figure
 
 
-def _draw_course(ax: Axes, checks: Sequence[TrainingCheck], style: Style) -> None:
-    losses = [(check.step, check.loss) for check in checks if check.loss is not None]
-    losses = [(0, losses[0][1]), *losses] if losses else []  # each is of the steps before it
-    ax.plot(*_finite(losses), color=style.curves[1], lw=1.1, ds="steps-pre", label="training loss")
-    look: dict[str, Any] = {"ls": "", "marker": "o", "ms": 2.8, "mew": 0.7, "color": style.curves[0]}
-    for kept, label in ((True, "median drift, least so far"), (False, "no less than before")):
-        drifts = [(check.step, check.drift) for check in checks if check.kept == kept]
-        ax.plot(*_finite(drifts), mfc=style.curves[0] if kept else style.background, label=label, **look)
-    end = max((check.step for check in checks), default=1)
-    ax.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
-    ax.set_xlabel("steps")
-    ax.legend(loc="upper right", fontsize=LEAST_POINTS)
+def _draw_course(losses: Axes, course: Axes, report: HealReport, look: dict[str, Any], theme: Style) -> None:
+    loss = [(check.step, check.loss) for check in report.checks if check.loss is not None]
+    loss = [(0, loss[0][1]), *loss] if loss else []  # each is of the steps before it
+    losses.plot([step for step, _ in loss], [value for _, value in loss], color=theme.ink, lw=1.1, ds="steps-pre")
+    losses.set_ylabel("training\nloss")
+    losses.tick_params(labelbottom=False)
+    for kept, face in ((True, theme.curves[0]), (False, theme.background)):
+        shown = [(check.step, check.drift) for check in report.checks if check.kept == kept and check.drift is not None]
+        course.plot([step for step, _ in shown], [drift for _, drift in shown], mfc=face, zorder=3, **look)
+    if report.before_training is not None:
+        course.axhline(report.before_training, color=theme.ink, ls="--", lw=0.9)
+    for ax in (losses, course):
+        scale_where_wide(ax)
+    end = max((check.step for check in report.checks), default=1)
+    course.set_xticks([tick for tick in MaxNLocator(6, integer=True).tick_values(0, end) if 0 <= tick <= end])
+    course.set_xlabel("training steps")
+    course.set_ylabel(f"{_with_unit(report.measure)},\n{report.n_judged} samples that decide")
 
 
-def _finite(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
-    shown = [(step, value) for step, value in points if value is not None]
-    return [step for step, _ in shown], [value for _, value in shown]
-
-
-def _draw_drifts(ax: Axes, report: HealReport, style: Style) -> None:
-    colour = style.curves[0]
-    for place, quantiles in enumerate(report.drifts.values()):
+def _draw_stages(ax: Axes, report: HealReport, stages: Sequence[str], look: dict[str, Any], theme: Style) -> None:
+    for place, stage in enumerate(stages):
+        quantiles = report.drifts[stage]
         if not all(math.isfinite(value) for value in quantiles.values()):
             at: Any = ("data", "axes fraction")
             ax.annotate("not finite", (place, 0.02), xycoords=at, ha="center", fontsize=LEAST_POINTS)
             continue
-        ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=colour, lw=1.4, solid_capstyle="butt")
-        ax.plot([place], [quantiles["median"]], marker="o", ms=4, mew=0, color=colour)
-        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.5}  # no line runs through the number
-        at, look = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS, "bbox": behind}
-        write_at(ax, f"{quantiles['median']:.3f}", at, (4, 0), "data", **look)
-    ax.set_xlim(-0.5, len(report.drifts) - 0.2)
-    ax.set_ylim(bottom=0)
-    start = report.before["median"]
-    if math.isfinite(start):
-        ax.axhline(_HEALED * start, color=style.faint, lw=0.8, ls="--", zorder=0)
-        behind = {"facecolor": style.background, "edgecolor": "none", "pad": 0.8}  # the line goes on at either side
-        look = {"va": "center", "fontsize": LEAST_POINTS, "color": style.faint, "bbox": behind}
-        write_at(ax, f"{1 - _HEALED:.0%} closed", (0.0, _HEALED * start), (3, 0), ("axes fraction", "data"), **look)
-    ax.set_xticks(range(len(report.drifts)), [_STAGES[stage] for stage in report.drifts])
-    ax.set_ylabel(f"{report.measure} on {report.n_held_out} held-out samples")
-    ax.set_title("start values kept" if report.restored else f"{report.closed:.0%} of the median closed")
+        ax.plot([place, place], [quantiles["p10"], quantiles["p90"]], color=look["color"], lw=1.2, zorder=2)
+        face = look["color"] if stage == report.left_with else theme.background
+        ax.plot([place], [quantiles["median"]], mfc=face, zorder=3, **look)
+        at, beside = (place, quantiles["median"]), {"va": "center", "fontsize": LEAST_POINTS}
+        write_at(ax, f"{quantiles['median']:.3g}", at, (5, 0), "data", **beside)
+    if not scale_where_wide(ax):
+        ax.set_ylim(bottom=0)
+    ax.set_xlim(-0.5, len(stages) - 0.3)
+    ax.set_xticks(range(len(stages)), [_STAGES[stage] for stage in stages])
+    ax.set_ylabel(f"{_with_unit(report.measure)}, {report.n_held_out} held-out samples")
+    kept, change = _STAGES[report.left_with].replace("\n", " "), f"{-100 * report.closed:+.3g} %".replace("-", "−")
+    ax.set_title("start values kept" if report.restored else f"{kept} state kept: median {change}")

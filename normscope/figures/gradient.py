@@ -5,37 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.errors import count
-from normscope.figures.axes import XAxis
+from normscope.figures.axes import LINEAR, pairs_beyond, scales_of
 from normscope.figures.panels import outline
 from normscope.figures.style import (
     LINE_POINTS,
+    NOTE,
+    FigureOptions,
     Style,
-    Words,
-    broken,
-    columns_within,
-    head_inches,
-    head_panel,
+    columns_of,
     inches_of,
     key,
-    sheet,
-    style_named,
+    sheet_of,
+    site_labels,
+    that_fits,
+    theme_of,
     wrapped,
-    write_above,
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
@@ -43,17 +40,17 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
-from normscope.tables.table import measured
 
 Array = NDArray[np.float64]
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
-_LEAST_INCHES = 3.5
-_SMALL = FontProperties(size=6.5)
+_LEAST_INCHES, _LEAST_PANEL = 3.5, 1.7
+_PANEL_INCHES = (2.35, 1.75)
+_MOST_COLUMNS = 6
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
-_GROUPS_TO_THE_BEND = 8  # of the mean, where the axis is linear: finer ones would be drawn on one spot
-_HELD = {"scale": "tanh", "others": "isru"}  # which curve's derivation holds it constant
+_GROUPS, _GROUPS_TO_THE_MEDIAN = 60, 5  # of the mean: across the axis, and from 0 to the median |x|, at least
+_FOOT = "p84/p16: ratio of percentiles over the drawn tokens; the grey line: where the tail begins, 1 % of the pairs"
 
 
 @dataclass(frozen=True)
@@ -69,172 +66,143 @@ class _SiteColumn:
     room: float  # inches that a line of text above a panel may take
 
 
-def plot_gradient(
-    capture: Capture,
-    fits: Sequence[CurveFit] = (),
-    *,
-    width: float | None = None,
-    title: str | None = None,
-    style: str = "light",
-) -> Figure:
+def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Unpack[FigureOptions]) -> Figure:
     """Draw every site's Jacobian.
 
     Above, the diagonal ∂y_i/∂x_i of the drawn tokens against x, E[∂y_i/∂x_i | x] over all pairs and the derivative of
-    each fitted curve, on an axis that is linear about zero and logarithmic beyond. Below, over the drawn tokens, what
-    DyT and DyISRU hold constant against |x|, in one unit: medians, and the range from quantile 0.16 to 0.84; the
-    assumption holds where a line is flat and its range narrow.
+    each fitted curve, on the linear axis of :func:`normscope.plot`. Below, over the drawn tokens, what DyT and DyISRU
+    hold constant against |x|, in one unit: medians, and of DyT's the range from quantile 0.16 to 0.84; the assumption
+    holds where a line is flat and its range narrow.
 
     Args:
         capture: what :func:`normscope.capture` returned with ``diagonal=True``.
         fits: what :func:`normscope.fit` made of it.
-        width: of the figure, in inches; panels go below one another where there is no room for all.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such style, or if the width is under 2 inches.
+        UsageError: if an option is not valid.
         DataError: if the capture has no sums of the Jacobian's diagonal.
     """
-    theme = style_named(style)
-    across, (panel_width, panel_height) = columns_within(len(capture.sites), width)
-    blocks, room = math.ceil(len(capture.sites) / across), panel_width - _EDGE_INCHES
-    columns = [
-        _column(capture, site, view, fits, theme, room)
-        for site, view in zip(capture.sites, gradient(capture, fits), strict=True)
-    ]
-    notes = [
-        len(_notes_of_diagonal(column)) + len(_notes_of_constants(column))
-        for column in columns
-        if isinstance(column, _SiteColumn)
-    ]
-    height = 2 * panel_height + 0.35 + head_inches(capture.sites, room) + max(notes, default=0) * LINE_POINTS / 72
-    inches = inches_of(width, max(0.5 + panel_width * across, _LEAST_INCHES))
-    samples, handles = count(capture.n_samples, "sample"), _handles(fits, theme)
-    with sheet(theme, inches, height * blocks, title, capture.about, samples, handles=handles) as figure:
+    theme = theme_of(options)
+    views = gradient(capture, fits)
+    across = columns_of(options, len(views), _LEAST_PANEL, _MOST_COLUMNS)
+    blocks = math.ceil(len(views) / across)
+    inches = inches_of(options.get("width"), max(0.5 + _PANEL_INCHES[0] * across, _LEAST_INCHES))
+    room = (inches - 0.3) / across - _EDGE_INCHES
+    names = site_labels((site.name for site in capture.sites), options)
+    heads = [wrapped(_head(view), room, NOTE) for view in views]
+    height = 2 * _PANEL_INCHES[1] + (max(map(len, heads)) + 3) * LINE_POINTS / 72
+    samples, handles = count(capture.n_samples, "sample"), _handles(views, fits, theme)
+    foot = [*_share_of_diagonal(views), _FOOT]
+    with sheet_of(
+        options, theme, inches, height * blocks, capture.about, detail=samples, handles=handles, foot=foot
+    ) as figure:
         axes = figure.subplots(2 * blocks, across, squeeze=False)
         for ax in axes.flat:
             ax.set_visible(False)
-        for number, (site, column) in enumerate(zip(capture.sites, columns, strict=True)):
+        for number, (site, view, head) in enumerate(zip(capture.sites, views, heads, strict=True)):
             block, place = divmod(number, across)
             above, below = axes[2 * block : 2 * block + 2, place]
             above.set_visible(True)
-            of_tokens = f"{capture.stats[site.name].n_tokens:,} tokens"
-            if isinstance(column, _SiteColumn):
+            _write(above, [names[site.name], *head])
+            stats = capture.stats[site.name]
+            drawn = drawn_jacobians(site, stats)
+            if isinstance(drawn, DrawnJacobians):
+                of_site = [fit for fit in fits if fit.site == site.name and not fit.degenerate]
+                column = _SiteColumn(site, stats, view, drawn, of_site, theme, room)
                 below.set_visible(True)
                 _draw_diagonal(above, column)
                 _draw_constants(below, column)
-                pad = write_above(above, _notes_of_diagonal(column))
-                head_panel(above, site, [f"{column.view.n_tokens} of {of_tokens}", of_tokens], room, pad)
             else:
-                _decline(above, f"No closed form: {column}.", theme, room)
-                head_panel(above, site, [of_tokens], room)
+                _decline(above, f"No closed form: {drawn}.", room)
             if place == 0:
-                above.set_ylabel("diagonal of the Jacobian", labelpad=1)
-                below.set_ylabel("1/rstd and √C, in units of x", labelpad=1)
+                above.set_ylabel("∂y$_i$/∂x$_i$", labelpad=1)
+                below.set_ylabel("σ and √C, in units of x", labelpad=1)
     return figure
 
 
-def _column(
-    capture: Capture, site: NormSite, view: GradientView, fits: Sequence[CurveFit], theme: Style, room: float
-) -> _SiteColumn | str:
-    """Return the data of a site's panels, or the reason why there is nothing to draw."""
-    stats = capture.stats[site.name]
-    drawn = drawn_jacobians(site, stats)
-    if not isinstance(drawn, DrawnJacobians):
-        return str(drawn)
-    return _SiteColumn(site, stats, view, drawn, [fit for fit in fits if fit.site == site.name], theme, room)
+def _write(ax: Axes, lines: Sequence[str]) -> None:
+    ax.set_title("\n".join(lines), loc="left", parse_math=False, fontproperties=NOTE)
 
 
-def _decline(ax: Axes, reason: str, style: Style, inches: float) -> None:
+def _decline(ax: Axes, reason: str, inches: float) -> None:
     ax.axis("off")
-    text = "\n".join(wrapped(reason, inches, _SMALL))
-    look: dict[str, Any] = {"ha": "center", "va": "center", "color": style.faint, "fontproperties": _SMALL}
+    text = "\n".join(wrapped(reason, inches, NOTE))
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontproperties": NOTE}
     ax.text(0.5, 0.5, text, transform=ax.transAxes, parse_math=False, **look)
+
+
+def _head(view: GradientView) -> str:
+    """Return the R² of functions of x that predict the diagonal."""
+    if view.reason:
+        return ""
+    ceiling = [f"ceiling {_written(view.r2_of_x, '.2f')}"] if math.isfinite(view.r2_of_x) else []
+    curves = [f"{curve} {_written(r2, '.2f')}" for curve, r2 in view.r2.items()]
+    return f"R²: {', '.join([*ceiling, *curves])}" if ceiling or curves else ""
+
+
+def _share_of_diagonal(views: Sequence[GradientView]) -> list[str]:
+    """Return a sentence about the diagonal's shares of the Jacobian, which holds for all sites."""
+    shares = [view.share for view in views if not view.reason and math.isfinite(view.share)]
+    if not shares:
+        return []
+    ends = dict.fromkeys(f"{100 * end:.3g}" for end in (min(shares), max(shares)))
+    return [f"R²: of functions of x for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²"]
 
 
 def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
     drawn, style = column.drawn, column.style
-    grey, marked = style.faint, style.channels[0]
     for x, diagonal, colour in (
-        (drawn.x, drawn.uniform.diagonal, grey),
-        (drawn.largest_x, drawn.largest.diagonal, marked),
+        (drawn.x, drawn.uniform.diagonal, style.faint),
+        (drawn.largest_x, drawn.largest.diagonal, style.channels[0]),
     ):
         ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
-    reach = max(float(part.abs().max()) for part in (drawn.x, drawn.largest_x) if part.numel()) or 1.0
-    linear = max(float(drawn.x.abs().median()), 1e-3 * reach)
-    axis = XAxis((-1.15 * reach, 1.15 * reach), linear)
+    axis = scales_of([(column.site, column.stats)], LINEAR, column.fits).x
     axis.set_on(ax, column.room)
-    mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, linear / _GROUPS_TO_THE_BEND)
-    ax.plot(*mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
-    steps = math.asinh(1.15 * reach / linear)
-    grid = linear * torch.linspace(-steps, steps, 601, dtype=torch.float64).sinh()
+    end = axis.limits[1]
+    width = min(2 * end / _GROUPS, float(drawn.x.abs().median()) / _GROUPS_TO_THE_MEDIAN) or end
+    at, mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, width)
+    ax.plot(at, mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
+    grid = torch.linspace(-end, end, 601, dtype=torch.float64)
     looks = style.looks(fit.curve for fit in column.fits)
     for fit in column.fits:
-        if not fit.degenerate:
-            colour, dashes = looks[fit.curve]
-            ax.plot(
-                grid, fit.derivative(grid), color=colour, ls=dashes, lw=1.1, zorder=4, path_effects=outline(style, 0.8)
-            )
+        colour, dashes = looks[fit.curve]
+        look: dict[str, Any] = {"color": colour, "ls": dashes, "lw": 1.1, "path_effects": outline(style, 0.8)}
+        ax.plot(grid, fit.derivative(grid), zorder=4, **look)
     ax.set_ylim(0, None)
-    ax.set_xlabel(axis.label(column.room), labelpad=1)
-
-
-def _notes_of_diagonal(column: _SiteColumn) -> list[Words]:
-    """Return the diagonal's shares of ‖J‖², and the R² of functions of x that predict it."""
-    view, style, room = column.view, column.style, column.room
-    shares = [
-        f"diagonal: {_written(100 * view.share, '.1f')} % of ‖J‖²",
-        f"tail {_written(100 * view.tail_share, '.1f')} %",
-    ]
-    best = ["best f(x)", f"R² {_with_interval(view, 'of_x', view.r2_of_x)}"]
-    lines = [*broken(shares, style.ink, room), *broken(best, style.ink, room)]
-    looks = style.looks(fit.curve for fit in column.fits)
-    for fit in column.fits:
-        r2 = _with_interval(view, fit.curve, view.r2[fit.curve])
-        parts = [fit.curve, "nothing to fit"] if fit.degenerate else [f"{fit.curve}'s derivative", f"R² {r2}"]
-        lines += broken(parts, looks[fit.curve][0], room)
-    return lines
+    n = pairs_beyond(column.stats.moments.sum(0), axis.limits)
+    beyond = f" ({count(n, 'pair')} beyond)" if n else ""
+    ax.set_xlabel(that_fits((f"norm input x{beyond}", f"x{beyond}"), column.room), labelpad=1)
 
 
 def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
     drawn, style = column.drawn, column.style
-    x, largest = drawn.x.abs().flatten(), drawn.largest_x.abs().flatten()
-    grouped = {name: _grouped(x, _of_pairs(getattr(drawn.uniform, name), drawn.x)) for name in _HELD}
-    if not len(grouped["scale"][0]):
-        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", style, column.room)
+    x = drawn.x.abs().flatten()
+    at, scale = _grouped(x, _of_pairs(drawn.uniform.scale, drawn.x))
+    if not len(at):
+        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", column.room)
         return
-    for name, curve in _HELD.items():
-        colour, dashes = style.looks()[curve]
-        at, quantiles = grouped[name]
-        if name == "scale":  # the two ranges nearly coincide, and two fills would be one grey
-            ax.fill_between(at, quantiles[0], quantiles[2], color=colour, alpha=0.18, lw=0)
-        ax.plot(at, quantiles[::2].T, color=colour, ls=dashes, lw=0.8)
-        ax.plot(at, quantiles[1], color=colour, ls=dashes, lw=1.2, zorder=3, path_effects=outline(style, 0.8))
-        far = largest > drawn.tail
-        values = _of_pairs(getattr(drawn.largest, name), drawn.largest_x)
-        marker = "o" if name == "scale" else "x"
-        ax.scatter(
-            *_thinned(largest[far], values[far]), color=colour, marker=marker, s=4, lw=0.5, alpha=0.6, rasterized=True
-        )
-    ax.set(xscale="log", yscale="log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    _, others = _grouped(x, _of_pairs(drawn.uniform.others, drawn.x))
+    held, root = _held_looks(style)
+    ax.fill_between(at, scale[0], scale[2], color=held["color"], alpha=0.2, lw=0)
+    ax.plot(at, scale[1], zorder=3, **held)
+    ax.plot(at, others[1], zorder=4, **root)
+    largest, values = drawn.largest_x.abs().flatten(), _of_pairs(drawn.largest.scale, drawn.largest_x)
+    look: dict[str, Any] = {"color": style.channels[0], "s": 3, "lw": 0, "alpha": 0.6, "rasterized": True}
+    ax.scatter(*_thinned(largest[largest > drawn.tail], values[largest > drawn.tail]), **look)
+    ax.set(xscale="log", yscale="log", xlabel="|x|")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     ax.yaxis.set_minor_locator(NullLocator())
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
-    ax.axvline(drawn.tail, color=style.faint, lw=0.7, ls=":", zorder=1)
-    ax.set_xlabel("|x|", labelpad=1)
-    write_above(ax, _notes_of_constants(column))
-
-
-def _notes_of_constants(column: _SiteColumn) -> list[Words]:
-    """Return the ratio of the quantiles 0.84 and 0.16 of each constant."""
+    ax.axvline(drawn.tail, color=style.faint, lw=0.7, zorder=1)
     sign = "σ" if column.view.centred else "ρ"
-    lines: list[Words] = []
-    for part in ("centre", "tail"):
-        constants = column.view.constants[part]
-        ratios = [f"{sign} {_written(constants.scale.ratio, '.3g')}", f"√C {_written(constants.others.ratio, '.3g')}"]
-        lines += broken([f"p84/p16 in the {part}:", *ratios], column.style.ink, column.room)
-    return lines
+    parts = [(part, column.view.constants[part]) for part in ("centre", "tail")]
+    ratios = [
+        f"{part} {sign} {_written(ratio.scale.ratio, '.3g')}, √C {_written(ratio.others.ratio, '.3g')}"
+        for part, ratio in parts
+    ]
+    _write(ax, [f"p84/p16: {ratios[0]}", ratios[1]])
 
 
 def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
@@ -266,25 +234,23 @@ def _written(number: float, form: str) -> str:
     return format(number, f"z{form}").replace("-", "−") if math.isfinite(number) else "–"
 
 
-def _with_interval(view: GradientView, name: str, r2: float) -> str:
-    return measured(r2, view.intervals.get(name), ".2f").replace("-", "−")
+def _held_looks(style: Style) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the looks of the medians of what DyT and DyISRU hold constant."""
+    return {"color": style.channels[1], "ls": "-", "lw": 1.4}, {"color": style.ink, "ls": (0, (1, 1)), "lw": 1.1}
 
 
-def _handles(fits: Sequence[CurveFit], style: Style) -> list[Artist]:
-    """The legend: points, lines, dashes and bands."""
-    largest = f"{LARGEST_TOKENS} tokens of largest |x|"
-    looks = style.looks(fit.curve for fit in fits)
-    scale, others = (style.looks()[curve] for curve in _HELD.values())
+def _handles(views: Sequence[GradientView], fits: Sequence[CurveFit], style: Style) -> list[Artist]:
+    """Make the legend: points, and lines."""
+    looks, (held, root) = style.looks(fit.curve for fit in fits), _held_looks(style)
+    n_tokens = max(view.n_tokens for view in views)
     return [
-        key("pairs of the tokens drawn uniformly", style.faint, "", marker="o", ms=3, mew=0),
-        key(f"pairs of the {largest}", style.channels[0], "", marker="o", ms=3, mew=0),
+        key(f"{n_tokens} tokens drawn uniformly", style.faint, "", marker="o", ms=3, mew=0),
+        key(f"{LARGEST_TOKENS} tokens of largest |x|", style.channels[0], "", marker="o", ms=3, mew=0),
         Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x] over all pairs"),
         *(
-            key(f"derivative of the fitted {curve}", *looks[curve], lw=1.1)
-            for curve in dict.fromkeys(fit.curve for fit in fits)
+            key(f"derivative of {curve}", *looks[curve], lw=1.1)
+            for curve in dict.fromkeys(fit.curve for fit in fits if not fit.degenerate)
         ),
-        Patch(facecolor=scale[0], alpha=0.4, label="1/rstd (σ or ρ), which DyT holds constant: median, 16–84 %"),
-        key("√C in its unit, which DyISRU does: median, 16–84 %", *others, lw=1.1),
-        key(f"o and x: both, in the tail of the {largest}", style.ink, "", marker="x", ms=3, mew=0.6),
-        key("where the tail begins: 1 % of the pairs", style.faint, ":"),
+        key("σ (RMSNorm: ρ), constant in DyT: median, 16–84 %", **held),
+        key("√C, constant in DyISRU: median", **root),
     ]

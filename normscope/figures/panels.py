@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,22 +15,50 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.figures.axes import AUTO, Limits, Scales, XAxis, few_ticks, mean_line, number, scales_of
-from normscope.figures.style import LEAST_POINTS, Look, Style, Words, broken, key
+from normscope.figures.axes import (
+    LINEAR,
+    MOST_PAIRS,
+    Limits,
+    Scales,
+    XAxis,
+    mean_line,
+    number,
+    pairs_beyond,
+    reach_of,
+    scales_of,
+)
+from normscope.figures.style import (
+    FULL,
+    LEAST_POINTS,
+    NO_LABELS,
+    NOTE,
+    SHORT,
+    Look,
+    Style,
+    Words,
+    broken,
+    key,
+    tail,
+    that_fits,
+    words_inches,
+    write_above,
+)
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
 from normscope.pairs.sums.stats import PairStats
+from normscope.runtime.files import visible
 
 Array = NDArray[np.float64]
 
@@ -93,12 +121,12 @@ def _gathered(counts: Array, grid: FloatGrid, at: Array) -> Array:
 
 _PIXELS = 220
 _TOKEN_POINT = 1.26  # points across
-_CENTRE_SHARE = 0.98  # of all pairs lie in the inset
 _MOST_DRAWN = 4  # curves at most
-_INSET_FROM = 3.0  # times wider must the tails reach than the centre for an inset to show more
+_INSET_FROM = 3.0  # times as wide as the range of 99 % of the pairs is an axis with an inset
+_LEAST_INCHES = 1.5  # of a panel with an inset
 _INSET = (0.06, 0.57, 0.32, 0.43)
 _CURVE_POINTS = 600
-_LINE_POINTS = 33  # of a token's line on an asinh axis, where it is bent
+_LINE_POINTS = 33  # of a token's line on an axis that bends it
 
 
 @dataclass(frozen=True)
@@ -107,23 +135,28 @@ class Panel:
 
     Attributes:
         site: the norm.
+        name: its short name.
         stats: its sums.
         fits: those that are drawn.
         style: of the figure.
         looks: colour and dashes of each curve.
         scales: of its axes and colours.
         inches: width of the panel between its edges, roughly.
-        room: inches that a line of text above it may take.
     """
 
     site: NormSite
+    name: str
     stats: PairStats
     fits: Sequence[CurveFit]
     style: Style
     looks: Mapping[str, Look]
     scales: Scales
     inches: float = 2.0
-    room: float = 2.25
+
+    @property
+    def room(self) -> float:
+        """Width of the lines above the panel, in inches."""
+        return self.inches + 0.05
 
     @functools.cached_property
     def moments(self) -> Tensor:
@@ -133,20 +166,24 @@ class Panel:
 
     @property
     def axis(self) -> XAxis:
-        """The axis of x, which contains every pair."""
+        """The axis of x."""
         return self.scales.x
 
     @functools.cached_property
     def centre(self) -> tuple[Limits, Limits] | None:
-        """Limits of x and y that contain nearly all pairs, where the tails reach far beyond on a linear axis.
+        """Limits of x and y that contain nearly all pairs, where a wide panel's linear axis goes far beyond.
 
         None with shared scales: panels enlarged differently cannot be compared.
         """
-        if self.axis.linear_width is not None or self.scales.shared:
+        if self.axis.linear_width is not None or self.scales.shared or self.inches < _LEAST_INCHES:
             return None
-        left, right = self.axis.limits
-        centre = _centre_range(self.stats)
-        return centre if centre is not None and right - left > _INSET_FROM * (centre[0][1] - centre[0][0]) else None
+        reach = reach_of(self.moments, MOST_PAIRS)
+        x, mean, deviation = conditional_mean(self.moments, max(1, self.stats.n_pairs // 100))
+        inside = np.abs(x) <= reach
+        if reach <= 0 or not inside.any() or self.axis.limits[1] < _INSET_FROM * reach:
+            return None
+        top = float(np.max(np.abs(mean[inside]) + 1.5 * deviation[inside]))
+        return (-reach, reach), (-top, top)
 
 
 def panels_of(
@@ -155,31 +192,25 @@ def panels_of(
     fits: Sequence[CurveFit],
     style: Style,
     looks: Mapping[str, Look] | None = None,
-    xscale: str = AUTO,
+    xscale: str = LINEAR,
     inches: float = 2.0,
-    room: float = 2.25,
 ) -> list[Panel]:
     """Make the panels of some sites of a capture; ``looks`` are by default of these fits."""
     drawn, _ = best_of(fits)
     looks = style.looks_of(drawn) if looks is None else looks
-    return [
-        Panel(
-            site,
-            capture.stats[site.name],
-            [fit for fit in fits if fit.site == site.name and fit.curve in drawn],
-            style,
-            looks,
-            scales_of([(site, capture.stats[site.name])], xscale),
-            inches,
-            room,
-        )
-        for site in sites
-    ]
+    names = short_names(site.name for site in capture.sites)
+    panels = []
+    for site in sites:
+        stats, of_site = capture.stats[site.name], [fit for fit in fits if fit.site == site.name and fit.curve in drawn]
+        scales = scales_of([(site, stats)], xscale, of_site)
+        panels.append(Panel(site, names[site.name], stats, of_site, style, looks, scales, inches))
+    return panels
 
 
 def with_shared_scales(panels: Sequence[Panel], xscale: str) -> list[Panel]:
-    """Return the panels with common scales that contain every pair."""
-    shared = scales_of([(panel.site, panel.stats) for panel in panels], xscale, shared=True)
+    """Return the panels with the widest scales of any of them."""
+    fits = [fit for panel in panels for fit in panel.fits]
+    shared = scales_of([(panel.site, panel.stats) for panel in panels], xscale, fits, shared=True)
     return [replace(panel, scales=shared) for panel in panels]
 
 
@@ -238,11 +269,9 @@ def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
 
 
 def _bent(lines: Array, axis: XAxis) -> Array:
-    """Straight lines as they run on an asinh axis: of their ends, ``(lines, 2, 2)``, make points evenly along it."""
-    width = axis.linear_width or 1.0
+    """Points along straight lines, evenly spaced on paper; ``lines`` are their ends, ``(lines, 2, 2)``."""
     first, last = lines[:, :1], lines[:, 1:]
-    places = np.linspace(np.arcsinh(first[..., 0] / width), np.arcsinh(last[..., 0] / width), _LINE_POINTS, axis=1)
-    x = width * np.sinh(places.reshape(len(lines), -1))
+    x = axis.at(np.linspace(axis.along(first[..., 0]), axis.along(last[..., 0]), _LINE_POINTS, axis=1)[..., 0])
     across = last[..., 0] - first[..., 0]
     share = np.divide(x - first[..., 0], across, out=np.zeros_like(x), where=across != 0)
     return np.stack([x, first[..., 1] + share * (last[..., 1] - first[..., 1])], axis=2)
@@ -269,13 +298,43 @@ def draw_curves(ax: Axes, panel: Panel, axis: XAxis) -> None:
             ax.axhline(bound, color=panel.style.faint, lw=0.7, ls=":", zorder=1)
 
 
-def draw_panel(ax: Axes, panel: Panel, row: str) -> None:
-    """Draw one row of the panels; an inset enlarges its centre where the tails reach far beyond it."""
+def draw_panel(ax: Axes, panel: Panel, row: str, *, beyond: bool = False, inset: bool = True) -> None:
+    """Draw one row of the panels.
+
+    Args:
+        ax: where.
+        panel: what.
+        row: the row.
+        beyond: write how many pairs lie beyond the axis.
+        inset: enlarge the centre in an inset, where the axis goes far beyond it.
+    """
     _draw_within(ax, panel, row, panel.axis, panel.scales.y)
-    panel.axis.set_on(ax, panel.inches)
-    if panel.centre is not None:
+    if row == RESIDUAL:
+        return
+    if len(middle := _middle(panel.moments)):
+        look: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "solid_capstyle": "butt", "clip_on": False}
+        ax.plot(np.clip(middle, *panel.axis.limits), [0, 0], color=panel.style.ink, lw=_RANGE_POINTS, zorder=5, **look)
+    if beyond and (n := pairs_beyond(panel.moments, panel.axis.limits)):
+        words = [f"{n:,} pair{'s' * (n > 1)} beyond", f"{n:,} pair{'s' * (n > 1)}\nbeyond"]
+        look = {"ha": "right", "va": "bottom", "fontsize": LEAST_POINTS, "path_effects": outline(panel.style)}
+        ax.text(0.99, 0.05, that_fits(words, 0.5 * panel.inches, LEAST_POINTS), transform=ax.transAxes, **look)
+    if inset and panel.centre is not None:
         x_limits, y_limits = panel.centre
         _draw_within(_inset_of(ax, panel, x_limits), panel, row, XAxis(x_limits), y_limits)
+
+
+_RANGE_POINTS = 2.0
+RANGE = f"{MOST_PAIRS:.0%} of the pairs".replace("%", " %")
+
+
+def _middle(moments: Tensor) -> list[float]:
+    """Return the range of x that contains 99 % of the pairs."""
+    n, x = moments[:2, moments[0] > 0].numpy()
+    if not n.size:
+        return []
+    below = n.cumsum() / n.sum()
+    outside = (1 - MOST_PAIRS) / 2
+    return [float((x / n)[np.searchsorted(below, share)]) for share in (outside, 1 - outside)]
 
 
 def _inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
@@ -286,7 +345,8 @@ def _inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
     inset.tick_params(labelsize=LEAST_POINTS, length=1.5, pad=1)
     for spine in inset.spines.values():
         spine.set(visible=True, linewidth=0.5, color=panel.style.faint)
-    inset.xaxis.set_major_locator(FixedLocator(few_ticks(x_limits, _INSET[2] * panel.inches)))
+    end = float(f"{0.7 * x_limits[1]:.0e}")
+    inset.xaxis.set_major_locator(FixedLocator([-end, end] if len(number(end)) < _LONG else [end]))
     inset.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     inset.yaxis.set_major_locator(MaxNLocator(2, steps=(1, 2, 5, 10), symmetric=True))
     for label in (*inset.get_xticklabels(), *inset.get_yticklabels()):
@@ -294,29 +354,17 @@ def _inset_of(ax: Axes, panel: Panel, x_limits: Limits) -> Axes:
     return inset
 
 
+_LONG = 4  # letters of a tick, of which an inset has room for one
+
+
 def _draw_within(ax: Axes, panel: Panel, row: str, axis: XAxis, y_limits: Limits) -> None:
-    if axis.linear_width is not None:
-        ax.set_xscale("asinh", linear_width=axis.linear_width)
+    if axis == panel.axis:
+        axis.set_on(ax, panel.inches)
     ax.set(xlim=axis.limits, ylim=y_limits)
     DRAW[row](ax, panel, axis)
     if row != RESIDUAL:
         draw_curves(ax, panel, axis)
         ax.set(xlim=axis.limits, ylim=y_limits)
-
-
-def _centre_range(stats: PairStats) -> tuple[Limits, Limits] | None:
-    x, mean, deviation = conditional_mean(stats.moments.sum(0), max(1, stats.n_pairs // 100))
-    if len(x) < 2:
-        return None
-    n = stats.moments[:, 0].sum(0)
-    centres = (stats.moments[:, 1].sum(0) / n.clamp_min(1)).abs()
-    order = centres.argsort()
-    reach = float(centres[order][int((n[order].cumsum(0) < _CENTRE_SHARE * n.sum()).sum())])
-    inside = np.abs(x) <= reach
-    if reach <= 0 or not inside.any():
-        return None
-    top = float(np.max(np.abs(mean[inside]) + 1.5 * deviation[inside]))
-    return (-reach, reach), (-top, top)
 
 
 def outline(style: Style, width: float = 1.2) -> list[withStroke]:
@@ -327,20 +375,16 @@ def outline(style: Style, width: float = 1.2) -> list[withStroke]:
 _MOST_LISTED = 20
 
 
-def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bounds: bool = True) -> list[Artist]:
-    """The legend of these panels: greys, lines and dashes.
-
-    ``density`` is whether they show one, ``sampled`` whether of a sample of the tokens alone, and ``bounds`` whether
-    they show y itself, which the norm bounds.
-    """
+def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) -> list[Artist]:
+    """Return the legend of these rows of panels; ``sampled`` if their pairs are those of a sample of the tokens."""
     style = panels[0].style
     handles: list[Artist] = []
-    if density:
+    if "density" in rows:
         grey = matplotlib.colormaps[style.density](0.6)
-        pairs = "pairs of the sampled tokens" if sampled else "all pairs"
-        whose = "one for all panels" if panels[0].scales.shared else "each panel its own"
-        handles.append(Patch(facecolor=grey, label=f"{pairs} (log scale, {whose})"))
-        handles.append(key("E[y|x], where there are pairs enough", style.ink, lw=1.4))
+        handles.append(
+            Patch(facecolor=grey, label=f"{'pairs of sampled tokens' if sampled else 'all pairs'} (log scale)")
+        )
+        handles.append(key("mean, E[y|x]", style.ink, lw=1.4))
     fits = [fit for panel in panels for fit in panel.fits]
     shifted = {fit.curve for fit in fits if not fit.degenerate and fit.shift}
     for curve, function in {fit.curve: fit.function for fit in fits}.items():
@@ -349,54 +393,124 @@ def legend_handles(panels: Sequence[Panel], *, density: bool, sampled: bool, bou
             label = "free: E[y|x] in groups of bins"
         elif curve in CURVES:
             alias = "" if function.function_name == curve else f"{curve}: "
-            label = f"{alias}A·{function.function_name}({argument}), least squares"
+            label = f"{alias}A·{function.function_name}({argument})"
         else:
             label = f"{curve}: A·f({argument}), f(u) = {function.formula}"
         handles.append(key(label, *panels[0].looks[curve], lw=1.1))
-    if bounds and any(panel.site.bound < panel.scales.y[1] for panel in panels):
+    of_y = [row for row in rows if row != RESIDUAL]
+    if of_y:
+        handles.append(key(RANGE, style.ink, lw=_RANGE_POINTS))
+    if of_y and any(panel.site.bound < panel.scales.y[1] for panel in panels):
         handles.append(key("bound: ±√(d−1), without centring ±√d", style.faint, ":"))
+    if "channel" in rows:
+        handles.append(key("other channels, evenly over x", style.faint, "", marker="o", ms=2.5, mew=0))
+    folds = _folds(panels)
+    if RESIDUAL in rows and folds:
+        label = f"±{_BAND:g} standard errors of E[y|x], folds by {folds}"
+        handles.append(Patch(facecolor=style.faint, alpha=_BAND_ALPHA, label=label))
     return handles
 
 
-def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], *, ceilings: bool = True) -> list[str]:
-    """Return sentences below a legend: the meaning of a ceiling, if any is drawn, and the curves not drawn."""
-    with_ceiling = [panel for panel in panels if panel.fits and panel.fits[0].r2_ceiling is not None]
+def _folds(panels: Sequence[Panel]) -> str:
+    return ", ".join(sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by}))
+
+
+def facts(panels: Sequence[Panel], labels: str) -> str:
+    """Return class, d and placement of the norms, and their numbers of pairs, as far as no panel names them."""
+
+    def listed(values: Iterable[Any]) -> str:
+        return " and ".join(dict.fromkeys(str(value) for value in values if value is not None))
+
+    if labels == FULL:
+        return ""
+    sites, counts = [panel.site for panel in panels], sorted({panel.stats.n_pairs for panel in panels})
+    of_norms = (listed(site.kind for site in sites), f"d = {listed(sorted(site.d for site in sites))}")
+    pairs = f"{' to '.join(f'{n:,}' for n in dict.fromkeys((counts[0], counts[-1])))} pairs a panel"
+    return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs)))
+
+
+def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_LABELS) -> list[str]:
+    """Return sentences below a legend: the meaning of the numbers above panels, and the curves that are not drawn."""
     lines = []
-    if ceilings and with_ceiling:
-        folds = sorted({str(panel.stats.fold_by) for panel in with_ceiling})
-        lines.append(f"best f(x): held-out R² of the best function of x that was found, folds by {', '.join(folds)}")
-        if any(panel.fits[0].x_repeats for panel in with_ceiling):
-            lines[0] += "; *: too low, as x repeats there, finer than bins resolve"
+    if labels != NO_LABELS and (with_fits := [panel for panel in panels if panel.fits]):
+        folds = _folds([panel for panel in with_fits if panel.fits[0].r2_cv is not None])
+        lines.append(f"Above panels: R²{f' on held-out pairs, folds by {folds}' if folds else ''}")
+        written = str([notes_of(panel, labels) for panel in with_fits])
+        lines[0] += "; ceiling: that of the best function of x" if "ceiling" in written else ""
+        lines[0] += "; *: too low, as x repeats there, finer than bins resolve" if "*" in written else ""
     if others := best_of(fits)[1]:
         more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
-        lines.append(f"not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
+        lines.append(f"Not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")
     return lines
 
 
-def ceiling_note(panel: Panel) -> list[Words]:
-    """Return the line of the ceiling above a panel, if there is one."""
-    ceiling = panel.fits[0].r2_ceiling if panel.fits else None
-    if ceiling is None:
-        return []
-    mark = "*" if panel.fits[0].x_repeats else ""
-    return broken(["best f(x)", f"R² {ceiling:.3f}{mark}"], panel.style.ink, panel.room)
+def r2_of(fit: CurveFit) -> str:
+    """Return R² in three digits, on held-out pairs if there are any."""
+    return f"{fit.r2 if fit.r2_cv is None else fit.r2_cv:.3f}"
 
 
-def fit_notes(panel: Panel, result: Callable[[CurveFit], list[str]]) -> list[Words]:
-    """Return the lines above a panel: each fit's name and result, in its colour."""
-    lines: list[Words] = []
-    for fit in panel.fits:
-        parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *result(fit)]
-        colour = panel.style.faint if fit.degenerate else panel.looks[fit.curve][0]
-        lines += broken(parts, colour, panel.room)
-    return lines
+def notes_of(panel: Panel, labels: str) -> list[Words]:
+    """Return the lines above a panel: R² and ceiling in one line; or all about the site, and a line a curve."""
+    ink, site, fits = panel.style.ink, panel.site, panel.fits
+    ceiling = fits[0].r2_ceiling if fits else None
+    top = [] if ceiling is None else [f"ceiling {ceiling:.3f}{'*' if fits[0].x_repeats else ''}"]
+    if labels != FULL:
+        return fits_in_line(panel, "R²", r2_of, top) if labels == SHORT else []
+    of_site = [f"{visible(site.kind)} d={site.d}", *([site.placement] if site.placement else [])]
+    bounds = [f"|y| ≤ {site.bound:.3g}"] if panel.scales.y[1] < site.bound < math.inf else []  # beyond the panel
+    path: Words = [(tail(f"{site.index}  {site.name}", panel.room, NOTE), ink)]
+    lines = [path, *broken([*of_site, f"{panel.stats.n_pairs:,} pairs", *bounds], ink, panel.room)]
+    for fit in fits:
+        parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *_result(fit)]
+        lines += broken(parts, panel.style.faint if fit.degenerate else panel.looks[fit.curve][0], panel.room)
+    return [*lines, *broken(top, ink, panel.room)]
+
+
+def _result(fit: CurveFit) -> list[str]:
+    shape = [f"A {fit.amplitude:.3g}", f"α {fit.alpha:.3g}", *([f"s {fit.shift:.3g}"] if fit.shift else [])]
+    if fit.doubt == "straight":
+        shape = [f"slope {fit.slope:.3g}, straight"]
+    elif fit.doubt == "power law":
+        shape = [f"{fit.coefficient:.3g}·|x|^{fit.function.power_at_origin:.3g}, power law"]
+    held_out = [] if fit.r2_cv is None else [f"held out {fit.r2_cv:.3f}"]
+    doubt = ["not converged"] if fit.doubt == "not converged" else []
+    return [*([] if fit.curve == FREE else shape), f"R² {fit.r2:.3f}", *held_out, *doubt]
+
+
+def fits_in_line(panel: Panel, lead: str, value: Callable[[CurveFit], str], after: Sequence[str] = ()) -> list[Words]:
+    """Return one line of a number of every fit, in its colour; of what the panel has no room for, the last is left out.
+
+    What makes fits doubtful follows, such as ``straight``.
+    """
+    ink, fits = panel.style.ink, [fit for fit in panel.fits if not fit.degenerate]
+    if not fits:
+        return [[("nothing to fit", panel.style.faint)]] if panel.fits else []
+    colours = [panel.looks[fit.curve][0] for fit in fits]
+    doubts = [(doubt, ink) for doubt in dict.fromkeys(fit.doubt for fit in fits) if doubt]
+    named = [(f"{fit.curve} {value(fit)}", colour) for fit, colour in zip(fits, colours, strict=True)]
+    bare = [(value(fit), colour) for fit, colour in zip(fits, colours, strict=True)]
+    begin, end = [(lead, ink)], [(text, ink) for text in after]
+    some: list[Words] = [[*begin, *named, *doubts], [*named, *doubts], [*begin, *bare, *doubts], [*bare, *doubts]]
+    lines = ([*begin, *named, *doubts, *end], *some)
+    return [next((line for line in lines if words_inches(line) <= panel.room), bare)]
+
+
+def write_heading(ax: Axes, panel: Panel, labels: str, notes: Sequence[Words], least: int) -> None:
+    """Write a site's short name above a panel, and notes below it; neighbours have ``least`` lines or fewer."""
+    pad = write_above(ax, notes, least)
+    if labels != NO_LABELS:
+        name = tail(panel.name, panel.room, _HEAD)
+        ax.set_title(name, parse_math=False, loc="left", y=1, pad=pad, fontproperties=_HEAD)
+
+
+_HEAD = FontProperties(size=7)
+HEAD_INCHES = 0.13
 
 
 _GROUPS = 120  # across a panel at most
 _LEAST_COUNT = 128  # pairs that a group holds at least
 _BAND = 2.0  # standard errors
 _MARGIN = 1.08
-_INSET_SHARE = 0.46  # of a panel's height
 _BAND_ALPHA = 0.35
 
 
@@ -472,8 +586,7 @@ def _starts(n: Array, x: Array, width: float, least_count: int) -> NDArray[np.in
 
 
 def draw_residuals(ax: Axes, panel: Panel, axis: XAxis) -> None:
-    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors, below the inset if there is one."""
-    free = _INSET_SHARE if panel.centre and axis == panel.axis else 0
+    """E[y|x] − A·f(αx + s) of every fitted curve over ± 2 standard errors."""
     fits = [fit for fit in panel.fits if not fit.degenerate]
     low, high = axis.along(np.array(axis.limits))
     groups = residuals(panel.stats.moments, fits, (high - low) / _GROUPS, along=axis.along)
@@ -481,17 +594,14 @@ def draw_residuals(ax: Axes, panel: Panel, axis: XAxis) -> None:
     inside = (groups.x >= axis.limits[0]) & (groups.x <= axis.limits[1])
     reach = _MARGIN * float(np.nanmax(np.abs(np.array([*groups.off, *([] if fits else [band])])[:, inside]), initial=0))
     reach = reach if reach > 0 else 1.0
-    ax.set(xlim=axis.limits, ylim=(-reach, reach * (1 + free) / (1 - free)))
+    ax.set(xlim=axis.limits, ylim=(-reach, reach))
     look: dict[str, Any] = {"lw": 1.0, "zorder": 4, "path_effects": outline(panel.style, 0.6)}
     band_look: dict[str, Any] = {"color": panel.style.faint, "alpha": _BAND_ALPHA, "lw": 0, "zorder": 1}
-    drawn: list[Artist] = [ax.fill_between(groups.x, -band, band, **band_look)]
+    ax.fill_between(groups.x, -band, band, **band_look)
     ax.axhline(0, color=panel.style.ink, lw=0.6, zorder=2)
     for fit, off in zip(fits, groups.off, strict=True):
         colour, dashes = panel.looks[fit.curve]
-        drawn += ax.plot(groups.x, off, color=colour, ls=dashes, **look)
-    left, right = axis.limits
-    for artist in drawn if free else []:
-        artist.set_clip_path(Rectangle((left, -reach), right - left, 2 * reach, transform=ax.transData))
+        ax.plot(groups.x, off, color=colour, ls=dashes, **look)
 
 
 RESIDUAL = "residual"
@@ -501,12 +611,3 @@ DRAW: dict[str, Callable[[Axes, Panel, XAxis], None]] = {
     "channel": draw_channels,
     RESIDUAL: draw_residuals,
 }
-
-
-def residual_handles(panels: Sequence[Panel]) -> list[Artist]:
-    """The legend of the band, and of its folds; nothing where no site has any."""
-    over = sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by})
-    if not over:
-        return []
-    label = f"±{_BAND:g} standard errors of E[y|x], folds by {', '.join(over)}"
-    return [Patch(facecolor=panels[0].style.faint, alpha=_BAND_ALPHA, label=label)]

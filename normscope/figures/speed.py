@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
-from normscope.errors import NormscopeError, UsageError
+from normscope.errors import UsageError
+from normscope.figures.drift import curve_name
 from normscope.figures.panels import outline
-from normscope.figures.style import LEAST_POINTS, Style, inches_of, sheet, style_named, that_fits, width_of
-from normscope.fits.curves.expressions import curves_named
+from normscope.figures.style import (
+    LEAST_POINTS,
+    FigureOptions,
+    Style,
+    columns_of,
+    inches_of,
+    sheet_of,
+    theme_of,
+    width_of,
+)
 from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.swaps import SCOPES, duration
 
@@ -23,42 +32,35 @@ _NATIVE, _COPY = "native", "copy"
 _MOST_ACROSS = 4
 _MOST_MEDIANS = 1.3  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
-_TITLE, _SMALL = FontProperties(size=7.5), FontProperties(size=LEAST_POINTS)
+_TITLE, _SMALL = FontProperties(size=7), FontProperties(size=LEAST_POINTS)
 
 
-def plot_speed(
-    report: BenchReport, *, width: float | None = None, title: str | None = None, style: str = "light"
-) -> Figure:
+def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
     """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
 
     A whisker that continues beyond the panel ends in an arrow. A dotted line through each group is the native norm's
-    median: the eager one's for ``fused``, the compiled one's for ``compile + fused``. Numbers are bold for the verdict
-    ``faster``, in italics for ``slower``, and have a question mark where the passes are too few to tell.
+    median: the eager one's for ``fused``, the compiled one's for ``compile + fused``. A ratio to it, bold for the
+    verdict ``faster`` and in italics for ``slower``, stands at each bar; its time instead if the passes are too few.
+    A panel each has the norm alone and the whole network, each number of passes, dtype and timer.
 
     Args:
         report: what :func:`normscope.bench` returned.
-        width: of the figure, in inches; panels go below one another where there is no room for all.
-        title: above all panels, as of :func:`normscope.plot`.
-        style: ``light`` or ``dark``.
-
-    Returns:
-        A figure with a panel for each of norm alone and whole network, number of passes, dtype and timer.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        UsageError: if there is no such style, or nothing was timed.
+        UsageError: if nothing was timed, or if an option is not valid.
     """
-    theme = style_named(style)
+    theme = theme_of(options)
     kinds = dict.fromkeys((row.scope, row.passes) for row in report.rows)
     panels = [rows for scope, passes in kinds for rows in _rows_of(report.rows, scope, passes)]
     if not panels:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
-    most = _MOST_ACROSS if width is None else max(1, min(_MOST_ACROSS, int((width - 0.3) / _LEAST_PANEL_INCHES)))
-    across = _across(len(panels), most)
+    across = columns_of(options, len(panels), _LEAST_PANEL_INCHES, _MOST_ACROSS)
     rows_of_panels = [panels[first : first + across] for first in range(0, len(panels), across)]
     heights = [max(map(_height, beside)) for beside in rows_of_panels]
-    inches = inches_of(width, max(4.6, 0.3 + _PANEL_INCHES * across))
-    height = sum(0.62 + _BAR_INCHES * height for height in heights)
-    with sheet(theme, inches, height, title, report.about, report.device, foot=[_signs(report)]) as figure:
+    inches = inches_of(options.get("width"), max(4.6, 0.3 + _PANEL_INCHES * across))
+    height = sum(0.5 + _BAR_INCHES * height for height in heights)
+    with sheet_of(options, theme, inches, height, report.about, detail=report.device, foot=[_signs(report)]) as figure:
         axes = figure.subplots(
             len(heights), across, squeeze=False, height_ratios=[0.4 / _BAR_INCHES + h for h in heights]
         )
@@ -67,16 +69,6 @@ def plot_speed(
         for number, (ax, rows) in enumerate(zip(axes.flat, panels, strict=False)):
             _draw(ax, rows, heights[number // across], theme)
     return figure
-
-
-def _across(panels: int, most: int) -> int:
-    """Return the number of columns that leaves the fewest places empty; of equals, the largest.
-
-    >>> [_across(panels, 4) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
-    [1, 2, 3, 4, 3, 3, 4, 4]
-    """
-    most = min(most, panels)
-    return min(range(min(2, most), most + 1), key=lambda across: (-panels % across, -across))
 
 
 def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timing]]:
@@ -126,13 +118,10 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(4))
     first = rows[0]
-    ax.set_xlabel(unit, labelpad=1)
-    detail = " · ".join(part for part in (first.dtype, next((row.timer for row in rows if row.timer), "")) if part)
-    shape = "×".join(map(str, first.shape))
-    names = (f"{SCOPES[first.scope]}, {first.passes}", f"{SCOPES[first.scope]},\n{first.passes}")
-    details = (f"{shape} · {detail}", f"{shape}\n{detail}")
-    title = "\n".join(that_fits(texts, _BARS_INCHES, 7.5) for texts in (names, details))
-    ax.set_title(title, parse_math=False)
+    ax.set_xlabel(f"time [{unit}]", labelpad=1)
+    timer = next((row.timer for row in rows if row.timer), "")
+    detail = " · ".join(filter(None, ("×".join(map(str, first.shape)), first.dtype, timer)))
+    ax.set_title(f"{SCOPES[first.scope].removeprefix('the ')}, {first.passes}\n{detail}", fontproperties=_TITLE)
 
 
 def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:
@@ -144,9 +133,7 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
     face = "none" if hatch else colour
     ax.barh(y, row.median / scale, height=0.72, color=face, edgecolor=colour, hatch=hatch, lw=0.6, zorder=2)
     low, high = row.p20 / scale, row.p80 / scale
-    text = duration(row.median) if row.ratio is None else f"×{row.ratio:.2f}"
-    if row.verdict == TOO_FEW:
-        text = f"{text} ?"
+    text = duration(row.median) if row.ratio is None or row.verdict == TOO_FEW else f"×{row.ratio:#.3g}".rstrip(".")
     font = FontProperties(size=LEAST_POINTS, weight="bold" if row.verdict == FASTER else "normal")
     if row.verdict == SLOWER:
         font.set_style("italic")
@@ -164,17 +151,22 @@ def _colour(variant: str, style: Style) -> Any:
     """Return a curve's colour in all figures; other variants are faint."""
     if variant == _NATIVE:
         return style.ink
-    try:
-        [curve] = curves_named(variant.partition(",")[0])
-    except (NormscopeError, ValueError):
-        return style.faint
-    return style.looks([curve.name])[curve.name][0]
+    colour, _ = style.looks().get(curve_name(variant.partition(",")[0]), (style.faint, ""))
+    return colour
 
 
 def _signs(report: BenchReport) -> str:
-    """Return the meaning of bars, whiskers, lines and fonts."""
-    signs = ["bars: median", "whiskers: p20 to p80", "dotted: native"]
-    signs += [f"of {way}: native {BESIDE[way]}" for way in BESIDE if any(row.way == way for row in report.rows)]
-    meant = {FASTER: "bold", SLOWER: "italics", TOO_FEW: "?"}
-    signs += [f"{sign}: {said}" for said, sign in meant.items() if any(row.verdict == said for row in report.rows)]
+    """Return the meaning of bars, whiskers, lines, numbers and fonts."""
+    verdicts = {row.verdict for row in report.rows}
+    beside = [f"{BESIDE[way]} for {way}" for way in BESIDE if any(row.way == way for row in report.rows)]
+    signs = ["Bars: median", "whiskers: 20th to 80th percentile"]
+    signs.append(", ".join(["dotted: native norm", *beside]))
+    if any(row.ratio is not None for row in report.rows):
+        fonts = [f"{font} if {verdict}" for verdict, font in _FONTS.items() if verdict in verdicts]
+        signs.append(", ".join(["×: multiple of its time", *fonts]))
+    if TOO_FEW in verdicts:
+        signs.append("no ×: too few passes to compare")
     return "; ".join(signs)
+
+
+_FONTS = {FASTER: "bold", SLOWER: "in italics"}

@@ -7,25 +7,26 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypedDict
 
 import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
+from matplotlib.font_manager import FontProperties, findfont, get_font_names
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
+from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from matplotlib.transforms import ScaledTranslation
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curves.known import CURVES
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import short_names
 from normscope.runtime.files import visible
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them
@@ -47,6 +48,7 @@ class Style:
         density: matplotlib colour map of numbers of pairs.
         tokens: matplotlib colour map of the tokens' σ.
         channels: colours of the channels of largest |x|, the largest first.
+        fonts: families of all letters, in the order in which they are looked for a letter.
     """
 
     background: str
@@ -56,6 +58,7 @@ class Style:
     density: str
     tokens: str
     channels: tuple[str, ...]
+    fonts: tuple[str, ...] = ("sans-serif",)
 
     def looks(self, curves: Iterable[str] = ()) -> dict[str, Look]:
         """Return a colour and a line style for every built-in curve and for each of ``curves``.
@@ -81,7 +84,7 @@ class Style:
         looks, colours = self.looks(curves), dict[str, str]()
         for curve in sorted(curves, key=lambda curve: curve not in CURVES):  # a built-in one keeps its own
             usual = looks[curve][0]
-            choice = (usual, *self.curves)
+            choice = (usual, *self.curves, *self.channels)
             colours[curve] = next((colour for colour in choice if colour not in colours.values()), usual)
         return {curve: (colours[curve], looks[curve][1]) for curve in curves}
 
@@ -93,6 +96,7 @@ class Style:
                 ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), self.ink
             ),
             "axes.linewidth": 0.6,
+            "font.family": self.fonts,
             "font.size": 7,
             "axes.titlesize": 7.5,
             "axes.labelsize": 7,
@@ -125,7 +129,7 @@ STYLES = {
     "light": Style(
         background="#FFFFFF",
         ink="#1A1A1A",
-        faint="#8C8C8C",
+        faint="#707070",
         curves=(VERMILLION, BLUE, VIOLET, BROWN, NAVY),
         density="Greys",
         tokens="viridis",
@@ -134,7 +138,7 @@ STYLES = {
     "dark": Style(
         background="#14171C",
         ink="#E8E8E8",
-        faint="#7A808A",
+        faint="#8D939D",
         curves=(ORANGE, SKY, LILAC, OLIVE, MINT),
         density="bone",
         tokens="viridis",
@@ -143,41 +147,81 @@ STYLES = {
 }
 
 
-def style_named(name: str) -> Style:
-    """Return a theme by its name; UsageError for an unknown one."""
+def style_named(name: str, font: str | None = None) -> Style:
+    """Return a theme by its name, in a font family; UsageError for an unknown name or family."""
     if name not in STYLES:
         raise UsageError(unknown("style", name, STYLES))
-    return STYLES[name]
+    if font is None:
+        return STYLES[name]
+    try:
+        findfont(FontProperties(family=[font]), fallback_to_default=False)
+    except ValueError:
+        fonts = unknown("font", font, sorted(get_font_names()))
+        raise UsageError(f"{fonts} matplotlib takes those that are installed.") from None
+    return replace(STYLES[name], fonts=(font, "DejaVu Sans"))  # has the Greek letters that other fonts may lack
 
 
-_MOST_COLUMNS = 6
-_PANEL_INCHES = (2.35, 2.05)
-_LEAST_PANEL = (1.3, 1.2)
+LABELS = NO_LABELS, SHORT, FULL = ("none", "short", "full")
+CAPTIONS = ("txt", "tex")
 
 
-def columns_within(panels: int, width: float | None) -> tuple[int, tuple[float, float]]:
-    """Return the number of columns for some panels, and the width and height of each in inches, ticks included.
+class FigureOptions(TypedDict, total=False):
+    """Options of every figure, as of :func:`normscope.plot`."""
 
-    >>> columns_within(8, None), columns_within(8, 5.5)[0], columns_within(2, 3.25)[0]
-    ((6, (2.35, 2.05)), 4, 2)
+    width: float | None
+    title: str | None
+    style: str
+    labels: str
+    font: str | None
+    caption: str | None
+
+
+def theme_of(options: FigureOptions) -> Style:
+    """Return the theme; UsageError for an unknown option, style, kind of labels, font or kind of caption."""
+    for name in options.keys() - FigureOptions.__annotations__.keys():
+        raise UsageError(unknown("option of a figure", name, FigureOptions.__annotations__))
+    for kind, value, choices in (
+        ("labels", options.get("labels", SHORT), LABELS),
+        ("caption", options.get("caption"), (None, *CAPTIONS)),
+    ):
+        if value not in choices:
+            raise UsageError(unknown(f"kind of {kind}", str(value), filter(None, choices)))
+    return style_named(options.get("style", "light"), options.get("font"))
+
+
+_CONTRAST = 4.5  # of letters, by the Web Content Accessibility Guidelines 2.2
+
+
+def readable(colour: str, background: Any) -> str:
+    """Return a colour for letters: mixed with black or white until its contrast with the background is 4.5:1.
+
+    >>> readable("#D55E00", "white"), readable("#0072B2", "white")
+    ('#c05500', '#0072b2')
     """
-    if width is None:
-        return min(_MOST_COLUMNS, panels), _PANEL_INCHES
-    most = max(1, min(_MOST_COLUMNS, panels, int((width - 0.3) / _LEAST_PANEL[0])))
-    columns = math.ceil(panels / math.ceil(panels / most))
-    across = (width - 0.3) / columns
-    return columns, (across, min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across)))
+    behind, end = _luminance(to_rgb(background)), np.full(3, float(_luminance(to_rgb(background)) < 0.18))
+    for share in np.linspace(0, 1, 21):
+        mixed = (1 - share) * np.array(to_rgb(colour)) + share * end
+        high, low = sorted((_luminance(mixed), behind), reverse=True)
+        if (high + 0.05) / (low + 0.05) >= _CONTRAST:
+            break
+    return to_hex(tuple(mixed))
+
+
+def _luminance(rgb: Any) -> float:
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
+    return float(np.dot([0.2126, 0.7152, 0.0722], linear))
 
 
 _MOST_LINES = 3
 MANY_TIMES = 4  # between the values of a logarithmic axis, at least
-_NARROW, _NARROWEST = 1.6, 1.3  # inches of a panel, with smaller titles, and with paths in two lines
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
 
 
 def width_of(text: str, font: FontProperties) -> float:
     """Return the width of a text's longest line in inches, without drawing it."""
+    font = font.copy()
+    font.set_family(matplotlib.rcParams["font.family"])
     widths = [_LETTERS.get_text_width_height_descent(line, font, ismath=False)[0] for line in text.split("\n")]
     return float(max(widths)) / 72 * _HINTING
 
@@ -249,39 +293,6 @@ def literal(text: str) -> str:
     return visible(text).replace("$", r"\$")
 
 
-def head_panel(ax: Axes, site: NormSite, details: Sequence[str], inches: float, pad: float = 3.0) -> None:
-    """Write a norm's name above a panel, and the first line of detail that fits."""
-    font = _head_font(inches)
-    detail = that_fits(details, inches, font.get_size_in_points())
-    lines = [*name_lines(site, inches, font), tail(detail, inches, font)]
-    ax.set_title("\n".join(lines), parse_math=False, loc="left", pad=pad, fontproperties=font)
-
-
-def head_inches(sites: Iterable[NormSite], inches: float) -> float:
-    """Return the height of the tallest text that :func:`head_panel` writes above panels of this width."""
-    font = _head_font(inches)
-    most = max(len(name_lines(site, inches, font)) + 1 for site in sites)
-    return most * 1.25 * font.get_size_in_points() / 72
-
-
-def _head_font(inches: float) -> FontProperties:
-    return FontProperties(size=7.5 if inches > _NARROW else 6.5)
-
-
-def name_lines(site: NormSite, inches: float, font: FontProperties) -> list[str]:
-    """Return number and path of a norm, then its class, d and placement; each in one line, or in two if narrow."""
-    number, path = f"{site.index}  ", visible(site.name)
-    room = inches - width_of(number, font)
-    lines = [number + tail(path, room, font)]
-    if inches <= _NARROWEST and width_of(path, font) > room:
-        ends = [path[at + 1 :] for at, letter in enumerate(path) if letter == "."]
-        if end := next((end for end in ends if width_of(end, font) <= inches), ""):
-            lines = [number + tail(path.removesuffix(end), room, font), end]
-    parts = [part for part in (f"{visible(site.kind)} d={site.d}", site.placement) if part]
-    whole = " · ".join(parts)
-    return [*lines, *([whole] if width_of(whole, font) <= inches else [tail(part, inches, font) for part in parts])]
-
-
 Words: TypeAlias = Sequence[tuple[str, str]]  # texts of one line, each with its colour
 
 LINE_POINTS = 7.6
@@ -304,17 +315,18 @@ def write_above(ax: Axes, lines: Sequence[Words], least: int = 0) -> float:
     Returns:
         The pad of a title above them, in points.
     """
+    look: dict[str, Any] = {"fontproperties": NOTE, "parse_math": False, "in_layout": False}
     for number, words in enumerate(reversed(lines)):
         x = 0.0
         for text, colour in words:
-            look: dict[str, Any] = {"color": colour, "fontproperties": NOTE, "parse_math": False, "in_layout": False}
+            look["color"] = readable(colour, ax.get_facecolor())
             write_at(ax, text, (0, 1), (x, _ABOVE_POINTS + LINE_POINTS * number), annotation_clip=False, **look)
             x += 72 * width_of(text, NOTE) + _SPACE_POINTS
     number = max(len(lines), least)
     if not number:
         return _ABOVE_POINTS
-    # A title is given room by its height alone, and these lines need no other.
-    ax.set_title(" ", loc="right", fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
+    # A title is given room by its height alone, and these lines need no other; with y it stays below a strip.
+    ax.set_title(" ", loc="right", y=1, fontproperties=NOTE, pad=_ABOVE_POINTS + LINE_POINTS * (number - 1))
     return _ABOVE_POINTS + LINE_POINTS * number + _BELOW_TITLE
 
 
@@ -341,27 +353,9 @@ def broken(parts: Sequence[str], colour: str, inches: float) -> list[Words]:
     return [[(line, colour)] for line in lines]
 
 
-def lined(words: Words, inches: float) -> list[Words]:
-    """Put words of several colours into as few lines as fit."""
-    lines: list[list[tuple[str, str]]] = [[]]
-    left = inches
-    for text, colour in words:
-        width = width_of(text, NOTE) + _SPACE_POINTS / 72
-        if lines[-1] and width > left:
-            lines.append([])
-            left = inches
-        lines[-1].append((text, colour))
-        left -= width
-    return list(lines)
-
-
-def strip_above(ax: Axes, left_points: float, width_points: float) -> Axes:
-    """Make axes as high as a letter within the lowest line above a panel, for a colour bar there."""
-    inches = (left_points / 72, (_ABOVE_POINTS + 1.2) / 72, width_points / 72, 4.2 / 72)
-    corner: Any = ax.transAxes  # annotated as any transform
-    strip: Axes = ax.inset_axes(inches, transform=ax.figure.dpi_scale_trans + ScaledTranslation(0, 1, corner))
-    strip.set_in_layout(False)
-    return strip
+def words_inches(words: Words) -> float:
+    """Return the width of a line of words."""
+    return sum(width_of(text, NOTE) + _SPACE_POINTS / 72 for text, _ in words) - _SPACE_POINTS / 72
 
 
 def heading(about: Mapping[str, str], samples: str = "") -> str:
@@ -404,43 +398,60 @@ def inches_of(width: float | None, usual: float) -> float:
     return width or usual
 
 
+class Sheet(Figure):
+    """A figure, and the text for a file beside it.
+
+    Attributes:
+        caption: suffix and text of that file; None for no file.
+    """
+
+    caption: tuple[str, str] | None = None
+
+
 @contextlib.contextmanager
-def sheet(
+def sheet_of(
+    options: FigureOptions,
     style: Style,
     width: float,
     height: float,
-    title: str | None,
     about: Mapping[str, str],
-    detail: str = "",
     *,
+    detail: str = "",
     foot: Sequence[str] = (),
     handles: Sequence[Artist] = (),
     names: Sequence[str] = ("weights", "data"),
     font: FontProperties = LEGEND,
     **layout: Any,
-) -> Iterator[Figure]:
+) -> Iterator[Sheet]:
     """Make a figure with a title above its panels, and a legend and lines of text below; nothing overlaps.
 
     The style's parameters apply while its panels are drawn.
 
     Args:
+        options: of the user, whose title and caption are taken: with a caption, :func:`normscope.save_figure` writes
+            the foot beside the figure.
         style: of the figure.
         width: in inches.
         height: of its panels, in inches; title, legend and foot add to it.
-        title: the user's, see :func:`title_and_foot`.
         about: of the network.
         detail: in the default title, after the network's name.
-        foot: texts above the line of weights and data, each on a line of its own.
+        foot: sentences above the line of weights and data, each on a line of its own.
         handles: of the legend; long labels are wrapped.
         names: entries of ``about`` in the last line.
         font: of the legend.
         layout: spaces between the panels, as :class:`matplotlib.layout_engine.ConstrainedLayoutEngine` takes them.
     """
-    above, origin = title_and_foot(title, heading(about, detail), about, names)
-    head = wrapped(above, width - 0.2, _TITLE)
-    lines = [line for text in (*foot, origin) for line in wrapped(text, width - 0.2, NOTE)]
+    title, caption = options.get("title"), options.get("caption")
+    usual = heading({**about, "part": " · ".join(filter(None, (about.get("part"), untrained(about))))}, detail)
+    above, origin = title_and_foot(title, usual, about, names)
     with matplotlib.rc_context(style.rc()):
-        figure = Figure(figsize=(width, height))
+        head = wrapped(above, width - 0.2, _TITLE)
+        below_panels = () if caption else (*foot, origin)
+        lines = [line for text in below_panels for line in wrapped(text, width - 0.2, NOTE)]
+        figure = Sheet(figsize=(width, height))
+        if caption:
+            first, last = title_and_foot(None if title == NONE else title, usual, about, names)
+            figure.caption = caption, " ".join(f"{text}." for text in (first, *foot, last) if text)
         below = 0.04 + 0.12 * len(lines) if lines else 0.0
         legend = _legend(figure, handles, font)
         legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0
@@ -456,6 +467,14 @@ def sheet(
         below = (below + legend_inches) / whole
         figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, below, 1, 1 - below), **layout))
         yield figure
+        for text in figure.findobj(Text):  # letters are drawn where these parameters no longer apply
+            text.set_fontfamily(style.fonts)
+        for ax in figure.findobj(Axes):
+            ax.tick_params(which="both", labelfontfamily=style.fonts)
+
+
+def untrained(about: Mapping[str, str]) -> str:
+    return "random weights" if "random" in about.get("weights", "").lower() else ""
 
 
 def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> Legend | None:
@@ -478,3 +497,22 @@ def _legend(figure: Figure, handles: Sequence[Artist], font: FontProperties) -> 
 def key(label: str, color: Any, ls: Any = "-", lw: float = 0.9, **look: Any) -> Line2D:
     """Make a legend's entry, in which no dollar sign begins a formula: a line, or with a ``marker`` a point."""
     return Line2D([], [], color=color, ls=ls, lw=lw, label=literal(label), **look)
+
+
+def columns_of(options: FigureOptions, panels: int, least_inches: float, most: int) -> int:
+    """Return the number of columns with room for each panel, as even over the rows as possible.
+
+    >>> [columns_of({"width": 9.5}, panels, 2.3, 4) for panels in (1, 2, 3, 4, 5, 6, 7, 8)]
+    [1, 2, 3, 4, 3, 3, 4, 4]
+    """
+    fitting = max(1, int(min(most, ((options.get("width") or math.inf) - 0.3) / least_inches)))
+    return math.ceil(panels / math.ceil(panels / fitting))
+
+
+def site_labels(paths: Iterable[str], options: FigureOptions) -> dict[str, str]:
+    """Return the label of each site: its short name or path, or with ``none`` its number in the list."""
+    names = list(paths)
+    labels = options.get("labels", SHORT)
+    if labels == FULL:
+        return dict(zip(names, names, strict=True))
+    return short_names(names) if labels == SHORT else {name: str(number) for number, name in enumerate(names)}

@@ -7,24 +7,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from normscope.errors import UsageError
-from normscope.figures.style import NONE, STYLES, Style, heading, title_and_foot
+from normscope.figures.style import STYLES, Style, heading
 from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.fits.solver import FitForm
 from normscope.fits.targets import Nodes, batches, fit_targets
+from normscope.inputs.loaded_model import Provenance
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs
 from normscope.pairs.captures import Capture
+from normscope.pairs.norms.sites import short_names
+from normscope.tables.glossary import definitions
 
 FORMAT = 1
 _ELEMENTS = 2_400_000  # of tokens that are shown, over all sites of all captures: two bytes each
 _MOST_ELEMENTS, _LEAST_ELEMENTS = 32_000, 4_000  # of one site
 _OWN_CURVE = re.compile(r"[A-Za-z0-9_ .,+\-*/()]+")
+_RANDOM = Provenance.random(0).description.removesuffix("0")
 _ABOUT = ("model", "part", "weights", "data", "dtype", "sample")
 
 
 def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the page's data; UsageError if captures and fits do not match, DataError if a capture lacks their sums."""
+    """Return the page's data, and below ``drawn`` that of each site's figures, which are read when it is opened.
+
+    Raises:
+        UsageError: if captures and fits do not match.
+        DataError: if a capture lacks their sums.
+    """
     if not seen:
         raise UsageError("There is no capture to report on.")
     if len(seen) != len(fits):
@@ -32,14 +42,21 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
     elements = _ELEMENTS // max(sum(len(capture.sites) for capture in seen), 1)
     elements = min(max(elements, _LEAST_ELEMENTS), _MOST_ELEMENTS)
     captures = [capture_data(capture, of_capture, elements) for capture, of_capture in zip(seen, fits, strict=True)]
+    sites = {
+        f"drawn-{number}-{place}": site
+        for number, capture in enumerate(captures)
+        for place, site in enumerate(capture["sites"])
+    }
     names = list(dict.fromkeys(fit.curve for of_capture in fits for fit in of_capture))
     own = {fit.curve: fit.function for of_capture in fits for fit in of_capture if fit.curve not in CURVES}
     return {
         "format": FORMAT,
         "title": " · ".join(dict.fromkeys(heading(capture.about) for capture in seen)),
         "captures": captures,
+        "drawn": {name: site.pop("drawn") for name, site in sites.items()},
         "line_points": LINE_POINTS,
         "density_rows": ROWS,
+        "terms": {"sites": definitions("report") | definitions("fit"), "swaps": definitions("swap-bench")},
         "matches": [match(seen[0].sites, capture.sites).counterparts for capture in seen],
         "curves": {curve.name: curve_data(curve) for curve in [*CURVES.values(), *own.values()]},
         "swaps": dict(swaps),
@@ -55,15 +72,16 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
     if others:
         raise UsageError(f"The fits weight pairs by {' and by '.join([weights_by, *others])}; report on one of them.")
     nodes = nodes_of_sites(capture, weights_by)
-    sites = []
+    short, sites = short_names(site.name for site in capture.sites), []
     for site, card in zip(capture.sites, norm_cards(capture), strict=True):
         fits_here = [fit for fit in of_sites if fit.site == site.name]
         data = site_data(site, capture.stats[site.name], fits_here, card, nodes.get(site.name), elements)
-        sites.append(data | site_inputs(capture.inputs, site, card))
-    _, note = title_and_foot(NONE, "", capture.about)
+        if data["drawn"]:
+            data["drawn"] |= site_inputs(capture.inputs, site, card)
+        sites.append(data | {"short": short[site.name]})
     return {
         "about": {name: capture.about[name] for name in _ABOUT if name in capture.about},
-        "made": note,
+        "random": _RANDOM in capture.about.get("weights", ""),
         "samples": capture.n_samples,
         "seed": capture.seed,
         "versions": dict(capture.versions),
@@ -90,12 +108,10 @@ def curve_data(curve: Curve) -> dict[str, Any]:
     own = curve.name not in CURVES
     return {
         "formula": curve.formula,
-        "source": curve.source,
         "aliases": list(curve.aliases),
         "function": curve.function_name,
-        "shifted": curve.shifted,
+        "shifted": FitForm().shifted(curve),
         "inverse": curve.amplitude_is_inverse_scale,
-        "smooth": curve.smooth,
         "linear": curve.name == "linear",
         "own": own,
         "readable": curve.name != FREE and (not own or _OWN_CURVE.fullmatch(curve.formula) is not None),

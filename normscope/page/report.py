@@ -26,7 +26,7 @@ from normscope.runtime.files import visible, whole_file
 
 # In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (
-    *("palette", "reading", "functions", "formula", "solving", "axes", "dots", "pinch", "plot"),
+    *("palette", "reading", "functions", "formula", "solving", "axes", "pinch", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
     *("overview", "site", "explorer", "swap", "compare", "page"),
 )
@@ -48,12 +48,13 @@ class Page:
         environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
         style, scripts = asset("page.css"), [asset(f"{name}.js") for name in SCRIPTS]
         self.title = visible(str(document["title"]))
+        data = {"data": {name: part for name, part in document.items() if name != "drawn"}, **document["drawn"]}
         self.html = environment.from_string(asset("page.html")).render(
             title=self.title,
             policy=policy(style, scripts),
             style=Markup(style),  # noqa: S704 - our own files
             scripts=[Markup(script) for script in scripts],  # noqa: S704
-            data=Markup(as_data(document)),  # noqa: S704 - escaped there
+            data={name: Markup(as_data(part)) for name, part in data.items()},  # noqa: S704 - escaped there
         )
 
     def save(self, path: str | Path) -> Path:

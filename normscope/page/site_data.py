@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, count
-from normscope.figures.axes import ASINH, AUTO, LINEAR, Scales, XAxis, mean_line, scales_of
+from normscope.figures.axes import ASINH, LINEAR, Limits, XAxis, mean_line, pairs_beyond, scales_of
 from normscope.figures.panels import drawn_pairs, image, residuals
 from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
 from normscope.fits.curve_fit import CurveFit
@@ -30,11 +30,11 @@ from normscope.tables.card import card_lines
 
 Array = NDArray[np.float64]
 
-COLUMNS, ROWS = 240, 140  # of the density
+COLUMNS, ROWS = 240, 140  # of a density
 LINE_POINTS = 241  # of a curve, odd: one of them is zero
-_FEWEST = 0.1  # pairs, spread over pixels, that the density still shows
+_FEWEST = 0.1  # pairs, spread over pixels, that a density still shows
 _LEVELS = 254
-_GROUPS = 120  # across an axis, of the residuals
+_GROUPS = 240  # across an asinh axis, of the residuals
 _WIDTH_INCHES = 6.0  # of the page's panels, for the fineness of E[y|x]
 _LEAST_COUNT = 32  # pairs in a point of the mean diagonal
 _GROUPS_TO_THE_MEDIAN = 8  # of that mean, up to the median of |x|
@@ -44,51 +44,53 @@ _MOST_SLOPES = 3000  # points of the diagonal
 _MOST_PAIRS = 6000  # of grouped norms, whose tokens do not know their channels
 _OF_A_FIT = (
     *("curve", "amplitude", "alpha", "shift", "slope", "r2", "r2_ceiling", "r2_cv", "rmse", "tail_rmse", "saturated"),
-    *("rank", "in_noise", "form", "parameters", "doubt", "nothing", "intervals", "reach", "largest_error", "x_repeats"),
+    *("form", "doubt", "nothing", "intervals", "x_repeats"),
 )
 
 
 def site_data(
     site: NormSite, stats: PairStats, fits: Sequence[CurveFit], card: NormCard, nodes: Nodes | None, elements: int
 ) -> dict[str, Any]:
-    """Return the data of one site as JSON.
+    """Return the data of one site as JSON: its numbers, and ``drawn``, which only its figures need.
 
     ``nodes`` are the weighted points that its fits were made on, None without pairs to fit; whole tokens with roughly
     ``elements`` elements are shown.
     """
     data: dict[str, Any] = {
-        **{name: getattr(site, name) for name in ("index", "name", "kind", "placement", "d", "eps", "calls")},
+        **{name: getattr(site, name) for name in ("index", "name", "kind", "placement", "d", "eps")},
         "channels": None if stats.grouped else stats.channels,
         "pairs": stats.n_pairs,
         "tokens": stats.n_tokens,
         "left_out": int(stats.nonfinite_tokens),
         "folds": stats.fold_by,
         "bound": site.bound if math.isfinite(site.bound) else None,
-        "nothing": card.degenerate,
+        "nothing": card.degenerate or ("" if stats.n_pairs else "no pair"),
         "card": [[question, visible(answer)] for question, answer in card_lines(card)],
         "numbers": as_json(numbers(card, stats)),
-        "fits": [],
+        "fits": [{name: as_json(getattr(fit, name)) for name in _OF_A_FIT} for fit in fits],
+        "drawn": None,
     }
-    if not stats.n_pairs:
+    if data["nothing"]:
         return data
-    # The data are sampled finer about zero, whichever axis is shown.
-    scales, usual = scales_of([(site, stats)], ASINH), scales_of([(site, stats)], AUTO).x
-    return data | {
-        "axis": {
-            "limits": scales.x.limits,
-            "linear": scales.x.linear_width,
-            "usual": LINEAR if usual.linear_width is None else ASINH,
-            "y": scales.y,
-        },
-        "fits": [fit_data(fit, scales.x) for fit in fits],
+    scales = {scale: scales_of([(site, stats)], scale, fits) for scale in (LINEAR, ASINH)}
+    axis = scales[ASINH].x  # finer about zero: the one along which sums and curves are sampled
+    data["drawn"] = {
+        "axes": {scale: axis_data(stats, of_scale.x, of_scale.y) for scale, of_scale in scales.items()},
+        "lines": {fit.curve: line_data(fit, axis) for fit in fits if not fit.degenerate},
         "nodes": None if nodes is None else nodes_data(nodes),
-        "mean": _points(*mean_line(stats.moments.sum(0), scales.x, _WIDTH_INCHES)),
-        "density": density_data(stats, scales),
+        "mean": _points(*mean_line(stats.moments.sum(0), axis, _WIDTH_INCHES)),
         "shown": tokens_data(stats, elements),
         "by_channel": channels_data(stats),
-        "residuals": residual_data(stats, fits, usual),
-        "diagonal": diagonal_data(site, stats, scales.x),
+        "residuals": residual_data(stats, fits, axis),
+        "diagonal": diagonal_data(site, stats, axis),
     }
+    return data
+
+
+def axis_data(stats: PairStats, axis: XAxis, y: Limits) -> dict[str, Any]:
+    """Return an axis of x with its limits of y, the number of pairs beyond it, and the density along it."""
+    beyond, density = pairs_beyond(stats.moments.sum(0), axis.limits), density_data(stats, axis, y)
+    return {"limits": axis.limits, "width": axis.linear_width, "y": y, "beyond": beyond, "density": density}
 
 
 def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
         "sigma": scale and scale.sigma_p50,
         "spread": scale and scale.spread,
         "bent": None if card.linear is None else 1 - card.linear,
-        **{name: tails and getattr(tails, name) for name in ("kurtosis", "largest", "median")},
+        **{name: tails and getattr(tails, name) for name in ("largest", "median")},
         "channel_share": tails and sum(channel.share for channel in tails.channels),
         "massive": tails and tails.massive,
         "massive_channels": None,
@@ -113,13 +115,10 @@ def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
     return of_site
 
 
-def fit_data(fit: CurveFit, axis: XAxis) -> dict[str, Any]:
-    """Return a fit's numbers, and the curve and its derivative at points spaced evenly along the axis."""
-    data = {name: as_json(getattr(fit, name)) for name in _OF_A_FIT}
-    if fit.degenerate:
-        return data
+def line_data(fit: CurveFit, axis: XAxis) -> dict[str, Any]:
+    """Return a fitted curve and its derivative at points spaced evenly along an axis."""
     x = torch.from_numpy(axis.evenly(LINE_POINTS))
-    return data | {"line": packed(fit(x), "f4"), "derivative": packed(fit.derivative(x), "f4")}
+    return {"line": packed(fit(x), "f4"), "derivative": packed(fit.derivative(x), "f4")}
 
 
 def nodes_data(nodes: Nodes) -> dict[str, Any]:
@@ -129,14 +128,14 @@ def nodes_data(nodes: Nodes) -> dict[str, Any]:
     return columns | {"total": float(nodes.total[0])}
 
 
-def density_data(stats: PairStats, scales: Scales) -> dict[str, Any]:
-    """Return pairs per pixel on a logarithmic scale of 254 levels, column by column from the first filled row."""
-    counts = image(stats, scales.x.evenly(COLUMNS + 1), np.linspace(*scales.y, ROWS + 1))
-    most = max(float(counts.max()), 1.0)
+def density_data(stats: PairStats, axis: XAxis, y: Limits) -> dict[str, Any]:
+    """Return pairs per pixel on a logarithmic scale of levels from 1, column by column from the first filled row."""
+    counts = image(stats, axis.evenly(COLUMNS + 1), np.linspace(*y, ROWS + 1))
+    most = max(round(float(counts.max())), 2)
+    filled = counts >= _FEWEST
     with np.errstate(divide="ignore"):
-        levels = 1 + np.floor(_LEVELS * np.log(counts / _FEWEST) / math.log(most / _FEWEST))
-    levels = np.where(counts >= _FEWEST, np.clip(levels, 1, 1 + _LEVELS), 0).astype(np.uint8)
-    filled = levels > 0
+        levels = 1 + np.floor(_LEVELS * np.log(counts) / math.log(most))
+    levels = np.where(filled, np.clip(levels, 1, 1 + _LEVELS), 0).astype(np.uint8)
     first = np.where(filled.any(0), filled.argmax(0), 0)
     length = np.where(filled.any(0), ROWS - filled[::-1].argmax(0) - first, 0)
     columns = [levels[begin : begin + rows, at] for at, (begin, rows) in enumerate(zip(first, length, strict=True))]
@@ -145,7 +144,6 @@ def density_data(stats: PairStats, scales: Scales) -> dict[str, Any]:
         "length": packed(length, "u1"),
         "levels": packed(np.concatenate(columns), "u1"),
         "most": most,
-        "fewest": _FEWEST,
     }
 
 
@@ -175,7 +173,7 @@ def tokens_data(stats: PairStats, elements: int) -> dict[str, Any]:
         "key": [f"{int(key):x}" for sample, number in parts for key in sample.key[:number]],
         "sigma": packed(sigma, "f4"),
         "offset": packed(offset, "f4"),
-        "y": packed_halves(y),
+        "y": packed_scaled(y),
     }
     if x.size and np.abs(offset[:, None] + sigma[:, None] * y - x).max() > 1e-3 * np.abs(x).max():
         data["x"] = packed(x, "f4")  # a user's own formula, which is no line
@@ -234,7 +232,7 @@ def _points(x: Array, y: Array) -> dict[str, Any]:
 
 Packed: TypeAlias = dict[str, str]
 
-_LARGEST_HALF = 6e4  # float16 ends at 65,504
+_MISSING = -32768  # in place of NaN
 
 
 def packed(values: Any, kind: str) -> Packed:
@@ -247,9 +245,11 @@ def packed(values: Any, kind: str) -> Packed:
     return {"kind": kind, "bytes": base64.b64encode(array.tobytes()).decode("ascii")}
 
 
-def packed_halves(values: NDArray[np.floating[Any]]) -> Packed:
-    """Encode floats as float16, or as float32 if one of them is too large."""
-    return packed(values, "f2" if np.abs(values).max(initial=0) < _LARGEST_HALF else "f4")
+def packed_scaled(floats: Any) -> dict[str, Any]:
+    """Encode floats as multiples of a 32,767th of the largest one, in 16 bits."""
+    values = np.asarray(floats, np.float64)
+    scale = float(np.nanmax(np.abs(values), initial=1e-30)) / 32767
+    return packed(np.where(np.isnan(values), _MISSING, np.round(values / scale)), "i2") | {"scale": scale}
 
 
 PATCHES, FRAMES, WORDS, NOWHERE = "patches", "frames", "words", ""
@@ -329,7 +329,7 @@ def site_inputs(inputs: Sequence[KeptInput], site: NormSite, card: NormCard) -> 
         if card.linear_up_to is not None:
             edge, shares = tokens.tail(card.linear_up_to)
             if abs(edge / card.linear_up_to - 1) < _OFF_BY:
-                tail_from, tail = edge, packed(shares, "f2")
+                tail_from, tail = edge, packed_scaled(shares)
         places = asdict(places_of(tokens.shape, kept.preview, site))
         sigma, offset = packed(tokens.sigma, "f4"), packed(tokens.shift, "f4")
         data.append({"shape": tokens.shape, "places": places, "sigma": sigma, "offset": offset, "tail": tail})

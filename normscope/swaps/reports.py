@@ -290,6 +290,7 @@ class HealReport(_AboutNetwork):
         no_quality: reason why there is none.
         about: model, weights and held-out data; empty for a plain module.
         measure: of all errors: ``KL divergence`` of logits, in nats, or ``relative L2`` of other outputs.
+        before_training: median error on the inputs that decide, before the first step; None if it was not finite.
     """
 
     drifts: Mapping[str, Mapping[str, float]]
@@ -306,6 +307,7 @@ class HealReport(_AboutNetwork):
     no_quality: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
     measure: str = "relative L2"
+    before_training: float | None = None
 
     _properties: ClassVar[tuple[str, ...]] = ("restored",)
 
@@ -318,6 +320,11 @@ class HealReport(_AboutNetwork):
     def restored(self) -> bool:
         """True if the network has its start values, because nothing lowered the held-out median."""
         return self.left_with == START
+
+    @property
+    def training_kept(self) -> bool:
+        """True if a state of the training was kept; otherwise ``trained`` in the drifts is the state before it."""
+        return any(check.kept for check in self.checks)
 
     @property
     def before(self) -> Mapping[str, float]:

@@ -154,6 +154,7 @@ def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
 
 
 _NAMES = {START: "start values", CALIBRATED: "calibrated", TRAINED: "trained"}
+_NONE_KEPT = "training, no state kept"
 
 
 def healing_table(report: HealReport) -> Table:
@@ -164,7 +165,7 @@ def healing_table(report: HealReport) -> Table:
         return [f"{value:.3g}" if math.isfinite(value) else "not finite" for value in values]
 
     columns: list[Column[str]] = [
-        words("after", lambda stage: _NAMES[stage]),
+        words("after", lambda stage: _NAMES[stage] if stage != TRAINED or report.training_kept else _NONE_KEPT),
         Column("steps", lambda stage: str(report.steps) if stage == TRAINED else ""),
         *several(("10 %", "median", "90 %"), drifts),
         Column("closed", lambda stage: "" if stage == START else f"{report.closed_after(stage):.1%}"),

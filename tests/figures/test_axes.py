@@ -1,5 +1,6 @@
-"""The axis of x, and E[y|x] along it, of sums that are made by hand."""
+"""Axes of x and what lies beyond them, against the raw pairs; and E[y|x] of sums that are made by hand."""
 
+import dataclasses
 import math
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
-from normscope.figures.axes import XAxis, mean_line, x_axis
+from normscope.figures.axes import XAxis, mean_line
 from normscope.figures.scurves import plot
 
 
@@ -23,75 +24,110 @@ def moments_of(x, y):
     return torch.stack([torch.zeros(len(places), dtype=torch.float64).index_add(0, which, row) for row in rows])
 
 
-@pytest.fixture(scope="module")
-def massive():
-    """What large networks have: one channel of one token in a hundred reaches hundreds of times beyond the others."""
-    x = torch.randn(8, 100, 64, generator=torch.Generator().manual_seed(0))
-    x[:, 0, 7] = 400 + 20 * torch.arange(8.0)
-    return normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
-
-
 def panels(figure):
     return [ax for ax in figure.axes if ax.get_visible()]
 
 
-def test_massive_activations_have_an_asinh_axis_that_says_so(massive):
-    figure = plot(massive, normscope.fit(massive))
-    for ax in panels(figure):
-        assert ax.get_xscale() == "asinh"
-        assert not [child for child in ax.child_axes if child.get_xlim()[1] > 64]  # a colour bar, and no inset
-        low, high = ax.get_xlim()
-        assert high >= 540 and low == -high
-        left, right = (ax.transAxes.inverted().transform(ax.transData.transform((x, 0)))[0] for x in (-3, 3))
-        assert right - left > 0.2  # that hold 99.7 % of the pairs, in 0.5 % of a linear axis
-    assert panels(figure)[-1].get_xlabel() == "norm input x (asinh scale)"
-    ticks = [label.get_text() for label in panels(figure)[0].get_xticklabels()]
-    assert {"0", "100", "−100"} <= set(ticks)
-    linear = plot(massive, xscale="linear")
-    assert [ax.get_xscale() for ax in panels(linear)] == ["linear"] * 3
-    assert panels(linear)[-1].get_xlabel() == "norm input x"
+def texts(ax):
+    return [text.get_text().replace("\n", " ") for text in ax.texts]
 
 
-def test_the_density_stands_where_its_pairs_are_on_an_asinh_axis(massive):
-    ax = panels(plot(massive, rows="density"))[0]
-    (image,) = ax.images
-    counts = image.get_array().filled(0)
-    assert counts.sum() == pytest.approx(massive.stats["0"].n_pairs, rel=1e-6)
-    assert image.get_transform().contains_branch(ax.transAxes) and image.get_extent() == [0, 1, 0, 1]
-    low, high = np.arcsinh(np.array(ax.get_xlim()) / ax.xaxis.get_transform().linear_width)
-    share = (np.arcsinh(1 / ax.xaxis.get_transform().linear_width) - low) / (high - low)
-    x = np.random.default_rng(0).normal(size=10**6)
-    right = counts[:, round(share * counts.shape[1]) :].sum() / counts.sum()
-    # A pixel about 1 is 0.02 wide, and a cell of the counts an eighth octave.
-    assert right == pytest.approx((x > 1).mean(), abs=0.015)
+def bar(ax):
+    """The range of 99 % of the pairs, drawn on the axis of x."""
+    (line,) = (line for line in ax.get_lines() if line.get_transform() == ax.get_xaxis_transform())
+    return line.get_xdata()
 
 
-def test_a_tokens_line_is_bent_as_the_axis_is_and_stays_its_own(massive):
-    ax = panels(plot(massive, rows="token"))[0]
-    (lines,) = (one for one in ax.collections if hasattr(one, "get_segments"))
-    for segment, sigma in zip(lines.get_segments(), lines.get_array(), strict=True):
-        assert len(segment) > 20
-        slopes = np.diff(segment[:, 1]) / np.diff(segment[:, 0])
-        np.testing.assert_allclose(slopes, 1 / sigma, rtol=2e-3)  # samples are kept in float32
+@pytest.fixture(scope="module")
+def tokens():
+    """Tokens of different scales, and what large networks have: one channel of a few tokens reaches far beyond."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 100, 64, generator=draw) * torch.exp(0.7 * torch.randn(8, 100, 1, generator=draw))
+    x[:, 0, 7] = 400 + 20 * torch.arange(8.0)
+    return x
 
 
-def test_auto_is_linear_where_a_tenth_of_the_width_holds_less():
-    x = np.concatenate([np.linspace(-1, 1, 980), np.linspace(5, 8, 20)])
-    far = np.concatenate([np.linspace(-1, 1, 999), [100.0]])
-    near, wide = ([moments_of(x, x)], 8.0), ([moments_of(far, far)], 100.0)
-    assert x_axis(*near, "auto").linear_width is None and x_axis(*wide, "linear").linear_width is None
-    assert x_axis(*wide, "auto").linear_width == pytest.approx(0.9, abs=0.01)  # nine tenths of the pairs
-    assert x_axis(*near, "asinh").linear_width is not None
-    with pytest.raises(UsageError, match="no scale of x 'log'"):
-        x_axis(*near, "log")
+@pytest.fixture(scope="module")
+def seen(tokens):
+    return normscope.capture(nn.Sequential(nn.LayerNorm(64)), [tokens])
 
 
-def test_places_are_evenly_apart_on_paper():
-    axis = XAxis((-50.0, 50.0), 0.5)
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 100.0], ids=["at |αx| = 3", "at 99 % of the pairs, however steep the curve"])
+def test_a_linear_axis_ends_where_the_curve_saturates_and_counts_the_pairs_beyond(tokens, seen, fits, alpha):
+    ends = {"tanh": alpha, "isru": 1.0}  # tanh decides
+    fits = [dataclasses.replace(fit, alpha=ends[fit.curve]) for fit in fits]
+    ax, *others = panels(plot(seen, fits))
+    assert {other.get_xlim() for other in others} == {ax.get_xlim()}
+    assert (ax.get_xscale(), ax.get_xlabel(), others[-1].get_xlabel()) == ("linear", "", "norm input x")
+    low, high = ax.get_xlim()
+    end = max(3 / alpha, np.quantile(tokens.abs().numpy(), 0.99))
+    assert low == -high and end * (1 - 2**-6) <= high <= end * (1 + 2**-5)  # an edge of the bins
+    beyond = int((tokens.abs() > high).sum())
+    assert f"{beyond} pairs beyond" in texts(ax) and beyond >= 8
+    assert not any("beyond" in text for other in others for text in texts(other))
+    assert ax.images[0].get_array().sum() == pytest.approx(tokens.numel() - beyond, rel=1e-3)
+    assert ax.get_ylim()[1] >= float(fits[0](torch.tensor([high])))
+    np.testing.assert_allclose(bar(ax), np.quantile(tokens.numpy(), [0.005, 0.995]), rtol=0.03)
+
+
+@pytest.mark.parametrize("look", [{}, {"xscale": "asinh"}, {"xscale": "symlog"}], ids=["no fits", "asinh", "symlog"])
+def test_every_pair_is_on_the_other_axes(tokens, seen, fits, look):
+    ax, *others = panels(plot(seen, fits if look else (), **look))
+    scale = look.get("xscale", "linear")
+    assert {one.get_xscale() for one in (ax, *others)} == {scale}
+    assert others[-1].get_xlabel() == ("norm input x" if scale == "linear" else f"norm input x ({scale} scale)")
+    assert ax.get_xlim()[1] == pytest.approx(1.06 * float(tokens.abs().max()))
+    assert ax.images[0].get_array().sum() == pytest.approx(tokens.numel(), rel=1e-6)
+    assert not any("beyond" in text for text in texts(ax))
+    with pytest.raises(UsageError, match="no scale of x 'auto'"):
+        plot(seen, fits, xscale="auto")
+
+
+def test_straight_fits_end_no_axis():
+    x = nn.functional.layer_norm(torch.randn(8, 50, 64, generator=torch.Generator().manual_seed(0)), (64,))
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
+    fits = normscope.fit(seen, "tanh")
+    assert fits[0].curve == "tanh" and fits[0].straight
+    ax = panels(plot(seen, fits))[0]
+    assert ax.get_xlim()[1] == pytest.approx(1.06 * float(x.abs().max()))
+    assert "straight" in texts(ax)
+
+
+def test_an_inset_enlarges_the_pairs_of_a_wide_panel(seen, fits):
+    inside = {
+        look: panels(plot(seen, rows="density", **dict(look)))[0].child_axes
+        for look in ((), (("share_axes", True),), (("width", 2.0),), (("xscale", "asinh"),))
+    }
+    assert [len(axes) for axes in inside.values()] == [1, 0, 0, 0]
+    (inset,) = inside[()]
+    assert inset.get_xlim()[1] < 10 and inset.get_xscale() == "linear"
+
+
+def test_a_tokens_line_bends_as_the_axis_does_and_stays_its_own(seen):
+    for scale in ("asinh", "symlog"):
+        ax = panels(plot(seen, rows="token", xscale=scale))[0]
+        (lines,) = (one for one in ax.collections if hasattr(one, "get_segments"))
+        for segment, sigma in zip(lines.get_segments(), lines.get_array(), strict=True):
+            assert len(segment) > 20
+            slopes = np.diff(segment[:, 1]) / np.diff(segment[:, 0])
+            np.testing.assert_allclose(slopes, 1 / sigma, rtol=2e-3)  # samples are kept in float32
+
+
+AXES = [XAxis((-50.0, 50.0)), XAxis((-50.0, 50.0), 0.5), XAxis((-50.0, 50.0), 0.5, symlog=True)]
+
+
+@pytest.mark.parametrize("axis", AXES, ids=["linear", "asinh", "symlog"])
+def test_places_are_evenly_apart_on_paper(axis):
     ax = Figure().subplots()
     axis.set_on(ax, 3.0)
     places = ax.transData.transform(np.stack([axis.evenly(11), np.zeros(11)], 1))[:, 0]
     np.testing.assert_allclose(np.diff(places), np.diff(places)[0], rtol=1e-9)
+    np.testing.assert_allclose(axis.at(axis.along(axis.evenly(11))), axis.evenly(11))
 
 
 @pytest.mark.parametrize("inches", [0.9, 1.3, 2.0, 4.0])
@@ -99,27 +135,28 @@ def test_ticks_do_not_run_into_one_another(inches):
     figure = Figure(figsize=(inches, 2))
     ax = figure.add_axes((0, 0.3, 1, 0.6))
     ax.tick_params(labelsize=6)
-    for reach, linear in ((540.0, 1.2), (9.0, 2.0), (3e5, 0.01), (2.0, 0.05)):
-        XAxis((-reach, reach), linear).set_on(ax, inches)
-        figure.draw_without_rendering()
-        boxes = sorted((t.get_window_extent() for t in ax.get_xticklabels() if t.get_text()), key=lambda box: box.x0)
-        assert len(boxes) >= 1
-        assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
+    for reach, linear in ((540.0, 1.2), (9.0, None), (9.0, 2.0), (3e5, 0.01), (2.0, 0.05), (0.03, None)):
+        for symlog in (False, True):
+            XAxis((-reach, reach), linear, symlog).set_on(ax, inches)
+            figure.draw_without_rendering()
+            shown = [tick for tick in ax.xaxis.get_major_ticks() if abs(tick.get_loc()) <= reach]
+            boxes = sorted((tick.label1.get_window_extent() for tick in shown), key=lambda box: box.x0)
+            assert len(boxes) >= 1
+            assert all(one.x1 < other.x0 for one, other in pairwise(boxes)), (reach, linear, symlog)
 
 
 def test_the_mean_is_not_drawn_across_nearly_empty_bins():
-    x = np.concatenate([np.repeat(np.linspace(-1, 1, 101), 10), [40.0] * 50, np.linspace(50, 99, 31)])
+    x = np.concatenate([np.repeat(np.linspace(-1, 1, 101), 10), [40.0] * 50, np.linspace(50, 99, 31), [300.0] * 99])
     at, mean = mean_line(moments_of(x, 2 * x), XAxis((-100.0, 100.0)), 2.0)
-    known = np.isfinite(at)
-    np.testing.assert_allclose(mean[known], 2 * at[known])
-    assert at[known].max() == 40.0  # and not the 31 pairs beyond
-    (gap,) = np.flatnonzero(~known)
+    finite = np.isfinite(at)
+    np.testing.assert_allclose(mean[finite], 2 * at[finite])
+    assert at[finite].max() == 40.0  # neither the 31 pairs beyond nor those off the axis
+    (gap,) = np.flatnonzero(~finite)
     assert abs(at[gap - 1]) < 1.1 and at[gap + 1] == 40.0
 
 
 def test_every_point_of_the_mean_averages_enough_pairs_nearby():
-    generator = np.random.default_rng(0)
-    x = generator.standard_t(2, 20_000)
+    x = np.random.default_rng(0).standard_t(2, 20_000)
     axis = XAxis((-60.0, 60.0), 0.5)
     at, mean = mean_line(moments_of(x, np.tanh(x)), axis, 2.0)
     at, mean = at[np.isfinite(at)], mean[np.isfinite(mean)]
@@ -142,61 +179,21 @@ def several():
     return normscope.capture(model, [x])
 
 
-def by_row(figure, rows=4):
-    shown = panels(figure)
-    return [shown[row * len(shown) // rows : (row + 1) * len(shown) // rows] for row in range(rows)]
-
-
-def test_shared_axes_have_one_place_for_one_number_in_every_panel(several):
-    fits = normscope.fit(several)
-    shared = plot(several, fits, rows="density,token,channel,residual", share_axes=True)
-    *of_y, residual = by_row(shared)
-    reach = max(float(stats.reach.max()) for stats in several.stats.values())
-    assert {ax.get_xlim() for ax in panels(shared)} == {(-1.06 * reach, 1.06 * reach)}
-    assert len({ax.get_ylim() for row in of_y for ax in row}) == 1
-    low, high = of_y[0][0].get_ylim()
-    largest = max(float(stats.tokens.y.abs().max()) for stats in several.stats.values())
-    assert high > largest and low == -high
-    assert len({ax.get_ylim() for ax in residual}) == 1
-    alone = by_row(plot(several, fits, rows="density,token,channel,residual"))[3]
-    drawn = [np.abs(np.asarray(line.get_ydata(), dtype=float)).max() for ax in residual for line in ax.get_lines()]
-    assert residual[0].get_ylim()[1] == pytest.approx(1.08 * max(drawn))
-    assert len({ax.get_ylim() for ax in alone}) == 3  # not without being asked for
-    # A number has one place on paper, on the asinh axis that one site calls for.
-    assert len({ax.transScale.transform((3.0, 0.0))[0] for ax in panels(shared)}) == 1
-
-
-def test_shared_colours_stand_for_the_same_in_every_panel(several):
-    shared, alone = (plot(several, share_axes=share) for share in (True, False))
-    limits = [[ax.images[0].get_clim() for ax in by_row(figure, 3)[0]] for figure in (shared, alone)]
-    assert set(limits[0]) == {(0.1, max(float(ax.images[0].get_array().max()) for ax in by_row(shared, 3)[0]))}
-    assert len(set(limits[1])) == 3
-    sigmas = [{ax.collections[0].norm.vmin for ax in by_row(figure, 3)[1]} for figure in (shared, alone)]
-    assert [len(found) for found in sigmas] == [1, 3]
-    label = shared.legends[0].get_texts()[0].get_text()
-    assert label == "all pairs (log scale, one for all panels)"
-
-
-def test_nothing_is_enlarged_where_axes_are_shared():
-    """Each centre would be enlarged differently, and what looks alike would not be."""
-    x = torch.randn(8, 100, 64, generator=torch.Generator().manual_seed(0))
-    x[:, :2] *= 12  # tails that reach far, yet over one in a hundred pairs lies in them
-    seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
-    enlarged, shared = (by_row(plot(seen, rows="density", share_axes=share), 1)[0][0] for share in (False, True))
-    assert enlarged.get_xscale() == shared.get_xscale() == "linear"
-    assert len(enlarged.child_axes) == 1 and not shared.child_axes
-
-
-@pytest.mark.parametrize(
-    ("look", "scale"),
-    [({}, "linear"), ({"share_axes": True}, "asinh"), ({"share_axes": True, "xscale": "linear"}, "linear")],
-)
-def test_one_site_that_calls_for_an_asinh_axis_gives_it_to_all(several, look, scale):
-    assert [ax.get_xscale() for ax in panels(plot(several, rows="token", **look))] == [scale] * 3
+def test_shared_axes_are_the_widest_of_all_panels(several):
+    fits, rows = normscope.fit(several), "density,token,channel,residual"
+    shared, alone = (panels(plot(several, fits, rows=rows, share_axes=share)) for share in (True, False))
+    assert {ax.get_xlim() for ax in shared} == {max((ax.get_xlim() for ax in alone), key=lambda limits: limits[1])}
+    assert {ax.get_ylim()[1] for ax in shared[:9]} == {max(ax.get_ylim()[1] for ax in alone[:9])}
+    assert len({ax.get_ylim() for ax in shared[9:]}) == 1 and len({ax.get_ylim() for ax in alone[9:]}) == 3
+    greys, sigmas = (
+        [{limits(ax) for ax in of_figure} for of_figure in (shared[first : first + 3], alone[first : first + 3])]
+        for first, limits in ((0, lambda ax: ax.images[0].get_clim()), (3, lambda ax: ax.collections[0].norm.vmin))
+    )
+    assert [len(found) for found in (*greys, *sigmas)] == [1, 3, 1, 3]
 
 
 def test_the_panels_of_an_overview_share_axes_over_all_networks(several):
-    captures = [several.only("0,1"), several.only("2,")]
+    captures = [several.only("0,1"), several.only([2])]
     shown = [ax for ax in normscope.overview(captures, share_axes=True).axes if ax.images]
     assert len(shown) == 3
     assert len({(ax.get_xlim(), ax.get_ylim(), ax.images[0].get_clim(), ax.get_xscale()) for ax in shown}) == 1

@@ -1,8 +1,7 @@
-"""What the figure of a comparison holds is read from its artists; its file from outside."""
+"""What the figure of a comparison shows of captures and fits that are made for it."""
 
 from dataclasses import replace
 
-import matplotlib.colors
 import numpy as np
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.comparison import labels, plot_comparison
-from normscope.figures.scurves import save_figure
 
 ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
 NAMES = ["n0", "n1", "n2", "n3"]
@@ -38,13 +36,13 @@ def drawn(captures, curves="tanh", **options):
     return fits, plot_comparison(captures, fits, **options)
 
 
-def lines(ax, width=0.9):
-    """The lines of the captures, but not the ceilings."""
-    return [line for line in ax.lines if line.get_linewidth() == width and line.get_linestyle() == "-"]
+def series(ax):
+    """The lines of the captures, without intervals and ceilings: x and y of each."""
+    return [np.asarray(line.get_xydata()).T for line in ax.lines if line.get_lw() == 0.9 and line.get_ls() == "-"]
 
 
-def markers(ax):
-    return [line for line in ax.lines if line.get_marker() not in ("", "None", None)]
+def said(ax):
+    return [text.get_text() for text in ax.texts]
 
 
 @pytest.fixture(scope="module")
@@ -55,84 +53,71 @@ def pair():
 
 def test_each_curve_has_a_column_and_each_number_a_row(pair):
     _, fits, figure = pair
-    assert len(figure.axes) == 6
-    values = (lambda f: f.alpha, lambda f: f.slope, lambda f: f.r2)
-    for number, ax in enumerate(figure.axes):
-        row, column = divmod(number, 2)
-        curve = ("tanh", "isru")[column]
-        for line, own in zip(lines(ax), fits, strict=True):
-            assert list(line.get_ydata()) == [values[row](found) for found in own if found.curve == curve]
-            assert np.allclose(np.round(line.get_xdata()), [0, 1, 2, 3])
+    values = (lambda f: f.alpha, lambda f: f.slope, lambda f: f.r2_cv)
+    for axes, value in zip(np.array(figure.axes).reshape(3, 2), values, strict=True):
+        for ax, curve in zip(axes, ("tanh", "isru"), strict=True):
+            for (x, y), of_capture in zip(series(ax), fits, strict=True):
+                assert list(y) == [value(fit) for fit in of_capture if fit.curve == curve]
+                assert np.allclose(np.round(x), [0, 1, 2, 3])
     assert [ax.get_title() for ax in figure.axes[:2]] == ["tanh", "isru"]
-    assert [figure.axes[n].get_ylabel() for n in (0, 2, 4)] == ["α", "slope at 0", "R²"]
+    assert [figure.axes[n].get_ylabel() for n in (0, 2, 4)] == ["α", "slope at 0", "held-out R²"]
 
 
 def test_the_legend_says_what_differs_and_the_heading_what_does_not(pair):
     _, _, figure = pair
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == ["1  step 1", "2  step 2", "best held-out function of x", "95 %, by folds"]
+    assert texts == ["1  step 1", "2  step 2", "ceiling: held-out R² of the best function of x", "95 % interval"]
     assert figure.get_suptitle() == "net$x_{ · sites matched by name"
-    assert [text.get_text() for text in figure.texts[1:]] == ["dtype: float32 · data: noise"]
+    assert figure.texts[-1].get_text() == "dtype: float32 · data: noise"
     parts = [captured(data=f"noise · timestep {n}", part=f"timestep {n}") for n in (980, 0)]
     assert labels(parts) == ["1  timestep 980", "2  timestep 0"]
     assert drawn(parts)[1].texts[-1].get_text().endswith("data: noise")
     assert labels([captured(), captured()]) == ["1  24 samples", "2  24 samples"]
 
 
-def test_a_straight_fit_is_open_and_has_no_alpha():
+def test_a_straight_fit_is_open_and_stands_at_the_edge_of_the_panel_of_alpha():
     captures = [captured(), captured(spread=0, data="a sphere")]
     fits, figure = drawn(captures)
     assert all(found.straight for found in fits[1])
-    bent, straight = lines(figure.axes[0])
-    assert np.isfinite(bent.get_ydata()).all() and np.isnan(straight.get_ydata()).all()
-    slopes = [m for m in markers(figure.axes[1]) if m.get_color() == straight.get_color()]
-    assert len(slopes) == 4
-    assert {matplotlib.colors.to_hex(m.get_markerfacecolor()) for m in slopes} == {"#ffffff"}
-    assert any("straight" in text.get_text() for text in figure.legends[0].get_texts())
+    bent, straight = series(figure.axes[0])
+    assert np.isfinite(bent).all() and np.isnan(straight[1]).all()
+    for ax in figure.axes:
+        empty = [line for line in ax.lines if line.get_marker() == "s" and line.get_mfc() == ax.get_facecolor()]
+        assert [round(line.get_xdata()[0]) for line in empty] == [0, 1, 2, 3]
+        assert all(line.get_transform() != ax.transData for line in empty) == (ax is figure.axes[0])
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "open: straight, A and α not identified" in legend
 
 
 def test_other_networks_share_their_relative_depth():
     captures = [captured(), captured([f"layer{n}" for n in range(7)], model="other", data="noise")]
     _, figure = drawn(captures)
-    short, long = (line.get_xdata() for line in lines(figure.axes[0]))
+    (short, _), (long, _) = series(figure.axes[0])
     # The lines are moved aside by less than a tenth of the distance of two sites.
     assert np.allclose(short, [0, 1 / 3, 2 / 3, 1], atol=0.1 / 3) and np.allclose(long, np.arange(7) / 6, atol=0.1 / 6)
     assert figure.axes[-1].get_xlabel() == "relative depth of the norm site"
     assert "placement and relative depth" in figure.get_suptitle()
 
 
-def test_nothing_to_draw_is_said():
-    captures = [captured(spread=0), captured(spread=0, scale=2)]
-    _, figure = drawn(captures)
-    assert "no fit with α" in [text.get_text() for text in figure.axes[0].texts]
-    _, figure = drawn([captured(), captured(scale=2)], "free")
-    assert [[text.get_text() for text in ax.texts] for ax in figure.axes] == [
-        ["E[y|x] has no α"], ["E[y|x] has no slope at 0"], []
-    ]  # fmt: skip
+def test_a_panel_without_a_number_says_so():
+    straight = drawn([captured(spread=0), captured(spread=0, scale=2)])[1]
+    assert [said(ax) for ax in straight.axes] == [["no α identified"], [], []]
+    free = drawn([captured(), captured(scale=2)], "free")[1]
+    assert [said(ax) for ax in free.axes] == [["no α identified"], ["no slope at 0 identified"], []]
 
 
-def test_many_curves_go_into_rows_of_four(tmp_path):
+def test_many_curves_go_into_even_rows_with_one_scale():
     captures = [captured(["n0", "n1"]), captured(["n0", "n1"], scale=2)]
     fits = [
-        [replace(found, curve=f"curve {n}", alpha=found.alpha * (n + 1)) for n in range(6) for found in own]
-        for own in (normscope.fit(capture, "tanh") for capture in captures)
+        [replace(found, curve=f"curve {n}", alpha=found.alpha * (n + 1)) for n in range(6) for found in of_capture]
+        for of_capture in (normscope.fit(capture, "tanh") for capture in captures)
     ]
-    figure = plot_comparison(captures, fits)
-    shown = [ax for ax in figure.axes if ax.get_visible()]
-    assert len(shown) == 18
-    titled = {ax.get_title(): ax for ax in shown if ax.get_title()}
+    titled = {ax.get_title(): ax for ax in plot_comparison(captures, fits).axes if ax.get_title()}
     assert list(titled) == [f"curve {n}" for n in range(6)]
-    assert [ax.get_subplotspec().rowspan.start for ax in titled.values()] == [0] * 4 + [3] * 2
-    assert len({ax.get_ylim() for ax in titled.values()}) == 1  # on one scale, which holds them all
-    drawn_alphas = [y for ax in titled.values() for line in lines(ax) for y in line.get_ydata()]
-    low, high = shown[0].get_ylim()
-    assert low < min(drawn_alphas) and max(drawn_alphas) < high
-
-
-def test_one_site_each_is_enough(tmp_path):
-    captures = [captured(["n0"]), captured(["n0"], scale=2, weights="w" * 400)]
-    _, figure = drawn(captures)
-    assert save_figure(figure, tmp_path / "one.png", captures, 40).stat().st_size > 1000
+    assert [ax.get_subplotspec().rowspan.start for ax in titled.values()] == [0] * 3 + [3] * 3
+    [(low, high)] = {ax.get_ylim() for ax in titled.values()}
+    alphas = [y for ax in titled.values() for _, values in series(ax) for y in values]
+    assert low < min(alphas) and max(alphas) < high
 
 
 @pytest.mark.parametrize(("n_captures", "message"), [(1, "two or more captures"), (2, "the fits of 1")])

@@ -1,4 +1,4 @@
-"""Fits over the depth, heat maps of planted massive activations, and curves: artists against their data."""
+"""Fits over the depth, maps of planted massive activations, and curves: figures against their data."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.figures.depth import ALPHAS, plot_curves, plot_depth, plot_tails, shares_of, spread
+from normscope.figures.depth import ALPHAS, mathtext, plot_curves, plot_depth, plot_tails, shares_of, spread
 from normscope.fits.curves.known import BUILT_IN, CURVES
 
 
@@ -32,46 +32,61 @@ def fits(seen):
     return normscope.fit(seen, "tanh,isru")
 
 
+def panels(figure):
+    return np.array(figure.axes).reshape(4, -1)
+
+
+def series(ax, marker):
+    """x and y of what is drawn with a marker, at their places in the data, by x."""
+    points = [line for line in ax.lines if line.get_marker() == marker and line.get_ls() == "None"]
+    return sorted(tuple(line.get_xydata()[0]) for line in points if line.get_transform() == ax.transData)
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_a_line_a_kind_of_site_and_a_row_a_number(seen, fits):
     figure = plot_depth(seen, fits)
-    axes = np.array(figure.axes).reshape(4, 2)
+    axes = panels(figure)
     assert [ax.get_title() for ax in axes[0]] == ["tanh", "isru"]
-    assert [ax.get_ylabel() for ax in axes[:, 0]] == ["A", "α", "R²", "α"]
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == ["A", "α", "held-out R²", "α"]
+    values = (lambda f: f.amplitude, lambda f: f.alpha, lambda f: f.r2_cv)
     for column, curve in enumerate(("tanh", "isru")):
-        for row, value in enumerate((lambda f: f.amplitude, lambda f: f.alpha, lambda f: f.r2)):
-            lines = [line for line in axes[row, column].lines if line.get_marker() in "os"]
-            for line, kind in zip(lines, ("norm1", "norm2"), strict=True):
-                own = [fit for fit in fits if fit.curve == curve and fit.site.endswith(kind)]
-                assert list(line.get_ydata()) == [value(fit) for fit in own]
-                assert list(line.get_xdata()) == [i for i, site in enumerate(seen.sites) if site.name.endswith(kind)]
-    ceilings = [line for line in axes[2, 0].lines if line.get_linestyle() == ":"]
-    assert sorted(y for line in ceilings for y in line.get_ydata()) == sorted(
-        fit.r2_ceiling for fit in fits if fit.curve == "tanh"
-    )
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()][:2] == ["blocks.*.norm1", "blocks.*.norm2"]
+        for marker, kind in zip("os", ("norm1", "norm2"), strict=True):
+            of_kind = [fit for fit in fits if fit.curve == curve and fit.site.endswith(kind)]
+            at = [place for place, site in enumerate(seen.sites) if site.name.endswith(kind)]
+            for row, value in enumerate(values):
+                assert series(axes[row, column], marker) == list(zip(at, map(value, of_kind), strict=True))
+    ceilings = [y for line in axes[2, 0].lines if line.get_ls() == ":" for y in line.get_ydata()]
+    assert sorted(ceilings) == sorted(fit.r2_ceiling for fit in fits if fit.curve == "tanh")
+    assert texts(figure)[:3] == ["*.norm1", "*.norm2", "ceiling: held-out R² of the best function of x"]
+    assert texts(plot_depth(seen, fits, labels="full"))[0] == "blocks.*.norm1"
 
 
 def test_alpha_stands_against_one_over_the_spread_of_the_input(seen, fits):
     # float32 inputs, and a float64 sum of their squares by bin
     assert spread(seen.stats["blocks.0.norm1"]) == pytest.approx(float(noise().double().std(correction=0)), rel=1e-6)
-    axes = np.array(plot_depth(seen, fits).axes).reshape(4, 2)
-    points = [line.get_xydata() for line in axes[3, 0].lines if line.get_marker() in "os"]
-    for own, kind in zip(points, ("norm1", "norm2"), strict=True):
-        of_kind = [fit for fit in fits if fit.curve == "tanh" and fit.site.endswith(kind)]
-        np.testing.assert_allclose(own[:, 0], [1 / spread(seen.stats[fit.site]) for fit in of_kind])
-        np.testing.assert_allclose(own[:, 1], [fit.alpha for fit in of_kind])
-    assert "1 / std" in axes[3, 0].get_xlabel()
+    ax = panels(plot_depth(seen, fits))[3, 0]
+    of_tanh = [fit for fit in fits if fit.curve == "tanh"]
+    expected = sorted((1 / spread(seen.stats[fit.site]), fit.alpha) for fit in of_tanh)
+    np.testing.assert_allclose(sorted(series(ax, "o") + series(ax, "s")), expected)
+    [line] = [line for line in ax.lines if len(line.get_xdata()) == 2]
+    np.testing.assert_allclose(line.get_ydata() / line.get_xdata(), np.median([alpha / x for x, alpha in expected]))
+    assert "1 / std" in ax.get_xlabel()
 
 
-def test_what_is_not_told_is_left_out_and_what_is_none_said():
-    model = nn.Sequential(nn.LayerNorm(8))
+def test_straight_sites_are_open_and_at_the_edge_of_the_panels_of_a_and_alpha():
     token = torch.tensor([[1.0, -1, 2, -2, 3, -3, 4, -4]])
-    seen = normscope.capture(model, [token.repeat(4, 1)])
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [token.repeat(4, 1)])
     figure = plot_depth(seen, normscope.fit(seen, "tanh"))
-    amplitude, alpha, r2, against = figure.axes
-    assert [len(ax.lines[0].get_xdata()) for ax in (amplitude, alpha, r2)] == [0, 0, 1]  # straight
-    assert [text.get_text() for text in against.texts] == ["no α is told"]
+    *_, r2, against = figure.axes
+    for ax in figure.axes[:3]:
+        (mark,) = [line for line in ax.lines if line.get_marker() == "o"]
+        assert mark.get_mfc() == ax.get_facecolor()
+        assert (mark.get_transform() == ax.transData) == (ax is r2)
+    assert [text.get_text() for text in against.texts] == ["no α identified"]
+    assert "open: straight, A and α not identified" in texts(figure)
     with pytest.raises(DataError, match="no fit of a site"):
         plot_depth(seen, [])
 
@@ -97,23 +112,27 @@ def test_a_column_holds_its_sites_shares_and_massive_ones_are_named(massive):
     channels, tokens = figure.axes[:2]
     image = channels.images[0].get_array()
     squares = (x.double() ** 2).sum((0, 1))
-    np.testing.assert_allclose(image[:, 0], squares / squares.sum(), rtol=1e-6)  # float32 inputs
+    np.testing.assert_allclose(image[:, 0], 100 * squares / squares.sum(), rtol=1e-6)  # float32 inputs
     for column in range(3):
-        np.testing.assert_allclose(image[:, column], shares_of(capture, f"norms.{column}"))
+        np.testing.assert_allclose(image[:, column], 100 * shares_of(capture, f"norms.{column}"))
     assert [text.get_text() for text in channels.texts if text.get_text() != "×"] == ["7"]
     assert [text.xy[0] for text in channels.texts if text.get_text() == "×"] == [1, 2]  # the sites that have them
     assert any("massive activations" in text.get_text() for text in figure.texts)
-    assert tokens.get_xlabel() == "norm site, in the order of calls"
+    assert [tick.get_text() for tick in tokens.get_xticklabels()] == ["0", "1", "2"]
 
 
-def test_tokens_of_largest_x_are_counted_by_position(massive):
+def test_the_area_of_a_dot_is_the_number_of_tokens_of_largest_x(massive):
     capture, _ = massive
-    cards = normscope.norm_cards(capture)
-    tokens = plot_tails(capture, cards).axes[1]
-    image = tokens.images[0].get_array().filled(0)
-    assert image.sum(0).tolist() == [16, 16, 16]
-    assert image[0, 1] == image[0, 2] == 16  # the planted first token
-    assert "0" in [text.get_text() for text in tokens.texts]
+    figure = plot_tails(capture, normscope.norm_cards(capture))
+    [dots] = figure.axes[1].collections
+    areas = dots.get_sizes() / dots.get_sizes().max() * 16
+    sites = dots.get_offsets()[:, 0]
+    assert [round(float(areas[sites == site].sum()), 6) for site in range(3)] == [16, 16, 16]
+    planted = {tuple(at): round(float(n)) for at, n in zip(dots.get_offsets().tolist(), areas, strict=True)}
+    assert planted[1, 0] == planted[2, 0] == 16  # the planted first token
+    sizes = [handle.get_markersize() ** 2 for handle in figure.legends[0].legend_handles]
+    assert np.allclose(np.array(sizes) / dots.get_sizes().max() * 16, [1, 4, 16])
+    assert texts(figure) == ["1 token", "4 tokens", "16 tokens"]
 
 
 def test_wide_sites_show_the_largest_channel_of_each_pixel():
@@ -124,7 +143,7 @@ def test_wide_sites_show_the_largest_channel_of_each_pixel():
     image = channels.images[0].get_array()
     each = -(-900 // 200)
     assert image.shape[0] == 900 / each and int(np.argmax(image[:, 0])) == 613 // each
-    assert image.max() == pytest.approx(shares_of(capture, "0").max())
+    assert image.max() == pytest.approx(100 * shares_of(capture, "0").max())
     assert [text.get_text() for text in channels.texts] == ["613"]
 
 
@@ -138,24 +157,35 @@ def shown(figure):
     return [ax for ax in figure.axes if ax.get_visible()]
 
 
-def test_every_curve_has_a_panel_with_its_formula_and_three_scales():
+def test_every_curve_has_a_panel_with_its_typeset_formula_and_three_scales():
     figure = plot_curves()
-    figure.draw_without_rendering()
     axes = shown(figure)
-    assert [ax.get_title(loc="left") for ax in axes] == [curve.name for curve in BUILT_IN]
+    titles = [ax.get_title(loc="left").split("\n") for ax in axes]
+    assert [name for name, _ in titles] == [curve.name for curve in BUILT_IN]
+    assert all(formula.startswith("$") and formula.endswith("$") for _, formula in titles)
     for ax, curve in zip(axes, BUILT_IN, strict=True):
-        written = " ".join(text.get_text() for text in reversed(ax.texts))
-        assert written == f"f(u) = {curve.formula}"
         for line, alpha in zip(ax.lines, ALPHAS, strict=False):
             x = torch.from_numpy(np.asarray(line.get_xdata()))
             np.testing.assert_array_equal(line.get_ydata(), curve.function(alpha * x))
-        assert all(text.get_window_extent().y0 >= ax.get_window_extent().y1 for text in ax.texts)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["α = 0.5", "α = 1", "α = 2"]
+    assert texts(figure) == ["α = 0.5", "α = 1", "α = 2"]
+    assert (axes[0].get_ylabel(), axes[-1].get_xlabel()) == ("f(αx)", "x")
+
+
+def test_a_formula_is_typeset_where_it_can_be():
+    typeset = {
+        "clip(1 / √(1 + u²), −π/2, e^(−u))": r"$\mathrm{clip}(1 / \sqrt{1 + u^{2}},\ {-}\pi /2,\ e^{-u})$",
+        "u/(1+abs(u)**3)**(1/(2+1))": r"$u/(1+\mathrm{abs}(u)^{3})^{1/(2+1)}$",
+        "my_f(u)": r"$\mathrm{my\_f}(u)$",
+        "a^^b$": r"a^^b\$",  # is none
+    }
+    assert {formula: mathtext(formula) for formula in typeset} == typeset
 
 
 def test_curves_can_be_chosen_and_made():
-    axes = shown(plot_curves("dyt,mine=x/(1+abs(x))", width=5.5))
-    assert [ax.get_title(loc="left") for ax in axes] == [CURVES["tanh"].name, "mine"]
-    assert axes[1].texts[0].get_text() == "f(u) = u/(1+abs(u))"
+    long = "long=" + "+".join(["tanh(x)"] * 20)
+    axes = shown(plot_curves(f"dyt,mine=x/(1+abs(x)),{long}", width=5.5))
+    titles = [ax.get_title(loc="left").split("\n") for ax in axes]
+    assert titles[:2] == [[CURVES["tanh"].name, r"$\mathrm{tanh}(u)$"], ["mine", r"$u/(1+\mathrm{abs}(u))$"]]
+    assert titles[2][1].startswith("…")
     with pytest.raises(UsageError, match="no curve 'tangh'"):
         plot_curves("tangh")

@@ -9,8 +9,6 @@ import pytest
 import torch
 from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from PIL import Image
 from torch import nn
@@ -42,7 +40,7 @@ def fits(seen):
 
 @pytest.fixture(scope="module")
 def figure(seen, fits):
-    return plot(seen, fits, xscale="linear")
+    return plot(seen, fits)
 
 
 def shown(figure):
@@ -51,70 +49,125 @@ def shown(figure):
 
 def texts(figure):
     figure.draw_without_rendering()
-    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_text().strip()]
 
 
-def test_titles_and_foot_are_written_as_they_are(figure):
-    axes = shown(figure)
-    assert len(axes) == 6
-    titles = [ax.get_title(loc="left") for ax in axes if ax.get_title(loc="left")]
-    assert titles == [f"{i}  {name}\nLayerNorm d=64\n15,360 pairs" for i, name in enumerate(NAMES)]
-    assert figure.get_suptitle() == "odd$name_{ · 8 samples"
-    assert "weights: random weights, seed 0 · data: noise & <more>" in figure.texts[-1].get_text()
+def foot(figure):
+    return figure.texts[-1].get_text().split("\n")
 
 
-def test_panels_span_every_pair_on_linear_axes(figure, seen):
-    stats = seen.stats[NAMES[0]]
-    reach = float(stats.channel_extremes.abs().max())
-    largest_y = max(float(part.y.abs().max()) for part in (stats.tokens, stats.largest, stats.pairs))
-    for ax in shown(figure)[::2]:
-        for (low, high), most in ((ax.get_xlim(), reach), (ax.get_ylim(), largest_y)):
-            assert low <= -most and high >= most
-        assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "linear")
-        assert len(ax.child_axes) >= 1  # tails reach 30 times beyond the centre: it is enlarged
+def test_what_all_panels_share_is_written_once_and_as_it_is(figure):
+    assert figure.get_suptitle() == "odd$name_{ · random weights · 8 samples"
+    assert foot(figure) == [
+        "Input x of norms, and their output y before the affine step",
+        "LayerNorm, d = 64, 15,360 pairs a panel",
+        "Lines: 80 of 240 tokens, coloured by σ (log scale)",
+        "Above panels: R² on held-out pairs, folds by source; ceiling: that of the best function of x",
+        "weights: random weights, seed 0 · data: noise & <more>",
+    ]
+    assert len(shown(figure)) == 6
 
 
-def test_fitted_curves_are_drawn_where_they_are(figure, fits):
-    ax = shown(figure)[0]
-    for found in (one for one in fits if one.site == NAMES[0]):
-        colour, _ = STYLES["light"].looks()[found.curve]
-        line = next(line for line in ax.get_lines() if line.get_color() == colour)
-        np.testing.assert_allclose(line.get_ydata(), found(torch.from_numpy(np.asarray(line.get_xdata()))).numpy())
-
-
-def test_parameters_ceiling_and_bound_are_written_above_the_panel(figure, fits, seen):
+@pytest.mark.parametrize("width", [None, 5.5, 3.25])
+@pytest.mark.parametrize("labels", ["none", "short"])
+def test_headings_have_a_name_and_a_line_of_r2(seen, fits, labels, width):
+    figure = plot(seen, fits, rows="density", labels=labels, width=width)
     figure.draw_without_rendering()
+    for number, ax in enumerate(shown(figure)):
+        of_site = {fit.curve: f"{fit.r2_cv:.3f}" for fit in fits if fit.site == NAMES[number]}
+        above = [text for text in ax.texts if "beyond" not in text.get_text()]
+        assert ax.get_title(loc="left") == ("" if labels == "none" else f"{number}.norm")
+        assert len({text.get_window_extent().y0 for text in above}) == (labels == "short")
+        words = " ".join(text.get_text() for text in above)
+        assert all(r2 in words for r2 in of_site.values()) == (labels == "short")
+        if labels == "short" and width is None:
+            ceiling = next(fit.r2_ceiling for fit in fits if fit.site == NAMES[number])
+            assert words == f"R² tanh {of_site['tanh']} isru {of_site['isru']} ceiling {ceiling:.3f}"
+
+
+def test_full_labels_have_every_number(seen, fits):
+    figure = plot(seen, fits, labels="full")
     density = shown(figure)[0]
-    written = [text.get_text() for text in density.texts]
-    for found in (fit for fit in fits if fit.site == NAMES[0]):
-        assert f"{found.curve}  A {found.amplitude:.3g}  α {found.alpha:.3g}  R² {found.r2:.3f}" in written
-    assert f"best f(x)  R² {fits[0].r2_ceiling:.3f}" in written
-    assert any("R² of the best function of x that was found, folds by source" in text for text in texts(figure))
-    for ax in shown(figure):  # over curves and points none can be read
-        top = ax.get_window_extent().y1
-        assert ax.texts and all(text.get_window_extent().y0 >= top for text in ax.texts)
+    lines = "  ".join(text.get_text() for text in density.texts)
+    assert f"0  {NAMES[0]}" in lines and "LayerNorm d=64  15,360 pairs" in lines
+    for fit in (fit for fit in fits if fit.site == NAMES[0]):
+        numbers = f"A {fit.amplitude:.3g}  α {fit.alpha:.3g}  s {fit.shift:.3g}  R² {fit.r2:.3f}"
+        assert f"{fit.curve}  {numbers}" in lines
+        assert f"held out {fit.r2_cv:.3f}" in lines
+    assert f"ceiling {fits[0].r2_ceiling:.3f}" in lines
+    assert not any("pairs a panel" in line for line in foot(figure))
+
+
+def test_fitted_curves_and_the_bound_are_drawn_where_they_are(figure, seen, fits):
+    ax = shown(figure)[0]
+    for fit in (fit for fit in fits if fit.site == NAMES[0]):
+        colour, _ = STYLES["light"].looks()[fit.curve]
+        line = next(line for line in ax.get_lines() if line.get_color() == colour)
+        np.testing.assert_allclose(line.get_ydata(), fit(torch.from_numpy(np.asarray(line.get_xdata()))).numpy())
     bound = seen.sites[0].bound
     assert bound == pytest.approx(np.sqrt(63))
-    heights = {float(line.get_ydata()[0]) for line in density.get_lines() if line.get_linestyle() == ":"}
-    assert heights == {-bound, bound}
+    assert {float(line.get_ydata()[0]) for line in ax.get_lines() if line.get_linestyle() == ":"} == {-bound, bound}
 
 
-def test_without_a_title_the_file_still_says_what_it_shows(seen, fits, tmp_path):
+@pytest.mark.parametrize("title", [None, "none"])
+@pytest.mark.parametrize("suffix", ["txt", "tex"])
+def test_a_caption_goes_into_a_file_beside_the_figure(seen, fits, tmp_path, suffix, title):
+    figure = plot(seen, fits, caption=suffix, title=title)
+    assert not [text for text in texts(figure) if "noise" in text or "pairs a panel" in text]
+    path = save_figure(figure, tmp_path / "figure.png", seen, dpi=40)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["figure.png", f"figure.{suffix}"]
+    caption = path.with_suffix(f".{suffix}").read_text(encoding="utf-8")
+    expected = {
+        "txt": ("odd$name_{ · random weights · 8 samples. Input x", "d = 64,", "R² on", "data: noise & <more>.\n"),
+        "tex": (r"\caption{odd\$name\_\{ $\cdot$", "R$^{2}$ on", r"$\cdot$ data: noise \& $<$more$>$.}"),
+    }
+    assert all(part in caption for part in expected[suffix])
+
+
+def test_without_a_title_the_file_still_names_its_data(seen, fits, tmp_path):
     bare = plot(seen, fits, title="none")
     written = " ".join(texts(bare))
-    assert "odd$name_{" not in written and "noise" not in written
+    assert "odd$name_{" not in written and "noise" not in written and "random weights, seed 0" in written
     with Image.open(save_figure(bare, tmp_path / "bare.png", seen, dpi=40)) as image:
         assert json.loads(image.text["Description"])["data"] == "noise & <more>"
 
 
-def test_one_panel_goes_into_axes_of_ones_own(seen, fits):
-    mine = Figure()
+@pytest.mark.parametrize("row", ["density", "token", "channel", "residual"])
+def test_one_panel_goes_into_your_axes_and_stays_inside(seen, fits, row):
+    mine = Figure(figsize=(6, 3), layout="constrained")
     ax, other = mine.subplots(1, 2)
-    assert plot(seen, fits, sites=NAMES[1], rows="density", ax=ax) is mine
-    assert ax.images and not other.has_data()
-    assert ax.get_title(loc="left").startswith(f"1  {NAMES[1]}")
-    with pytest.raises(UsageError, match="ax takes one row of one site, but there are 3 rows of 2 sites"):
-        plot(seen, fits, ax=ax)
+    assert plot(seen, fits, layers=[1], rows=row, ax=ax) is ax
+    mine.draw_without_rendering()
+    assert ax.has_data() and not other.has_data() and not mine.legends and not mine.texts
+    words = [text.get_text() for text in ax.texts if "beyond" not in text.get_text()]
+    assert words[0] == "1.norm" and len(words) == 3 and all("R² 0." in text for text in words[1:])
+    box = ax.get_window_extent()
+    assert all(box.contains(*corner) for text in ax.texts for corner in text.get_window_extent().corners())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"ax": Figure().subplots()}, "ax takes one row of one site, but there are 3 rows of 2 sites"),
+        ({"rows": "chanel"}, r"no colouring 'chanel'\. Did you mean 'channel'"),
+        ({"layers": "0"}, r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python"),
+        ({"labels": "shrt"}, "no kind of labels 'shrt'. Did you mean 'short'"),
+        ({"caption": "tx"}, "no kind of caption 'tx'"),
+        ({"font": "DejaVu Sens"}, "no font 'DejaVu Sens'. Did you mean 'DejaVu Sans'"),
+        ({"capture": []}, r"normscope.plot takes a Capture; normscope.capture\(network\) makes one"),
+        ({"capture": nn.LayerNorm(8)}, "normscope.plot takes a Capture"),
+        ({"widht": 5.5}, "no option of a figure 'widht'. Did you mean 'width'"),
+    ],
+)
+def test_mistakes_are_refused(seen, fits, change, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        plot(**{"capture": seen, "fits": fits, **change})
+
+
+def test_all_letters_are_of_the_font(seen, fits):
+    for figure in (plot(seen, fits, font="DejaVu Serif"), plot(seen, fits, font="DejaVu Serif", compact=True)):
+        figure.draw_without_rendering()
+        assert {text.get_fontfamily()[0] for text in figure.findobj(matplotlib.text.Text)} == {"DejaVu Serif"}
 
 
 def test_tokens_are_straight_lines_of_slope_one_over_sigma(figure, seen):
@@ -127,31 +180,17 @@ def test_tokens_are_straight_lines_of_slope_one_over_sigma(figure, seen):
 
 
 def test_what_is_drawn_does_not_grow_with_the_pairs():
-    few, many = (plot(capture, normscope.fit(capture)) for capture in map(steps, (250, 8000)))
-    for kind, number in drawn(many).items():
-        assert 0 < number < 1.02 * drawn(few)[kind], kind
-    for artist in few.findobj(lambda one: isinstance(one, PathCollection | LineCollection)):
-        assert artist.get_rasterized()
-    vectors = [line for line in few.findobj(Line2D) if not line.get_rasterized()]
-    assert max(len(line.get_xdata()) for line in vectors) <= 600  # a curve
-
-
-def steps(n_tokens):
-    """A capture of tokens whose elements are of few values, so that a few tokens fill every bin of it."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.linspace(-3, 3, 14).sinh()
-    x = values[torch.randint(len(values), (n_tokens, 32), generator=generator)]
-    return normscope.capture(nn.Sequential(nn.LayerNorm(32)), x.split(50))
-
-
-def drawn(figure):
-    """How many points each kind of artist holds."""
-    return {
-        "lines": sum(len(line.get_xdata()) for line in figure.findobj(Line2D)),
-        "points": sum(len(points.get_offsets()) for points in figure.findobj(PathCollection)),
-        "tokens": sum(len(lines.get_segments()) for lines in figure.findobj(LineCollection)),
-        "pixels": sum(image.get_array().size for image in figure.findobj(AxesImage)),
-    }
+    draw = torch.Generator().manual_seed(0)
+    points = []
+    for n_tokens in (250, 8000):  # of few values, so that a few tokens fill every bin
+        x = torch.linspace(-3, 3, 14).sinh()[torch.randint(14, (n_tokens, 32), generator=draw)]
+        seen = normscope.capture(nn.Sequential(nn.LayerNorm(32)), x.split(50))
+        figure = plot(seen, normscope.fit(seen))
+        scattered = figure.findobj(lambda artist: isinstance(artist, PathCollection | LineCollection))
+        assert all(artist.get_rasterized() for artist in scattered)
+        lines = [len(line.get_xdata()) for line in figure.findobj(Line2D)]
+        points.append([sum(lines), sum(len(artist.get_paths()) + len(artist.get_offsets()) for artist in scattered)])
+    assert all(0 < many < 1.02 * few for few, many in zip(*points, strict=True))
 
 
 def test_the_density_holds_every_pair(seen):
@@ -176,12 +215,6 @@ def test_the_tallest_pair_is_on_the_panel_although_no_sample_holds_it():
     assert shown(plot(seen))[0].get_ylim()[1] >= y
 
 
-def test_rows_can_be_chosen(seen, fits):
-    assert len(shown(plot(seen, fits, rows="channel"))) == 2
-    with pytest.raises(UsageError, match=r"no colouring 'chanel'\. Did you mean 'channel'"):
-        plot(seen, fits, rows="chanel")
-
-
 def test_degenerate_straight_and_empty_sites_are_said_so():
     names = ("constant", "straight", "empty")
     model = nn.ModuleDict({name: nn.LayerNorm(8) for name in names})
@@ -191,9 +224,10 @@ def test_degenerate_straight_and_empty_sites_are_said_so():
     fits = normscope.fit(seen, "tanh")
     constant, _, empty = fits
     assert constant.degenerate and empty.degenerate and empty.n_pairs == 0 and empty.r2_ceiling is None
-    written = texts(plot(seen, fits))
-    assert written.count("tanh: nothing to fit") == 2
-    assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", " | ".join(written))
+    figures = {labels: " | ".join(texts(plot(seen, fits, labels=labels))) for labels in ("short", "full")}
+    assert [written.count("nothing to fit") for written in figures.values()] == [2, 2]
+    assert re.search(r"tanh  slope 0\.\d+, straight  R² 1\.000", figures["full"])
+    assert "R² | tanh 1.000 | straight" in figures["short"]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
@@ -217,26 +251,20 @@ def test_files_say_what_they_show(figure, seen, tmp_path, kind):
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("kind", ["png", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("svg", "pdf"))])
-def test_a_figure_is_laid_out_and_drawn_once(seen, fits, tmp_path, kind, monkeypatch):
-    """Its file is the one that matplotlib makes, which draws all of it a second time."""
+@pytest.mark.parametrize("kind", ["png", pytest.param("pdf", marks=pytest.mark.slow)])
+def test_a_figure_is_drawn_once_as_matplotlib_does_which_draws_it_twice(seen, fits, tmp_path, kind):
     done = []
-    execute = ConstrainedLayoutEngine.execute
-    monkeypatch.setattr(ConstrainedLayoutEngine, "execute", lambda *given: done.append("layout") or execute(*given))
-    figure, other = (plot(seen, fits, sites=NAMES[1]) for _ in range(2))
+    figure, other = (plot(seen, fits, layers=NAMES[1]) for _ in range(2))
     engine, canvas, dpi = figure.get_layout_engine(), figure.canvas, figure.dpi
-    figure.canvas.mpl_connect("draw_event", lambda event: done.append("draw"))
+    figure.canvas.mpl_connect("draw_event", done.append)
     path = save_figure(figure, tmp_path / f"figure.{kind}", seen, dpi=60)
-    assert done == ["layout", "draw"]
+    assert len(done) == 1
     assert (figure.get_layout_engine(), figure.canvas, figure.dpi) == (engine, canvas, dpi)
-    dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}):
-        other.savefig(tmp_path / f"other.{kind}", dpi=60, metadata=dates)
+    other.savefig(tmp_path / f"other.{kind}", dpi=60)
     for ours, theirs in zip(shown(figure), shown(other), strict=True):
         np.testing.assert_allclose(ours.get_position().bounds, theirs.get_position().bounds, rtol=0, atol=1e-12)
     if kind == "png":
-        pixels = [np.asarray(Image.open(file)) for file in (path, tmp_path / "other.png")]
-        assert np.array_equal(*pixels)
+        assert np.array_equal(*(np.asarray(Image.open(file)) for file in (path, tmp_path / "other.png")))
 
 
 def test_many_sites_are_broken_into_blocks(fits):
@@ -247,10 +275,8 @@ def test_many_sites_are_broken_into_blocks(fits):
     assert figure.get_figwidth() < 16
 
 
-@pytest.mark.parametrize("width", [None, pytest.param(5.5, marks=pytest.mark.slow)])
-def test_no_number_of_pairs_is_cut(width):
-    seen = normscope.capture(normscope.load("demo_vit", limit=8, device="cpu"), layers="0,6,9,norm")
-    figure = normscope.plot(seen, normscope.fit(seen), width=width)
-    heads = [ax.get_title(loc="left").split("\n") for ax in figure.axes if "pairs" in ax.get_title(loc="left")]
-    assert len(heads) == 4
-    assert all(lines[-1].startswith("8,192 pairs") and "…" not in lines[-1] for lines in heads)
+def test_points_of_a_vector_graphic_have_300_dots_an_inch(seen, tmp_path):
+    figure = plot(seen.only([0]), rows="channel", width=2.5)
+    content = save_figure(figure, tmp_path / "figure.pdf", seen, dpi=20).read_bytes()
+    inches = shown(figure)[0].get_window_extent().width / figure.dpi
+    assert max(int(width) for width in re.findall(rb"/Width (\d+)", content)) > 300 * 0.6 * inches

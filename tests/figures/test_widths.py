@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
 from torch import nn
 
@@ -213,6 +213,21 @@ def check_letters(figure):
     assert [text for text, box in boxes if min(box.p0) < -1 or box.x1 > right + 1 or box.y1 > top + 1] == []  # none cut
     assert overlapping(boxes) == []
     assert "sha256" not in said(figure) and "0123456789ab" not in said(figure)
+    check_contrast(figure)
+
+
+def check_contrast(figure):
+    """Check that letters stand out, by the Web Content Accessibility Guidelines' ratio."""
+    behind = luminance(figure.get_facecolor())
+    for text in written(figure):
+        low, high = sorted((behind, luminance(text.get_color())))
+        assert (high + 0.05) / (low + 0.05) >= 4.5 or text.get_color() == "none", (text.get_text(), text.get_color())
+
+
+def luminance(colour):
+    rgb = np.array(to_rgb(colour))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
 
 
 def overlapping(boxes):
@@ -231,4 +246,6 @@ def test_widths_and_styles(drawn, name):
     with pytest.raises(UsageError, match="no style 'drak'"):
         drawn[name](style="drak")
     if name not in TWICE:
-        assert to_hex(drawn[name](style="dark").get_facecolor()) == STYLES["dark"].background.lower()
+        figure = drawn[name](style="dark")
+        assert to_hex(figure.get_facecolor()) == STYLES["dark"].background.lower()
+        check_contrast(figure)

@@ -29,7 +29,7 @@ def first_plot(page):
 def test_a_click_over_the_depth_opens_a_site(browser, pages):
     page = browser.open(pages.one)
     plot = page.driver.find_elements(By.CSS_SELECTOR, ".strip .plot")[0]
-    at = page.run("const p = [...Plot.all].find((p) => p.host === arguments[0]); return p.across(1)", plot)
+    at = page.run("const p = [...Plot.all.values()].find((p) => p.host === arguments[0]); return p.across(1)", plot)
     box = page.run("const b = arguments[0].getBoundingClientRect(); return [b.width, b.height]", plot)
     chain = ActionChains(page.driver).move_to_element_with_offset(plot, at - box[0] / 2, 0).perform()
     assert chain is None and "second" in page.texts(".tip:not([hidden]) div")[0]
@@ -57,11 +57,12 @@ def test_colours_scales_and_curves_redraw_what_they_name(page):
     assert page.run("return [state.colour, state.scale, [...state.hidden].join()]") == ["channel", "asinh", "isru"]
 
 
-def test_hovering_names_the_pair(page, seen):
+def test_hovering_names_the_pair(browser, pages, seen):
+    page = browser.open(pages.one, f"{FIRST}&x=asinh")
     plot = first_plot(page)
     tokens = seen.stats["first"].largest
     spot = page.run(
-        """const plot = [...Plot.all].find((p) => p.host === arguments[0]);
+        """const plot = [...Plot.all.values()].find((p) => p.host === arguments[0]);
         const {x} = pointsOf(open.site);
         const at = [...x.keys()].sort((a, b) => x[b] - x[a])[0];
         return [plot.across(x[at]) - plot.width / 2, plot.upwards(pointsOf(open.site).y[at]) - plot.high / 2]""",
@@ -92,45 +93,9 @@ def test_a_pick_lights_up_in_every_site(page):
     assert page.texts(".results button") and all(text.startswith("sample 2") for text in page.texts(".results button"))
 
 
-def test_dots_are_those_that_the_canvas_draws_itself(page):
-    """Half-covered pixels, overlapping dots, dots beyond the edges; on a screen of two dots to the pixel."""
-    off, most = page.run("""
-        const canvas = element("canvas", {width: 160, height: 120});
-        const axes = {x: new Axis(-3, 4, {linear: 0.3}), y: new Axis(-2, 2)};
-        const plot = {canvas, width: 80, box: {left: 5, top: 4, width: 70, height: 50}, ...axes};
-        const x = Array.from({length: 300}, (_, at) => 4 * Math.sin(7 * at));
-        const y = Array.from(x, (value, at) => value / 2 + Math.cos(at));
-        const of = Int32Array.from(x, (_, at) => at % 4 - 1);
-        const colours = ["#e69f00", "rgb(68,1,84)", "#0072b2"];
-        const drawn = (paint) => {
-            const context = canvas.getContext("2d");
-            context.reset();
-            context.scale(2, 2);
-            context.beginPath();
-            context.rect(5, 4, 70, 50);
-            context.clip();
-            paint(context);
-            return Array.from(context.getImageData(0, 0, 160, 120).data);
-        };
-        const one = drawn((context) => paintDots(context, plot, x, y, {size: 1.6, colours, of, alpha: 0.6}));
-        const other = drawn((context) => {
-            context.globalAlpha = 0.6;
-            x.forEach((value, at) => {
-                if (of[at] < 0) return;
-                context.fillStyle = colours[of[at]];
-                const left = plot.box.left + plot.x.share(value) * plot.box.width;
-                const top = plot.box.top + (1 - plot.y.share(y[at])) * plot.box.height;
-                context.fillRect(left - 0.8, top - 0.8, 1.6, 1.6);
-            });
-        });
-        const alpha = (data, at) => data[4 * (at >> 2) + 3] / 255 * (at % 4 < 3 ? data[at] : 255);
-        return [Math.max(...one.map((_, at) => Math.abs(alpha(one, at) - alpha(other, at)))), Math.max(...other)]""")
-    assert most > 200 and off < 12  # of 255: each layer is rounded
-
-
 def test_zoom_and_back(page):
     plot = first_plot(page)
-    limits = "const p = [...Plot.all].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
+    limits = "const p = [...Plot.all.values()].find((p) => p.host === arguments[0]); return [p.x.low, p.x.high]"
     low, high = page.run(limits, plot)
     pointer = ActionChains(page.driver).move_to_element_with_offset(plot, -60, -60)
     pointer.click_and_hold().move_by_offset(120, 90).release().perform()
@@ -154,10 +119,10 @@ def test_two_fingers_zoom_and_one_scrolls(browser, pages):
     page = browser.open(pages.one, f"{FIRST}&x=linear", width=390)
     page.fingers = 0
     page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True, "maxTouchPoints": 2})
-    state = "const p = [...Plot.all][0]; return [p.x.low, p.x.high, p.y.low, p.y.high]"
+    state = "const p = [...Plot.all.values()][0]; return [p.x.low, p.x.high, p.y.low, p.y.high]"
     whole = page.run(state)
     left, top, width, height = page.run(
-        """const p = [...Plot.all][0]; p.host.scrollIntoView({block: "center"});
+        """const p = [...Plot.all.values()][0]; p.host.scrollIntoView({block: "center"});
         const box = p.host.getBoundingClientRect();
         return [box.left + p.box.left, box.top + p.box.top, p.box.width, p.box.height]"""
     )
@@ -240,18 +205,18 @@ def test_tables_are_copied_as_csv(page, fits):
 
 
 def test_figures_are_saved(page):
-    text = page.run("return [...Plot.all][0].asSvg()")
+    text = page.run("return [...Plot.all.values()][0].asSvg()")
     assert text.startswith("<svg") and "data:image/png;base64" in text and "norm input x" in text
     assert "1 second" not in text and "0 first" in text
     # Its key: a line and a name for each curve that is not switched off.
     assert [name in text for name in (">E[y|x]<", ">tanh<", ">isru<", ">derf<")] == [True] * 4
     press_button(page, "isru")
-    assert ">isru<" not in page.run("return [...Plot.all][0].asSvg()")
-    picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all][0];
+    assert ">isru<" not in page.run("return [...Plot.all.values()][0].asSvg()")
+    picture = page.driver.execute_async_script("""const done = arguments[0]; const plot = [...Plot.all.values()][0];
         asPng(new Blob([plot.asSvg()], {type: "image/svg+xml"}), 2)
             .then((blob) => createImageBitmap(blob))
             .then((map) => done([map.width, map.height]), (error) => done(String(error)))""")
-    size = page.run("const plot = [...Plot.all][0]; return [plot.width, plot.high + plot.key().height]")
+    size = page.run("const plot = [...Plot.all.values()][0]; return [plot.width, plot.high + plot.key().height]")
     assert picture == [2 * size[0], 2 * size[1]]
 
 
@@ -283,18 +248,26 @@ def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
 
 def test_compared_sites_stand_side_by_side_on_the_same_axes(browser, pages):
     page = browser.open(pages.two, "#view=compare&capture=2&site=second")
-    heads = page.texts(".side-by-side h3")
-    assert len(heads) == 2 and all(head.endswith("1 second") for head in heads) and heads[1].startswith("2 the other")
-    limits = page.run("return [...Plot.all].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])")
-    assert limits[0] == limits[1]
-    assert page.texts("td:first-child").count("2 the other") == 2
+    limits = "return [...Plot.all.values()].map((p) => [p.x.low, p.x.high, p.y.low, p.y.high])"
+    assert page.texts(".side-by-side h3")[1] == "2 the other"
+    assert page.texts(".side-by-side option:checked") == ["1 second", "1 second"]
+    one, two = page.run(limits)
+    assert one == two and page.texts("td:first-child").count("2 the other") == 2
+    choose = "const s = document.getElementById('beside-0'); s.value = 0; s.dispatchEvent(new Event('change'))"
+    page.run(choose)
+    page.driver.refresh()  # the address holds the choice
+    assert page.texts(".side-by-side option:checked") == ["0 first", "1 second"]
+    one, two = page.run(limits)
+    assert one == two and page.texts("td:nth-child(2)") == ["first"] * 2 + ["second"] * 2
+    page.press("ArrowRight")
+    assert page.texts(".side-by-side option:checked") == ["2 groups", "2 groups"]
 
 
 def test_it_is_printed_white_and_within_the_paper(browser, pages):
     page = browser.open(pages.one, FIRST, scheme="dark")
     page.run("""window.seen = [];
         window.addEventListener("beforeprint", () => window.seen.push(palette.theme,
-            Math.max(...[...Plot.all].map(({width}) => width)) <= 700))""")
+            [...Plot.all.values()].every(({width = 0}) => width <= 700)))""")
     page.driver.print_page()
     assert page.run("return window.seen") == ["light", True]
     assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]
@@ -307,5 +280,5 @@ def test_a_site_opens_at_its_top_and_the_focus_outlasts_a_step(browser, pages):
     page.run("document.querySelector('[aria-label=\"Next site\"]').focus()")
     page.driver.switch_to.active_element.send_keys(Keys.ENTER)
     assert page.run("return [open.site.name, document.activeElement.ariaLabel]") == ["groups", "Next site"]
-    page.driver.find_element(By.CSS_SELECTOR, "[role=tab][aria-selected=true]").send_keys(Keys.ARROW_RIGHT)
-    assert page.run("return [state.view, document.activeElement.dataset.view]") == ["explorer", "explorer"]
+    page.driver.find_element(By.ID, "tab-explorer").send_keys(Keys.ENTER)
+    assert page.run("return [state.view, document.activeElement.id]") == ["explorer", "tab-explorer"]

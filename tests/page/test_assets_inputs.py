@@ -1,5 +1,6 @@
 """Kept inputs in the browser: their places answer the pointer and the keyboard, and the S-curve answers them."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -82,7 +83,7 @@ def the_map(page):
 def pointed_at(page, place):
     """Move the pointer to the middle of a place of the picture or waveform."""
     x, y = page.run(
-        """const map = [...Plot.all].find((one) => one.placeOf);
+        """const map = [...Plot.all.values()].find((one) => one.placeOf && one.host.isConnected);
         map.host.scrollIntoView({block: "center"});
         const box = map.boxes.boxOf(arguments[0]);
         const {clientWidth, clientHeight} = map.host;
@@ -97,7 +98,7 @@ def rings(page):
 
 
 # Ends of a line of the S-curve, in the units of its axes.
-ENDS = """const plot = [...Plot.all][0];
+ENDS = """const plot = [...Plot.all.values()][0];
     const line = plot.host.querySelector(`[data-line=${arguments[0]}]`);
     if (!line) return null;
     const spots = line.getAttribute("d").slice(1).split("L").map((spot) => spot.split(" ").map(Number));
@@ -121,7 +122,7 @@ def test_hostile_words_and_names_stay_text(browser, page_file):
 def test_a_place_that_is_pointed_at_shows_its_token_and_its_line(page, page_file):
     tokens = page_file.pictures.inputs[0].tokens["first"]
     pointed_at(page, 7)
-    tail_from = page.run("return open.site.tail_from")
+    tail_from = page.run("return open.site.drawn.tail_from")
     share = float(tokens.tail(tail_from)[1][7])
     said = page.texts("#place-said")[0]
     assert said.startswith("patch in row 2, column 3 · token 7 · σ ")
@@ -193,27 +194,28 @@ def test_the_slider_goes_through_the_timesteps_and_takes_the_pin_along(browser, 
 
 def test_colours_are_those_of_sigma_or_of_the_tail(browser, page_file):
     page = browser.open(page_file.file, at("last"))
-    place = "const map = [...Plot.all].find((one) => one.placeOf);"
+    place = "const map = [...Plot.all.values()].find((one) => one.placeOf && one.host.isConnected);"
     pixel = f"""{place} const box = map.boxes.boxOf(0);
         return [...map.canvas.getContext("2d").getImageData(box.x + 9, box.y + 9, 1, 1).data].slice(0, 3).join(",")"""
     colour = f"{place} const heat = heatOf(open.site, state.input, map.kept); return heatColour(heat, 0)"
     pictures = {page.run("return document.querySelector('#input-map canvas').toDataURL()")}
-    low = min(float(one.tokens["last"].sigma.min()) for one in page_file.pictures.inputs[::2])
-    assert float(page.texts("#heat-key .group span")[0]) == pytest.approx(low, rel=5e-3)
+    every = torch.cat([one.tokens["last"].sigma for one in page_file.pictures.inputs[::2]]).sort().values
+    low = float(every[math.ceil(0.05 * (len(every) - 1))])  # one token apart does not take the colours of the others
+    assert float(page.texts("#heat-key .group span")[0].split()[1]) == pytest.approx(low, rel=5e-3)
     assert page.run(colour) == f"rgb({page.run(pixel)})"
     for heat in ("tail", "none"):
         page.click(f".inputs input[value={heat}]")
         pictures.add(page.run("return document.querySelector('#input-map canvas').toDataURL()"))
         assert f"heat={heat}" in page.run("return location.hash")
         if heat == "tail":
-            assert f"|x| ≥ {page.run('return open.site.tail_from'):g}" in page.texts("#heat-key")[0]
+            assert f"|x| ≥ {page.run('return open.site.drawn.tail_from'):g}" in page.texts("#heat-key")[0]
             assert page.run(colour) == f"rgb({page.run(pixel)})"
     assert len(pictures) == 3 and page.texts("#heat-key") == []
 
 
 def test_of_queries_each_head_has_its_tokens(browser, page_file):
     page = browser.open(page_file.file, at("q_norm"))
-    page.run("const f = document.getElementById('other'); f.value = 3; f.dispatchEvent(new Event('change'))")
+    page.run("const f = document.getElementById('other'); f.value = 2; f.dispatchEvent(new Event('change'))")
     pointed_at(page, 4)
     token = 2 * 17 + 4
     sigma = float(page_file.pictures.inputs[0].tokens["q_norm"].sigma[token])
@@ -221,7 +223,7 @@ def test_of_queries_each_head_has_its_tokens(browser, page_file):
     assert f"row 1, column 4 · token {token} · head 3" in said
     ActionChains(page.driver).click().perform()
     page.driver.refresh()  # opens at the head of what is pinned
-    assert page.run("return document.getElementById('other').value") == "3" and rings(page) == [4]
+    assert page.run("return document.getElementById('other').value") == "2" and rings(page) == [4]
     assert float(said.split("σ ")[1].split(" ")[0]) == pytest.approx(sigma, rel=5e-3)
 
 
@@ -231,12 +233,12 @@ def test_a_pair_of_the_s_curve_marks_the_place_of_its_token(browser, page_file):
         return token.findIndex((drawn, at) => (keptOfDrawn(open.site, drawn) || {}).input === 0 && at % 48 === 20)""")
     assert found >= 0
     place = page.run("return keptOfDrawn(open.site, pointsOf(open.site).token[arguments[0]]).token", found)
-    page.run("[...Plot.all][0].places(); [...Plot.all][0].point(arguments[0])", found)
+    page.run("[...Plot.all.values()][0].point(arguments[0])", found)
     assert rings(page) == [place]
     assert page.texts(".tip:not([hidden]) div")[2].startswith("path 0 <img src=x")
-    page.run("[...Plot.all][0].left()")
+    page.run("[...Plot.all.values()][0].left()")
     assert rings(page) == []
-    key = page.run("return open.site.shown.key[pointsOf(open.site).token[arguments[0]]]", found)
+    key = page.run("return open.site.drawn.shown.key[pointsOf(open.site).token[arguments[0]]]", found)
     page.run("go({picks: [`token:${arguments[0]}`]})", key)
     assert rings(page) == [place]
     ring = page.run("return document.querySelector('[data-ring]').getAttribute('stroke')")

@@ -1,5 +1,7 @@
 """What the document holds of captures: their sites in order, who stands beside whom, curves, looks, and warnings."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -17,10 +19,20 @@ def test_captures_keep_what_they_were_taken_from(seen, fits):
     [capture] = document([seen], [fits], NONE)["captures"]
     assert capture["about"] == {**seen.about, "dtype": "float32"} and capture["samples"] == seen.n_samples
     assert [site["name"] for site in capture["sites"]] == [site.name for site in seen.sites]
-    assert capture["made"] == "random weights, seed 0"
-    trained = {**seen.about, "weights": "a checkpoint"}
-    seen_elsewhere = normscope.Capture(trained, seen.sites, seen.skipped, seen.stats, 3, 0, seen.versions)
-    assert capture_data(seen_elsewhere, fits, 4000)["made"] == ""
+
+
+@pytest.mark.parametrize(
+    ("weights", "random"),
+    [
+        ("random weights, seed 0", True),
+        ("swap dyt (random weights, seed 3)", True),
+        ("made by net.py:make (sha256 0123456789ab)", False),  # whose weights only its author knows
+        ("random weights.safetensors (sha256 0123456789ab)", False),
+    ],
+)
+def test_weights_are_called_random_where_normscope_initialized_them(other, weights, random):
+    seen = dataclasses.replace(other.only("first"), about={**other.about, "weights": weights})
+    assert capture_data(seen, normscope.fit(seen, "tanh"), 4000)["random"] is random
 
 
 def test_counterparts_are_those_of_the_comparison(seen, fits, other):

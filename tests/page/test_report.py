@@ -89,8 +89,10 @@ def test_what_does_not_go_together_is_refused(seen, other, fits):
         normscope.report(seen, fits, drift=["dyt"])
 
 
-@pytest.mark.parametrize("view", ("overview", "site", "explorer", "swap", "compare"))
-@pytest.mark.parametrize("which", ["one", pytest.param("two", marks=pytest.mark.slow)])
+VIEWS = {"one": ["overview", "site", "explorer", "swap"], "two": ["overview", "site", "explorer", "compare"]}
+
+
+@pytest.mark.parametrize(("which", "view"), [(which, view) for which, views in VIEWS.items() for view in views])
 def test_it_loads_without_an_error_or_a_request(browser, pages, which, view):
     file = getattr(pages, which)
     page = browser.open(file, f"#view={view}")
@@ -98,7 +100,8 @@ def test_it_loads_without_an_error_or_a_request(browser, pages, which, view):
     console, asked = page.logs()
     assert console == []
     assert [url for url in asked if not url.startswith((file.as_uri(), "data:", "blob:", "about:"))] == []
-    assert page.run("return document.querySelector('[role=tab][aria-selected=true]').dataset.view") == view
+    assert page.texts("nav button[aria-current=page]") == [view.capitalize()]
+    assert page.texts("nav button") == [name.capitalize() for name in VIEWS[which]]
 
 
 def test_hostile_names_stay_text(browser, pages, hostile):
@@ -144,9 +147,6 @@ def test_a_frame_works_as_the_file_does(browser, seen, fits, tmp_path):
     page = browser.open(notebook)
     page.driver.switch_to.frame(0)
     page.run("go({view: 'site', site: 1})")
-    assert (
-        page.texts("h2") == ["1 second"]
-        and page.run("return document.querySelectorAll('[data-line=tanh]').length") == 3
-    )
+    assert page.texts("h2") == ["1 second"] and page.run("return document.querySelector('[data-line=tanh]') !== null")
     assert page.logs()[0] == []
     page.driver.switch_to.default_content()

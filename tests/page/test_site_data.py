@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.figures.axes import ASINH, scales_of
+from normscope.figures.axes import XAxis, scales_of
 from normscope.figures.panels import image
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
@@ -21,7 +21,7 @@ from normscope.page.site_data import COLUMNS, ROWS, places_of
 
 def unpacked(array):
     """Return the numbers of a packed array."""
-    return np.frombuffer(base64.b64decode(array["bytes"]), array["kind"])
+    return np.frombuffer(base64.b64decode(array["bytes"]), array["kind"]) * array.get("scale", 1)
 
 
 @pytest.fixture(scope="module")
@@ -33,26 +33,26 @@ def test_the_points_give_each_fits_r2(sites, fits):
     for fit in fits:
         if fit.degenerate:
             continue
-        nodes = sites[fit.site]["nodes"]
+        nodes = sites[fit.site]["drawn"]["nodes"]
         x, y, weight, scatter = (unpacked(nodes[name]) for name in ("x", "y", "weight", "scatter"))
         left = (weight * (y - fit(torch.tensor(x)).numpy()) ** 2 + scatter).sum()
         assert abs(1 - left / nodes["total"] - fit.r2) < 1e-12
 
 
 def test_tokens_are_the_drawn_ones(sites, seen):
-    shown, stats = sites["first"]["shown"], seen.stats["first"]
+    shown, stats = sites["first"]["drawn"]["shown"], seen.stats["first"]
     assert shown["key"] == [f"{int(key):x}" for key in [*stats.tokens.key, *stats.largest.key]]
     x = torch.cat([stats.tokens.x, stats.largest.x]).numpy()
     y = unpacked(shown["y"]).reshape(x.shape)
     lines = unpacked(shown["offset"])[:, None] + unpacked(shown["sigma"])[:, None] * y
-    # y has eleven bits, and x is σ times as large.
+    # y is a multiple of a 32,767th of the largest one, and x is σ times as large.
     assert np.abs(lines - x).max() < 1e-3 * np.abs(x).max()
     assert "x" not in shown
 
 
 def test_few_elements_leave_the_largest_and_the_first_of_the_uniform(seen, fits):
     sites = capture_data(seen, fits, 160)["sites"]
-    shown, stats = sites[0]["shown"], seen.stats["first"]
+    shown, stats = sites[0]["drawn"]["shown"], seen.stats["first"]
     kept = [*stats.tokens.key[:6], *stats.largest.key[:4]]
     assert shown["key"] == [f"{int(key):x}" for key in kept] and shown["uniform"] == 6
     assert shown["drawn"] == len(stats.tokens.key) + len(stats.largest.key)
@@ -63,25 +63,39 @@ def test_a_norm_that_is_no_line_keeps_its_x():
     stats = seen.stats["0"]
     stats.tokens.y.copy_(stats.tokens.x.tanh())
     [site] = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
-    shown = unpacked(site["shown"]["x"]).reshape(-1, 8)
+    shown = unpacked(site["drawn"]["shown"]["x"]).reshape(-1, 8)
     np.testing.assert_array_equal(shown[: len(stats.tokens.x)], stats.tokens.x.numpy())
 
 
-def test_the_density_is_the_figures(sites, seen):
-    density, stats = sites["first"]["density"], seen.stats["first"]
-    scales = scales_of([(seen.sites[0], stats)], ASINH)
-    counts = image(stats, scales.x.evenly(COLUMNS + 1), np.linspace(*scales.y, ROWS + 1))
+@pytest.mark.parametrize("scale", ["linear", "asinh"])
+def test_the_density_is_the_figures(sites, seen, scale):
+    drawn, stats = sites["first"]["drawn"], seen.stats["first"]
+    axis, density = drawn["axes"][scale], drawn["axes"][scale]["density"]
+    x_edges = XAxis(axis["limits"], axis["width"]).evenly(COLUMNS + 1)
+    counts = image(stats, x_edges, np.linspace(*axis["y"], ROWS + 1))
     first, length, levels = (unpacked(density[name]).astype(int) for name in ("first", "length", "levels"))
-    drawn, place = np.zeros_like(counts), 0
+    shown, place = np.zeros_like(counts), 0
     for column in range(COLUMNS):
-        drawn[first[column] : first[column] + length[column], column] = levels[place : place + length[column]]
+        shown[first[column] : first[column] + length[column], column] = levels[place : place + length[column]]
         place += length[column]
-    assert place == len(levels)
-    here = drawn > 0
-    np.testing.assert_array_equal(here, counts >= density["fewest"])
-    step = math.log(density["most"] / density["fewest"]) / 254
-    # A level is one of 254 equal factors.
-    assert np.abs(np.log(counts[here] / density["fewest"]) - (drawn[here] - 1) * step).max() <= 1.01 * step
+    assert place == len(levels) and density["most"] == round(counts.max())
+    here = shown > 0
+    assert not here[counts == 0].any() and here[counts >= 0.5].all()
+    step = math.log(density["most"]) / 254
+    # A level is one of 254 equal factors from a single pair.
+    assert np.abs(np.log(counts[here].clip(1)) - (shown[here] - 1) * step).max() <= 1.01 * step
+
+
+def test_axes_are_the_figures_and_count_the_pairs_beyond():
+    x = torch.randn(400, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 400)[:, None]
+    seen = normscope.capture(nn.LayerNorm(16), [x])
+    fits = normscope.fit(seen, "linear,isru,tanh")
+    [site] = capture_data(seen, fits, 4000)["sites"]
+    linear, asinh = site["drawn"]["axes"]["linear"], site["drawn"]["axes"]["asinh"]
+    scales = scales_of([(seen.sites[0], seen.stats[""])], "linear", fits)
+    assert linear["limits"] == scales.x.limits and linear["y"] == scales.y and linear["width"] is None
+    assert 0 < linear["beyond"] == int((x.abs() > linear["limits"][1]).sum())
+    assert asinh["limits"][1] >= x.abs().max() and asinh["beyond"] == 0 and asinh["width"] > 0
 
 
 def test_the_card_is_the_command_line_s(sites, seen):
@@ -102,7 +116,7 @@ def test_massive_channels_and_tokens_are_counted(sites):
 
 
 def test_grouped_norms_show_pairs_that_know_their_channel(sites, seen):
-    by_channel = sites["groups"]["by_channel"]
+    by_channel = sites["groups"]["drawn"]["by_channel"]
     assert sites["groups"]["channels"] is None
     x, channel = unpacked(by_channel["x"]), unpacked(by_channel["channel"])
     reach = unpacked(by_channel["reach"])
@@ -110,22 +124,22 @@ def test_grouped_norms_show_pairs_that_know_their_channel(sites, seen):
 
 
 def test_what_nothing_went_through_says_so(sites):
-    assert sites["off"]["nothing"] == "all zero" and sites["off"]["nodes"] is None
+    assert sites["off"]["nothing"] == "all zero" and sites["off"]["drawn"] is None
     assert [fit["nothing"] for fit in sites["off"]["fits"]] == ["all zero"] * 4
     seen = normscope.capture(nn.LayerNorm(4), [torch.full((3, 4), torch.nan)])
     [site] = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
-    assert site["nothing"] == "no finite pair" and "density" not in site and site["left_out"] == 3
+    assert site["nothing"] == "no finite pair" and site["drawn"] is None and site["left_out"] == 3
 
 
 def test_a_norm_of_no_closed_form_says_why():
     norm = nn.BatchNorm1d(4).eval()
     seen = normscope.capture(norm, [torch.randn(32, 4)])
     [site] = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
-    assert site["diagonal"]["reason"] and site["bound"] is None
+    assert site["drawn"]["diagonal"]["reason"] and site["bound"] is None
 
 
 def test_derivatives_are_beside_the_norms_own(sites, seen, fits):
-    diagonal = sites["first"]["diagonal"]
+    diagonal = sites["first"]["drawn"]["diagonal"]
     x, slopes = unpacked(diagonal["x"]), unpacked(diagonal["y"])
     tokens = torch.cat([seen.stats["first"].tokens.x, seen.stats["first"].largest.x]).double().requires_grad_()
     y = nn.functional.layer_norm(tokens, (16,))
@@ -151,7 +165,8 @@ def captured(network, x, **options):
 
 def of_sites(seen):
     """What the page holds of the first input, by site."""
-    return {site["name"]: site["inputs"][0] for site in capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]}
+    sites = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
+    return {site["name"]: site["drawn"]["inputs"][0] for site in sites if site["drawn"]}
 
 
 VITS = {
@@ -287,15 +302,15 @@ def test_tokens_have_the_line_and_the_tail_of_their_own_elements():
     capture = capture_data(seen, normscope.fit(seen, "tanh"), 4000)
     sites = {site["name"]: site for site in capture["sites"]}
     rows = nn.functional.pixel_unshuffle(x[0], 4).flatten(1).T.double()
-    [tokens] = sites["norm"]["inputs"]
+    [tokens] = sites["norm"]["drawn"]["inputs"]
     np.testing.assert_allclose(unpacked(tokens["offset"]), rows.mean(1), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(unpacked(tokens["sigma"]), rows.std(1, correction=0), rtol=1e-4)
-    tail_from = sites["norm"]["tail_from"]
+    tail_from = sites["norm"]["drawn"]["tail_from"]
     np.testing.assert_allclose(unpacked(tokens["tail"]), (rows.abs() >= tail_from).double().mean(1), atol=1e-3)
     tanh = normscope.fit(seen, "tanh")["norm", "tanh"]
     assert math.tanh(tanh.alpha * tail_from) / (tanh.alpha * tail_from) == pytest.approx(0.95, abs=0.01)
     # Of running statistics y is a line of x: there is no tail. Tokens of groups are no places.
-    assert sites["straight"]["tail_from"] is None and sites["groups"]["inputs"] == [None]
+    assert sites["straight"]["drawn"]["tail_from"] is None and sites["groups"]["drawn"]["inputs"] == [None]
 
 
 def test_drawn_tokens_are_found_among_the_kept_ones():
@@ -303,11 +318,12 @@ def test_drawn_tokens_are_found_among_the_kept_ones():
     seen = normscope.capture(Net(), [torch.randn(4, 3, 16, 16)], keep_inputs=2)
     capture = capture_data(seen, normscope.fit(seen, "tanh"), 4000)
     site, kept = capture["sites"][0], {one["sample"]: place for place, one in enumerate(capture["inputs"])}
-    sample, position, sigma = (unpacked(site["shown"][name]) for name in ("sample", "position", "sigma"))
+    sample, position, sigma = (unpacked(site["drawn"]["shown"][name]) for name in ("sample", "position", "sigma"))
     met = [at for at in range(len(sample)) if sample[at] in kept]
     assert len(met) > 10
     for at in met:
-        assert unpacked(site["inputs"][kept[sample[at]]]["sigma"])[position[at]] == pytest.approx(sigma[at], rel=1e-6)
+        of_input = unpacked(site["drawn"]["inputs"][kept[sample[at]]]["sigma"])
+        assert of_input[position[at]] == pytest.approx(sigma[at], rel=1e-6)
 
 
 def test_an_input_of_several_parts_is_one_input():
@@ -335,5 +351,5 @@ def test_waveforms_and_words_are_written_down(ears):
 
 def test_what_a_capture_did_not_keep_is_not_there(seen, fits):
     capture = capture_data(seen, fits, 4000)
-    assert capture["inputs"] == [] and all(site["inputs"] == [] for site in capture["sites"])
-    assert all(site["tail_from"] is None for site in capture["sites"])
+    assert capture["inputs"] == [] and capture["sites"][0]["drawn"]["inputs"] == []
+    assert capture["sites"][0]["drawn"]["tail_from"] is None

@@ -117,7 +117,8 @@ def heal(
     whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
     whole |= {"per": per, "sites": len(source.norms)}
     title = f"{network.name} · {func}"
-    figure = normscope.plot_healing(report, title if look.title is None else look.title, width=look.width)
+    titled = replace(look, title=title if look.title is None else look.title)
+    figure = normscope.plot_healing(report, **titled.of_figure)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
@@ -137,7 +138,9 @@ def _remark_on(check: TrainingCheck, say: Output) -> None:
     """Print the loss and the drift of a check during training."""
     values = {"loss": check.loss, "drift": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
-    say.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['an earlier state was better']))}")
+    say.remark(
+        f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['not kept, as an earlier state is better']))}"
+    )
 
 
 def _tell(report: HealReport, say: Output) -> None:

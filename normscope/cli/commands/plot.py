@@ -11,7 +11,7 @@ from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 
-_OVERVIEW, _VIEW = "overview", "scurves"
+_OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
 
 @declared(
@@ -28,14 +28,15 @@ def plot(
     run: RunOptions,
     by: str | None = None,
     output: Path = Path(FIGURES),
-    xscale: str = "auto",
+    compact: bool = False,
+    xscale: str = "linear",
     share_axes: bool = False,
     look: Look,
     say: Output,
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 
-    Two or more models also share one figure, with a row per model and four norms across.
+    Two or more models also share one figure, with a row per model and four norms across; with --compact, only that one.
     """
     from normscope.figures.axes import check_xscale
     from normscope.figures.scurves import rows_named
@@ -46,20 +47,27 @@ def plot(
     rows = rows_named(color)
     check_xscale(xscale)
     names = sources(models, run, by, say)
-    files = FigureFiles(output, look, names, [_VIEW], by)
-    if len(names) > 1:
-        check_writable(files.path(_OVERVIEW, _VIEW))
+    if compact:
+        files = FigureFiles(output, look, names if len(names) == 1 else [_OVERVIEW], [_COMPACT])
+    else:
+        files = FigureFiles(output, look, names, [_VIEW], by)
+        if len(names) > 1:
+            check_writable(files.path(_OVERVIEW, _VIEW))
     axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.of_figure}
     seen, fits, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func, shift=shift)
-        figure = normscope.plot(capture, fitted, rows=rows, **axes)
-        file = files.save(figure, heading(capture.about), _VIEW, capture, say)
+        file = None
+        if not compact:
+            figure = normscope.plot(capture, fitted, rows=rows, **axes)
+            file = files.save(figure, heading(capture.about), _VIEW, capture, say)
         sites = [site.name for site in capture.sites]
         figures.append({**capture.about, "file": file, "sites": sites, "fits": [fit.as_dict() for fit in fitted]})
         seen.append(capture)
         fits.append(fitted)
     together = None
-    if len(seen) > 1:
-        together = files.save(normscope.overview(seen, fits, **axes), _OVERVIEW, _VIEW, seen, say)
+    if compact or len(seen) > 1:
+        title = heading(seen[0].about) if len(seen) == 1 else _OVERVIEW
+        figure = normscope.overview(seen, fits, **axes)
+        together = files.save(figure, title, _COMPACT if compact else _VIEW, seen, say)
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})

@@ -1,7 +1,9 @@
 "use strict";
 // What is open, and the address that keeps it, so that a link opens the page as it was sent.
 
-const VIEWS = { overview: "Overview", site: "Site", explorer: "Explorer", swap: "Swap", compare: "Compare" };
+const VIEWS = { overview: "Overview", site: "Site", explorer: "Explorer" };
+if (PAGE.swaps.drift.length || PAGE.swaps.speed.length) VIEWS.swap = "Swap";
+if (PAGE.captures.length > 1) VIEWS.compare = "Compare";
 const COLOURS = ["density", "token", "channel"];
 const SCALES = ["linear", "asinh"];
 const MOST_PICKS = 4;
@@ -20,7 +22,8 @@ const KEPT = [
   ["colour", "colour", asIs, oneOf(COLOURS, "density")],
   ["hide", "hidden", (hidden) => [...hidden].join(" "), (text) => new Set(wordsOf(text))],
   ["pick", "picks", (picks) => picks.join(" "), (text) => wordsOf(text).filter((pick) => PICK.test(pick)).slice(0, MOST_PICKS)],
-  ["x", "scale", asIs, oneOf(SCALES, "auto")],
+  ["x", "scale", asIs, oneOf(SCALES, "linear")],
+  ["beside", "beside", besideText, besideOf],
   ["curve", "curve", asIs, oneOf(Object.keys(PAGE.curves), null)],
   ["input", "input", (input) => String(input + 1), placeOf],
   ["heat", "heat", asIs, oneOf(HEATS.map(([heat]) => heat), "sigma")],
@@ -73,10 +76,20 @@ function pinOf(text) {
   return shape && Number(input) > 0 && Number(token) <= last ? { input: Number(input) - 1, token: Number(token), shape } : null;
 }
 
+// Sites that the reader compares, by the number of their capture, in place of the counterparts of the open site.
+function besideText(beside) {
+  return Object.entries(beside).map(([capture, site]) => `${Number(capture) + 1}.${site + 1}`).join(" ");
+}
+
+function besideOf(text) {
+  const pairs = wordsOf(text).map((pair) => pair.split(".").map(placeOf));
+  return Object.fromEntries(pairs.filter(([capture, site]) => PAGE.captures[capture] && PAGE.captures[capture].sites[site]));
+}
+
 // Changes what is open, and the address with it, and draws again what is shown.
 function go(change) {
   const before = [state.view, state.capture, state.site].join();
-  Object.assign(state, change);
+  Object.assign(state, "site" in change || "capture" in change ? { beside: {} } : {}, change);
   keepToInputs();
   const moved = before !== [state.view, state.capture, state.site].join();
   try {

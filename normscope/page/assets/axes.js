@@ -4,9 +4,9 @@
 const TICK_PIXELS = { across: 62, upwards: 28 };
 
 class Axis {
-  // `linear` is the half-width of the part about zero on which an asinh axis is nearly linear.
-  constructor(low, high, { linear = null, logarithmic = false, whole = false } = {}) {
-    Object.assign(this, { low, high, linear, logarithmic, whole });
+  // `linear` is the half-width of the part about zero on which an asinh axis is nearly linear; `beyond`, of pairs in words.
+  constructor(low, high, { linear = null, logarithmic = false, whole = false, beyond = "" } = {}) {
+    Object.assign(this, { low, high, linear, logarithmic, whole, beyond });
     this.begin = this.along(low);
     this.length = this.along(high) - this.begin || 1;
   }
@@ -21,13 +21,6 @@ class Axis {
     return (this.along(value) - this.begin) / this.length;
   }
 
-  // Where numbers are on so many pixels from a first one.
-  pixels(values, from, length) {
-    const pixels = new Float32Array(values.length);
-    for (let place = 0; place < values.length; place += 1) pixels[place] = from + length * this.share(values[place]);
-    return pixels;
-  }
-
   value(share) {
     const along = this.begin + share * this.length;
     if (this.logarithmic) return Math.exp(along);
@@ -36,6 +29,11 @@ class Axis {
 
   within(low, high) {
     return new Axis(low, high, this);
+  }
+
+  // A part of it, between two shares.
+  part(from, to) {
+    return from === 0 && to === 1 ? this : this.within(this.value(from), this.value(to));
   }
 
   evenly(count) {

@@ -1,63 +1,77 @@
 "use strict";
 // Several captures beside one another: the same site of each, on the same axes, with what differs in numbers.
 
-// The site of another capture that stands beside one of the first; null where there is none.
+// The site of another capture that is the counterpart of one of the first; null where there is none.
 function counterpart(capture, name) {
   const other = PAGE.matches[capture][name];
   const place = PAGE.captures[capture].sites.findIndex((site) => site.name === other);
-  return place < 0 ? null : { site: PAGE.captures[capture].sites[place], place };
+  return place < 0 ? null : place;
 }
 
 // The name in the first capture of what is open, which may be a site of another.
 function firstName() {
-  const found = Object.entries(PAGE.matches[state.capture]).find(([, other]) => other === open.site.name);
-  return found ? found[0] : null;
+  const pair = open.site && Object.entries(PAGE.matches[state.capture]).find(([, other]) => other === open.site.name);
+  return pair ? pair[0] : null;
+}
+
+// The number of the site of each capture: what is open, what the reader chose, or its counterpart.
+function compared() {
+  const name = firstName();
+  return PAGE.captures.map((_, capture) => (capture === state.capture ? state.site : state.beside[capture] ?? counterpart(capture, name)));
 }
 
 function compareView() {
-  const head = [element("h2", { text: "Compare" })];
-  if (PAGE.captures.length < 2) {
-    return [...head, remark("This page holds one capture. Several stand beside one another here: normscope report ONE.safetensors OTHER.safetensors.")];
-  }
-  const name = open.site ? firstName() : null;
-  if (name === null) return [...head, remark("This site has no counterpart in the first capture. Choose another."), steps()];
-  const found = PAGE.captures.map((capture, place) => ({ capture, at: counterpart(place, name), number: place }));
-  const there = found.filter(({ at }) => at && !emptiness(at.site));
-  const shared = sharedScales(there.map(({ at }) => at.site));
-  const panels = found.map(({ capture, at, number: place }) => {
+  const places = compared();
+  const sites = PAGE.captures.map((capture, number) => capture.sites[places[number]]);
+  const panels = PAGE.captures.map((capture, number) => {
+    const site = sites[number];
+    const choose = dropdown([...(site ? [] : [["", "choose a site"]]), ...siteOptions(capture)], places[number] ?? "", (place) => {
+      if (number === state.capture) go({ site: Number(place) });
+      else go({ beside: { ...state.beside, [number]: Number(place) } });
+      render();
+    }, { id: `beside-${number}`, "aria-label": `Site of ${captureTitle(capture)}` });
     const heading = captureTitle(capture);
-    if (!at || emptiness(at.site)) return element("figure", {}, [element("h3", { text: heading }), remark(at ? visible(emptiness(at.site)) : "No site of this capture stands beside this one.")]);
-    const scene = () => scurveScene(at.site, shared);
-    return figure({ label: `S-curve of ${heading}, ${siteTitle(at.site)}`, title: `${heading} · ${siteTitle(at.site)}`, height: (width) => Math.round(clipped(0.7 * width, 220, 420)), scene },
-      { heading: `${heading} · ${siteTitle(at.site)}`, note: visible([capture.about.weights, capture.about.data].filter(Boolean).join(" · ")) }).whole;
+    const empty = site ? site.nothing : "This site has no counterpart in this capture.";
+    if (empty) return element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading }), choose]), remark(visible(empty))]);
+    const { whole } = figure(
+      { label: `S-curve of ${heading}, ${siteTitle(site)}`, title: `${heading} · ${siteTitle(site)}`, size: "tall", scene: () => scurveScene(site, sharedScales(sites.filter((each) => each && !each.nothing), site)) },
+      { heading, note: visible([siteSummary(site), capture.about.weights, capture.about.data].filter(Boolean).join(" · ")) },
+    );
+    whole.querySelector(".tools").prepend(choose);
+    return whole;
   });
   return [
-    element("div", { class: "site-head" }, [...head, steps()]),
-    element("div", { class: "controls" }, [colourChoice(), curveToggles(open.capture.curves)]),
-    remark("All panels have the same axes."),
+    element("div", { class: "site-head" }, [element("h2", { text: "Compare" }), steps()]),
+    element("div", { class: "controls" }, [colourChoice(), scaleChoice(), curveToggles(["mean", ...open.capture.curves])]),
+    remark("All panels have the same axes. Sites are matched by name or place; choose another one above a panel."),
     element("div", { class: "side-by-side" }, panels),
-    compareTable(name),
+    compareTable(sites),
   ];
 }
 
-// Axes that hold every pair of several sites.
-function sharedScales(sites) {
-  const high = Math.max(...sites.map(({ axis }) => axis.limits[1]));
-  const top = Math.max(...sites.map(({ axis }) => axis.y[1]));
-  const linear = sites.filter(({ axis }) => axis.usual === "asinh").map(({ axis }) => axis.linear).filter(Boolean);
-  return sites.length ? { axis: new Axis(-high, high, { linear: linear.length ? Math.min(...linear) : null }), y: [-top, top] } : {};
+// Scales of a site that hold what the scales of several hold.
+function sharedScales(sites, site) {
+  const axes = sites.map((each) => axisOfSite(each));
+  const high = Math.max(...axes.map((axis) => axis.high));
+  const top = Math.max(...sites.map(({ drawn }) => drawn.axes[state.scale].y[1]));
+  const linear = Math.min(...axes.map((axis) => axis.linear)) || null;
+  const own = axes[sites.indexOf(site)];
+  const beyond = own.high < high ? own.beyond.replace("· ", "· at most ") : own.beyond;
+  return { axis: new Axis(-high, high, { linear, beyond }), y: [-top, top] };
 }
 
-// A row a capture and curve, at one site.
-function compareTable(name) {
-  const heads = ["capture", "site", "curve", "A", "α", "slope", "R²", "ceiling", "σ median", "σ 95:5", "|μ|/σ", "max |x| : median"];
+// A row a capture and curve.
+function compareTable(sites) {
+  const heads = ["capture", "site", "curve", "A", "α", "slope", "R²", "held-out R²", "ceiling", "σ median", "σ 95:5", "|μ|/σ", "max |x| : median"];
   const rows = PAGE.captures.flatMap((capture, place) => {
-    const at = counterpart(place, name);
-    if (!at) return [];
-    const { numbers, fits } = at.site;
+    if (!sites[place]) return [];
+    const { name, numbers, fits } = sites[place];
     const ratio = numbers.median ? numbers.largest / numbers.median : null;
-    const of = [cellOf(numbers.sigma, 3), cellOf(numbers.spread, 3), cellOf(numbers.offset, 3), cellOf(ratio, 3)];
-    return fits.map((fit) => [captureTitle(capture), at.site.name, fit.curve, ...fitCells(fit).slice(0, 2), cellOf(fit.slope), cellOf(fit.nothing ? null : fit.r2), cellOf(fit.r2_ceiling), ...of]);
+    const of = [cell(numbers.sigma, short), cell(numbers.spread, short), cell(numbers.offset, short), cell(ratio, short)];
+    return fits.map((fit) => {
+      const [a, alpha, r2, heldOut] = fitCells(fit);
+      return [captureTitle(capture), name, fit.curve, a, alpha, cell(fit.slope), r2, heldOut, cell(fit.r2_ceiling), ...of];
+    });
   });
-  return table(`Compared at ${visible(name)}`, heads, rows);
+  return table("Comparison", heads, rows);
 }

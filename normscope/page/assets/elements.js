@@ -2,6 +2,7 @@
 // Elements of the page. Text goes in as text: no name and no data is ever read as markup.
 
 const WIDE = 44; // letters, from which a cell is broken into lines
+const MANY = 14; // columns, from which a table is printed small
 
 function element(name, attributes = {}, children = []) {
   const made = document.createElement(name);
@@ -26,14 +27,20 @@ function warning(text) {
   return element("p", { class: "warning", text });
 }
 
+// Pairs of a name and a text, as a list.
+function card(pairs) {
+  const lines = pairs.flatMap(([name, text]) => [element("dt", { text: visible(name) }), element("dd", { text: visible(text) })]);
+  return element("dl", { class: "card" }, lines);
+}
+
 // A part of the page under its heading; with an id, the heading names it.
 function section(level, title, parts, id = null) {
   return element("section", { "aria-labelledby": id }, [element(level, { id, text: title }), ...parts]);
 }
 
-// A list to choose one of [value, text] from.
+// A list to choose one of [value, text, tooltip] from.
 function dropdown(options, chosen, changed, attributes) {
-  const select = element("select", attributes, options.map(([value, text]) => element("option", { value, text, selected: value === chosen })));
+  const select = element("select", attributes, options.map(([value, text, title = null]) => element("option", { value, text, title, selected: value === chosen })));
   select.addEventListener("change", () => changed(select.value));
   return select;
 }
@@ -60,29 +67,44 @@ function asOptions(names) {
 
 // A cell of a table, as {text, value, node}; text alone will do.
 function asCell(content) {
-  return content !== null && typeof content === "object" ? content : { text: content };
+  const { text, node, value = text } = content !== null && typeof content === "object" ? content : { text: content };
+  return { text: text ?? "–", node, value: value ?? "" };
 }
 
-// A table, and below it buttons that copy and save it as CSV.
-function table(name, heads, rows, { caption = "", chosen = -1 } = {}) {
-  const shape = (text, place) => (place && isNumber(text) ? "number" : String(text).length > WIDE ? "wide" : null);
-  const head = heads.map((text, place) => {
-    const isNumeric = rows.length && shape(asCell(rows[0][place]).text, place) === "number";
-    return element("th", { scope: "col", class: isNumeric ? "number" : shape(text), text: visible(text) });
-  });
-  const body = rows.map((row, place) => element("tr", { "aria-current": place === chosen ? "true" : null }, row.map((content, column) => {
-    const { text, node } = asCell(content);
-    return element("td", { class: shape(text, column) }, [node || visible(text ?? "–")]);
-  })));
+// A table that its headings sort, and below it buttons that copy and save it as CSV. `terms` defines the headings.
+function table(name, heads, rows, { caption = "", chosen = -1, terms = PAGE.terms.sites } = {}) {
+  const shape = (text, column) => (column && isNumber(text) ? "number" : String(text).length > WIDE ? "wide" : null);
+  const cells = rows.map((row) => row.map(asCell));
+  const lines = cells.map((row, place) => element("tr", { "aria-current": place === chosen ? "true" : null }, row.map(({ text, node }, column) => (
+    element("td", { class: shape(text, column) }, [node || visible(text)])))));
+  const head = heads.map((text, column) => element("th", { scope: "col", class: cells.length ? shape(cells[0][column].text, column) : null }, [
+    button(visible(text), () => sort(column), { title: terms[text] || terms[text.slice(text.indexOf(" ") + 1)] || null }),
+  ]));
+  const body = element("tbody", {}, lines);
+  const sort = (column) => {
+    const falling = head[column].ariaSort === "ascending";
+    for (const cell of head) cell.removeAttribute("aria-sort");
+    head[column].setAttribute("aria-sort", falling ? "descending" : "ascending");
+    body.append(...sorted(cells.map((row) => row[column].value), falling).map((place) => lines[place]));
+  };
   const text = () => csv([heads, ...rows]);
   const tools = element("p", { class: "tools" }, [
     button("Copy CSV", () => copied(text(), `${name} copied as CSV`)),
     button("Save CSV", () => download(new Blob([text()], { type: "text/csv" }), name, "csv")),
   ]);
-  const parts = [element("thead", {}, [element("tr", {}, head)]), element("tbody", {}, body)];
-  const whole = element("table", {}, [element("caption", { class: "unseen", text: name }), ...parts]);
+  const whole = element("table", { class: heads.length > MANY ? "many" : null }, [element("caption", { class: "unseen", text: name }), element("thead", {}, [element("tr", {}, head)]), body]);
   const scrolls = element("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": name }, [whole]);
   return element("div", { class: "tabled" }, [scrolls, caption ? remark(caption) : null, tools]);
+}
+
+// Places of values in their order: numbers, then words, then what is missing, which is last in a falling order too.
+function sorted(values, falling) {
+  const rank = (value) => (value === "" || value === "–" ? 2 : Number.isNaN(Number(value)) ? 1 : 0);
+  const compared = (one, other) => (rank(one) || rank(other) ? String(one).localeCompare(other) : one - other);
+  return Array.from(values.keys()).sort((first, second) => {
+    const [one, other] = [values[first], values[second]];
+    return rank(one) - rank(other) || (falling ? compared(other, one) : compared(one, other));
+  });
 }
 
 function isNumber(text) {
@@ -92,8 +114,7 @@ function isNumber(text) {
 // A table as CSV, with the numbers as they are where a cell knows them; a text that a spreadsheet would run is quoted.
 function csv(rows) {
   return rows.map((row) => row.map((content) => {
-    const { text: shown, value = shown } = asCell(content);
-    const text = String(value ?? "");
+    const text = String(asCell(content).value);
     const safe = /^[=+@\t\r-]/.test(text) && Number.isNaN(Number(text)) ? `'${text}` : text;
     return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   }).join(",")).join("\n");
@@ -131,11 +152,11 @@ function download(content, name, suffix) {
   say(`${file} saved`);
 }
 
-// A ramp of colours, as a key.
-function ramp(colours) {
+// A ramp of colours between what its ends stand for, as a key.
+function ramp(low, colours, high) {
   const made = element("span", { class: "ramp" });
-  made.style.background = `linear-gradient(to right, ${colours.join(", ")})`;
-  return made;
+  made.style.background = `linear-gradient(to right, ${colours.map(rgb).join(", ")})`;
+  return [element("span", { text: low }), made, element("span", { text: high })];
 }
 
 function keyDot(colour, text) {

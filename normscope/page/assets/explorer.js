@@ -4,43 +4,45 @@
 const SLIDER_STEPS = 1000;
 const FACTOR = 30; // each way, that a slider of α or A reaches
 
-const explored = { curve: null, formula: "", f: null, values: null, site: null, shifted: false };
+// The curve, or a formula in its place; `start` and `values` are {amplitude, alpha, shift}; `shifted` once the reader chose.
+const explored = { site: null, curve: null, formula: "", f: null, start: null, values: null, shifted: null };
 
 function explorerView() {
   const { site } = open;
   const nodes = site && nodesOf(site);
   const head = element("div", { class: "site-head" }, [element("h2", { text: "Curve explorer" }), site ? steps() : null]);
   if (!nodes) return [head, warning(`There is nothing to fit${site && site.nothing ? `: ${visible(site.nothing)}` : ""}.`)];
-  chooseCurve(site);
-  explored.values ??= startValues(site, nodes);
-  const outcome = element("p", { class: "outcome", id: "outcome", text: outcomeText(site, nodes) });
-  const sliders = knobs(site, nodes, () => moveTo(explored.values));
+  chooseCurve(site, nodes);
+  const told = element("p", { class: "note", id: "formula-shown" });
+  const outcome = element("p", { class: "outcome", id: "outcome" });
   const moveTo = (values) => {
     explored.values = values;
+    told.textContent = formulaText();
     outcome.textContent = outcomeText(site, nodes);
-    Plot.redrawAll();
     sliders.forEach((slider) => slider.update());
+    Plot.redrawAll();
   };
+  const sliders = knobs(moveTo);
+  moveTo(explored.values);
   const fit = () => {
-    moveTo(parametersOf(fitted(nodes, explored.f, formOf())));
-    say(outcome.textContent);
+    moveTo(fitted(nodes, explored.f, formOf(site)));
+    say(`${told.textContent}: ${outcome.textContent}`);
   };
-  const others = open.capture.curves.filter((curve) => PAGE.curves[curve].own);
-  const names = [...Object.keys(PAGE.curves).filter((name) => !PAGE.curves[name].own), ...others].filter((name) => functionOf(name));
+  const own = open.capture.curves.filter((curve) => PAGE.curves[curve].own);
+  const names = [...Object.keys(PAGE.curves).filter((name) => !PAGE.curves[name].own), ...own].filter(functionOf);
   const select = dropdown(asOptions(names), explored.curve, (curve) => { go({ curve }); render(); }, { id: "curve" });
   return [
     head,
     remark(`${siteTitle(site)} · y ≈ A·f(αx + s) over all ${grouped(site.pairs)} pairs, from their binned sums.`),
     element("div", { class: "columns" }, [
-      element("div", { class: "figures" }, explorerFigures(site, nodes)),
+      element("div", { class: "figures" }, explorerFigures(site)),
       element("div", { class: "beside" }, [
         element("section", { class: "knobs" }, [
           element("label", { class: "row" }, [element("span", { text: "Curve" }), select]),
-          element("p", { class: "note", id: "formula-shown", text: explored.formula ? "" : `f(u) = ${PAGE.curves[explored.curve].formula}` }),
-          ...sliders, freeShift(), outcome,
+          ...sliders, freeShift(site), told, outcome,
           element("p", { class: "tools" }, [
             button("Fit", fit, { id: "fit", title: "Least squares over all pairs" }),
-            button("As Python fitted it", () => moveTo(startValues(site, nodes)), { id: "reset", disabled: !fitOf(site) }),
+            button("As Python fitted it", () => moveTo(explored.start), { id: "reset", disabled: !fitOf(site) }),
           ]),
         ]),
         formulaSection(),
@@ -49,47 +51,48 @@ function explorerView() {
   ];
 }
 
-function chooseCurve(site) {
-  const known = (name) => name && functionOf(name);
-  const wanted = [state.curve, explored.curve, ...open.capture.curves, "tanh"].find(known);
-  if (explored.curve !== wanted || explored.site !== site) explored.values = null;
-  if (explored.curve !== wanted) explored.formula = "";
-  Object.assign(explored, { curve: wanted, site });
-  explored.f = explored.formula ? formula(explored.formula) : functionOf(wanted);
+// Starts from the fit of the open site, or fits what has none.
+function chooseCurve(site, nodes) {
+  const curve = [state.curve, explored.curve, ...open.capture.curves, "tanh"].find((name) => name && functionOf(name));
+  if (explored.curve !== curve) explored.formula = "";
+  if (explored.values && explored.curve === curve && explored.site === site) return;
+  Object.assign(explored, { site, curve, f: explored.formula ? formula(explored.formula) : functionOf(curve) });
+  const { amplitude, alpha, shift } = fitOf(site) || fitted(nodes, explored.f, formOf(site));
+  explored.start = { amplitude, alpha, shift };
+  explored.values = explored.start;
 }
 
 function fitOf(site) {
   return explored.formula ? undefined : site.fits.find((fit) => fit.curve === explored.curve && !fit.nothing);
 }
 
-// What a search for the optimum is told of the curve.
-function formOf() {
-  if (explored.formula) return { shifted: explored.shifted };
-  const { shifted, inverse, linear } = PAGE.curves[explored.curve];
-  return { shifted: shifted || explored.shifted, inverse, linear };
+// The form to fit: with a shift where the curve can have one and the site's fits do, unless the reader chose.
+function formOf(site) {
+  const { shifted, inverse, linear } = explored.formula ? { shifted: true } : PAGE.curves[explored.curve];
+  const usual = site.fits.some(({ form }) => form.split(/[,;] /).includes("s"));
+  return { shifted: shifted && (explored.shifted ?? usual), inverse, linear };
 }
 
-function startValues(site, nodes) {
-  return parametersOf(fitOf(site) || fitted(nodes, explored.f, formOf()));
+function formulaText() {
+  const { amplitude, alpha, shift } = explored.values;
+  const s = shift ? ` ${shift < 0 ? "−" : "+"} ${number(Math.abs(shift))}` : "";
+  return visible(`y ≈ ${number(amplitude)}·f(${number(alpha)}x${s}), f = ${explored.formula || PAGE.curves[explored.curve].formula}`);
 }
 
-function parametersOf({ amplitude, alpha, shift }) {
-  return { amplitude, alpha, shift };
-}
-
-function explorerFigures(site, nodes) {
-  const x = ownAxis(site).evenly(PAGE.line_points);
-  const colour = () => palette.style.channels[0];
-  const line = () => {
+function explorerFigures(site) {
+  const line = (x, less = null) => {
     const { amplitude, alpha, shift } = explored.values;
-    return { x, y: x.map((value) => amplitude * explored.f(alpha * value + shift)), colour: colour(), width: 2.6, name: "explored" };
+    const y = x.map((value, place) => (less ? less[place] : 0) + (less ? -1 : 1) * amplitude * explored.f(alpha * value + shift));
+    return { x, y, colour: palette.style.channels[0], width: 2.6, name: "explored" };
   };
+  const x = axisOfSite(site, "asinh").evenly(PAGE.line_points);
+  const mean = meanLine(site);
   const curve = figure({
-    label: `Explored curve at ${siteTitle(site)}`, height: highOf,
-    scene: () => scurveScene(site, { colour: "density", lines: [...curveLines(site, "line", 1.2), line()], hovers: false }),
+    label: `Explored curve at ${siteTitle(site)}`, size: "tall",
+    scene: () => scurveScene(site, { colour: "density", lines: [...curveLines(site, "line", 1.2), line(x)], hovers: false }),
   }, { heading: "Curve over the density", note: "Thin: the fits of this site. Thick: the curve that you move." });
-  const residual = figure({ label: `Residuals of the explored curve at ${siteTitle(site)}`, height: 190, scene: () => nodesResiduals(site, nodes, colour()) },
-    { heading: "Mean of y less the curve", note: "A point a bin of x; its width is the share of all pairs." });
+  const residual = figure({ label: `Residuals of the explored curve at ${siteTitle(site)}`, height: 190, scene: () => residualScene(site, mean.x, [line(mean.x, mean.y)]) },
+    { heading: "E[y|x] less the curve" });
   return [curve.whole, residual.whole];
 }
 
@@ -103,48 +106,24 @@ function outcomeText(site, nodes) {
   return parts.join(" · ");
 }
 
-function nodesResiduals(site, nodes, colour) {
-  const { amplitude, alpha, shift } = explored.values;
-  const off = Float64Array.from(nodes.y, (y, place) => y - amplitude * explored.f(alpha * nodes.x[place] + shift));
-  const most = nodes.weight.reduce((one, other) => Math.max(one, other), 0);
-  const reach = 1.1 * Math.max(...Array.from(off, Math.abs).filter((size, place) => Number.isFinite(size) && nodes.weight[place] > 1e-4 * most), 1e-9);
-  const axis = axisOfSite(site);
-  return {
-    x: axis, y: new Axis(-reach, reach), xlabel: xLabel(axis), ylabel: "E[y|x] − curve",
-    levels: [{ y: 0, colour: palette.style.ink, dashes: "" }],
-    paint: [(context, plot) => {
-      context.fillStyle = colour;
-      off.forEach((value, place) => {
-        const size = 1.5 + 4 * Math.sqrt(nodes.weight[place] / most);
-        context.fillRect(plot.across(nodes.x[place]) - size / 2, plot.upwards(value) - size / 2, size, size);
-      });
-    }],
-    hover: { x: nodes.x, y: off, text: (place) => [`x ${number(nodes.x[place])}`, `off by ${number(off[place], 3)}`, `${grouped(Math.round(2 * nodes.weight[place]))} pairs in the bin`] },
-  };
-}
-
 // A slider and a field for each of A, α and s; A and α move by factors.
-function knobs(site, nodes, moved) {
-  const { inverse, linear } = formOf();
-  const start = startValues(site, nodes);
-  const set = (name) => (value) => {
-    explored.values = { ...explored.values, [name]: value };
-    if (inverse && name === "alpha") explored.values.amplitude = 1 / value;
-    moved();
-  };
+function knobs(moved) {
+  const { inverse, linear } = formOf(open.site);
+  const { amplitude, alpha } = explored.start;
+  const set = (name) => (value) => moved({ ...explored.values, [name]: value, ...(inverse && name === "alpha" ? { amplitude: 1 / value } : {}) });
   return [
-    inverse ? null : knob("A", "amplitude", start.amplitude || 1, set("amplitude")),
-    linear ? null : knob("α", "alpha", start.alpha || 1, set("alpha")),
+    inverse ? null : knob("A", "amplitude", amplitude || 1, set("amplitude")),
+    linear ? null : knob("α", "alpha", alpha || 1, set("alpha")),
     knob("s", "shift", 4, set("shift"), new Axis(-1, 1)),
   ].filter(Boolean);
 }
 
-function freeShift() {
+function freeShift(site) {
   const free = element("input", {
-    type: "checkbox", id: "free-shift", checked: formOf().shifted, disabled: !explored.formula && PAGE.curves[explored.curve].shifted,
+    type: "checkbox", id: "free-shift", checked: formOf(site).shifted, disabled: !explored.formula && !PAGE.curves[explored.curve].shifted,
     onchange: (event) => { explored.shifted = event.target.checked; },
   });
-  return element("label", { class: "row" }, [free, element("span", { text: "let Fit search s too" })]);
+  return element("label", { class: "row" }, [free, element("span", { text: "Fit s too" })]);
 }
 
 // `axis` is that of the slider, in times of `unit`.
@@ -178,8 +157,7 @@ function formulaSection() {
     try {
       const f = formula(input.value.trim());
       if (![-1, 1, 30].every((u) => Number.isFinite(f(u)))) throw new FormulaError("The formula is not finite for all x that occur.");
-      Object.assign(explored, { formula: input.value.trim(), f, values: null });
-      explored.values = startValues(explored.site, nodesOf(explored.site));
+      Object.assign(explored, { formula: input.value.trim(), values: null });
       render();
     } catch (error) {
       if (!(error instanceof FormulaError)) throw error;
@@ -190,7 +168,7 @@ function formulaSection() {
   return section("h3", "A formula of yours", [
     element("form", { class: "row", onsubmit: take }, [input, element("button", { type: "submit", id: "try", text: "Fit it" })]),
     wrong,
-    explored.formula ? element("p", { class: "note" }, [`f(u) = ${visible(explored.formula)} `, button("Drop it", () => { Object.assign(explored, { formula: "", values: null }); render(); }, { class: "link" })]) : null,
+    explored.formula ? button("Drop it", () => { Object.assign(explored, { formula: "", values: null }); render(); }, { class: "link" }) : null,
     remark(`Of x, numbers, pi, e, + − * / **, brackets, and ${Object.keys(CALLED).join(", ")}. It is parsed here, and never run as code.`),
   ]);
 }

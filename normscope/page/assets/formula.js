@@ -13,6 +13,12 @@ const CALLED = { // sign is 0 for NaN, as in torch
   cbrt: [(x) => Math.sign(x) * Math.abs(x) ** (1 / 3), 1],
   min: [Math.min, 2], max: [Math.max, 2], minimum: [Math.min, 2], maximum: [Math.max, 2], clip: [clipped, 3],
 };
+// How much each operator binds, and its function.
+const OPERATORS = {
+  "+": [1, (a, b) => a + b], "-": [1, (a, b) => a - b], "*": [2, (a, b) => a * b], "/": [2, (a, b) => a / b],
+  "**": [4, (a, b) => a ** b],
+};
+const SIGN = 3; // binds less than a power, as in Python: −x**2 is −(x**2), and 2**−x is a number
 const TOKEN = /\s*(?:((?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?)|([A-Za-z_]\w*)|(\*\*|[-+*/(),])|(\S))/y;
 
 class FormulaError extends Error {}
@@ -21,8 +27,8 @@ class FormulaError extends Error {}
 function formula(text) {
   if (text.length > LONGEST) throw new FormulaError(`A formula has at most ${LONGEST} characters; this one has ${text.length}.`);
   const reader = new FormulaReader(text);
-  const term = reader.sum();
-  reader.end();
+  const term = reader.term(1);
+  if (reader.token.column < text.length) reader.refuse("it goes on after its end");
   if (!reader.varies) throw new FormulaError("The formula does not depend on x; a constant cannot be fitted.");
   if ([-2.5, -0.3].every((x) => Number.isNaN(term(x))) && [2.5, 0.3].every((x) => Number.isFinite(term(x)))) {
     throw new FormulaError("The formula is no number for negative x: take roots, logarithms and broken powers of abs(x), as in sign(x)*abs(x)**(1/3).");
@@ -62,10 +68,6 @@ class FormulaReader {
     return true;
   }
 
-  end() {
-    if (this.token.column < this.text.length) this.refuse("it goes on after its end");
-  }
-
   // A function of x made of others, which knows how deep its tree is.
   made(term, ...parts) {
     term.levels = 1 + Math.max(0, ...parts.map(({ levels }) => levels));
@@ -73,46 +75,31 @@ class FormulaReader {
     return term;
   }
 
-  sum() {
-    return this.chain(() => this.product(), { "+": (a, b) => a + b, "-": (a, b) => a - b });
-  }
-
-  product() {
-    return this.chain(() => this.signed(), { "*": (a, b) => a * b, "/": (a, b) => a / b });
-  }
-
-  // Terms joined by signs that bind alike, from the left.
-  chain(term, operators) {
-    let left = term();
-    while (Object.hasOwn(operators, this.token.sign)) {
-      const [first, operator] = [left, operators[this.token.sign]];
+  // A chain of terms whose operators bind so much at least; powers bind from the right.
+  term(least) {
+    let left = this.single();
+    while (Object.hasOwn(OPERATORS, this.token.sign) && OPERATORS[this.token.sign][0] >= least) {
+      const [binds, operator] = OPERATORS[this.token.sign];
       this.next();
-      const second = term();
+      const [first, second] = [left, this.term(Math.min(binds + 1, SIGN))];
       left = this.made((x) => operator(first(x), second(x)), first, second);
     }
     return left;
   }
 
-  // A sign binds less than a power, as in Python: −x**2 is −(x**2), and 2**−x is a number.
-  signed() {
-    for (const [sign, factor] of [["+", 1], ["-", -1]]) {
-      if (this.accept(sign)) {
-        const term = this.signed();
-        return this.made((x) => factor * term(x), term);
-      }
-    }
-    const base = this.single();
-    if (!this.accept("**")) return base;
-    const exponent = this.signed();
-    return this.made((x) => base(x) ** exponent(x), base, exponent);
-  }
-
   single() {
-    const { number: digits, name } = this.token;
+    const { number: digits, name, sign } = this.token;
     if (digits !== undefined) return this.constant(digits);
     if (name !== undefined) return this.named(name);
-    if (!this.accept("(")) this.refuse(this.token.sign ? `${JSON.stringify(this.token.sign)} means nothing here` : "it ends too early");
-    const inner = this.sum();
+    if (this.accept("+") || this.accept("-")) {
+      const term = this.term(SIGN);
+      return this.made((x) => (sign === "-" ? -term(x) : term(x)), term);
+    }
+    if (!this.accept("(")) this.refuse(sign ? `${JSON.stringify(sign)} means nothing here` : "it ends too early");
+    return this.closed(this.term(1));
+  }
+
+  closed(inner) {
     if (!this.accept(")")) this.refuse("a bracket is not closed");
     return inner;
   }
@@ -125,26 +112,19 @@ class FormulaReader {
   }
 
   named(name) {
+    const { column } = this.token;
+    this.next();
     if (name === "x" || name === "u") {
       this.varies = true;
-      this.next();
       return this.made((x) => x);
     }
-    if (Object.hasOwn(CONSTANTS, name)) {
-      this.next();
-      return this.made(() => CONSTANTS[name]);
-    }
-    if (!Object.hasOwn(CALLED, name)) this.refuse(`there is no ${JSON.stringify(name)}`);
-    this.next();
+    if (Object.hasOwn(CONSTANTS, name)) return this.made(() => CONSTANTS[name]);
+    if (!Object.hasOwn(CALLED, name)) this.refuse(`there is no ${JSON.stringify(name)}`, column);
     if (!this.accept("(")) this.refuse(`the function ${name} has no brackets after it`);
-    return this.called(name);
-  }
-
-  called(name) {
     const [called, wanted] = CALLED[name];
-    const inputs = [this.sum()];
-    while (this.accept(",")) inputs.push(this.sum());
-    if (!this.accept(")")) this.refuse("a bracket is not closed");
+    const inputs = [this.term(1)];
+    while (this.accept(",")) inputs.push(this.term(1));
+    this.closed();
     if (inputs.length !== wanted) this.refuse(`${name} takes ${wanted} argument${wanted > 1 ? "s" : ""}, not ${inputs.length}`);
     return this.made((x) => called(...inputs.map((input) => input(x))), ...inputs);
   }

@@ -130,9 +130,9 @@ class InputMap {
     return tokenOfPlace(this.kept, place, this.other);
   }
 
-  draw() {
-    this.width = this.host.clientWidth;
-    if (!this.host.isConnected || !this.width) return;
+  draw(width = this.host.clientWidth) {
+    if (!width) return;
+    this.width = width;
     const heat = this.kept && placesIn(this.kept) ? heatOf(this.site, this.input, this.kept) : null;
     if (this.inWords) this.drawWords(heat);
     else this.drawBoxes(heat);
@@ -211,9 +211,9 @@ class InputMap {
   }
 }
 
-// Black or white, whichever is read better on a colour (WCAG's relative luminance).
+// Black or white, whichever is read better on a colour, rgb(…) (WCAG's relative luminance).
 function inkOn(colour) {
-  const [red, green, blue] = rgbOf(colour).map((part) => {
+  const [red, green, blue] = colour.match(/\d+/g).map((part) => {
     const share = part / 255;
     return share <= 0.04045 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
   });

@@ -18,7 +18,6 @@ function inputsSection(site, plot) {
 
 function fillInputs(section) {
   const { whole, site } = section;
-  if (section.map) Plot.all.delete(section.map);
   const kept = keptAt(site);
   const others = kept ? kept.places.others : 1;
   chosenOther = clipped(chosenOther, 0, others - 1);
@@ -35,7 +34,7 @@ function fillInputs(section) {
     element("p", { class: "picks" }, [section.pinned]),
     heatKey(site, kept), remark(saidOfPlaces(site, kept)),
   ]);
-  section.map.draw();
+  if (whole.isConnected) section.map.draw();
   markInputs(section, -1);
 }
 
@@ -83,12 +82,8 @@ function chooseHeat(section, kept) {
 }
 
 function chooseOther(section, { places: { others, named } }) {
-  const field = element("input", { type: "number", id: "other", min: 1, max: others, step: 1, value: chosenOther + 1, "aria-label": `${named}, 1 to ${others}` });
-  field.addEventListener("change", () => {
-    chosenOther = clipped(Math.round(Number(field.value)) - 1 || 0, 0, others - 1);
-    section.fill();
-  });
-  return element("label", { class: "row" }, [element("span", { text: named }), field, element("span", { class: "note", text: `of ${others}` })]);
+  const options = Array.from({ length: others }, (_, at) => [at, `${named} ${at + 1}`]);
+  return dropdown(options, chosenOther, (other) => { chosenOther = Number(other); section.fill(); }, { id: "other", "aria-label": named });
 }
 
 // What the colours stand for, in numbers.
@@ -97,10 +92,10 @@ function heatKey(site, kept) {
   if (!heat) return element("div");
   const alike = partsOf(state.input).length > 1 ? ", on one scale for all parts of the data" : "";
   const { low: least, high: most } = heat.scale;
-  const [low, high, what] = heat.what === "sigma" ? [number(least, 3), number(most, 3), `σ of each token, by factors${alike}`]
-    : [percent(0, 0), percent(most), `share of each token's elements with |x| ≥ ${number(site.tail_from)}, beyond the linear range of this site's tanh${alike}`];
+  const [low, high, what] = heat.what === "sigma" ? [`≤ ${short(least)}`, `≥ ${short(most)}`, `σ of each token, by factors${alike}`]
+    : [percent(0, 0), `≥ ${percent(most)}`, `share of each token's elements with |x| ≥ ${number(site.drawn.tail_from)}, beyond the linear range of this site's tanh${alike}`];
   return element("div", { class: "note", id: "heat-key" }, [
-    element("div", { class: "group" }, [element("span", { text: low }), ramp(VIRIDIS.map(rgb)), element("span", { text: high })]),
+    element("div", { class: "group" }, ramp(low, VIRIDIS, high)),
     element("div", { text: what })]);
 }
 

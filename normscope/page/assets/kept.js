@@ -3,7 +3,7 @@
 
 // The tokens of an input at a site; null where the capture keeps none of it there.
 function keptAt(site, input = state.input) {
-  return site.inputs[input] || null;
+  return site.drawn.inputs[input] || null;
 }
 
 // Numbers of the inputs that are one input in several parts of the data, such as timesteps.
@@ -39,8 +39,8 @@ function placeOfKept({ places: { steps } }, token) {
 
 // The kept token that a drawn one is: {input, token}; null where its sample was not kept.
 function keptOfDrawn(site, drawn) {
-  if (drawn < 0 || !open.capture.sites.includes(site)) return null;
-  const [sample, token, sigma] = ["sample", "position", "sigma"].map((name) => numbersOf(site.shown[name])[drawn]);
+  if (drawn < 0 || !open.capture.inputs.length || !open.capture.sites.includes(site)) return null;
+  const [sample, token, sigma] = ["sample", "position", "sigma"].map((name) => numbersOf(site.drawn.shown[name])[drawn]);
   const input = open.capture.inputs.findIndex((one, at) => {
     const kept = one.sample === sample && keptAt(site, at);
     // Numbers of samples of two data sets may be the same; their tokens are not.
@@ -76,8 +76,8 @@ function keptText(site, input, kept, token) {
   const sigma = numbersOf(kept.sigma)[token];
   const where = [placeName(input, kept, place), `token ${token}`, others > 1 ? `${named} ${other + 1}` : null];
   if (Number.isNaN(sigma)) return [...where, "left out: padding, or not finite"].filter(Boolean).join(" · ");
-  const tail = kept.tail ? `tail share ${percent(numbersOf(kept.tail)[token])} (|x| ≥ ${number(site.tail_from)})` : null;
-  return [...where, `σ ${number(sigma, 3)}`, tail].filter(Boolean).join(" · ");
+  const tail = kept.tail ? `tail share ${percent(numbersOf(kept.tail)[token])} (|x| ≥ ${number(site.drawn.tail_from)})` : null;
+  return [...where, `σ ${short(sigma)}`, tail].filter(Boolean).join(" · ");
 }
 
 // How a site's tokens of an input are coloured: values, and a scale that is that of all parts of the input.
@@ -85,9 +85,10 @@ function heatOf(site, input, kept) {
   const what = state.heat === "tail" && !kept.tail ? "sigma" : state.heat;
   if (what === "none") return null;
   const parts = partsOf(input).map((part) => keptAt(site, part)).filter(Boolean);
-  const [low, high] = extent(parts.flatMap((part) => Array.from(numbersOf(part[what]))));
+  const values = parts.flatMap((part) => Array.from(numbersOf(part[what])));
+  const [low, high] = middle(values);
   if (!(low <= high)) return null;
-  const scale = what === "tail" ? new Axis(0, high) : new Axis(low, high, { logarithmic: true });
+  const scale = what === "tail" ? new Axis(0, high || extent(values)[1]) : new Axis(low, high, { logarithmic: true });
   return { what, values: numbersOf(kept[what]), scale };
 }
 
@@ -107,7 +108,7 @@ function keptName(site, { input, token }) {
 function keptLines(site, axis, kept, token, { pinned = false, thin = false } = {}) {
   const [offset, sigma] = [numbersOf(kept.offset)[token], numbersOf(kept.sigma)[token]];
   if (!(sigma > 0)) return [];
-  const most = site.bound === null ? Math.abs(site.axis.y[1]) : Math.min(site.bound, Math.abs(site.axis.y[1]));
+  const most = Math.min(site.bound ?? Infinity, site.drawn.axes.asinh.y[1]);
   const [low, high] = [Math.max(axis.low, offset - most * sigma), Math.min(axis.high, offset + most * sigma)];
   if (!(low < high)) return [];
   const points = straightLine(axis, offset, sigma, low, high);

@@ -6,7 +6,7 @@ const SHAPES = ["●", "■", "◆", "▲", "▼"];
 function overviewView() {
   const { capture } = open;
   if (!capture.sites.length) return [warning("This capture holds no norm site.")];
-  const kinds = [...new Set(capture.sites.map(({ name }) => kindOfSite(name)))];
+  const kinds = [...new Set(capture.sites.map(kindOfSite))];
   const figures = depthRows(capture).map((row) => depthFigure(capture, row, kinds));
   return [
     section("h2", "Over the depth", [
@@ -22,7 +22,7 @@ function overviewView() {
   ];
 }
 
-// What is drawn over the depth: {name, unit, zero, series: [{label, colour, dashes, values, hollow}]}.
+// What is drawn over the depth: {name, zero, series: [{label, colour, dashes, values, level}]}.
 function depthRows(capture) {
   const { ink } = palette.style;
   const ofSites = (value) => capture.sites.map((site) => value(site) ?? NaN);
@@ -33,7 +33,9 @@ function depthRows(capture) {
   const one = (label, value) => ({ label, colour: ink, values: ofSites(({ numbers }) => value(numbers)) });
   const ceiling = { label: "ceiling", colour: ink, values: ofSites(({ fits }) => fits.length ? fits[0].r2_ceiling : null), level: true };
   const rows = [
-    { name: "R² and its ceiling", series: [...ofCurves((fit) => fit && !fit.nothing ? fit.r2 : NaN), ceiling] },
+    capture.sites.some(({ folds }) => folds)
+      ? { name: "Held-out R² and ceiling", series: [...ofCurves((fit) => fit && !fit.nothing ? fit.r2_cv : NaN), ceiling] }
+      : { name: "R²", series: ofCurves((fit) => fit && !fit.nothing ? fit.r2 : NaN) },
     { name: "Amplitude A", series: ofCurves(told("amplitude")) },
     { name: "Scale α, in units of 1/x", series: ofCurves(told("alpha")) },
     { name: "Spread of σ: 95th percentile over the 5th", series: [one("σ 95 : 5", ({ spread }) => spread)] },
@@ -44,7 +46,7 @@ function depthRows(capture) {
       one("channels", (all) => all.massive_channels), { ...one("tokens", (all) => all.massive_tokens), level: true },
     ] },
   ];
-  return [...rows, ...driftRows(capture)];
+  return [...rows, ...driftRows(capture)].filter(({ series }) => series.some(({ values }) => values.some(Number.isFinite)));
 }
 
 // How far the output moves with each site alone swapped, where that was measured of this network.
@@ -57,14 +59,8 @@ function driftRows(capture) {
   return series.length ? [{ name: "Drift with one site swapped, relative L2", zero: true, series }] : [];
 }
 
-function curveOfFunc(func) {
-  const known = Object.entries(PAGE.curves).find(([name, curve]) => name === func || curve.aliases.includes(func));
-  return known ? known[0] : func;
-}
-
 function depthFigure(capture, row, kinds) {
-  const places = capture.sites.map((_, place) => place);
-  const told = row.series.some(({ values }) => values.some(Number.isFinite));
+  const kindAt = capture.sites.map(kindOfSite);
   const scene = () => {
     const shown = row.series.filter(({ label }) => !state.hidden.has(label));
     return {
@@ -72,34 +68,31 @@ function depthFigure(capture, row, kinds) {
       y: axisOf(shown.flatMap(({ values }) => values), { zero: row.zero }),
       names: (place) => (capture.sites[place] ? String(capture.sites[place].index) : ""),
       xlabel: "norm site, in the order of calls",
-      lines: shown.flatMap((series) => kindLines(capture, series, kinds)),
-      marks: shown.flatMap((series) => marksOf(capture, series, kinds)),
+      lines: shown.flatMap((series) => kindLines(series, kindAt, kinds)),
+      marks: shown.flatMap((series) => marksOf(series, kindAt, kinds)),
       levels: [{ x: state.site, colour: palette.style.faint }],
-      hover: { x: places, text: (place) => [siteTitle(capture.sites[place]), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)] },
+      hover: { x: [...kindAt.keys()], text: (place) => [siteTitle(capture.sites[place]), ...row.series.map(({ label, values }) => `${label} ${number(values[place])}`)] },
     };
   };
-  const { whole } = figure(
-    { label: `${row.name}, over ${capture.sites.length} norm sites`, height: 178, scene, zooms: false, open: (site) => go({ view: "site", site }) },
-    { heading: row.name, note: told ? "" : "There is no such number at any site." },
-  );
-  return whole;
+  const label = `${row.name}, over ${capture.sites.length} norm sites`;
+  return figure({ label, height: 178, scene, zooms: false, open: (site) => go({ view: "site", site }) }, { heading: row.name }).whole;
 }
 
-// A thin line through the sites of each kind.
-function kindLines(capture, { colour, dashes = [], values, label, level = false }, kinds) {
+// A thin line through the sites of each kind, and a mark at each.
+function kindLines({ colour, dashes = [], values, label: name, level = false }, kindAt, kinds) {
   return kinds.map((kind) => {
-    const places = capture.sites.map((site, place) => place).filter((place) => kindOfSite(capture.sites[place].name) === kind);
-    return { x: places, y: places.map((place) => values[place]), colour, dashes: level ? [1, 2] : dashes, width: 1.1, halo: false, opacity: 0.7, name: label };
+    const x = Array.from(kindAt.keys()).filter((place) => kindAt[place] === kind);
+    return { x, y: x.map((place) => values[place]), colour, dashes: level ? [1, 2] : dashes, width: 1.1, halo: false, opacity: 0.7, name };
   });
 }
 
-function marksOf(capture, { colour, values, label, level = false }, kinds) {
-  return capture.sites.flatMap((site, place) => (Number.isFinite(values[place])
-    ? [{ x: place, y: values[place], colour, shape: kinds.indexOf(kindOfSite(site.name)), size: level ? 2 : 3.6, name: label }] : []));
+function marksOf({ colour, values, label: name, level = false }, kindAt, kinds) {
+  const marks = values.map((y, x) => ({ x, y, colour, shape: kinds.indexOf(kindAt[x]), size: level ? 2 : 3.6, name }));
+  return marks.filter(({ y }) => Number.isFinite(y));
 }
 
 function legend(capture, kinds) {
-  const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${visible(kind)}` }));
+  const shapes = kinds.map((kind, place) => element("span", { class: "key", text: `${SHAPES[place % SHAPES.length]} ${shortly(kind)}` }));
   return element("div", { class: "controls" }, [
     curveToggles(capture.curves),
     element("div", { class: "group" }, [...shapes, element("span", { class: "key", text: "small marks, dotted: ceiling, 95 %, tokens" })]),
@@ -124,77 +117,55 @@ function curveToggles(curves) {
 }
 
 function formulaOf(curve) {
-  return PAGE.curves[curve] ? `${curve}: ${PAGE.curves[curve].formula}` : curve;
+  return `${curve}: ${PAGE.curves[curve].formula}`;
 }
 
 function thumbnails(capture) {
-  const seen = new IntersectionObserver((entries) => {
-    for (const { target, isIntersecting } of entries) if (isIntersecting) {
-      seen.unobserve(target);
-      target.drawn();
-    }
-  }, { rootMargin: "200px" });
   return element("div", { class: "thumbnails" }, capture.sites.map((site, place) => {
-    const host = element("span", { class: "small" });
-    const made = element("button", { type: "button", class: "thumbnail", onclick: () => go({ view: "site", site: place }) }, [
-      element("span", { class: "name", text: tailOf(siteTitle(site), 36) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
+    const host = element("span");
+    if (!site.nothing) {
+      const scene = () => scurveScene(site, { colour: "density", thin: true, hovers: false, lines: curveLines(site, "line", 1.2) });
+      new Plot(host, { label: `S-curve of ${siteTitle(site)}`, size: "small", scene, zooms: false });
+    }
+    return element("button", { type: "button", class: "thumbnail", title: visible(site.name), onclick: () => go({ view: "site", site: place }) }, [
+      element("span", { class: "name", text: shortly(siteTitle(site)) }), host, element("span", { class: "detail", text: thumbnailText(site) }),
     ]);
-    host.drawn = () => {
-      if (emptiness(site)) return;
-      const scene = () => scurveScene(site, { colour: "density", thin: true, hovers: false, axis: axisOfSite(site, "auto"), lines: curveLines(site, "line", 1.2) });
-      new Plot(host, { label: `S-curve of ${siteTitle(site)}`, height: 120, scene, zooms: false, small: true }).draw();
-    };
-    seen.observe(host);
-    return made;
   }));
 }
 
-// The end of a path tells it from the others.
-function tailOf(text, most) {
-  return text.length > most ? `${text.split(" ")[0]} …${text.slice(text.length - most)}` : text;
-}
-
 function thumbnailText(site) {
-  if (emptiness(site)) return visible(emptiness(site));
+  if (site.nothing) return visible(site.nothing);
   const best = site.fits.filter((fit) => !fit.nothing).sort((one, other) => other.r2 - one.r2)[0];
-  return best ? `${best.curve} R² ${number(best.r2, 3)}` : siteDetail(site);
+  return best ? `${best.curve} R² ${short(best.r2)}` : siteDetail(site);
 }
 
 function overviewTable(capture) {
   const heads = ["#", "site", "kind", "placement", "pairs"];
-  for (const curve of capture.curves) heads.push(`${curve} A`, `${curve} α`, `${curve} R²`);
+  for (const curve of capture.curves) heads.push(`${curve} A`, `${curve} α`, `${curve} R²`, `${curve} held-out R²`);
   heads.push("ceiling", "|μ|/σ", "σ median", "σ 95:5", "beyond linear", "Σx² in 3", "massive pairs", "massive channels");
   const rows = capture.sites.map((site, place) => [
-    cellOf(site.index),
+    cell(site.index),
     { text: site.name, node: button(visible(site.name), () => go({ view: "site", site: place }), { class: "link" }) },
-    site.kind, site.placement || "–", groupedCell(site.pairs),
+    site.kind, site.placement || "–", cell(site.pairs, grouped),
     ...capture.curves.flatMap((curve) => fitCells(site.fits.find((fit) => fit.curve === curve))),
-    cellOf(site.fits.length ? site.fits[0].r2_ceiling : null),
-    cellOf(site.numbers.offset, 3), cellOf(site.numbers.sigma, 3), cellOf(site.numbers.spread, 3),
-    percentCell(site.numbers.bent), percentCell(site.numbers.channel_share),
-    groupedCell(site.numbers.massive), cellOf(site.numbers.massive_channels),
+    cell(site.fits.length ? site.fits[0].r2_ceiling : null),
+    cell(site.numbers.offset, short), cell(site.numbers.sigma, short), cell(site.numbers.spread, short),
+    cell(site.numbers.bent, percent), cell(site.numbers.channel_share, percent),
+    cell(site.numbers.massive, grouped), cell(site.numbers.massive_channels),
   ]);
-  const caption = "A and α are left out where the pairs tell no more than a line or a power law, and the word stands there; beyond linear: pairs at which tanh departs from its tangent by over 5 %; massive: beyond 100, and beyond 1000 times the median of |x|.";
-  return table(`${captureName(capture)} sites`, heads, rows, { caption, chosen: state.site });
+  return table(`${captureName(capture)} sites`, heads, rows, { chosen: state.site });
 }
 
-function cellOf(value, digits = 4) {
-  return { text: number(value, digits), value: value ?? "" };
+// A cell of a table: a value, and how it is written.
+function cell(value, write = number) {
+  return { text: write(value), value: value ?? "" };
 }
 
-function percentCell(share, digits = 1) {
-  return { text: percent(share, digits), value: share ?? "" };
-}
-
-function groupedCell(count) {
-  return { text: grouped(count), value: count ?? "" };
-}
-
-// A, α and R² of a fit; the reason in their place where there is none.
+// A, α, R² and held-out R² of a fit; the reason in their place where there is none.
 function fitCells(fit) {
-  if (!fit || fit.nothing) return [fit ? visible(fit.nothing) : cellOf(null), cellOf(null), cellOf(null)];
-  const values = fit.doubt ? [fit.doubt, cellOf(null)] : [cellOf(fit.amplitude), cellOf(fit.alpha)];
-  return [...values, cellOf(fit.r2)];
+  if (!fit || fit.nothing) return [fit ? visible(fit.nothing) : cell(null), cell(null), cell(null), cell(null)];
+  const values = fit.doubt ? [fit.doubt, cell(null)] : [cell(fit.amplitude), cell(fit.alpha)];
+  return [...values, cell(fit.r2), cell(fit.r2_cv)];
 }
 
 function aboutCapture(capture) {
@@ -206,6 +177,5 @@ function aboutCapture(capture) {
     ...(capture.inputs.length ? [] : [["inputs inside", "none; normscope capture --keep-inputs 2 keeps some to look at, at each site"]]),
     ...capture.skipped.map(({ name, kind, reason }) => ["skipped", `${name} (${kind}): ${reason}`]),
   ];
-  const card = lines.flatMap(([name, text]) => [element("dt", { text: name }), element("dd", { text: visible(text) })]);
-  return section("h2", "What this was taken from", [element("dl", { class: "card" }, card)], "about");
+  return section("h2", "What this was taken from", [card(lines)], "about");
 }

@@ -3,7 +3,7 @@
 
 const SHOWN = { overview: overviewView, site: siteView, explorer: explorerView, swap: swapView, compare: compareView };
 const KEYS = [
-  ["← →", "site before, next site"], ["1 … 5", "overview, site, explorer, swap, compare"], ["/", "search tokens and channels"],
+  ["← →", "site before, next site"], ["1 2 …", Object.values(VIEWS).join(", ").toLowerCase()], ["/", "search tokens and channels"],
   ["d t c", "colour by density, token, channel"], ["l", "light or dark"], ["?", "this help"], ["Esc", "close it"],
   ["← ↑ ↓ → Enter", "in an input: from token to token, pin one"],
 ];
@@ -15,58 +15,33 @@ let shownView = null;
 function render() {
   setTheme(state.theme || (darkScreen.matches ? "dark" : "light"));
   Plot.all.clear();
-  const main = document.getElementById("main");
-  refill(main, SHOWN[state.view]());
-  for (const plot of Plot.all) plot.draw();
+  refill(document.getElementById("head"), headParts());
+  refill(document.getElementById("main"), SHOWN[state.view]());
+  Plot.redrawAll();
   if (shownView !== null && shownView !== state.view) window.scrollTo(0, 0);
   shownView = state.view;
   if (state.view === "site" && open.site) say(siteTitle(open.site));
-  for (const tab of document.querySelectorAll("[role=tab]")) {
-    const on = tab.dataset.view === state.view;
-    tab.setAttribute("aria-selected", String(on));
-    tab.tabIndex = on ? 0 : -1;
-  }
-  main.setAttribute("aria-labelledby", `tab-${state.view}`);
-  const captures = document.getElementById("captures");
-  if (captures) captures.value = state.capture;
-  document.getElementById("origin").replaceChildren(...originOf(open.capture));
 }
 
-function tabs() {
-  const made = Object.entries(VIEWS).map(([view, text]) => button(text, () => go({ view }), {
-    role: "tab", id: `tab-${view}`, "data-view": view, "aria-controls": "main",
-  }));
-  const list = element("div", { role: "tablist", "aria-label": "Parts of the page" }, made);
-  list.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by) return;
-    event.preventDefault();
-    event.stopPropagation();
-    const next = made[(made.indexOf(document.activeElement) + by + made.length) % made.length];
-    next.focus();
-    next.click();
-  });
-  return list;
-}
-
-function head() {
+function headParts() {
   const captures = PAGE.captures.map((capture, place) => [place, captureTitle(capture)]);
   const choose = captures.length > 1 ? dropdown(captures, state.capture, (capture) => chooseCapture(Number(capture)), { id: "captures", "aria-label": "Capture" }) : null;
-  document.getElementById("head").replaceChildren(
+  return [
     element("div", { class: "title" }, [
       element("h1", { text: visible(PAGE.title) }),
       element("div", { class: "group" }, [choose, button("Light or dark", changeTheme, { id: "theme" }), button("Keys", help, { id: "keys", "aria-haspopup": "dialog" })]),
     ]),
-    element("div", { id: "origin" }), tabs(),
-  );
-  document.getElementById("foot").textContent = "Made by normscope; this file asks no network for anything. y is a norm's output before its affine step, x its input.";
+    ...originOf(open.capture),
+    element("nav", { "aria-label": "Parts of the page" }, Object.entries(VIEWS).map(([view, text]) => (
+      button(text, () => go({ view }), { id: `tab-${view}`, "aria-current": view === state.view ? "page" : null })))),
+  ];
 }
 
 function originOf(capture) {
   const { weights, data, dtype, sample } = capture.about;
   const words = [weights, data, `${grouped(capture.samples)} samples`, dtype, sample].filter(Boolean).map(visible);
-  const made = capture.made ? warning(`These weights are not trained: ${visible(capture.made)}.`) : "";
-  return [remark(words.join(" · ")), inputsInside(), made];
+  const untrained = capture.random ? warning(`These weights are not trained: ${visible(weights)}.`) : "";
+  return [remark(words.join(" · ")), inputsInside(), untrained];
 }
 
 // Whoever sends the file should know that pictures, recordings or texts are in it, of whichever capture.
@@ -81,11 +56,7 @@ function inputsInside() {
 
 // The same site in another capture, where there is one.
 function chooseCapture(capture) {
-  const name = open.site ? open.site.name : "";
-  const { sites } = PAGE.captures[capture];
-  const first = open.site ? firstName() : null;
-  const at = first === null ? null : counterpart(capture, first);
-  go({ capture, site: at ? at.place : Math.max(sites.findIndex((site) => site.name === name), 0) });
+  go({ capture, site: counterpart(capture, firstName()) ?? 0 });
 }
 
 function setTheme(theme) {
@@ -100,11 +71,10 @@ function changeTheme() {
 
 function help() {
   const dialog = document.getElementById("help");
-  const lines = KEYS.flatMap(([keys, what]) => [element("dt", { text: keys }), element("dd", { text: what })]);
-  dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), element("dl", { class: "card" }, lines),
+  dialog.replaceChildren(element("h2", { id: "help-title", text: "Keys" }), card(KEYS),
     remark("In a figure: drag or pinch to zoom, double-click to see all, hover a pair for its token and channel."),
     button("Close", () => dialog.close()));
-  if (!dialog.open) dialog.showModal();
+  dialog.showModal();
 }
 
 function keyed(event) {
@@ -142,7 +112,7 @@ function printed() {
     before = palette.theme;
     root.dataset.print = "";
     setTheme("light");
-    Plot.redrawAll();
+    Plot.redrawAll(true);
   });
   window.addEventListener("afterprint", () => {
     delete root.dataset.print;
@@ -156,7 +126,6 @@ window.addEventListener("popstate", () => { readAddress(); render(); });
 document.getElementById("skip").addEventListener("click", () => document.getElementById("main").focus());
 document.addEventListener("keydown", keyed);
 readAddress();
-head();
 render();
 printed();
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

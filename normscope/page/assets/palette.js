@@ -28,12 +28,6 @@ function between(first, second, share) {
   return first.map((value, place) => Math.round(value + share * (second[place] - value)));
 }
 
-// Red, green and blue of a colour: #rrggbb or rgb(…).
-function rgbOf(colour) {
-  if (!colour.startsWith("#")) return colour.match(/\d+/g).map(Number);
-  return [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));
-}
-
 function viridis(share) {
   const place = clipped(share, 0, 1) * (VIRIDIS.length - 1);
   const below = Math.min(Math.floor(place), VIRIDIS.length - 2);

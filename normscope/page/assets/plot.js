@@ -6,6 +6,8 @@ const FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif";
 const LETTERS = 12;
 const NEAR = 24; // pixels, from which a point answers
 const LEAST_DRAGGED = 8; // pixels, each way
+const WHOLE = { x: [0, 1], y: [0, 1] }; // shares of the axes that are shown
+const LEAST_SHOWN = 1e-4; // of an axis
 const KEY = { title: 26, row: 18, gap: 10, swatch: 26, letter: 7 }; // pixels
 let clips = 0;
 
@@ -35,10 +37,11 @@ function sizedContext(canvas, width, height) {
 }
 
 class Plot {
-  // `scene` is a function of this plot that says what is drawn:
+  // `scene` is a function of this plot that returns what is drawn:
   // {x, y: Axis, xlabel, ylabel, paint: [function of (context, plot)], lines, bands, marks, levels, hover}.
-  constructor(host, { label, height, scene, title = "", zooms = true, open = null, small = false }) {
-    Object.assign(this, { host, label, height, scene, title, open, small });
+  // Without a height, in pixels, its style is `size`.
+  constructor(host, { label, scene, height = null, size = "", title = "", zooms = true, open = null }) {
+    Object.assign(this, { host, label, scene, title, open, small: size === "small" });
     this.zoom = null;
     this.traces = [];
     this.pointed = null; // is told which point is pointed at, −1 for none
@@ -47,7 +50,8 @@ class Plot {
     this.svg = svg("svg", { role: "img", "aria-label": label });
     this.tip = element("div", { class: "tip", hidden: "" });
     host.replaceChildren(this.canvas, this.svg, this.tip);
-    host.classList.add("plot");
+    host.className = `plot ${size}`;
+    if (height) host.style.height = `${height}px`;
     host.addEventListener("pointermove", (event) => this.moved(event));
     host.addEventListener("pointerleave", () => this.left());
     host.addEventListener("click", (event) => this.clicked(event));
@@ -55,31 +59,32 @@ class Plot {
     Plot.add(this);
   }
 
-  // Redraws a view, which has a host and draws itself, as wide as its host is.
+  // Draws a view, which has a host and draws itself, when it is nearly in sight, and again when its width changes.
   static add(view) {
-    new ResizeObserver(() => { if (view.host.clientWidth !== view.width) view.draw(); }).observe(view.host);
-    Plot.all.add(view);
+    Plot.all.set(view.host, view);
+    sizes.observe(view.host);
   }
 
-  static redrawAll() {
-    for (const plot of Plot.all) {
-      if (plot.host.isConnected) plot.draw();
-      else Plot.all.delete(plot);
+  // Draws again what is in sight, or `every` view; the others follow when they come near.
+  static redrawAll(every = false) {
+    for (const host of Plot.all.keys()) if (!host.isConnected) Plot.all.delete(host);
+    // All sizes are read before anything is written: the browser lays the page out once.
+    const places = [...Plot.all.keys()].map((host) => [host, host.getBoundingClientRect(), host.clientWidth, host.clientHeight]);
+    for (const [host, { top, bottom }, width, height] of places) {
+      sight.unobserve(host);
+      if (every || (top < window.innerHeight && bottom >= 0)) Plot.all.get(host).draw(width, height);
+      else sight.observe(host);
     }
   }
 
-  draw() {
-    if (!this.host.isConnected || !this.host.clientWidth) return;
-    this.shown = this.scene(this);
-    this.width = this.host.clientWidth;
-    const high = typeof this.height === "function" ? this.height(this.width) : this.height;
+  draw(width = this.host.clientWidth, high = this.host.clientHeight) {
+    if (!width) return;
+    Object.assign(this, { width, high, shown: this.scene(this) });
     const edge = this.small ? { left: 2, right: 2, top: 2, bottom: 2 } : { left: 54, right: 12, top: 8, bottom: this.shown.xlabel ? 42 : 24 };
-    this.box = { left: edge.left, top: edge.top, width: this.width - edge.left - edge.right, height: high - edge.top - edge.bottom };
-    this.high = high;
-    this.host.style.height = `${high}px`;
-    this.x = this.zoom ? this.shown.x.within(...this.zoom.x) : this.shown.x;
-    this.y = this.zoom ? this.shown.y.within(...this.zoom.y) : this.shown.y;
-    this.placed = null;
+    this.box = { left: edge.left, top: edge.top, width: width - edge.left - edge.right, height: high - edge.top - edge.bottom };
+    const { x, y } = this.zoom || WHOLE;
+    this.x = this.shown.x.part(...x);
+    this.y = this.shown.y.part(...y);
     this.paint();
     this.write();
   }
@@ -192,25 +197,15 @@ class Plot {
     return svg("path", { d: shapes[shape % shapes.length], fill: colour, stroke: palette.style.background, "data-mark": name });
   }
 
-  // Pixels of all points that answer to the pointer, made once for each drawing.
-  places() {
-    if (!this.placed && this.shown.hover) {
-      const { x, y } = this.shown.hover;
-      const { left, top, width, height } = this.box;
-      this.placed = { across: this.x.pixels(x, left, width), upwards: y ? this.y.pixels(y, top + height, -height) : null };
-    }
-    return this.placed;
-  }
-
+  // The point that is nearest to the pointer: along x alone where the points have no y; −1 where none is near.
   nearest(event) {
-    const placed = this.places();
-    if (!placed) return -1;
+    if (!this.shown || !this.shown.hover) return -1;
+    const { x, y } = this.shown.hover;
     const box = this.host.getBoundingClientRect();
     const [atX, atY] = [event.clientX - box.left, event.clientY - box.top];
-    let best = placed.upwards ? NEAR * NEAR : Infinity;
-    let found = -1;
-    for (let place = 0; place < placed.across.length; place += 1) {
-      const away = (placed.across[place] - atX) ** 2 + (placed.upwards ? (placed.upwards[place] - atY) ** 2 : 0);
+    let [best, found] = [y ? NEAR * NEAR : Infinity, -1];
+    for (let place = 0; place < x.length; place += 1) {
+      const away = (this.across(x[place]) - atX) ** 2 + (y ? (this.upwards(y[place]) - atY) ** 2 : 0);
       if (away < best) [best, found] = [away, place];
     }
     return found;
@@ -218,25 +213,24 @@ class Plot {
 
   moved(event) {
     if (this.dragged) return this.drag(event);
-    const found = this.shown ? this.nearest(event) : -1;
+    const found = this.nearest(event);
     return found < 0 ? this.left() : this.point(found);
   }
 
   point(found) {
-    const { hover } = this.shown;
-    const { across, upwards } = this.places();
-    const up = upwards ? upwards[found] : null;
+    const { x, y, text } = this.shown.hover;
+    const [at, up] = [this.across(x[found]), y ? this.upwards(y[found]) : null];
     const { ink, background } = palette.style;
-    const ring = up === null ? [this.level({ x: hover.x[found], colour: ink, dashes: "" })] : [
-      svg("circle", { cx: across[found], cy: up, r: 6, stroke: background, "stroke-width": 4 }),
-      svg("circle", { cx: across[found], cy: up, r: 6, stroke: ink, "stroke-width": 1.8 }),
+    const ring = up === null ? [this.level({ x: x[found], colour: ink, dashes: "" })] : [
+      svg("circle", { cx: at, cy: up, r: 6, stroke: background, "stroke-width": 4 }),
+      svg("circle", { cx: at, cy: up, r: 6, stroke: ink, "stroke-width": 1.8 }),
     ];
     this.pointer.replaceChildren(...ring);
-    this.tip.replaceChildren(...hover.text(found).map((line) => element("div", { text: line })));
+    this.tip.replaceChildren(...text(found).map((line) => element("div", { text: line })));
     this.tip.hidden = false;
-    const right = across[found] > this.width / 2;
-    this.tip.style.left = right ? "auto" : `${Math.min(across[found] + 14, this.width - 40)}px`;
-    this.tip.style.right = right ? `${this.width - across[found] + 14}px` : "auto";
+    const right = at > this.width / 2;
+    this.tip.style.left = right ? "auto" : `${Math.min(at + 14, this.width - 40)}px`;
+    this.tip.style.right = right ? `${this.width - at + 14}px` : "auto";
     this.tip.style.top = `${Math.max((up === null ? this.box.top : up - 20), 0)}px`;
     this.host.classList.toggle("opens", Boolean(this.open));
     if (this.pointed) this.pointed(found);
@@ -290,10 +284,23 @@ class Plot {
     const { left, top, width, height } = this.box;
     const [[x, y], [toX, toY]] = [from, this.offset(event)];
     if (Math.min(Math.abs(x - toX), Math.abs(y - toY)) < LEAST_DRAGGED) return;
-    const across = extent([x, toX].map((at) => (at - left) / width));
-    const upwards = extent([y, toY].map((at) => 1 - (at - top) / height));
-    this.zoom = { x: across.map((share) => this.x.value(share)), y: upwards.map((share) => this.y.value(share)) };
+    const shown = this.zoom || WHOLE;
+    const part = ([begin, end], shares) => extent(shares.map((share) => begin + share * (end - begin)));
     this.justZoomed = true;
+    this.zoomTo({
+      x: part(shown.x, [x, toX].map((at) => (at - left) / width)),
+      y: part(shown.y, [y, toY].map((at) => 1 - (at - top) / height)),
+    });
+  }
+
+  // Shows a part of each axis, in shares of it: never more than there is to see, nor too little for its numbers.
+  zoomTo({ x, y }) {
+    const [across, upwards] = [x, y].map(([from, to]) => {
+      const length = clipped(to - from, LEAST_SHOWN, 1);
+      const first = clipped(from, 0, 1 - length);
+      return [first, first + length];
+    });
+    this.zoom = { x: across, y: upwards };
     this.draw();
   }
 
@@ -333,7 +340,20 @@ class Plot {
   }
 }
 
-Plot.all = new Set();
+Plot.all = new Map(); // a view by its host
+const sizes = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const view = Plot.all.get(target);
+    if (view && view.width && view.width !== target.clientWidth) view.draw();
+  }
+});
+// Each in a task of its own, so that what is in sight is painted first.
+const sight = new IntersectionObserver((entries) => {
+  for (const { target } of entries.filter(({ isIntersecting }) => isIntersecting)) {
+    sight.unobserve(target);
+    setTimeout(() => { if (target.isConnected && Plot.all.has(target)) Plot.all.get(target).draw(); });
+  }
+}, { rootMargin: "300px" });
 
 // An SVG file as PNG, so many times as large.
 async function asPng(text, times) {

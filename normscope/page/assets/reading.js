@@ -3,6 +3,12 @@
 
 const PAGE = JSON.parse(document.getElementById("data").textContent);
 palette.styles = PAGE.styles;
+// What a site's figures need is read when the site is first drawn; null of a site of nothing.
+PAGE.captures.forEach(({ sites }, capture) => sites.forEach((site, place) => {
+  let drawn;
+  const read = () => JSON.parse(document.getElementById(`drawn-${capture}-${place}`).textContent);
+  Object.defineProperty(site, "drawn", { get: () => (drawn ??= read()) });
+}));
 
 // A function whose results are kept as long as their arguments; `key` tells several results of one argument apart.
 function cached(made, key = () => "") {
@@ -14,33 +20,26 @@ function cached(made, key = () => "") {
   };
 }
 
-const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, i4: Int32Array };
+const KINDS = { f8: Float64Array, f4: Float32Array, u1: Uint8Array, i2: Int16Array, i4: Int32Array };
 
-// The numbers of a packed array; float16 as float32, which every browser has.
-const numbersOf = cached((packed) => {
-  const text = atob(packed.bytes);
-  const bytes = new Uint8Array(text.length);
-  for (let place = 0; place < text.length; place += 1) bytes[place] = text.charCodeAt(place);
-  return packed.kind === "f2" ? halves(new Uint16Array(bytes.buffer)) : new KINDS[packed.kind](bytes.buffer);
+// The numbers of a packed array; integers with a scale are floats.
+const numbersOf = cached(({ kind, bytes, scale }) => {
+  const numbers = new KINDS[kind](Uint8Array.from(atob(bytes), (letter) => letter.charCodeAt(0)).buffer);
+  return scale ? Float32Array.from(numbers, (value) => (value === -32768 ? NaN : scale * value)) : numbers;
 });
-
-function halves(bits) {
-  const wide = new Uint32Array(bits.length);
-  const values = new Float32Array(wide.buffer);
-  for (let place = 0; place < bits.length; place += 1) {
-    const sign = bits[place] & 0x8000;
-    const size = bits[place] & 0x7fff;
-    if (size < 0x400) values[place] = (sign ? -size : size) * 2 ** -24; // below the smallest exponent
-    else wide[place] = (sign << 16) | ((size << 13) + 0x38000000);
-  }
-  return values;
-}
 
 // The smallest and the largest of some numbers, NaN left out.
 function extent(values) {
   let [low, high] = [Infinity, -Infinity];
   for (const value of values) if (!Number.isNaN(value)) [low, high] = [Math.min(low, value), Math.max(high, value)];
   return [low, high];
+}
+
+// The 5th and the 95th percentile of some numbers, at least one number from either end: ends of a range of colours.
+function middle(values) {
+  const sorted = Float64Array.from(values).filter((value) => !Number.isNaN(value)).sort();
+  const aside = Math.min(Math.ceil(0.05 * (sorted.length - 1)), Math.floor((sorted.length - 1) / 2));
+  return [sorted[aside], sorted.at(-1 - aside)];
 }
 
 // Signs that would steer a reader or turn letters are written out, as in the package's tables.
@@ -66,17 +65,25 @@ function number(value, digits = 4) {
   return String(Number.isInteger(value) ? value : rounded).replace("-", "−");
 }
 
+function short(value) {
+  return number(value, 3);
+}
+
 function percent(share, digits = 1) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;
 }
 
 function grouped(count) {
-  return count === null || count === undefined ? "–" : count.toLocaleString("en-US");
+  return count === null || count === undefined ? "–" : String(count).replace(/\B(?=(\d{3})+$)/g, ",");
 }
 
-// The kind of a site: its path with * for the parts that are numbers.
-function kindOfSite(name) {
-  return name.split(".").map((part) => (/^\d+$/.test(part) ? "*" : part)).join(".");
+function counted(count, noun) {
+  return `${grouped(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
+// The kind of a site: its short name with * for the parts that are numbers.
+function kindOfSite({ short }) {
+  return short.split(".").map((part) => (/^\d+$/.test(part) ? "*" : part)).join(".");
 }
 
 function captureName(capture) {
@@ -89,28 +96,13 @@ function captureTitle(capture) {
 }
 
 // The drawn pairs of a site: x, y, the number of the token and of the channel of each; −1 where it is not known.
-const pointsOf = cached((site) => {
-  const shown = site.shown;
-  const y = numbersOf(shown.y);
-  const offset = numbersOf(shown.offset);
-  const sigma = numbersOf(shown.sigma);
-  const x = shown.x ? numbersOf(shown.x) : new Float32Array(y.length);
-  const token = new Int32Array(y.length);
-  const channel = new Int32Array(y.length);
-  for (let place = 0; place < y.length; place += 1) {
-    const row = Math.floor(place / shown.width);
-    token[place] = row;
-    channel[place] = site.channels === null ? -1 : place - row * shown.width;
-    if (!shown.x) x[place] = offset[row] + sigma[row] * y[place];
-  }
-  const single = site.by_channel;
+const pointsOf = cached(({ channels, drawn: { shown, by_channel: single } }) => {
+  const [y, offset, sigma] = [shown.y, shown.offset, shown.sigma].map(numbersOf);
+  const token = Int32Array.from(y, (_, place) => Math.floor(place / shown.width));
+  const channel = Int32Array.from(y, (_, place) => (channels === null ? -1 : place % shown.width));
+  const x = shown.x ? numbersOf(shown.x) : y.map((value, place) => offset[token[place]] + sigma[token[place]] * value);
   if (!single.x) return { x, y, token, channel };
-  const joined = (first, second) => {
-    const both = new first.constructor(first.length + second.length);
-    both.set(first);
-    both.set(second, first.length);
-    return both;
-  };
-  const [singleX, singleY, singleChannel] = [single.x, single.y, single.channel].map(numbersOf);
-  return { x: joined(x, singleX), y: joined(y, singleY), token: joined(token, singleX.map(() => -1)), channel: joined(channel, singleChannel) };
+  const joined = (first, second) => first.constructor.from([...first, ...numbersOf(second)]);
+  const known = { x: joined(x, single.x), y: joined(y, single.y), channel: joined(channel, single.channel) };
+  return { ...known, token: known.x.map((_, place) => token[place] ?? -1) };
 });

@@ -4,64 +4,64 @@
 const FEW_POINTS = 1.6;
 const LINE_POINTS = 33;
 
-// The axis of x of a site: as the package's figures choose it, or as somebody asked for.
+// An axis of x of a site: linear to where its curve is saturated, or asinh over all pairs.
 function axisOfSite(site, scale = state.scale) {
-  const [low, high] = site.axis.limits;
-  const shown = scale === "auto" ? site.axis.usual : scale;
-  return new Axis(low, high, { linear: shown === "asinh" ? site.axis.linear : null });
-}
-
-// The axis along which a site's density and curves were sampled: finer about zero.
-function ownAxis(site) {
-  return new Axis(...site.axis.limits, { linear: site.axis.linear });
+  const { limits, width, beyond } = site.drawn.axes[scale];
+  return new Axis(...limits, { linear: width, beyond: beyond ? ` · ${counted(beyond, "pair")} beyond` : "" });
 }
 
 function xLabel(axis) {
-  return axis.linear ? "norm input x (asinh scale)" : "norm input x";
+  return `norm input x${axis.linear ? " (asinh scale)" : ""}${axis.beyond}`;
 }
 
-// The density as a picture in the colours of the theme.
-const densityPicture = cached(({ density }) => {
+// A density as a picture in the colours of the theme.
+const densityPicture = cached((density) => {
   const [first, length, levels] = [density.first, density.length, density.levels].map(numbersOf);
   const rows = PAGE.density_rows;
   const picture = element("canvas", { width: first.length, height: rows });
   const context = picture.getContext("2d");
   const pixels = context.createImageData(first.length, rows);
-  const { data } = pixels;
-  const colours = densityColours();
+  const colours = new Uint32Array(densityColours().map(([red, green, blue]) => red | (green << 8) | (blue << 16) | (255 << 24)));
+  const data = new Uint32Array(pixels.data.buffer);
   let place = 0;
   for (let column = 0; column < first.length; column += 1) {
     for (let row = first[column]; row < first[column] + length[column]; row += 1, place += 1) {
-      if (!levels[place]) continue;
-      const [at, colour] = [4 * ((rows - 1 - row) * first.length + column), colours[levels[place]]];
-      for (let part = 0; part < 3; part += 1) data[at + part] = colour[part];
-      data[at + 3] = 255;
+      if (levels[place]) data[(rows - 1 - row) * first.length + column] = colours[levels[place]];
     }
   }
   context.putImageData(pixels, 0, 0);
   return picture;
 }, () => palette.theme);
 
+// Where a linear axis goes farther than a site's own, as beside another site, the pairs beyond are those of its asinh axis.
 function paintDensity(site) {
   return (context, plot) => {
-    const picture = densityPicture(site);
-    const edges = ownAxis(site).evenly(picture.width + 1);
-    const [low, high] = site.axis.y;
-    const [top, bottom] = [plot.upwards(high), plot.upwards(low)];
-    context.imageSmoothingEnabled = false;
-    let from = Math.floor(plot.across(edges[0]));
-    for (let column = 0; column < picture.width; column += 1) {
-      const to = Math.round(plot.across(edges[column + 1]));
-      if (to > from) context.drawImage(picture, column, 0, 1, picture.height, from, top, to - from, bottom - top);
-      from = Math.max(from, to);
-    }
+    const { linear, asinh } = site.drawn.axes;
+    const end = plot.x.linear ? 0 : linear.limits[1];
+    if (plot.shown.x.high > end) paintColumns(context, plot, asinh, end);
+    if (end) paintColumns(context, plot, linear, 0);
   };
 }
 
-// Colours of σ: from the smallest to the largest of the tokens that are shown, by factors.
+// Draws the columns of a density beyond some |x|.
+function paintColumns(context, plot, { limits, width, y, density }, beyond) {
+  const picture = densityPicture(density);
+  const edges = new Axis(...limits, { linear: width }).evenly(picture.width + 1);
+  const [bottom, top] = y.map((end) => plot.upwards(end));
+  context.imageSmoothingEnabled = false;
+  let from = Math.floor(plot.across(edges[0]));
+  for (let column = 0; column < picture.width; column += 1) {
+    const to = Math.round(plot.across(edges[column + 1]));
+    const shown = to > from && Math.max(Math.abs(edges[column]), Math.abs(edges[column + 1])) > beyond;
+    if (shown) context.drawImage(picture, column, 0, 1, picture.height, from, top, to - from, bottom - top);
+    from = Math.max(from, to);
+  }
+}
+
+// Colours of σ by factors, from low to high among the tokens that are shown.
 function sigmaColours(site) {
-  const sigma = numbersOf(site.shown.sigma);
-  const scale = new Axis(...extent(sigma), { logarithmic: true });
+  const sigma = numbersOf(site.drawn.shown.sigma);
+  const scale = new Axis(...middle(sigma), { logarithmic: true });
   return { scale, colours: Array.from(sigma, (value) => viridis(scale.share(value))) };
 }
 
@@ -74,6 +74,18 @@ function paintTokens(site) {
   };
 }
 
+// Puts a square dot at each pair, in the colour whose place `of` holds, or the first; a pair of no colour is left out.
+function paintDots(context, plot, x, y, { size, colours, of = null, alpha = 1 }) {
+  context.globalAlpha = alpha;
+  for (let place = 0; place < x.length; place += 1) {
+    const colour = colours[of ? of[place] : 0];
+    if (!colour) continue;
+    context.fillStyle = colour;
+    context.fillRect(plot.across(x[place]) - size / 2, plot.upwards(y[place]) - size / 2, size, size);
+  }
+  context.globalAlpha = 1;
+}
+
 // Points of y = (x − offset)/σ between two x: a straight line, which an asinh axis bends.
 function straightLine(axis, offset, sigma, low, high) {
   const x = axis.within(low, high).evenly(LINE_POINTS);
@@ -81,7 +93,7 @@ function straightLine(axis, offset, sigma, low, high) {
 }
 
 function tokenLine(context, plot, site, number, colour, width, alpha) {
-  const { shown } = site;
+  const { shown } = site.drawn;
   if (shown.x) return;
   const [offset, sigma] = [numbersOf(shown.offset)[number], numbersOf(shown.sigma)[number]];
   const y = numbersOf(shown.y).subarray(number * shown.width, (number + 1) * shown.width);
@@ -95,7 +107,7 @@ function tokenLine(context, plot, site, number, colour, width, alpha) {
 
 // Channels that have a colour without being picked: none beside picks, whose colours are the same.
 function colouredChannels(site) {
-  return state.picks.length ? [] : largestFirst(numbersOf(site.by_channel.reach)).slice(0, palette.style.channels.length);
+  return state.picks.length ? [] : largestFirst(numbersOf(site.drawn.by_channel.reach)).slice(0, palette.style.channels.length);
 }
 
 // Places of numbers, the largest first.
@@ -117,14 +129,14 @@ const PAINTED = { density: paintDensity, token: paintTokens, channel: paintChann
 
 // Number of a token among those that are shown at a site, by its key; −1 where it is not.
 function placeOfToken(site, key) {
-  return site.shown ? site.shown.key.indexOf(key) : -1;
+  return site.nothing ? -1 : site.drawn.shown.key.indexOf(key);
 }
 
 // Puts the picked tokens and channels above all else, each in a colour of its own.
 function paintPicks(site, size = 4.4) {
   return (context, plot) => {
-    const { x, y, token, channel } = pointsOf(site);
     state.picks.forEach((pick, number) => {
+      const { x, y, token, channel } = pointsOf(site);
       const [kind, key] = pick.split(":");
       const [of, place] = kind === "token" ? [token, placeOfToken(site, key)] : [channel, Number(key)];
       if (place < 0) return;
@@ -138,18 +150,18 @@ function paintPicks(site, size = 4.4) {
 
 // The fits of a site whose curves are not switched off, as lines along its own axis.
 function curveLines(site, what = "line", width = 2) {
-  const x = ownAxis(site).evenly(PAGE.line_points);
-  return site.fits.filter((fit) => fit[what] && !state.hidden.has(fit.curve)).map((fit) => ({
-    x, y: numbersOf(fit[what]), width, name: fit.curve, ...palette.curve(fit.curve),
+  const x = axisOfSite(site, "asinh").evenly(PAGE.line_points);
+  return Object.entries(site.drawn.lines).filter(([curve]) => !state.hidden.has(curve)).map(([curve, lines]) => ({
+    x, y: numbersOf(lines[what]), width, name: curve, ...palette.curve(curve),
   }));
 }
 
 function meanLine(site, width = 2.4) {
-  return { x: numbersOf(site.mean.x), y: numbersOf(site.mean.y), colour: palette.style.ink, width, name: "mean" };
+  return { x: numbersOf(site.drawn.mean.x), y: numbersOf(site.drawn.mean.y), colour: palette.style.ink, width, name: "mean" };
 }
 
 // The whole scene of a site's S-curve, for a Plot.
-function scurveScene(site, { colour = state.colour, lines = curveLines(site), thin = false, hovers = true, axis = axisOfSite(site), y = site.axis.y } = {}) {
+function scurveScene(site, { colour = state.colour, lines = curveLines(site), thin = false, hovers = true, axis = axisOfSite(site), y = site.drawn.axes[state.scale].y } = {}) {
   return {
     x: axis,
     y: new Axis(...y),
@@ -158,19 +170,20 @@ function scurveScene(site, { colour = state.colour, lines = curveLines(site), th
     paint: [PAINTED[colour](site), paintPicks(site, thin ? 2.6 : 4.4)],
     levels: (site.bound === null ? [] : [site.bound, -site.bound]).map((bound) => ({ y: bound, colour: palette.style.faint })),
     lines: [...(state.hidden.has("mean") ? [] : [meanLine(site, thin ? 1.4 : 2.4)]), ...lines, ...pinnedLines(site, axis, thin)],
-    hover: hovers ? { ...pointsOf(site), text: (place) => pairText(site, pointsOf(site), place) } : null,
+    // Read when the pointer comes.
+    hover: hovers && { get x() { return pointsOf(site).x; }, get y() { return pointsOf(site).y; }, text: (place) => pairText(site, pointsOf(site), place) },
   };
 }
 
 function pairText(site, { x, y, token, channel }, place) {
   const where = [token[place] < 0 ? null : tokenName(site, token[place]), channel[place] < 0 ? null : `channel ${channel[place]}`];
-  const sigma = token[place] < 0 ? "" : ` · σ ${number(numbersOf(site.shown.sigma)[token[place]], 3)}`;
+  const sigma = token[place] < 0 ? "" : ` · σ ${short(numbersOf(site.drawn.shown.sigma)[token[place]])}`;
   const kept = keptOfDrawn(site, token[place]);
   return [where.filter(Boolean).join(" · "), `x ${number(x[place])} · y ${number(y[place])}${sigma}`, ...(kept ? [keptName(site, kept)] : [])];
 }
 
 function tokenName(site, place) {
-  const [sample, position] = [numbersOf(site.shown.sample)[place], numbersOf(site.shown.position)[place]];
+  const [sample, position] = [numbersOf(site.drawn.shown.sample)[place], numbersOf(site.drawn.shown.position)[place]];
   return sample < 0 ? `token ${position} of its batch` : `sample ${sample}, token ${position}`;
 }
 
@@ -180,13 +193,8 @@ function pickName(pick) {
   return site ? tokenName(site, placeOfToken(site, key)) : `${kind} ${key}`;
 }
 
-// The reason why nothing is drawn of a site.
-function emptiness(site) {
-  return site.axis ? site.nothing : site.nothing || "no pair";
-}
-
 function siteTitle(site) {
-  return `${site.index} ${visible(site.name)}`;
+  return `${site.index} ${visible(site.short)}`;
 }
 
 function siteDetail(site) {

@@ -7,10 +7,10 @@ function siteView() {
   const { site } = open;
   if (!site) return [warning("This capture holds no norm site.")];
   const head = element("div", { class: "site-head" }, [
-    element("div", {}, [element("h2", { text: siteTitle(site) }), remark(siteSummary(site))]),
+    element("div", {}, [element("h2", { text: siteTitle(site), title: visible(site.name) }), remark(siteSummary(site))]),
     steps(),
   ]);
-  if (emptiness(site)) return [head, warning(`There is nothing to draw here: ${visible(emptiness(site))}.`), cardOf(site)];
+  if (site.nothing) return [head, warning(`There is nothing to draw here: ${visible(site.nothing)}.`), cardOf(site)];
   const key = element("div", { id: "colour-key", class: "group note" });
   const main = scurveFigure(site, key);
   const inputs = inputsSection(site, main.plot);
@@ -27,7 +27,7 @@ function siteView() {
 }
 
 function siteSummary(site) {
-  const parts = [siteDetail(site), `${grouped(site.pairs)} pairs of ${grouped(site.tokens)} tokens`, `eps ${number(site.eps)}`];
+  const parts = [visible(site.name), siteDetail(site), `${grouped(site.pairs)} pairs of ${grouped(site.tokens)} tokens`, `eps ${number(site.eps)}`];
   if (site.folds) parts.push(`folds by ${site.folds}`);
   if (site.left_out) parts.push(`${grouped(site.left_out)} tokens left out that hold a NaN or an infinity`);
   return parts.join(" · ");
@@ -37,8 +37,12 @@ function siteSummary(site) {
 function steps() {
   const { sites } = open.capture;
   const step = (by, text, label) => button(text, () => stepSite(by), { "aria-label": label, disabled: !sites[state.site + by] });
-  const list = dropdown(sites.map((site, place) => [place, siteTitle(site)]), state.site, (site) => go({ site: Number(site) }), { "aria-label": "Site", id: "sites" });
+  const list = dropdown(siteOptions(open.capture), state.site, (site) => go({ site: Number(site) }), { "aria-label": "Site", id: "sites" });
   return element("div", { class: "steps" }, [step(-1, "←", "Site before"), list, step(1, "→", "Next site")]);
+}
+
+function siteOptions({ sites }) {
+  return sites.map((site, place) => [place, shortly(siteTitle(site)), visible(site.name)]);
 }
 
 function stepSite(by) {
@@ -51,14 +55,10 @@ function colourChoice() {
 }
 
 function scaleChoice() {
-  return choice("Axis of x", asOptions(["auto", ...SCALES]), state.scale, (scale) => {
+  return choice("Axis of x", asOptions(SCALES), state.scale, (scale) => {
     Plot.all.forEach((plot) => { plot.zoom = null; });
     go({ scale });
   });
-}
-
-function highOf(width) {
-  return Math.round(clipped(0.62 * width, 260, 520));
 }
 
 // The S-curve; each drawing of it also writes the key of its colours.
@@ -69,45 +69,47 @@ function scurveFigure(site, key) {
     key.replaceChildren(...keyParts(site));
     return scurveScene(site);
   };
-  return figure({ label, title, height: highOf, scene }, { heading: "S-curve" });
+  return figure({ label, title, size: "tall", scene }, { heading: "S-curve" });
 }
 
 // What the colours of the S-curve stand for.
 function keyParts(site) {
-  const { shown } = site;
+  const { axes, shown } = site.drawn;
   if (state.colour === "density") {
-    const [few, many] = [densityColours()[1], densityColours()[255]].map(rgb);
     const bound = site.bound === null ? "" : ` · dotted: y within ±${number(site.bound)}`;
-    return [element("span", { text: "pairs a cell" }), ramp([few, many]), element("span", { text: `${number(site.density.fewest)} to ${number(site.density.most, 3)}, by factors${bound}` })];
+    return ramp("pairs per cell: 1", DENSITY[palette.theme], `${grouped(axes[state.scale].density.most)}, on a logarithmic scale${bound}`);
   }
   const drawn = `${shown.key.length} of ${grouped(site.tokens)} tokens: ${shown.uniform} drawn uniformly, the others those of largest |x|`;
   if (state.colour === "token") {
     const { low, high } = sigmaColours(site).scale;
-    return [element("span", { text: `σ ${number(low, 3)}` }), ramp(VIRIDIS.map(rgb)), element("span", { text: `${number(high, 3)} · ${drawn}` })];
+    return ramp(`σ ≤ ${short(low)}`, VIRIDIS, `≥ ${short(high)} · ${drawn}`);
   }
-  const extreme = site.channels === null && !site.by_channel.x ? [] : colouredChannels(site);
+  const extreme = site.channels === null && !site.drawn.by_channel.x ? [] : colouredChannels(site);
   return [...extreme.map((channel, rank) => keyDot(palette.style.channels[rank], `channel ${channel}`)), element("span", { text: `others grey · ${drawn}` })];
 }
 
 function residualFigure(site) {
-  const x = numbersOf(site.residuals.x);
+  const x = numbersOf(site.drawn.residuals.x);
   if (!x.length) return null;
-  const error = numbersOf(site.residuals.error);
-  const scene = () => {
-    const lines = Object.entries(site.residuals.off).filter(([curve]) => !state.hidden.has(curve)).map(([curve, off]) => ({
-      x, y: numbersOf(off), name: curve, width: 1.8, ...palette.curve(curve),
-    }));
-    const twice = Array.from(error, (value) => 2 * value);
-    const axis = axisOfSite(site);
-    const reach = 1.08 * Math.max(...[...lines.flatMap(({ y }) => Array.from(y)), ...twice].filter(Number.isFinite).map(Math.abs), 1e-9);
-    return {
-      x: axis, y: new Axis(-reach, reach), xlabel: xLabel(axis), ylabel: "E[y|x] − curve", lines,
-      bands: bandOf(x, twice), levels: [{ y: 0, colour: palette.style.ink, dashes: "" }],
-      hover: { x, text: (place) => [`x ${number(x[place])}`, ...lines.map(({ name, y }) => `${name} ${number(y[place], 3)}`), `2 standard errors ${number(twice[place], 3)}`] },
-    };
-  };
+  const twice = numbersOf(site.drawn.residuals.error).map((value) => 2 * value);
+  const scene = () => residualScene(site, x, Object.entries(site.drawn.residuals.off).filter(([curve]) => !state.hidden.has(curve)).map(([curve, off]) => ({
+    x, y: numbersOf(off), name: curve, width: 1.8, ...palette.curve(curve),
+  })), twice);
   const note = site.folds ? `Grey: ±2 standard errors of E[y|x], over folds by ${site.folds}.` : "Without folds there is no standard error.";
   return figure({ label: `Residuals at ${siteTitle(site)}`, title: `${siteTitle(site)} · residuals`, height: 230, scene }, { heading: "Residuals", note }).whole;
+}
+
+// Lines of E[y|x] less a curve along the x that is shown, with a band of twice its standard error.
+function residualScene(site, x, lines, twice = []) {
+  const axis = axisOfSite(site);
+  const within = (y) => Array.from(y).filter((value, place) => Number.isFinite(value) && Math.abs(x[place]) <= axis.high);
+  const reach = 1.08 * Math.max(...[...lines.map(({ y }) => y), twice].flatMap(within).map(Math.abs), 1e-9);
+  const errors = (place) => (Number.isFinite(twice[place]) ? [`2 standard errors ${short(twice[place])}`] : []);
+  return {
+    x: axis, y: new Axis(-reach, reach), xlabel: xLabel(axis), ylabel: "E[y|x] − curve", lines,
+    bands: bandOf(x, twice), levels: [{ y: 0, colour: palette.style.ink, dashes: "" }],
+    hover: { x, text: (place) => [`x ${number(x[place])}`, ...lines.map(({ name, y }) => `${name} ${short(y[place])}`), ...errors(place)] },
+  };
 }
 
 function bandOf(x, twice) {
@@ -118,7 +120,7 @@ function bandOf(x, twice) {
 }
 
 function derivativeFigure(site) {
-  const { diagonal } = site;
+  const { diagonal } = site.drawn;
   const heading = "Derivative";
   if (diagonal.reason) {
     return element("figure", {}, [element("figcaption", {}, [element("h3", { text: heading })]), remark(`No closed form of the norm's own: ${visible(diagonal.reason)}.`)]);
@@ -141,18 +143,18 @@ function derivativeFigure(site) {
 }
 
 function fitsOfSite(site) {
-  const heads = ["curve", "A", "α", "s", "slope", "R²", "ceiling", "RMSE", "tail", "flat"];
+  const heads = ["curve", "A", "α", "s", "slope", "R²", "held-out R²", "ceiling", "RMSE", "tail", "saturated"];
   const rows = site.fits.map((fit) => {
-    if (fit.nothing) return [fit.curve, visible(fit.nothing), ...Array(8).fill("–")];
-    const [a, alpha] = fit.doubt ? [fit.doubt, cellOf(null)] : [spread(fit, "amplitude"), spread(fit, "alpha")];
+    if (fit.nothing) return [fit.curve, visible(fit.nothing), ...Array(9).fill("–")];
+    const [a, alpha] = fit.doubt ? [fit.doubt, cell(null)] : [spread(fit, "amplitude"), spread(fit, "alpha")];
     return [
       { text: fit.curve, node: button(fit.curve, () => go({ view: "explorer", curve: fit.curve }), { class: "link", title: `${formulaOf(fit.curve)}; open in the explorer` }) },
-      a, alpha, cellOf(fit.shift, 3), cellOf(fit.slope), spread(fit, "r2"), spread(fit, "r2_ceiling"),
-      cellOf(fit.rmse), cellOf(fit.tail_rmse), percentCell(fit.saturated),
+      a, alpha, cell(fit.shift, short), cell(fit.slope), spread(fit, "r2"), cell(fit.r2_cv), spread(fit, "r2_ceiling"),
+      cell(fit.rmse), cell(fit.tail_rmse), cell(fit.saturated, percent),
     ];
   });
-  const low = site.fits.some((fit) => fit.x_repeats) ? ", too low here: x repeats, finer than bins resolve" : "";
-  const caption = `y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds · ceiling: R² of the best held-out function of x that was found${low} · tail: RMSE beyond the 99th percentile of |x| · flat: pairs where |f′| is under 5 % of its peak`;
+  const low = site.fits.some((fit) => fit.x_repeats) ? " · The ceiling is too low here: x repeats, finer than bins resolve." : "";
+  const caption = `y ≈ A·f(αx + s) · ±: half of the 95 % interval, over folds${low}`;
   return section("h3", "Fits", [table(`${siteTitle(site)} fits`, heads, rows, { caption })]);
 }
 
@@ -163,8 +165,7 @@ function spread(fit, name) {
 }
 
 function cardOf(site) {
-  const lines = site.card.flatMap(([question, answer]) => [element("dt", { text: visible(question) }), element("dd", { text: visible(answer) })]);
-  return section("h3", "Norm card", [element("dl", { class: "card" }, lines)]);
+  return section("h3", "Norm card", [card(site.card)]);
 }
 
 // A button that drops what it names.
@@ -175,46 +176,40 @@ function chip(colour, text, drop, attributes) {
 }
 
 // The tokens and channels that are picked, each in its colour, on every site.
-function pickBar(changed = () => {}) {
-  const bar = element("p", { class: "picks" });
-  bar.fill = () => bar.replaceChildren(...(state.picks.length ? state.picks.map((pick, place) => chip(palette.style.channels[place], pickName(pick), () => {
+function pickBar() {
+  const host = element("p", { class: "picks" });
+  Plot.add({ host, draw: () => host.replaceChildren(...(state.picks.length ? state.picks.map((pick, place) => chip(palette.style.channels[place], pickName(pick), () => {
     go({ picks: state.picks.filter((other) => other !== pick) });
-    bar.fill();
-    changed();
-  }, { "aria-label": `Drop ${pickName(pick)}` })) : [element("span", { class: "note", text: "Nothing is picked: a token or channel that you pick at a site lights up in all of them." })]));
-  bar.fill();
-  return bar;
+  }, { "aria-label": `Drop ${pickName(pick)}` })) : [element("span", { class: "note", text: "Nothing is picked: a token or channel that you pick at a site lights up in all of them." })])) });
+  return host;
 }
 
 function picker(site) {
-  const bar = pickBar(() => list());
   const results = element("ul", { class: "results" });
-  const entries = [...channelEntries(site), ...tokenEntries(site)];
-  const search = element("input", { type: "search", id: "search", placeholder: "channel 12, sample 3, token 0 …", "aria-label": "Search tokens and channels", oninput: () => list() });
-  const pick = (entry) => {
-    const others = state.picks.filter((pick) => pick !== entry.pick);
-    go({ picks: others.length < state.picks.length ? others : [...others, entry.pick].slice(-MOST_PICKS) });
-    bar.fill();
-    list();
-  };
-  function list() {
-    const found = those(entries, search.value);
-    results.replaceChildren(...found.slice(0, MOST_LISTED).map((entry) => {
-      const on = state.picks.includes(entry.pick);
-      const made = element("button", { type: "button", "aria-pressed": String(on), onclick: () => pick(entry) }, [
-        element("span", { text: entry.name }), element("span", { class: "detail", text: entry.detail }),
-      ]);
-      return element("li", {}, [made]);
-    }));
-    const rest = found.length ? `and ${grouped(found.length - MOST_LISTED)} more` : "No token and no channel is called so.";
-    if (!found.length || found.length > MOST_LISTED) results.append(element("li", { class: "note", text: rest }));
-  }
-  list();
+  const list = { host: results, draw: () => refill(results, resultLines(entriesOf(site), search.value)) };
+  const search = element("input", { type: "search", id: "search", placeholder: "channel 12, sample 3, token 0 …", "aria-label": "Search tokens and channels", oninput: list.draw });
+  Plot.add(list);
   return element("section", { class: "picker" }, [
     element("h3", { text: "Tokens and channels" }),
     remark(`Up to ${MOST_PICKS}; each lights up here and in all other sites.`),
-    search, bar, results,
+    search, pickBar(), results,
   ]);
+}
+
+// Lines of the list of entries: buttons that pick what they name, or let it go.
+function resultLines(entries, text) {
+  const all = those(entries, text);
+  const lines = all.slice(0, MOST_LISTED).map(({ pick, name, detail }) => {
+    const others = state.picks.filter((other) => other !== pick);
+    const on = others.length < state.picks.length;
+    const picks = on ? others : [...others, pick].slice(-MOST_PICKS);
+    return element("button", { type: "button", "aria-label": name, "aria-pressed": String(on), onclick: () => go({ picks }) }, [
+      element("span", { text: name }), element("span", { class: "detail", text: detail() }),
+    ]);
+  });
+  const rest = all.length ? `and ${grouped(all.length - MOST_LISTED)} more` : "No token and no channel is called so.";
+  const more = all.length && all.length <= MOST_LISTED ? [] : [element("span", { class: "note", text: rest })];
+  return [...lines, ...more].map((line) => element("li", {}, [line]));
 }
 
 // Entries that hold the words that are searched for; only where there are none, those that begin so.
@@ -229,23 +224,25 @@ function asWords(text) {
   return text.toLowerCase().split(/[\s,]+/).filter(Boolean).join(" ");
 }
 
+const entriesOf = cached((site) => [...channelEntries(site), ...tokenEntries(site)]);
+
 function channelEntries(site) {
-  if (site.channels === null && !site.by_channel.x) return [];
-  const [reach, share] = [numbersOf(site.by_channel.reach), numbersOf(site.by_channel.share)];
+  if (site.channels === null && !site.drawn.by_channel.x) return [];
+  const [reach, share] = [numbersOf(site.drawn.by_channel.reach), numbersOf(site.drawn.by_channel.share)];
   return largestFirst(reach).map((channel) => ({
     pick: `channel:${channel}`, name: `channel ${channel}`,
-    detail: `max |x| ${number(reach[channel], 3)} · ${percent(share[channel])} of Σx²`,
+    detail: () => `max |x| ${short(reach[channel])} · ${percent(share[channel])} of Σx²`,
   }));
 }
 
 function tokenEntries(site) {
-  const sigma = numbersOf(site.shown.sigma);
+  const sigma = numbersOf(site.drawn.shown.sigma);
   const { x, token } = pointsOf(site);
-  const most = new Float64Array(site.shown.key.length);
+  const most = new Float64Array(site.drawn.shown.key.length);
   for (let place = 0; place < x.length; place += 1) if (token[place] >= 0) most[token[place]] = Math.max(most[token[place]], Math.abs(x[place]));
-  const order = [...new Map(site.shown.key.map((key, place) => [key, place])).values()].sort((one, other) => most[other] - most[one]);
+  const order = [...new Map(site.drawn.shown.key.map((key, place) => [key, place])).values()].sort((one, other) => most[other] - most[one]);
   return order.map((place) => ({
-    pick: `token:${site.shown.key[place]}`, name: tokenName(site, place),
-    detail: `max |x| ${number(most[place], 3)} · σ ${number(sigma[place], 3)}`,
+    pick: `token:${site.drawn.shown.key[place]}`, name: tokenName(site, place),
+    detail: () => `max |x| ${short(most[place])} · σ ${short(sigma[place])}`,
   }));
 }

@@ -7,7 +7,7 @@ const STRAIGHTEST = 0.02;
 const CENTRES = [0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98];
 
 function nodesOf(site) {
-  const { nodes } = site;
+  const nodes = site.drawn && site.drawn.nodes;
   return nodes && {
     x: numbersOf(nodes.x), y: numbersOf(nodes.y), weight: numbersOf(nodes.weight), scatter: numbersOf(nodes.scatter),
     total: nodes.total,
@@ -40,17 +40,15 @@ function projected(nodes, f, alpha, shift, inverse) {
   return { amplitude, error: Number.isFinite(error) ? error : Infinity };
 }
 
-// A, α, s and R² of least squares; s is searched where `shifted`, and A is 1/α of a curve whose amplitude is that.
+// A, α, s and R² of least squares; s is searched where `shifted`, and A is 1/α of a curve whose amplitude is that. A line
+// has α = 1.
 function fitted(nodes, f, { shifted = false, inverse = false, linear = false } = {}) {
-  if (linear) return solution(nodes, f, [0, 0], inverse);
+  const axes = [...(linear ? [] : [0]), ...(shifted ? [1] : [])];
   const error = ([logAlpha, shift]) => projected(nodes, f, Math.exp(logAlpha), shift, inverse).error;
-  const start = starts(nodes, shifted).map((theta) => ({ theta, error: error(theta) }));
-  start.sort((one, other) => one.error - other.error);
-  const widths = (width) => (shifted ? [width, width] : [width]);
-  // The second search starts where the first one ended.
-  const ends = apart(start, 3).map(({ theta }) => simplex(error, simplex(error, theta, widths(0.2)).theta, widths(1e-3)));
-  ends.sort((one, other) => one.error - other.error);
-  return solution(nodes, f, ends[0].theta, inverse);
+  const byError = (one, other) => one.error - other.error;
+  const begins = (linear ? [[0, 0]] : starts(nodes, shifted)).map((theta) => ({ theta, error: error(theta) })).sort(byError);
+  const [end] = apart(begins, 3).map((begin) => descended(error, begin, axes)).sort(byError);
+  return solution(nodes, f, end.theta, inverse);
 }
 
 function solution(nodes, f, [logAlpha, shift], inverse) {
@@ -97,29 +95,26 @@ function apart(sorted, most) {
   return kept;
 }
 
-// Nelder's and Mead's simplex.
-function simplex(error, start, widths) {
+// Hooke's and Jeeves's search along some axes: steps that lead down, then one on in the same direction; finer steps
+// where none leads down.
+function descended(error, start, axes) {
   const at = (theta) => ({ theta, error: error(theta) });
-  let corners = [at(start), ...widths.map((width, axis) => at(start.map((value, place) => value + (place === axis ? width : 0))))];
-  for (let step = 0; step < 400; step += 1) {
-    corners.sort((one, other) => one.error - other.error);
-    const worst = corners.at(-1);
-    const size = Math.max(...worst.theta.map((value, place) => Math.abs(value - corners[0].theta[place])));
-    if (size < 1e-10) break;
-    const others = corners.slice(0, -1);
-    const centre = start.map((_, place) => others.reduce((sum, { theta }) => sum + theta[place], 0) / others.length);
-    const along = (factor) => at(centre.map((value, place) => value + factor * (worst.theta[place] - value)));
-    const mirrored = along(-1);
-    let taken = mirrored;
-    if (mirrored.error < corners[0].error) {
-      const farther = along(-2);
-      if (farther.error < mirrored.error) taken = farther;
-    } else if (mirrored.error >= corners.at(-2).error) {
-      taken = along(mirrored.error < worst.error ? -0.5 : 0.5);
+  const beside = (from, step) => {
+    let best = from;
+    for (const axis of axes) {
+      const [up, down] = [step, -step].map((by) => at(best.theta.map((value, place) => value + (place === axis ? by : 0))));
+      for (const next of [up, down]) if (next.error < best.error) best = next;
     }
-    if (taken.error < worst.error) corners = [...others, taken];
-    else corners = [corners[0], ...corners.slice(1).map(({ theta }) => at(theta.map((value, place) => (value + corners[0].theta[place]) / 2)))];
+    return best;
+  };
+  let here = start;
+  for (let [step, count] = [0.2, 0]; step > 1e-9 && count < 2000; count += 1) {
+    const next = beside(here, step);
+    if (next === here) step /= 3;
+    else {
+      const ahead = beside(at(next.theta.map((value, place) => 2 * value - here.theta[place])), step);
+      here = ahead.error < next.error ? ahead : next;
+    }
   }
-  corners.sort((one, other) => one.error - other.error);
-  return corners[0];
+  return here;
 }

@@ -3,10 +3,7 @@
 
 function swapView() {
   const { drift, speed } = PAGE.swaps;
-  if (!drift.length && !speed.length) {
-    return [element("h2", { text: "Swap" }), remark("No swap was measured for this page. `normscope swap-bench MODEL --json > FILE` measures one, and `normscope report … --swap-bench FILE` shows it.")];
-  }
-  return [...(drift.length ? driftSections(drift) : []), ...(speed.length ? speed.map(speedSection) : [])];
+  return [...(drift.length ? driftSections(drift) : []), ...speed.map(speedSection)];
 }
 
 function swapName({ func, init }) {
@@ -15,7 +12,7 @@ function swapName({ func, init }) {
 
 // The look of the curve in the norms' place; of no curve, another one.
 function swapLook({ func }, usual) {
-  const curve = curveOfFunc(func);
+  const [curve] = Object.entries(PAGE.curves).find(([name, { aliases }]) => name === func || aliases.includes(func)) || [];
   return Object.hasOwn(palette.style.curves, curve) ? palette.curve(curve) : usual;
 }
 
@@ -54,60 +51,60 @@ function driftScene(reports, sites, swapped, placeOf, xlabel) {
     xlabel, ylabel: "relative L2",
     lines: [...bars, ...series.map(({ x, y, colour, dashes, name }) => ({ x, y, colour, dashes, name, width: 1.4 }))],
     marks: series.flatMap(({ x, y, colour, name }) => x.map((at, place) => ({ x: at, y: y[place], colour, name }))),
-    hover: { x: places, text: (place) => [swapped === "one" ? visible(sites[place] || "") : `${place} swapped`, ...series.map(({ name, x, y }) => `${name} ${number(y[x.indexOf(place)], 3)}`)] },
+    hover: { x: places, text: (place) => [swapped === "one" ? visible(sites[place] || "") : `${place} swapped`, ...series.map(({ name, x, y }) => `${name} ${short(y[x.indexOf(place)])}`)] },
   };
 }
 
 function driftTable(reports) {
-  const heads = ["func", "init", "sites", "inputs", "L2 median", "L2 90 %", "cosine median", "cosine 10 %", "same first answer", "not finite"];
+  const heads = ["func", "init", "sites", "inputs", "L2", "p90 of L2", "cosine", "p10 of cosine", "top-1", "not finite"];
   const rows = reports.map((report) => {
     const row = report.rows.find(({ swapped, at, part }) => swapped === "all" && at === "output" && !part);
     if (!row) return [report.func, report.init, ...Array(8).fill("–")];
-    return [report.func, report.init, cellOf(row.sites_swapped), cellOf(row.inputs), endless(row.relative_l2.p50), endless(row.relative_l2.p90),
-      cellOf(row.cosine.p50), cellOf(row.cosine.p10), percentCell(row.top1), cellOf(row.nonfinite)];
+    return [report.func, report.init, cell(row.sites_swapped), cell(row.inputs), endless(row.relative_l2.p50), endless(row.relative_l2.p90),
+      cell(row.cosine.p50), cell(row.cosine.p10), cell(row.top1, percent), cell(row.nonfinite)];
   });
-  return table("Drift with all sites swapped", heads, rows, { caption: "All sites swapped, without training: relative L2 ‖swapped − original‖ / ‖original‖ and cosine at the output, over inputs; ∞: not finite." });
+  return table("Drift with all sites swapped", heads, rows, { caption: "All sites swapped, without training; ∞: not finite.", terms: PAGE.terms.swaps });
 }
 
 // JSON holds null for what is not finite: an output that is infinitely far.
 function endless(value) {
-  return { text: value === null ? "∞" : number(value, 3), value: value ?? "inf" };
+  return { text: value === null ? "∞" : short(value), value: value ?? "inf" };
 }
 
 function sitesTable(reports, sites) {
   const heads = ["site", ...reports.map(swapName)];
   const rows = sites.map((site) => [site, ...reports.map((report) => {
     const row = report.rows.find((one) => one.swapped === "one" && one.site === site);
-    return row ? endless(row.relative_l2.p50) : cellOf(null);
+    return row ? endless(row.relative_l2.p50) : cell(null);
   })]);
-  return table("Drift by site", heads, rows, { caption: "One site alone swapped: median over inputs of the relative L2 at the output." });
+  return table("Drift by site", heads, rows, { caption: "One site alone swapped: median over inputs of the relative L2 at the output.", terms: PAGE.terms.swaps });
 }
 
 function qualitySection(reports) {
   const measured = reports.filter(({ quality }) => quality);
   if (!measured.length) return reports[0].no_quality ? [remark(`No quality: ${visible(reports[0].no_quality)}.`)] : [];
   const { name, over, higher_is_better: higher } = measured[0].quality;
-  const score = ({ value, interval }) => ({ text: `${number(value)}${interval ? ` (${interval.map((bound) => number(bound, 3)).join(" – ")})` : ""}`, value: value ?? "" });
+  const score = ({ value, interval }) => ({ text: `${number(value)}${interval ? ` (${interval.map((bound) => short(bound)).join(" – ")})` : ""}`, value: value ?? "" });
   const rows = [["original", "", score(measured[0].quality.scores.original || { value: null })]];
   for (const report of measured) {
     for (const [network, value] of Object.entries(report.quality.scores)) if (network !== "original") rows.push([`${report.func}${network === "swapped" ? "" : `, ${network}`}`, report.init, score(value)]);
   }
-  return [element("h3", { text: "Quality" }), table("Quality", ["norms", "init", name, ], rows, { caption: `${over} · ${higher ? "higher" : "lower"} is better · in brackets 95 %` })];
+  return [element("h3", { text: "Quality" }), table("Quality", ["norms", "init", name], rows, { caption: `${over} · ${higher ? "higher" : "lower"} is better · in brackets 95 %`, terms: PAGE.terms.swaps })];
 }
 
 function speedSection(report) {
-  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "median ms", "20–80 % ms", "GB/s", "of a copy", "to native", "verdict"];
-  const thousand = (seconds) => cellOf(seconds === null ? null : 1000 * seconds, 3);
+  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "time", "p20–p80", "GB/s", "copy", "ratio", "verdict"];
+  const thousand = (seconds) => cell(seconds === null ? null : 1000 * seconds, short);
   const rows = report.rows.map((row) => [
     row.scope, row.variant, row.way, row.passes, row.dtype, row.shape.join(" × "), thousand(row.median),
-    row.p20 === null || row.p80 === null ? "–" : `${number(1000 * row.p20, 3)} – ${number(1000 * row.p80, 3)}`, cellOf(row.gb_per_s, 3),
-    percentCell(row.share_of_copy, 0), { text: row.ratio === null ? "–" : `${number(row.ratio, 3)} ×`, value: row.ratio ?? "" },
+    row.p20 === null || row.p80 === null ? "–" : `${short(1000 * row.p20)} – ${short(1000 * row.p80)}`, cell(row.gb_per_s, short),
+    cell(row.share_of_copy, (share) => percent(share, 0)), { text: row.ratio === null ? "–" : `${short(row.ratio)} ×`, value: row.ratio ?? "" },
     [row.verdict, row.note].filter(Boolean).join("; "),
   ]);
   const about = Object.values(report.about).join(" · ");
   return section("h2", "Speed", [
     remark(visible(`on ${report.device}; ${about}`)),
-    table("Speed", heads, rows, { caption: "To native: median over that of the network's own norm, above 1 is slower; faster only where minimum, median and the range from 20 to 80 % all lie below." }),
+    table("Speed", heads, rows, { caption: "Times in ms. Faster only where minimum, median and the range from 20 to 80 % all lie below those of the network's own norm.", terms: PAGE.terms.swaps }),
     ...report.left_out.map((line) => remark(visible(line))),
   ]);
 }

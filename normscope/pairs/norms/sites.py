@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +86,8 @@ _NAMED_IN_AN_ERROR = 30
 
 Layers = str | int | Sequence[int | str]
 
+_NUMBER = r"(?<![^.])\d+(?![^.])"  # a whole part of a module path
+
 
 def kind_of_site(name: str) -> str:
     """Return the kind of a site: its module path with ``*`` in place of numbers.
@@ -92,7 +95,64 @@ def kind_of_site(name: str) -> str:
     >>> kind_of_site("blocks.11.norm1")
     'blocks.*.norm1'
     """
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    return re.sub(_NUMBER, "*", name)
+
+
+# Applied in this order to a kind of site.
+_ABBREVIATIONS = (
+    (r"(?i)(?<!\*)\.(layer_?)?norm$", ""),  # downsample.norm, output.LayerNorm
+    (r"(?i)(?<=\w)_?layer_?norm$|\blayer_?norm_(?=\w)", ""),  # final_layer_norm, layernorm_before
+    (r"(?i)\blayer_?norm$", "norm"),
+    (r"attention(\.output)?", "attn"),
+    (r"\boutput\b", "out"),
+)
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a short, unique name of every site: its numbers, and the fewest words that identify its kind.
+
+    Args:
+        names: module paths of all sites that are shown together.
+
+    >>> bert = ["encoder.layer.3.attention.output.LayerNorm", "encoder.layer.4.output.LayerNorm"]
+    >>> list(short_names(bert).values())
+    ['3.attn', '4.out']
+    >>> list(short_names(["blocks.0.norm1", "blocks.0.norm2", "norm"]).values())
+    ['0.norm1', '0.norm2', 'norm']
+    """
+    kinds = {name: kind_of_site(name) for name in names}
+    paths = [kind.split(".") for kind in kinds.values()]
+    columns = zip(*(path[:-1] for path in paths), strict=False)
+    n_shared = sum(1 for _ in itertools.takewhile(lambda column: set(column) == {column[0]} - {"*"}, columns))
+    parts = {".".join(path): _abbreviated(path[n_shared:]) for path in paths}
+    short: dict[str, str] = {}
+    for n_words in range(1, max(map(len, paths), default=0) + 1):
+        choices = {kind: set(_with_words(of_kind, n_words)) for kind, of_kind in parts.items()}
+        uses = Counter(itertools.chain.from_iterable(choices.values()))
+        for kind in parts.keys() - short.keys():
+            if unique := [choice for choice in choices[kind] if uses[choice] == 1]:
+                short[kind] = min(unique, key=lambda choice: (len(choice), choice))
+    return {name: _numbered(short.get(kind, kind), name) for name, kind in kinds.items()}
+
+
+def _abbreviated(path: Sequence[str]) -> list[str]:
+    text = ".".join(path)
+    for pattern, replacement in _ABBREVIATIONS:
+        text = re.sub(pattern, replacement, text)
+    return text.split(".")
+
+
+def _with_words(parts: Sequence[str], n_words: int) -> Iterator[str]:
+    """The path with all its numbers, its last word and ``n_words`` − 1 of the words before."""
+    words = [n for n, part in enumerate(parts) if part != "*"]
+    for before in itertools.combinations(words[:-1], n_words - 1):
+        dropped = set(words[:-1]) - set(before)
+        yield ".".join(part for n, part in enumerate(parts) if n not in dropped)
+
+
+def _numbered(kind: str, name: str) -> str:
+    numbers = iter(re.findall(_NUMBER, name))
+    return re.sub(r"\*", lambda _: next(numbers), kind)
 
 
 def is_number(layers: str) -> bool:
@@ -164,7 +224,7 @@ def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:
     Sites alternate in most networks (norm1, norm2, norm1 …), so that equal steps might meet a single kind.
     """
     if count < 1:
-        hint = "" if count else " The norm site with the number 0 is '0-0'."
+        hint = "" if count else " The norm site with the number 0 is '0-0', and [0] in Python."
         raise UsageError(f"The number of layers must be at least 1, not {count}.{hint}")
     count = min(count, len(sites))
     kinds = [(kind_of_site(site.name), site.kind) for site in sites]

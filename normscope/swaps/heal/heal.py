@@ -173,6 +173,7 @@ def heal(
         no_quality=judge.untold,
         about=about,
         measure=measure_of(outputs.kind),
+        before_training=state.before_training,
     )
 
 
@@ -295,6 +296,7 @@ class _Healing:
         trained = TrainedParameters(self.swapped, names)
         if not state.tensors["best"]:
             state.tensors["best"] = copies(trained.parameters)
+            state.before_training = state.drift if math.isfinite(state.drift) else None
             if until is not None:
                 state.budget = until - self._measuring - time.monotonic()
             saved()

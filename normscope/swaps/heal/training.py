@@ -53,6 +53,7 @@ class TrainingState:
 
     Attributes:
         drift: least median so far, on the inputs that decide.
+        before_training: that before the first training step; None if not finite.
         most_p90: 90th percentile there with the start values, which no kept state exceeds.
         drifts, n_held_out, not_refitted, checks: as in :class:`normscope.swaps.reports.HealReport`.
         left_with: likewise; empty until all is done.
@@ -69,6 +70,7 @@ class TrainingState:
     drifts: dict[str, dict[str, float]] = field(default_factory=dict)
     n_held_out: int = 0
     not_refitted: dict[str, str] = field(default_factory=dict)
+    before_training: float | None = None
     budget: float | None = None
     seconds: float = 0.0
     step: int = 0

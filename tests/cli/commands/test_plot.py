@@ -84,3 +84,12 @@ def test_where_it_cannot_be_written_nothing_is_run(captures, tmp_path):
     done = invoke(f"plot {' '.join(captures)} -o out {QUICK}", status=2)
     assert "overview-scurves.png: it is a folder" in words(done.stderr)
     assert (done.stdout, written(tmp_path / "out")) == ("", ["overview-scurves.png"])
+
+
+def test_a_compact_figure_is_the_only_one_with_its_caption_beside(captures, tmp_path):
+    told = document(f"plot {' '.join(captures)} --compact --caption tex --labels none -o all.pdf {QUICK}")
+    assert told["overview"] == "all.pdf" and [figure["file"] for figure in told["figures"]] == [None, None]
+    assert written(tmp_path) == ["all.pdf", "all.tex"]
+    assert (tmp_path / "all.tex").read_text().startswith(r"\caption{Input x of norms, and")
+    assert document(f"plot {captures[0]} --compact -o alone {QUICK}")["overview"] == "alone/overview-compact.png"
+    assert "no kind of labels 'shrt'" in words(invoke(f"plot {captures[0]} --labels shrt", status=2).stderr)

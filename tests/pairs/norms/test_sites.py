@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.errors import UsageError
-from normscope.pairs.norms.sites import NormSite, kind_of_site, select, select_by_placement
+from normscope.pairs.norms.sites import NormSite, kind_of_site, select, select_by_placement, short_names
 
 
 def site(index: int, name: str, kind: str = "LayerNorm") -> NormSite:
@@ -43,7 +43,7 @@ def test_select(layers, expected):
 @pytest.mark.parametrize(
     ("layers", "sentence"),
     [
-        ("0", r"at least 1, not 0\. The norm site with the number 0 is '0-0'\."),
+        ("0", r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python\."),
         ("-3", "at least 1, not -3"),
         ("25,", "numbered 0 to 24"),
         ("5-3", "There are no layers 5-3"),
@@ -128,3 +128,48 @@ def test_sites_that_are_not_there():
         select_by_placement(placed("pre-norm"), "pre-norm,norm1")
     with pytest.raises(UsageError, match="name no norm site"):
         select_by_placement(placed("pre-norm"), [])
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {"blocks.0.norm1": "0.norm1", "blocks.11.norm2": "11.norm2", "norm": "norm"},
+        {
+            "bert.embeddings.LayerNorm": "embeddings",
+            "bert.encoder.layer.3.attention.output.LayerNorm": "3.attn",
+            "bert.encoder.layer.3.output.LayerNorm": "3.out",
+        },
+        {"transformer.h.0.ln_1": "0.ln_1", "transformer.h.0.ln_2": "0.ln_2", "transformer.ln_f": "ln_f"},
+        {
+            "model.layers.0.input_layernorm": "0.input",
+            "model.layers.0.post_attention_layernorm": "0.post_attn",
+            "model.layers.0.self_attn.q_norm": "0.q_norm",
+            "model.norm": "norm",
+        },
+        {
+            "feature_extractor.conv_layers.0.layer_norm": "conv_layers.0.norm",
+            "encoder.feature_projection.layer_norm": "feature_projection",
+            "encoder.transformer.layers.0.layer_norm": "layers.0.norm",
+            "encoder.transformer.layers.0.final_layer_norm": "0.final",
+        },
+        {"bn1": "bn1", "layer1.0.bn1": "layer1.0.bn1", "layer2.0.bn1": "layer2.0.bn1", "layer2.0.bn3": "0.bn3"},
+        {"encoder.layer.0.layernorm_before": "0.before", "layernorm": "norm"},
+        {"transformer_blocks.0.norm1.norm": "0.norm1", "norm_out": "norm_out"},
+        {"a.out": "a.out", "a.output": "a.output", "a.0.out": "0.out"},  # abbreviations that are not unique
+        {"b.norm": "b.norm", "b": "b"},
+        {"0": "0", "3": "3"},
+        {},
+    ],
+)
+def test_short_names(expected):
+    assert short_names(expected) == expected
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["0", "1", "a", "attention", "output", "LayerNorm", "norm"]), min_size=1, max_size=5)
+    )
+)
+def test_no_two_sites_have_the_same_short_name(paths):
+    names = {".".join(path) for path in paths}
+    assert len(set(short_names(names).values())) == len(names)

@@ -115,9 +115,11 @@ def test_the_best_state_is_left_and_never_a_worse_one_than_the_start(networks, m
     original, swapped = networks
     monkeypatch.setattr(training, "rate_for", lambda width, steps: rate)
     before, judged = drift(original, swapped), Pool.of(LEARN).judged
+    judged_before = drift(original, swapped, judged)
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, calibrated=False, steps=60)
     best = report.before["median"]
     least = [check.drift for check in report.checks if check.kept]
+    assert report.before_training == pytest.approx(judged_before, rel=1e-5) and report.training_kept == bool(least)
     assert least == sorted(least, reverse=True)
     assert all(check.drift is None or check.drift >= min([best, *least]) for check in report.checks)
     if rate == 1e4:
