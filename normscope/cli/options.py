@@ -109,7 +109,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "style": "light|dark  Of the figure.",
         "plot": "PATH  Draw it into this .png, .svg or .pdf, or into a folder.",
         "compact": "Draw panels alone, in one figure: a row per model, and across it four norms along the depth.",
-        "xscale": "SCALE  linear, which ends where the curve saturates; asinh or symlog, which contain every pair.",
+        "xscale": "SCALE  Of x: linear, which ends where the curve saturates; asinh or symlog, with every pair.",
         "share_axes": "Give all panels of a figure the same axes and colours, to compare them.",
         "width": "INCHES  Of the figure; a paper's text has 5.5 or so.",
         "labels": "none|short|full  Above each panel: short names and R², or everything.",

@@ -201,11 +201,6 @@ def captures(
         raise typer.Exit
 
 
-def form(shift: bool | None) -> dict[str, Any]:
-    """Return the argument of :func:`normscope.fit` that ``--shift`` or ``--no-shift`` stands for, if one was given."""
-    return {} if shift is None else {"shift": shift}
-
-
 def family_of(capture: Capture) -> str | None:
     """Return the family of a captured model; None for a user's own network."""
     try:

@@ -33,7 +33,6 @@ class Match:
     by: Literal["name", "depth"]
     counterparts: dict[str, str]  # in the second network, for each of the first that has one
     unmatched: tuple[tuple[str, ...], tuple[str, ...]]  # in the first network and in the second
-    across_placements: bool = False  # pre-norm sites of one network are matched with post-norm sites of the other
 
 
 def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
@@ -41,42 +40,32 @@ def match(first: Sequence[NormSite], second: Sequence[NormSite]) -> Match:
 
     Networks are built alike if over half of the sites of the smaller share their module path with one of the other.
     By depth, the sites of one placement are matched in order, the first with the first and the last with the last. If
-    one network has more of them, the matched ones are spread evenly. Where one network is pre-norm and the other is
-    post-norm, these sites are matched with one another.
+    one network has more of them, the matched ones are spread evenly. Where one network is pre-norm and the other
+    post-norm, these count as one placement.
 
     >>> from types import SimpleNamespace as Site
     >>> deep = [Site(name=f"block.{n}", placement="pre-norm") for n in range(5)]
     >>> match(deep, [Site(name=f"layer.{n}", placement="pre-norm") for n in range(3)]).counterparts
     {'block.0': 'layer.0', 'block.2': 'layer.1', 'block.4': 'layer.2'}
-    >>> match(deep[:2], [Site(name=f"layer.{n}", placement="post-norm") for n in range(2)]).counterparts
-    {'block.0': 'layer.0', 'block.1': 'layer.1'}
     """
     here, there = [site.name for site in first], [site.name for site in second]
     shared = set(here) & set(there)
     by_name = len(shared) > NAMESAKES * min(len(here), len(there))
-    groups = [] if by_name else _groups({site.placement for site in first}, {site.placement for site in second})
-    pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second, groups)
+    pairs = {name: name for name in here if name in shared} if by_name else _by_depth(first, second)
     counterparts = set(pairs.values())
     unmatched = tuple(n for n in here if n not in pairs), tuple(n for n in there if n not in counterparts)
-    across = any(len(group) > 1 for group in groups)
-    return Match("name" if by_name else "depth", pairs, unmatched, across)
+    return Match("name" if by_name else "depth", pairs, unmatched)
 
 
-def _groups(here: set[str | None], there: set[str | None]) -> list[set[str | None]]:
-    """Return the sets of placements whose sites are matched with one another."""
-    if here & _IN_BLOCKS and there & _IN_BLOCKS and not here & there & _IN_BLOCKS:
-        return [_IN_BLOCKS, *({placement} for placement in here - _IN_BLOCKS)]
-    return [{placement} for placement in here]
-
-
-def _by_depth(
-    first: Sequence[NormSite], second: Sequence[NormSite], groups: Sequence[set[str | None]]
-) -> dict[str, str]:
+def _by_depth(first: Sequence[NormSite], second: Sequence[NormSite]) -> dict[str, str]:
+    here, there = ({site.placement for site in sites} for sites in (first, second))
+    opposed = _IN_BLOCKS.isdisjoint(here & there)
     pairs: dict[str, str] = {}
-    for group in groups:
-        here, there = ([site.name for site in sites if site.placement in group] for sites in (first, second))
-        few = min(len(here), len(there))
-        pairs |= {here[i]: there[j] for i, j in zip(_evenly(few, len(here)), _evenly(few, len(there)), strict=True)}
+    for placement in here | there:
+        alike = _IN_BLOCKS if opposed and placement in _IN_BLOCKS else {placement}
+        ours, theirs = ([site.name for site in sites if site.placement in alike] for sites in (first, second))
+        few = min(len(ours), len(theirs))
+        pairs |= {ours[i]: theirs[j] for i, j in zip(_evenly(few, len(ours)), _evenly(few, len(theirs)), strict=True)}
     return {site.name: pairs[site.name] for site in first if site.name in pairs}
 
 

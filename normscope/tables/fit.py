@@ -259,9 +259,7 @@ def matching_lines(comparison: Comparison) -> list[str]:
         titles.append(f"{place}  {' · '.join(parts)} ({count(capture.n_samples, 'sample')})")
     lines = titles[:1]
     for place, (title, match) in enumerate(zip(titles[1:], comparison.matches, strict=True), 2):
-        how = "by placement and relative depth, as most names differ"
-        if match.by == "name" or match.across_placements:
-            how = "by name" if match.by == "name" else "by relative depth, pre-norm with post-norm"
+        how = "by name" if match.by == "name" else "by placement and relative depth, as most names differ"
         here, there = map(len, match.unmatched)
         without = f"; without a counterpart: {here} of 1, {there} of {place}" if here or there else ""
         lines += [title, f"   {count(len(match.counterparts), 'site')} matched {how}{without}"]

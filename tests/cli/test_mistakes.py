@@ -98,7 +98,7 @@ MISTAKES = [
     # sites and fits
     ("plot --layers blocks.0.norm3", 2, "There is no norm site 'blocks.0.norm3'. Did you mean"),
     *(
-        (f"{command} 0", 2, "at least 1, not 0. The norm site with the number 0 is '0-0'.")
+        (f"{command} 0", 2, "at least 1, not 0. The norm site with the number 0 is '0-0'")
         for command in ("fit demo_vit --layers", "swap demo_vit -o swapped --layers")
     ),
     ("plot --func thanh", 2, "There is no curve 'thanh'. Did you mean 'tanh'"),

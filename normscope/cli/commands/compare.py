@@ -8,7 +8,7 @@ from pathlib import Path
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, check_by, check_sources, form, named_or_embedded
+from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded
 
 
 @declared(
@@ -20,7 +20,7 @@ def compare(
     models: list[str] | None = None,
     *,
     func: str = "tanh,isru",
-    shift: bool | None = None,
+    shift: bool = True,
     layers: str = "all",
     weights: list[str] | None = None,
     run: RunOptions,
@@ -46,7 +46,7 @@ def compare(
         check_number(len(runs))
     files = FigureFiles(say.place_of_figures(output), look, ["comparison"], [""])
     seen = list(captures(runs, layers, say, by))
-    comparison = compared(seen, [normscope.fit(capture, curves, **form(shift)) for capture in seen])
+    comparison = compared(seen, [normscope.fit(capture, curves, shift=shift) for capture in seen])
     for line in matching_lines(comparison):
         say.sentences(line)
     say.table(comparison_table(comparison.rows))

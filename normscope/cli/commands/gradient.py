@@ -7,7 +7,7 @@ from pathlib import Path
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, form, sources
+from normscope.cli.running import RunOptions, captures, sources
 from normscope.tables.card import gradient_tables
 
 
@@ -21,7 +21,7 @@ def gradient(
     *,
     layers: str = "4",
     func: str = "tanh,isru",
-    shift: bool | None = None,
+    shift: bool = True,
     run: RunOptions,
     by: str | None = None,
     output: Path = Path(FIGURES),
@@ -37,7 +37,7 @@ def gradient(
     files = FigureFiles(say.place_of_figures(output), look, names, ["gradient"], by)
     seen, rows, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
-        fits = normscope.fit(capture, func, **form(shift))
+        fits = normscope.fit(capture, func, shift=shift)
         views = normscope.gradient(capture, fits)
         say.heading(capture.about)
         for table in gradient_tables(views):

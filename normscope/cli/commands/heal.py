@@ -117,7 +117,8 @@ def heal(
     whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
     whole |= {"per": per, "sites": len(source.norms)}
     title = f"{network.name} · {func}"
-    figure = normscope.plot_healing(report, **(look.of_figure | {"title": title if look.title is None else look.title}))
+    titled = replace(look, title=title if look.title is None else look.title)
+    figure = normscope.plot_healing(report, **titled.of_figure)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]

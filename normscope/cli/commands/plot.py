@@ -8,7 +8,7 @@ from typing import Any
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, form, sources
+from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 
 _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
@@ -23,7 +23,7 @@ def plot(
     *,
     layers: str = "4",
     func: str = "tanh,isru",
-    shift: bool | None = None,
+    shift: bool = True,
     color: str = "density,token,channel",
     run: RunOptions,
     by: str | None = None,
@@ -36,8 +36,7 @@ def plot(
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 
-    Two or more models also share one figure, which is the only one with --compact: a row per model, and four norms
-    across.
+    Two or more models also share one figure, with a row per model and four norms across; with --compact, only that one.
     """
     from normscope.figures.axes import check_xscale
     from normscope.figures.scurves import rows_named
@@ -57,7 +56,7 @@ def plot(
     axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.of_figure}
     seen, fits, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        fitted = normscope.fit(capture, func, **form(shift))
+        fitted = normscope.fit(capture, func, shift=shift)
         file = None
         if not compact:
             figure = normscope.plot(capture, fitted, rows=rows, **axes)

@@ -8,7 +8,7 @@ from pathlib import Path
 import normscope
 from normscope.cli.options import declared
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, form, sources
+from normscope.cli.running import RunOptions, captures, sources
 from normscope.errors import UsageError
 from normscope.runtime.files import check_writable, file_stem
 
@@ -25,7 +25,7 @@ def report(
     *,
     layers: str = "all",
     func: str = "tanh,isru",
-    shift: bool | None = None,
+    shift: bool = True,
     run: RunOptions,
     by: str | None = None,
     keep_inputs: int | None = None,
@@ -49,7 +49,7 @@ def report(
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
         say.kept_inputs(capture)
         seen.append(capture)
-        fits.append(normscope.fit(capture, func, **form(shift)))
+        fits.append(normscope.fit(capture, func, shift=shift))
         shown.append({**capture.about, "sites": [site.name for site in capture.sites]})
     normscope.report(seen, fits, drift=swaps).save(path)
     size = path.stat().st_size
