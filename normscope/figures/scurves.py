@@ -406,6 +406,6 @@ def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:
     if "token" not in rows:
         return []
     kept = [(panel.stats.tokens.key, panel.stats.largest.key) for panel in panels]  # some tokens are in both
-    drawn = max(len(torch.cat(keys).unique()) for keys in kept)
+    drawn = max(len(set(torch.cat(keys).tolist())) for keys in kept)
     every = max(panel.stats.n_tokens for panel in panels)
     return [f"Lines: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]
