@@ -20,7 +20,6 @@ from normscope.swaps.inits import INITS
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
-    from normscope.figures.style import FigureOptions
 
 # The panels of a command's help, in order.
 MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swap", "Running", "Output")
@@ -287,10 +286,9 @@ class Look:
     title: str | None = None
 
     @property
-    def of_figure(self) -> FigureOptions:
+    def of_figure(self) -> dict[str, Any]:
         """The options that every function that draws takes."""
-        looks = ("width", "title", "style", "labels", "font", "caption")
-        return {name: getattr(self, name) for name in looks}  # type: ignore[return-value]
+        return {name: value for name, value in vars(self).items() if name not in ("figure_format", "dpi")}
 
 
 @dataclass

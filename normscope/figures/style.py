@@ -176,7 +176,7 @@ class FigureOptions(TypedDict, total=False):
     caption: str | None
 
 
-def theme_of(options: FigureOptions) -> Style:
+def theme_of(options: Mapping[str, Any]) -> Style:
     """Return the theme; UsageError for an unknown option, style, kind of labels, font or kind of caption."""
     for name in options.keys() - FigureOptions.__annotations__.keys():
         raise UsageError(unknown("option of a figure", name, FigureOptions.__annotations__))
