@@ -22,7 +22,6 @@ from normscope.tables.glossary import headings, typed, unknown_column
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
-    from normscope.figures.style import FigureOptions
 
 # The panels of a command's help, in order.
 MODEL, DATA, DIFFUSION, FIT, SWAP, RUNNING, FIGURE, OUTPUT = PANELS = (
@@ -310,10 +309,9 @@ class Look:
     title: str | None = None
 
     @property
-    def of_figure(self) -> FigureOptions:
+    def of_figure(self) -> dict[str, Any]:
         """The options that every function that draws takes."""
-        looks = ("width", "title", "style", "labels", "font", "caption")
-        return {name: getattr(self, name) for name in looks}  # type: ignore[return-value]
+        return {name: value for name, value in vars(self).items() if name not in ("figure_format", "dpi")}
 
 
 @dataclass
