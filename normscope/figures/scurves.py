@@ -12,6 +12,7 @@ from typing import Any, Unpack
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
@@ -404,6 +405,7 @@ def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:
     """Return a sentence on the tokens that are drawn."""
     if "token" not in rows:
         return []
-    drawn = max(len(panel.stats.tokens.key) + len(panel.stats.largest.key) for panel in panels)
+    kept = [(panel.stats.tokens.key, panel.stats.largest.key) for panel in panels]  # some tokens are in both
+    drawn = max(len(torch.cat(keys).unique()) for keys in kept)
     every = max(panel.stats.n_tokens for panel in panels)
     return [f"Lines: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]

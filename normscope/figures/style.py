@@ -452,7 +452,10 @@ def sheet_of(
         figure = Sheet(figsize=(width, height))
         if caption:
             first, last = title_and_foot(None if title == NONE else title, usual, about, names)
-            figure.caption = caption, " ".join(f"{text}." for text in (first, *foot, last) if text)
+            figure.caption = (
+                caption,
+                " ".join(f"{text}." for text in (first, *foot, f"{last[:1].upper()}{last[1:]}") if text),
+            )
         below = 0.04 + 0.12 * len(lines) if lines else 0.0
         legend = _legend(figure, handles, font)
         legend_inches = legend.get_window_extent().height / figure.dpi + 0.05 if legend else 0.0

@@ -56,12 +56,15 @@ def foot(figure):
     return figure.texts[-1].get_text().split("\n")
 
 
-def test_what_all_panels_share_is_written_once_and_as_it_is(figure):
+def test_what_all_panels_share_is_written_once_and_as_it_is(figure, seen):
+    drawn = {
+        tuple(token.tolist()) for of in (seen.stats[NAMES[0]],) for x in (of.tokens.x, of.largest.x) for token in x
+    }
     assert figure.get_suptitle() == "odd$name_{ · random weights · 8 samples"
     assert foot(figure) == [
         "Input x of norms, and their output y before the affine step",
         "LayerNorm, d = 64, 15,360 pairs a panel",
-        "Lines: 80 of 240 tokens, coloured by σ (log scale)",
+        f"Lines: {len(drawn)} of 240 tokens, coloured by σ (log scale)",
         "Above panels: R² on held-out pairs, folds by source; ceiling: that of the best function of x",
         "weights: random weights, seed 0 · data: noise & <more>",
     ]
