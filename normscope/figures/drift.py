@@ -303,8 +303,8 @@ def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack
     inches = inches_of(options.get("width"), _KEEP_INCHES[0])
     columns = 2 if quality and inches >= 2 * _LEAST_ABREAST else 1
     rows = 2 if quality and columns == 1 else 1
-    short = site_labels(report.sites, options)
-    names = [f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in taken]
+    short, last = site_labels(report.sites, options), max([len(report.kept), *(kept for kept, _ in tried)])
+    names = [f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in report.steps[: last + 1]]
     height = (_KEEP_INCHES[1] + names_inches(names)) * rows
     with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
         axes = figure.subplots(rows, columns, squeeze=False).flat
