@@ -61,11 +61,11 @@ class Page:
         """Write the page into a file, which appears whole or not at all, and return its path.
 
         Raises:
-            UsageError: if it does not end in .html, or cannot be written.
+            UsageError: if the name does not end in .html, or the file cannot be written.
         """
         file = Path(path)
         if file.suffix.lower() not in (".html", ".htm"):
-            raise UsageError(f"A page is an HTML file; name it FILE.html, not {file}.")
+            raise UsageError(f"A report is an HTML file; name it FILE.html, not {file}.")
         with whole_file(file) as partial:
             partial.write_text(self.html, encoding="utf-8", newline="\n")
         return file

@@ -101,7 +101,7 @@ function outcomeText(site, nodes) {
   const fit = fitOf(site);
   const ceiling = site.fits.length ? site.fits[0].r2_ceiling : null;
   const parts = [`R² ${number(r2Of(nodes, explored.f, amplitude, alpha, shift), 6)}`];
-  if (fit) parts.push(`fitted ${number(fit.r2, 6)}`);
+  if (fit) parts.push(`fitted ${number(fit.r2, 6)}`, `held-out ${number(fit.r2_cv, 5)}`);
   if (ceiling !== null) parts.push(`ceiling ${number(ceiling, 5)}`);
   return parts.join(" · ");
 }
