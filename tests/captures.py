@@ -23,6 +23,23 @@ def assert_same_tensors(tensors, expected):
         torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=SUMS * scale, msg=lambda text, n=name: n + text)
 
 
+COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+
+
+def assert_same_counts(ours, truth, rtol=2**-23):
+    """Counts and drawn tokens and pairs to the bit; y and 1/σ are rounded to float32 from sums of another order."""
+    for name in COUNTS:
+        assert torch.equal(getattr(ours, name), getattr(truth, name)), name
+    assert torch.equal(ours.moments[:, 0], truth.moments[:, 0])
+    for sample in ("tokens", "largest", "pairs"):
+        for field in dataclasses.fields(getattr(truth, sample)):
+            mine, theirs = (getattr(getattr(stats, sample), field.name) for stats in (ours, truth))
+            if field.name in ("y", "rstd"):
+                torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-12)
+            else:
+                assert torch.equal(mine, theirs), (sample, field.name)
+
+
 def assert_same_capture(seen, expected):
     """Compare the whole, its parts, and the sources of each site."""
     assert seen.n_samples == expected.n_samples and seen.stats.keys() == expected.stats.keys()

@@ -1,7 +1,6 @@
 """Tiny networks that tests of several folders share; weights depend on ``seed`` alone."""
 
 import importlib.util
-import types
 from pathlib import Path
 
 import torch
@@ -22,12 +21,11 @@ def numbered_batches(number, x_of, size=8, seed=0, data=""):
     ]
 
 
-def network_of(forward, **parts):
-    """A network with named parts whose forward is a function of it and of its inputs."""
-    network = nn.Module()
+def network_of(forward, kind="Network", **parts):
+    """A network with named parts whose forward is a function of it and of its inputs; ``kind`` is its class's name."""
+    network = type(kind, (nn.Module,), {"forward": forward})()
     for name, part in parts.items():
         setattr(network, name, part)
-    network.forward = types.MethodType(forward, network)
     return network
 
 
@@ -90,7 +88,7 @@ class State:
         self.tensors = dict(model.state_dict(keep_vars=True))
         self.values = values_of(model)
         self.gradients = [(part.requires_grad, part.grad) for part in model.parameters()]
-        self.hooks = [dict(module._forward_hooks) for module in model.modules()]
+        self.hooks = [(dict(part._forward_hooks), dict(part._forward_pre_hooks)) for part in model.modules()]
 
     def assert_same(self, model):
         now = State(model)

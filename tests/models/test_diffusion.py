@@ -109,11 +109,7 @@ def test_another_schedulers_betas_and_predictions_are_kept(pipeline):
 @pytest.mark.parametrize(
     ("file", "changes", "sentence"),
     [
-        (
-            CONFIG,
-            {"_class_name": "FluxModel"},
-            "is a FluxModel. Those that are no DiT need the folder .*py:FILE:FACTORY",
-        ),
+        (CONFIG, {"_class_name": "FluxModel"}, "is a FluxModel. Those that are no DiT need the .*py:FILE:FACTORY"),
         (CONFIG, {"norm_type": "layer_norm"}, "Those that are no DiT"),
         (CONFIG, {"num_layers": "many"}, "does not make a DiTTransformer2DModel"),
         (SCHEDULER, {"_class_name": "FlowMatchEulerDiscreteScheduler"}, "EulerDiscreteScheduler with predictions of"),

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from networks import network_of
+from networks import State, network_of
 from torch import nn
 
 import normscope
@@ -136,13 +136,6 @@ def test_size_does_not_grow():
     assert sum(t.nbytes for t in held) <= many.nbytes
 
 
-def state_of(network: nn.Module) -> tuple:
-    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in network.modules()]
-    flags = [m.training for m in network.modules()]
-    dtypes = [(p.dtype, p.device, p.requires_grad) for p in network.parameters()]
-    return hooks, flags, dtypes, torch.is_grad_enabled(), torch.get_rng_state().tolist()
-
-
 def broken_after(failure):
     def batches():
         yield inputs(1)[0]
@@ -169,10 +162,11 @@ BAD = torch.zeros(4, 10, 5)
 def test_the_network_is_left_as_found(batches, error, words):
     network = Network().train()
     network.first.eval()
-    before = state_of(network)
+    before, drawn = State(network), torch.get_rng_state()
     with contextlib.nullcontext() if error is None else pytest.raises(error, match=words):
         normscope.capture(network, batches)
-    assert state_of(network) == before
+    before.assert_same(network)
+    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_nonfinite_tokens_are_counted_apart():

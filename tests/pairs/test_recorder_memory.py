@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from captures import assert_same_capture
+from networks import network_of
 from torch import nn
 
 from normscope.errors import MemoryEndedError, ModelError
@@ -201,41 +202,32 @@ def test_what_the_failed_attempt_held_is_free_before_the_next():
     assert len(model.left_over) == 1 + 3 + 8 and set(model.left_over) == {0}
 
 
-class Loop(nn.Module):
-    """Takes its samples one at a time: how often the norm is called is the size of the batch."""
-
-    def __init__(self, at_most: int) -> None:
-        super().__init__()
-        self.norm, self.fuse = nn.LayerNorm(CHANNELS), Fuse()
-        self.fuse.at_most = at_most
-
-    def forward(self, x):
-        return torch.cat([self.fuse(self.norm(x[i : i + 1]), i + 1) for i in range(len(x))])
+def fused(forward, at_most):
+    """A norm, and memory for so many samples."""
+    network = network_of(forward, "Fused", norm=nn.LayerNorm(CHANNELS), fuse=Fuse())
+    network.fuse.at_most = at_most
+    return network
 
 
 def test_tokens_that_cannot_be_told_apart_are_not_counted_wrongly():
+    def forward(self, x):  # one sample at a time: how often the norm is called is the size of the batch
+        return torch.cat([self.fuse(self.norm(x[i : i + 1]), i + 1) for i in range(len(x))])
+
     with pytest.raises(MemoryEndedError, match="cannot be split: the tokens of norm"):
-        capture(Loop(3), batches(8))
-    assert capture(Loop(3), batches(3, 3)).stats["norm"].n_tokens == 6 * POSITIONS
+        capture(fused(forward, 3), batches(8))
+    assert capture(fused(forward, 3), batches(3, 3)).stats["norm"].n_tokens == 6 * POSITIONS
 
 
-class OfAList(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.fuse = nn.LayerNorm(CHANNELS), Fuse()
-        self.fuse.at_most = 2
-
+def test_a_batch_that_cannot_be_cut_is_not_counted_twice():
     def forward(self, images, scale=None):
         x = torch.stack(list(images))
         return self.fuse(self.norm(x), len(x))
 
-
-def test_a_batch_that_cannot_be_cut_is_not_counted_twice():
     (whole,) = batches(4)
     listed = Batch((list(whole.args[0]),), {}, whole.samples)
     assert whole.divisible and not listed.divisible
     first = Batch((list(whole.args[0][:1]),), {}, whole.samples[:1])
     with pytest.raises(MemoryEndedError, match="with 4 samples"):
-        capture(OfAList(), [first, listed])
+        capture(fused(forward, 2), [first, listed])
     scaled = Batch(whole.args, {"scale": (224, 224), "more": {"mask": torch.ones(4, 2)}}, whole.samples)
     assert scaled.divisible and not Batch((torch.ones(1, 3),), {}, whole.samples).divisible

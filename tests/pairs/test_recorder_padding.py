@@ -92,15 +92,11 @@ def test_later_batches_of_other_lengths_are_told_too(layout):
     count = 2 * len(LENGTHS) if layout == "pooled" else int(valid.sum()) + int(valid[:, :6].sum())
     assert both.n_pairs == count * WIDTH
     assert both.fold_by == "source"
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batches_of_other_lengths_without_padding_keep_their_folds(layout):
-    batches = [
+    whole = [  # without padding
         Batch((sequence.expand(2, -1, -1),), {}, samples(2 * i, 2 * i + 1), valid=torch.ones(2, sequence.shape[1]) > 0)
         for i, sequence in enumerate(sequences())
     ]
-    assert normscope.capture(Encoder(layout), batches).stats["norm"].fold_by == "source"
+    assert normscope.capture(model, whole).stats["norm"].fold_by == "source"
 
 
 def test_an_attention_mask_among_the_keyword_arguments_is_honoured():

@@ -143,16 +143,8 @@ class NumberedInputs(Inputs):
     ) -> None:
         """Select among ``total`` inputs by the ``limit``, ``shuffle`` and ``seed`` of ``options``.
 
-        Args:
-            total: size of the data set.
-            options: of selection and batching.
-            one_by_one: True if each input is a chunk of its own, for any ``batch_size``.
-            at: name of the data.
-            noun: for errors.
-            of: number and kind of all inputs, for the description.
-            remarks: for the description.
-            cut_to: length of truncated inputs.
-            besides: remarks on omitted files.
+        With ``one_by_one`` each input is a chunk, for any ``batch_size``. All others are for descriptions and errors:
+        name of the data, word for an input, number and kind of all, length of truncated ones, and remarks.
         """
         self.order = drawn(total, options)
         self.left_out = LeftOut()

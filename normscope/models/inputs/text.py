@@ -116,7 +116,7 @@ class Texts(_Tokenized):
             name: of all documents, in the description.
             documents: each with its name; UTF-8.
             reading: from texts to batches.
-            options: limit, order, batch size, device and dtype.
+            options: of selection and batching.
             data: identity of the data set, see :class:`normscope.inputs.batch.Sample`.
             source_is_line: True if each line is a source of its own, False for each document.
             besides: remarks on other files.

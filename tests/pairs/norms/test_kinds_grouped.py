@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from captures import assert_same_tensors
+from networks import State
 from torch import nn
 
 import normscope
@@ -145,11 +146,10 @@ def test_a_batch_norm_without_running_statistics_is_skipped_with_why():
 def test_a_capture_changes_no_running_statistic_and_no_training_flag():
     model = nn.Sequential(nn.BatchNorm1d(CHANNELS), nn.Sequential(nn.BatchNorm1d(CHANNELS)).eval()).train()
     model[1].eval()
-    before = {name: values.clone() for name, values in model.state_dict().items()}
-    flags = [module.training for module in model.modules()]
+    before = State(model)
     normscope.capture(model, inputs(9, 4))
-    assert flags == [module.training for module in model.modules()] == [True, True, False, False]
-    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
+    before.assert_same(model)
+    assert [module.training for module in model.modules()] == [True, True, False, False]
 
 
 def test_each_channel_of_a_batch_norm_is_one_line():

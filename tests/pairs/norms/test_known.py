@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -243,17 +244,10 @@ def test_every_norm_of_the_libraries_is_accounted_for():
 
 
 def test_a_gated_norm_is_skipped_for_its_second_tensor():
-    gated = [norm_type for name, norm_type in norm_classes().items() if name.endswith("RMSNormGated")]
-    assert len(gated) > 10
-    for norm_type in gated[::8]:  # all are written alike
-
-        class Gated(nn.Module):
-            def __init__(self, norm: nn.Module) -> None:
-                super().__init__()
-                self.norm, self.last = norm, nn.LayerNorm(WIDTH)
-
-            def forward(self, x):
-                return self.last(self.norm(x, gate=x.flip(-1)))
-
-        report = find_norms(Gated(built(norm_type)), next(as_batches([torch.randn(2, 5, WIDTH)])))
+    classes = [norm_type for name, norm_type in norm_classes().items() if name.endswith("RMSNormGated")]
+    assert len(classes) > 10
+    for norm_type in classes[::8]:  # all are written alike
+        norms = {"norm": built(norm_type), "last": nn.LayerNorm(WIDTH)}
+        gated = network_of(lambda self, x: self.last(self.norm(x, gate=x.flip(-1))), **norms)
+        report = find_norms(gated, next(as_batches([torch.randn(2, 5, WIDTH)])))
         assert [(norm.name, "second tensor" in norm.reason) for norm in report.skipped] == [("norm", True)]

@@ -89,39 +89,18 @@ def test_letters_within_another_word_say_nothing():
         assert not is_norm(called(name, nn.Module)()), name
 
 
-class Bias(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.linspace(-100, 100, D))
-
-    def forward(self, x):
-        return x + self.bias
-
-
-class Squashed(nn.Module):
-    """As blind to the scale of large inputs as a norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.linspace(0.5, 2, D)), nn.Parameter(torch.zeros(D))
-
-    def forward(self, x):
-        return torch.tanh(x) * self.weight + self.bias
-
-
-class Lookup(nn.Module):
-    def __init__(self, rows):
-        super().__init__()
-        self.table = nn.Embedding(rows, D)
-
-    def forward(self, x):
-        return x + self.table(torch.zeros(x.shape[:2], dtype=torch.long))
-
-
 @pytest.mark.parametrize("scale", [1.0, 1e-5, 0.0])
 @pytest.mark.parametrize("right_behind", [False, True])
 def test_what_only_weighs_is_neither_a_site_nor_skipped(scale, right_behind):
-    weighing = [LayerScale(D, scale), nn.PReLU(5), Bias(), Squashed(), Lookup(1), Lookup(9), LayerScale(D, scale, True)]
+    def looked_up(self, x):
+        return x + self.table(torch.zeros(x.shape[:2], dtype=torch.long))
+
+    weight, bias = nn.Parameter(torch.linspace(0.5, 2, D)), nn.Parameter(torch.zeros(D))
+    shifted = network_of(lambda self, x: x + self.bias, bias=nn.Parameter(torch.linspace(-100, 100, D)))
+    # As blind to the scale of large inputs as a norm.
+    squashed = network_of(lambda self, x: x.tanh() * self.weight + self.bias, weight=weight, bias=bias)
+    lookups = [network_of(looked_up, table=nn.Embedding(rows, D)) for rows in (1, 9)]
+    weighing = [LayerScale(D, scale), nn.PReLU(5), shifted, squashed, *lookups, LayerScale(D, scale, True)]
     x = noise(2, 5, D)
     for module in weighing:
         parts = [T5ish(), module] if right_behind else [module, T5ish()]
@@ -284,45 +263,29 @@ def test_an_eps_that_is_not_kept_is_found_among_the_usual_ones(eps, dtype):
     assert report_with_norm(OwnNorm("rms", eps, kept=False), 100 * zero_mean(2, 5, 16), dtype=dtype).sites[0].eps == eps
 
 
-def test_an_eps_that_is_not_the_one_that_is_kept_is_no_known_form():
-    module = OwnNorm("rms", 1e-5)
-    module.norm_eps = 1e-6
-    (skipped,) = report_with_norm(module, 100 * zero_mean(2, 5, 16)).skipped  # at σ = 100 the output shows neither
-    assert skipped.name == "0" and "no form that is known" in skipped.reason
-
-
-def test_weights_of_zero_that_hide_y_are_no_evidence():
-    module = OwnNorm("layer")
-    nn.init.zeros_(module.weight)
-    (skipped,) = report_with_norm(module, zero_mean(2, 5, 16)).skipped
-    assert "more than one form" in skipped.reason
+def test_norms_that_show_no_form_or_several_are_skipped():
+    other_eps, hidden = OwnNorm("rms", 1e-5), OwnNorm("layer")
+    other_eps.norm_eps = 1e-6
+    nn.init.zeros_(hidden.weight)
+    x = zero_mean(2, 5, 16)
+    large = x.clone()
+    large[0, 0] *= 1e30 / x[0, 0].abs().max()
+    for module, rows, reason in (
+        (other_eps, 100 * x, "no form that is known"),  # at σ = 100 the output shows neither eps
+        (hidden, x, "more than one form"),
+        (OwnNorm("rms"), large, "largest |x| is 1e+30: it may overflow"),
+    ):
+        (skipped,) = report_with_norm(module, rows).skipped
+        assert skipped.name == "0" and reason in skipped.reason
 
 
 def test_normalizing_by_length_is_known_in_its_three_spellings():
-    class Unit(nn.Module):
-        def forward(self, x):
-            return F.normalize(x, dim=1)
-
-    class ScaleNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.g = nn.Parameter(torch.tensor([3.5]))
-
-        def forward(self, x):
-            return self.g * F.normalize(x, dim=-1)
-
-    class ChannelRms(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gamma = nn.Parameter(torch.linspace(0.5, 2, 8).view(8, 1, 1))
-
-        def forward(self, x):
-            return F.normalize(x, dim=1) * 8**0.5 * self.gamma
-
+    g, gamma = nn.Parameter(torch.tensor([3.5])), nn.Parameter(torch.linspace(0.5, 2, 8).view(8, 1, 1))
+    unit = network_of(lambda self, x: F.normalize(x, dim=1), "UnitNorm")
+    scale = network_of(lambda self, x: self.g * F.normalize(x, dim=-1), "ScaleNorm", g=g)
+    rms = network_of(lambda self, x: F.normalize(x, dim=1) * 8**0.5 * self.gamma, "ChannelRmsNorm", gamma=gamma)
     x = torch.randn(2, 8, 5, 16, generator=torch.Generator().manual_seed(0))
-    Unit.__name__ = "UnitNorm"
-    ChannelRms.__name__ = "ChannelRmsNorm"
-    for module, axis, affine in ((Unit(), 1, False), (ScaleNorm(), -1, True), (ChannelRms(), 1, True)):
+    for module, axis, affine in ((unit, 1, False), (scale, -1, True), (rms, 1, True)):
         model = nn.Sequential(module, nn.LayerNorm(16))
         seen = normscope.capture(model, [x], verify=True)
         site = seen.sites[0]
@@ -351,33 +314,19 @@ def test_a_trial_leaves_no_trace_in_the_module():
     assert not module._forward_hooks and not module._forward_pre_hooks
 
 
-def test_an_input_that_is_too_large_for_the_module_shows_no_form():
-    x = zero_mean(2, 5, 16)
-    x[0, 0] *= 1e30 / x[0, 0].abs().max()
-    (skipped,) = report_with_norm(OwnNorm("rms"), x).skipped
-    assert "largest |x| is 1e+30: it may overflow" in skipped.reason
-
-
 def test_what_cannot_be_tried_says_why():
-    class OneInputNorm(nn.Module):
-        def forward(self, x):
-            if not torch.equal(x, expected):
-                raise ValueError("this is another input")
-            return x * 2
+    def one_input(self, x):
+        if not torch.equal(x, expected):
+            raise ValueError("this is another input")
+        return x * 2
 
-    class GatedNorm(nn.Module):
-        def forward(self, x, gate):
-            return F.rms_norm(x, (16,)) * gate
-
-    class HeadNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(5, 16))
-
-        def forward(self, x):
-            return F.rms_norm(x, (16,)) * self.weight
-
-    parts = {"one": OneInputNorm(), "gated": GatedNorm(), "head": HeadNorm(), "last": nn.LayerNorm(16)}
+    weight = nn.Parameter(torch.ones(5, 16))
+    parts = {
+        "one": network_of(one_input, "OneInputNorm"),
+        "gated": network_of(lambda self, x, gate: F.rms_norm(x, (16,)) * gate, "GatedNorm"),
+        "head": network_of(lambda self, x: F.rms_norm(x, (16,)) * self.weight, "HeadNorm", weight=weight),
+        "last": nn.LayerNorm(16),
+    }
     model = network_of(lambda self, x: self.last(self.head(self.gated(self.one(x), x))), **parts)
     expected = zero_mean(2, 5, 16)
     reasons = {norm.name: norm.reason for norm in find_norms(model, next(as_batches([expected]))).skipped}
@@ -387,20 +336,16 @@ def test_what_cannot_be_tried_says_why():
 
 
 def test_what_a_norm_subtracts_inside_is_no_branch():
-    class HandNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
-
-        def forward(self, x):
-            x = x - x.mean(-1, keepdim=True)
-            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+    def normalized(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
 
     def forward(self, x):
         x = x * 2
         return self.mlp(self.one(x)) * self.mlp(self.two(x))
 
-    parallel = network_of(forward, one=HandNorm(), two=HandNorm(), mlp=nn.Linear(16, 16))
+    one, two = (network_of(normalized, "HandNorm", weight=nn.Parameter(torch.ones(16)), eps=1e-6) for _ in range(2))
+    parallel = network_of(forward, one=one, two=two, mlp=nn.Linear(16, 16))
     report = find_norms(parallel, next(as_batches([zero_mean(2, 5, 16)])))
     assert [site.placement for site in report.sites] == [None, None]
 
@@ -410,15 +355,9 @@ def test_groups_and_statistics_of_other_sizes_are_no_fit():
         def forward(self, x):
             return super().forward(x.movedim(-1, 1)).movedim(1, -1)
 
-    class OddNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.running_mean, self.running_var, self.eps = torch.zeros(3), None, 1e-5
-
-        def forward(self, x):
-            return x.cumsum(-1)
-
-    report = report_with_norm(nn.Sequential(ChannelsLast(4, 16), OddNorm()), zero_mean(3, 7, 16))
+    statistics = {"running_mean": torch.zeros(3), "running_var": None, "eps": 1e-5}
+    odd = network_of(lambda self, x: x.cumsum(-1), "OddNorm", **statistics)
+    report = report_with_norm(nn.Sequential(ChannelsLast(4, 16), odd), zero_mean(3, 7, 16))
     reasons = [(norm.name, "another known form" in norm.reason) for norm in report.skipped]
     assert reasons == [("0.0", True), ("0.1", False)]
 
@@ -443,19 +382,15 @@ def test_a_subclass_with_its_own_forward_is_taken_for_what_it_does():
 
 
 def test_one_call_extends_the_table(table):
-    class MyNorm(nn.Module):
-        def forward(self, x):
-            return x / x.abs().sum(dim=1, keepdim=True)
-
     def unit_norm(rows, eps):
         rstd = 1 / rows.abs().sum(dim=-1, keepdim=True)
         return rows * rstd, rstd
 
-    model = nn.Sequential(MyNorm())
+    model = nn.Sequential(network_of(lambda self, x: x / x.abs().sum(dim=1, keepdim=True), "MyNorm"))
     with pytest.raises(ModelError, match=r"Skipped: 0 \(MyNorm\)"):
         capture(model, [torch.randn(2, 8, 4)])
-    register_norm(MyNorm, axes=1, normalize=unit_norm, centred=False)
+    register_norm(type(model[0]), axes=1, normalize=unit_norm, centred=False)
     seen = capture(model, [torch.randn(2, 8, 4)], verify=True)
     assert (seen.sites[0].kind, seen.sites[0].normalized_shape) == ("MyNorm", (8,))
     with pytest.raises(UsageError, match="axes=\\(\\) names none"):
-        register_norm(MyNorm, axes=())
+        register_norm(type(model[0]), axes=())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from networks import network_of
 from timm.layers import LayerNorm, LayerNorm2d, RmsNorm, RmsNorm2d
 from torch import nn
 
@@ -47,29 +48,6 @@ def test_known_norms_reproduce_their_true_output(module, shape, dtype):
     module.float()
 
 
-class Swapped(nn.Module):
-    """Normalizes over axis 1 of a square input, so that no shape tells it from the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.weight, self.bias, self.eps = self.norm.weight, self.norm.bias, self.norm.eps
-
-    def forward(self, x):
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
-
-
-class UnitOffset(nn.Module):
-    """RMSNorm whose weight is an offset from one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.full((8,), 0.3)), 1e-6
-
-    def forward(self, x):
-        return rms_norm(x.float(), self.eps)[0] * (1 + self.weight)
-
-
 class Damped(nn.LayerNorm):
     """A LayerNorm whose eps matters: its inputs are small."""
 
@@ -77,21 +55,27 @@ class Damped(nn.LayerNorm):
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
-def without_eps(rows, eps):
-    return layer_norm(rows, 0.0)
+NORM = nn.LayerNorm(8)
+# Normalizes over axis 1 of a square input, so that no shape tells it from the last.
+SWAPPED = network_of(
+    lambda self, x: self.norm(x.mT).mT, "Swapped", norm=NORM, weight=NORM.weight, bias=NORM.bias, eps=NORM.eps
+)
+# An RMSNorm whose weight is an offset from one.
+OFFSET = network_of(
+    lambda self, x: rms_norm(x.float(), self.eps)[0] * (1 + self.weight),
+    "UnitOffset",
+    weight=nn.Parameter(torch.full((8,), 0.3)),
+    eps=1e-6,
+)
+FROM_ONE = {"normalize": rms_norm, "affine": lambda norm, y: y * (1 + norm.weight)}
 
 
 @pytest.mark.parametrize(
     ("module", "shape", "right", "wrong"),
     [
-        (Swapped(), (2, 8, 8), {"axes": 1}, {"axes": -1}),
-        (Damped(8), (2, 5, 8), {}, {"normalize": without_eps}),
-        (
-            UnitOffset(),
-            (2, 5, 8),
-            {"normalize": rms_norm, "affine": lambda norm, y: y * (1 + norm.weight)},
-            {"normalize": rms_norm},
-        ),
+        (SWAPPED, (2, 8, 8), {"axes": 1}, {"axes": -1}),
+        (Damped(8), (2, 5, 8), {}, {"normalize": lambda rows, eps: layer_norm(rows, 0.0)}),
+        (OFFSET, (2, 5, 8), FROM_ONE, {"normalize": rms_norm}),
     ],
     ids=["wrong axis", "missing eps", "weight for 1 + weight"],
 )
@@ -176,14 +160,10 @@ def test_tokens_that_are_in_no_sum_are_not_verified():
 
 def test_verification_sees_a_y_that_is_no_straight_line_of_x(table):
     """What is summed is the line that ``normalize`` names, so that is what has to make the module's output."""
-
-    class BentNorm(nn.Module):
-        def forward(self, x):
-            return x / (1 + x.abs())
-
-    register_norm(BentNorm, axes=-1, normalize=lambda rows, eps: (rows / (1 + rows.abs()), torch.ones(len(rows), 1)))
+    bent = network_of(lambda self, x: x / (1 + x.abs()), "BentNorm")
+    register_norm(type(bent), axes=-1, normalize=lambda rows, eps: (rows / (1 + rows.abs()), torch.ones(len(rows), 1)))
     with pytest.raises(ModelError, match="Its axes, eps or affine step"):
-        capture(nn.Sequential(BentNorm()), [torch.randn(2, 3, 16)], verify=True)
+        capture(nn.Sequential(bent), [torch.randn(2, 3, 16)], verify=True)
 
 
 @pytest.mark.parametrize("module", [nn.LayerNorm(16), nn.BatchNorm1d(16).eval()])

@@ -125,20 +125,18 @@ def placements(model, *inputs):
     return [(site.name, site.placement) for site in report_of(model, *inputs).sites]
 
 
-def test_a_vision_transformer_is_pre_norm():
+def test_placements_in_networks_of_timm():
     found = placements(timm.create_model("test_vit"), torch.randn(1, 3, 160, 160))
-    assert found[0] == ("blocks.0.norm1", "pre-norm")
-    assert found[-1] == ("norm", "final")
+    assert (found[0], found[-1]) == (("blocks.0.norm1", "pre-norm"), ("norm", "final"))
     assert {placement for _, placement in found[:-1]} == {"pre-norm"}
-
-
-def test_norms_of_queries_and_keys_are_told_by_name():
-    model = timm.models.VisionTransformer(
-        img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=2, qk_norm=True, num_classes=2
-    )
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 1, "num_heads": 2}
+    model = timm.models.VisionTransformer(**sizes, qk_norm=True, num_classes=2)
     found = dict(placements(model, torch.randn(1, 3, 8, 8)))
     assert found["blocks.0.attn.q_norm"] == found["blocks.0.attn.k_norm"] == "qk"
     assert found["blocks.0.norm1"] == "pre-norm"
+    found = placements(timm.create_model("test_convnext"), torch.randn(1, 3, 160, 160))
+    assert {placement for name, placement in found if ".blocks." in name} == {None}  # beside the residual stream
+    assert found[-1] == ("head.norm", "final")
 
 
 class Block(nn.Module):
@@ -172,13 +170,6 @@ def test_other_kinds_of_blocks():
         model = nn.Sequential(Block(kind), Block(kind), nn.LayerNorm(6))
         found = dict(placements(model, torch.randn(1, 4, 6)))
         assert (found["0.norm1"], found["1.norm2"], found["2"]) == (first, second, "final"), kind
-
-
-def test_convnext_norms_stand_beside_the_residual_stream():
-    found = placements(timm.create_model("test_convnext"), torch.randn(1, 3, 160, 160))
-    inside = [placement for name, placement in found if ".blocks." in name]
-    assert inside and set(inside) == {None}
-    assert found[-1] == ("head.norm", "final")
 
 
 def test_wav2vec_placement_is_that_of_its_encoder_layers():

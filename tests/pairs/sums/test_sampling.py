@@ -43,9 +43,11 @@ def test_whole_tokens_are_taken_of_each_sample_whatever_the_batches_are():
     assert sorted(one.moments[:, 0].sum(1).tolist()) == [0.0] * 2 + [24.0] * 6
 
 
-def test_a_sample_as_large_as_the_sample_is_all():
+def test_a_sample_as_large_as_the_sample_is_all_and_one_of_nothing_is_refused():
     assert torch.equal(captured(6, sample=TOKENS).stats["0"].moments, captured(6).stats["0"].moments)
     assert captured(6, sample=1000).stats["0"].n_tokens == 6 * TOKENS
+    with pytest.raises(UsageError, match="sample is 0"):
+        captured(6, sample=0)
 
 
 def test_every_token_is_as_likely_as_another():
@@ -80,11 +82,6 @@ def test_the_capture_says_that_it_is_a_sample(tmp_path):
     assert "a sample of 3 tokens" in normscope.fit(seen, "tanh")[0].data
     with pytest.raises(DataError, match="a sample of 3 tokens of each with one of all tokens"):
         seen.merge(captured(6))
-
-
-def test_a_sample_of_nothing_is_refused():
-    with pytest.raises(UsageError, match="sample is 0"):
-        captured(6, sample=0)
 
 
 def sequence(index: int, length: int, planted: int | None = None) -> torch.Tensor:

@@ -126,14 +126,15 @@ def test_equal_names_in_two_data_sets_are_two_sources():
     assert len(merged.tokens.key.unique()) == 2 * TOKENS
 
 
-def test_merging_with_a_site_that_has_no_folds_leaves_none():
-    unmapped = PairStats.empty(D, by_gamma=True, per_channel=True, diagonal=True)
-    x = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
-    unmapped.update(x, LAYER_NORM, (Sample("c", 2, 2), Sample("d", 3, 3)), gamma=GAMMA)
-    mapped = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
-    for merged in (mapped.merge(unmapped), unmapped.merge(mapped)):
-        assert merged.fold_by is None
-        assert merged.n_tokens == 15
+def test_tokens_that_belong_to_no_sample_leave_no_folds():
+    x, samples = torch.randn(5, D, generator=torch.Generator().manual_seed(0)), (Sample("c", 2, 2), Sample("d", 3, 3))
+    unmapped, mapped = stats_of(), stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
+    both = mapped.merge(unmapped)
+    for stats in (unmapped, both):
+        stats.update(x, LAYER_NORM, samples, gamma=GAMMA)  # 5 tokens for 2 samples
+    for stats in (mapped.merge(unmapped), unmapped.merge(mapped), both):
+        assert stats.fold_by is None
+        assert stats.n_tokens == 15
 
 
 def test_the_largest_tokens_do_not_depend_on_order_where_they_tie():
@@ -160,14 +161,6 @@ def test_token_histograms_count_sigma_and_mean_over_sigma():
         expected, _ = np.histogram(values, np.concatenate([[-1e30], edges[1:-1], [1e30]]))
         # float32 may put a value that lies on an edge into the bin beside it
         assert np.abs(counts.numpy() - expected).sum() <= 2
-
-
-def test_tokens_that_belong_to_no_sample_have_no_folds():
-    stats = stats_of(Sample("a", 0, 0), Sample("b", 1, 1))
-    x = torch.randn(5, D)
-    stats.update(x, LAYER_NORM, (Sample("c", 2, 2), Sample("d", 3, 3)))  # 5 tokens for 2 samples
-    assert stats.fold_by is None
-    assert stats.n_tokens == 15
 
 
 def test_the_drawing_sample_is_uniform_over_tokens():

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import network_of
 from torch import nn
 from torch.func import jacrev, vmap
 
@@ -21,18 +22,8 @@ from normscope.pairs.sums.sampling import FOLDS, SourcesSeen
 D, EPS, POSITIONS = 12, 1e-2, 7
 
 
-class Clamped(nn.Module):
-    eps = 2.5  # above some tokens' lengths, and below others'
-
-    def forward(self, x):
-        return root_mean_square(x, self.eps)[0]
-
-
-class ByDeviation(nn.Module):
-    eps = EPS
-
-    def forward(self, x):
-        return std_norm(x, self.eps)[0]
+CLAMPED = network_of(lambda self, x: root_mean_square(x, self.eps)[0], "Clamped", eps=2.5)  # some tokens' length
+BY_DEVIATION = network_of(lambda self, x: std_norm(x, self.eps)[0], "ByDeviation", eps=EPS)
 
 
 class Network(nn.Module):
@@ -42,7 +33,7 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layer, self.rms = nn.LayerNorm(D, eps=EPS), nn.RMSNorm(D, eps=EPS)
-        self.clamped, self.deviation = Clamped(), ByDeviation()
+        self.clamped, self.deviation = CLAMPED, BY_DEVIATION
         self.one, self.group = nn.LayerNorm(1), nn.GroupNorm(1, POSITIONS)
         for parameter in self.parameters():
             nn.init.normal_(parameter)
@@ -57,7 +48,7 @@ class Network(nn.Module):
 TRUTH = {
     "layer": lambda x: F.layer_norm(x, (D,), eps=EPS),
     "rms": lambda x: F.rms_norm(x, (D,), eps=EPS),
-    "clamped": lambda x: math.sqrt(D) * F.normalize(x, dim=0, eps=Clamped.eps),
+    "clamped": lambda x: math.sqrt(D) * F.normalize(x, dim=0, eps=CLAMPED.eps),
     "deviation": lambda x: x / torch.sqrt(torch.var(x) + EPS),
 }
 NEVER = ("one", "group")
@@ -65,8 +56,8 @@ NEVER = ("one", "group")
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    normscope.register_norm(Clamped, normalize=root_mean_square)
-    normscope.register_norm(ByDeviation, normalize=std_norm)
+    normscope.register_norm(type(CLAMPED), normalize=root_mean_square)
+    normscope.register_norm(type(BY_DEVIATION), normalize=std_norm)
 
 
 def samples(numbers):
@@ -141,7 +132,7 @@ def test_sums_are_those_of_automatic_differentiation(name):
 
 def test_a_clamped_norm_is_clamped_at_some_tokens():
     lengths = torch.cat([one.args[0].flatten(0, 1) for one in whole()]).norm(dim=1)
-    assert (lengths < Clamped.eps).any() and (lengths > Clamped.eps).any()
+    assert (lengths < CLAMPED.eps).any() and (lengths > CLAMPED.eps).any()
 
 
 def test_folds_of_one_source_become_one_beside_another():
@@ -204,14 +195,9 @@ def test_norms_that_follow_from_no_form_have_none():
         rstd = 1 / (rows.abs().amax(-1, keepdim=True) + eps)
         return rows * rstd, rstd
 
-    class ByLargest(nn.Module):
-        eps = EPS
-
-        def forward(self, x):
-            return by_largest(x, self.eps)[0]
-
-    normscope.register_norm(ByLargest, normalize=by_largest, centred=False)
-    model = nn.Sequential(ByLargest(), nn.Flatten(0, 1), nn.BatchNorm1d(D), nn.LayerNorm(D)).eval()
+    norm = network_of(lambda self, x: by_largest(x, self.eps)[0], "ByLargest", eps=EPS)
+    normscope.register_norm(type(norm), normalize=by_largest, centred=False)
+    model = nn.Sequential(norm, nn.Flatten(0, 1), nn.BatchNorm1d(D), nn.LayerNorm(D)).eval()
     seen = normscope.capture(model, [batch(0, 1).args[0]], diagonal=True)
     assert [stats.diagonal_moments is None for stats in seen.stats.values()] == [True, True, False]
 

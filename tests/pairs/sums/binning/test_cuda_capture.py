@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from captures import COUNTS
 from torch import nn
 
 import normscope
@@ -19,7 +20,6 @@ from normscope.pairs.ranks import Ranks, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 
 DEVICE = os.environ.get("NORMSCOPE_KERNEL_TESTS") or "cuda"
-COUNTS = ("density", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 
 pytestmark = pytest.mark.gpu
 
