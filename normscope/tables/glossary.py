@@ -50,6 +50,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "sites": "number of sites",
         "pairs": "number of pairs",
         "max |x|": "largest |x|",
+        "norms": "original, or the function in place of the norms",
         "func": "function in place of the norms",
         "init": "start values of the functions: fit, theory, paper or calibrated",
         "median": "median over the inputs",
@@ -135,7 +136,6 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "swap": {
         "replaced by": "function in place of the norm",
-        "norms": "original, or the function in place of the norms",
         "QUALITY": "score of the task that the network is for, such as top-1 accuracy or perplexity",
         "95 %": "Wilson's interval of an accuracy",
         "kept": "number of norms left in place",
