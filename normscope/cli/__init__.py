@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import normscope
 from normscope.cli.commands.capture import capture, merge
 from normscope.cli.commands.compare import compare
 from normscope.cli.commands.curves import curves
@@ -108,9 +109,7 @@ for _command in (
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        print(f"normscope {version('normscope')}")
+        print(f"normscope {normscope.__version__}")
         raise typer.Exit
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+import normscope
 from normscope.errors import UsageError, count, unknown
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
@@ -362,12 +363,10 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
 
     The file's metadata contain the version of normscope, under the key ``normscope``.
     """
-    from importlib.metadata import version
-
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = pa.table(_columns(rows)).replace_schema_metadata({"normscope": version("normscope")})
+    table = pa.table(_columns(rows)).replace_schema_metadata({"normscope": normscope.__version__})
     written = io.BytesIO()  # whole_file reports the system's errors
     parquet.write_table(table, written)
     with whole_file(path) as partial:

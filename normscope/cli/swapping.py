@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
     from normscope.swaps.drift.keep import After
-    from normscope.swaps.reports import Quality
+    from normscope.swaps.reports import KeepReport, Quality
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
@@ -254,7 +254,7 @@ class SwapSource:
 
     def keep(
         self, modules: Mapping[str, nn.Module], *, number: int | None, after: After | None = None, **options: Any
-    ) -> normscope.KeepReport:
+    ) -> KeepReport:
         """Choose the norms to keep, on the inputs to learn from; options are those of :func:`normscope.keep`."""
         from normscope.swaps.drift.keep import MOST_SAMPLES
 
@@ -273,7 +273,7 @@ def figure_of_choice(folder: Path) -> Path:
     return folder.parent / f"{folder.name}-keep.png"
 
 
-def tell_choice(choice: normscope.KeepReport, title: str, file: Path, say: Output) -> None:
+def tell_choice(choice: KeepReport, title: str, file: Path, say: Output) -> None:
     """Print the table of the norms kept, and draw it."""
     from normscope.tables.swaps import keep_table
 

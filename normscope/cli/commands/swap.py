@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.norms.sites import NormSite
+    from normscope.swaps.calibrate.calibrate import CalibrationReport
     from normscope.swaps.start import Start
 
 
@@ -115,7 +116,7 @@ def swap(
 
 def _calibrated(
     source: swapping.SwapSource, modules: Mapping[str, nn.Module], paths: Sequence[str], refit: str, say: Output
-) -> tuple[nn.Module, normscope.CalibrationReport]:
+) -> tuple[nn.Module, CalibrationReport]:
     """Return a calibrated copy of the network with these sites swapped, and the report of its calibration."""
     network, swapped = source.network, copy.deepcopy(source.network.module)
     normscope.Swap(swapped, {path: copy.deepcopy(modules[path]) for path in paths})
@@ -152,7 +153,7 @@ def _now(module: nn.Module) -> dict[str, Any]:
     return {"amplitude": None, "alpha": module.alpha.median().item(), "shift": shift, "r2": None}
 
 
-def _tell(report: normscope.CalibrationReport, say: Output) -> None:
+def _tell(report: CalibrationReport, say: Output) -> None:
     layers = sum(not module.is_norm and module.penalty is not None for module in report.modules)
     learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
     say.result(
@@ -168,12 +169,11 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
+    from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import FREE
 
     of_site = [
-        fit
-        for fit in fits
-        if isinstance(fit, normscope.CurveFit) and fit.function is start.curve and fit.norm is start.norm
+        fit for fit in fits if isinstance(fit, CurveFit) and fit.function is start.curve and fit.norm is start.norm
     ]
     r2 = [fit.r2 for fit in of_site if not fit.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
