@@ -9,6 +9,7 @@ from collections.abc import Iterable
 COMMON = "Columns of several tables"
 TERMS = "Terms"
 _CEILING = "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound"
+_OFFSET = "distance of a token's mean from zero, in units of its σ: median over tokens"
 # A definition per term or heading, without a full stop at its end, by the table that has the column.
 DEFINITIONS: dict[str, dict[str, str]] = {
     TERMS: {
@@ -34,6 +35,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "report": "HTML file that `normscope report` writes",
     },
     COMMON: {
+        "#": "number of the site, in the order of calls",
         "site": "one norm in the network, named by its module path; sites are numbered from 0 in the order of calls",
         "placement": "pre-norm, post-norm, qk (on queries or keys) or final; – for a norm beside the residual stream",
         "d": "number of channels of a token; for GroupNorm and BatchNorm, of the elements that share one statistic",
@@ -48,12 +50,13 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "sites": "number of sites",
         "pairs": "number of pairs",
         "max |x|": "largest |x|",
+        "norms": "original, or the function in place of the norms",
         "func": "function in place of the norms",
         "init": "start values of the functions: fit, theory, paper or calibrated",
         "median": "median over the inputs",
         "L2": "relative L2 at the network's output, median over inputs",
-        "p90": "90th percentile over the same inputs",
-        "p10": "10th percentile over the same inputs",
+        "p90 of L2": "90th percentile over the same inputs; likewise of KL and others",
+        "p10 of cosine": "10th percentile over the same inputs",
         "inputs": "number of inputs that were measured on",
     },
     "fit": {
@@ -87,7 +90,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "published α₀": "start value in the paper of the curve",
     },
     "stats": {
-        "|μ|/σ": "distance of a token's mean from zero, in units of its σ: median over tokens",
+        "|μ|/σ": _OFFSET,
         "95 %": "95th percentile of |μ|/σ over tokens",
         "mean's share": "share of a token's Σx² that is due to its mean",
         "without": "change of y if the norm did not centre, Σ(y − RMSNorm(x))²/Σy²",
@@ -133,7 +136,6 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "swap": {
         "replaced by": "function in place of the norm",
-        "norms": "original, or the function in place of the norms",
         "QUALITY": "score of the task that the network is for, such as top-1 accuracy or perplexity",
         "95 %": "Wilson's interval of an accuracy",
         "kept": "number of norms left in place",
@@ -158,6 +160,11 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "part": "part of the data, such as a timestep",
         "max": "largest relative L2",
         "CURVE": "drift with this site alone swapped: relative L2 at the network's output, median over inputs",
+        "what": "the norm alone, or the whole network",
+        "variant": "native for the network's own norm, or the function in its place",
+        "way": "eager, compile, fused (one kernel per function), or compile + fused",
+        "passes": "forward, or forward + backward",
+        "verdict": "faster or slower than native where all of p20–p80 lies on one side; alike: neither",
         "time": "median time of a call",
         "min": "shortest time",
         "p20–p80": "20th and 80th percentile of the times",
@@ -185,6 +192,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "weights": "library and name of the weights",
     },
     "report": {
+        "|μ|/σ": _OFFSET,
         "ceiling": _CEILING,
         "σ median": "median over tokens of the divisor σ = 1/rstd, with eps",
         "σ 95:5": "95th over 5th percentile of σ",

@@ -53,20 +53,20 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
     orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
     logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
     top5 = any(row.top5 is not None for row in rows)
-    of_end = ("end L2", "end L2 p90", "end cosine")
+    of_end = ("end L2", "p90 of end L2", "end cosine")
     columns: list[Column[Swap]] = [
         words("func", lambda swap: swap[0].func),
         words("init", lambda swap: swap[0].init, 2),
         Column("sites", lambda swap: str(swap[1].sites_swapped), drop=3),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=5),
-        *several(("L2", "L2 p90"), lambda swap: _upper(swap[1].relative_l2), (0, 2)),
-        *several(("cosine", "cosine p10"), lambda swap: _lower(swap[1].cosine), (0, 3)),
+        *several(("L2", "p90 of L2"), lambda swap: _upper(swap[1].relative_l2), (0, 2)),
+        *several(("cosine", "p10 of cosine"), lambda swap: _lower(swap[1].cosine), (0, 3)),
         Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders, drop=1),
-        *several(("KL", "KL p90"), lambda swap: _upper(swap[1].kl), (1, 4), shown=logits),
+        *several(("KL", "p90 of KL"), lambda swap: _upper(swap[1].kl), (1, 4), shown=logits),
         Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits, drop=1),
         Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5, drop=3),
         Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5, drop=4),
-        *several(("frame L2", "frame L2 p90"), lambda swap: _upper(swap[1].frames), (2, 4), shown=frames),
+        *several(("frame L2", "p90 of frame L2"), lambda swap: _upper(swap[1].frames), (2, 4), shown=frames),
         *several(of_end, lambda swap: _end(swap[0].end), (2, 4, 4), shown=ends),
         _spoilt(rows),
     ]
@@ -87,9 +87,9 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
         words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else "", 2),
         words("part", lambda swap: swap[1].part),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=4),
-        *several(("L2", "L2 p90"), lambda swap: _upper(swap[1].relative_l2), (0, 1)),
+        *several(("L2", "p90 of L2"), lambda swap: _upper(swap[1].relative_l2), (0, 1)),
         Column("max", lambda swap: _distance(swap[1].relative_l2.max), drop=3),
-        *several(("cosine", "cosine p10"), lambda swap: _lower(swap[1].cosine), (0, 3)),
+        *several(("cosine", "p10 of cosine"), lambda swap: _lower(swap[1].cosine), (0, 3)),
         _spoilt([row for _, row in rows]),
     ]
     return table_of(rows, columns, caption=[f"All sites swapped. {_OF_OUTPUT}"])

@@ -169,7 +169,7 @@ def test_mistakes_are_said(reports):
 def test_the_headline_is_a_row_a_swap(reports):
     measured, _ = reports
     table = drift_table(measured)
-    headers = "func,init,sites,inputs,L2,L2 p90,cosine,cosine p10,≤ 0.1,KL,KL p90,top-1,top-5,of 5"
+    headers = "func,init,sites,inputs,L2,p90 of L2,cosine,p10 of cosine,≤ 0.1,KL,p90 of KL,top-1,top-5,of 5"
     assert [column.header for column in table.columns] == headers.split(",")
     for row, one in zip(cells(table), measured, strict=True):
         assert row[:4] == (one.func, one.init, "3", "12")
@@ -218,4 +218,6 @@ def test_ends_and_frames_have_columns_where_they_were_measured(reports):
     row = replace(report.all, kl=None, top5=None, frames=report.all.relative_l2)
     framed = replace(report, rows=[row, replace(row, at="end of trajectory")])
     headers = [column.header for column in drift_table([framed]).columns]
-    assert headers[-5:] == ["frame L2", "frame L2 p90", "end L2", "end L2 p90", "end cosine"] and "KL" not in headers
+    assert (
+        headers[-5:] == ["frame L2", "p90 of frame L2", "end L2", "p90 of end L2", "end cosine"] and "KL" not in headers
+    )
