@@ -73,7 +73,7 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
     ]
     caption = [
         f"y ≈ {_formula(fits)} in each channel, without folds; medians, 5th and 95th percentiles over the channels, "
-        "of A and α of those that bend, and of R² of all that have something to fit. --json and -o hold every channel."
+        "of A and α of those that bend, and of R² of all that have something to fit. --json and -o contain all."
     ]
     return table_of([[*key, *_over_channels(group)] for key, group in groups.items()], columns, caption=caption)
 
@@ -113,9 +113,7 @@ def _shifted(fits: Sequence[CurveFit]) -> bool:
 def _shape(fit: CurveFit) -> list[str]:
     """Number of parameters, A and α, or why there are none."""
     parameters = NONE if fit.parameters is None else str(fit.parameters)
-    if fit.curve == FREE:
-        return [parameters, NONE, NONE]
-    alpha = _with_interval(fit, "alpha") if fit.told_apart else ""
+    alpha = _with_interval(fit, "alpha") if fit.told_apart else "" if fit.doubt else NONE
     return [parameters, fit.doubt or _with_interval(fit, "amplitude"), alpha]
 
 

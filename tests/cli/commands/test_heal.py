@@ -52,7 +52,7 @@ def test_a_table_for_people_and_what_was_interrupted(here, monkeypatch):
     assert "going on from out/healed.healing.safetensors" in done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("demo_vit · embedded demo_vit")
-    rows = [line for line in lines if line.startswith(("start values", "calibrated", "trained"))]
+    rows = [line for line in lines if line.startswith(("start values", "calibrated", "train"))]
     assert len(rows) == 3 and "%" in rows[-1] and sum(row.endswith("yes") for row in rows) == 1
     told = [line for line in done.stderr.splitlines() if line.startswith("step ")]
     checked = [line.partition(":")[0] for line in told]
