@@ -80,7 +80,7 @@ class Faults:
 
     def corrupt_inputs(self) -> Outcome:
         """Truncate one input in a hundred: the others count, and these are named."""
-        outcome = Outcome("1 % of the inputs cannot be read")
+        outcome = Outcome("1 % of inputs unreadable")
         expected, left_out = self.images - self.images // 100, f"{self.images // 100} unreadable"
         wrong = [] if self.whole.n_samples == expected else [f"{self.whole.n_samples} samples, not {expected}"]
         outcome.note(wrong + ([] if left_out in self.whole.about["data"] else [self.whole.about["data"]]))
@@ -88,7 +88,7 @@ class Faults:
 
     def kills(self, number: int, longest: float, every: str = "1") -> Outcome:
         """Kill -9 a number of times at random moments; then let the run end."""
-        outcome = Outcome(f"kill -9 at a random moment, a checkpoint every {every} s", kept=0)
+        outcome = Outcome(f"kill -9, checkpoint every {every} s", kept=0)
         while outcome.tries < number:
             run, kills = self.run("--checkpoint-every", every), 0
             while outcome.tries + kills < number and run.killed_after(self.random.uniform(0.5, longest), "--resume"):
@@ -99,7 +99,7 @@ class Faults:
 
     def lost_ranks(self, ranks: int, then: int) -> Outcome:
         """Kill one of several ranks after each has kept something; resume with another number of ranks."""
-        outcome = Outcome(f"1 of {ranks} ranks lost, gone on with {then}")
+        outcome = Outcome(f"1 of {ranks} ranks lost, resumed with {then}")
         run, process = self.begun(ranks=ranks)
         kill_rank(process, ranks - 1)
         outcome.kept = int(run.kept)
@@ -111,7 +111,7 @@ class Faults:
 
     def restarted_ranks(self, ranks: int) -> Outcome:
         """Kill one of several ranks; torchrun restarts all of them, and they resume by themselves."""
-        outcome = Outcome(f"1 of {ranks} ranks lost, started anew by torchrun --max-restarts")
+        outcome = Outcome(f"1 of {ranks} ranks lost, restarted by torchrun")
         run, process = self.begun(ranks=ranks, launcher=("--max-restarts=1",))
         kill_rank(process, 0)
         outcome.kept = int(run.kept)
@@ -124,7 +124,7 @@ class Faults:
         run, process = self.begun()
         process.send_signal(number)
         status, said = process.wait(60), run.said()
-        outcome = Outcome(f"{number.name} to one process", kept=int(run.kept))
+        outcome = Outcome(number.name, kept=int(run.kept))
         clear = status == 130 and "--resume goes on" in said and "Traceback" not in said
         outcome.note(([] if clear else [f"{status}: {said}"]) + self.ended(run))
         return outcome
@@ -134,7 +134,7 @@ class Faults:
         run, process = self.begun()
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        outcome = Outcome("the checkpoint breaks off", kept=int(run.kept))
+        outcome = Outcome("truncated checkpoint", kept=int(run.kept))
         (path,) = run.checkpoints.glob("*.safetensors")
         os.truncate(path, path.stat().st_size // 2)
         clear = run.finish("--resume") == 4 and is_clear(run.said())
@@ -145,7 +145,7 @@ class Faults:
 
     def full_disk(self, room: int) -> Outcome:
         """Fill the disk during a run, which fails with a sentence, and resumes once there is room."""
-        outcome = Outcome("the disk is full")
+        outcome = Outcome("full disk")
         disk = self.folder / "disk"
         disk.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(disk)], check=True)
@@ -172,7 +172,7 @@ class Faults:
 
     def nonfinite(self) -> Outcome:
         """Capture NaN and infinities: their tokens are counted apart, and other sums do not change."""
-        outcome = Outcome("NaN and inf in 2 % of the tokens")
+        outcome = Outcome("NaN and inf in 2 % of tokens")
         captures: dict[str, Capture] = {}
         for name in ("spoilt", "clean"):
             factory = self.folder / f"{name}.py"
@@ -238,9 +238,9 @@ def every_fault(folder: Path, images: int, kills: int, mutations: int) -> Iterab
     yield faults.restarted_ranks(2)
     yield faults.truncated_checkpoint()
     yield faults.full_disk(room=80_000_000)
-    yield mutated("capture files", mutated_captures, mutations)
-    yield mutated("files of weights", mutated_weights, mutations)
-    yield mutated("folders of swaps", mutated_swaps, mutations)
+    yield mutated("captures", mutated_captures, mutations)
+    yield mutated("weights", mutated_weights, mutations)
+    yield mutated("swaps", mutated_swaps, mutations)
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
@@ -248,10 +248,10 @@ def table(outcomes: Iterable[Outcome]) -> str:
     headings = (
         "fault",
         "times",
-        "of them with a checkpoint",
-        "right counts in the end",
+        "with a checkpoint",
+        "correct counts",
         "clear errors",
-        "anything else",
+        "other outcomes",
     )
     lines = [headings, (":--", *["--:"] * (len(headings) - 1))]
     for each in outcomes:

@@ -135,7 +135,7 @@ def raw_pairs(network: HeavyTailed, site: int, tokens: int) -> Raw:
 
 
 def by_normscope(curve: str, seen: normscope.Capture) -> list[Found]:
-    return [Found(each.amplitude, each.alpha, each.rmse) for each in normscope.fit(seen, curve)]
+    return [Found(each.amplitude, each.alpha, each.rmse) for each in normscope.fit(seen, curve, shift=False)]
 
 
 def by_scipy(curve: str, pairs: Raw) -> list[Found]:

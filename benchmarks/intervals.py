@@ -88,7 +88,7 @@ def drawn(generator: np.random.Generator, spread: float, sources: int, sets: int
 def true_values(generator: np.random.Generator, spread: float, sources: int) -> Truth:
     """Fit both curves to many sources, drawn a thousand at a time."""
     batches = (drawn(generator, spread, min(1000, sources - begin), 1) for begin in range(0, sources, 1000))
-    fits = normscope.fit(normscope.capture(Sites(1), batches), tuple(CURVES))
+    fits = normscope.fit(normscope.capture(Sites(1), batches), tuple(CURVES), shift=False)
     return {
         each.curve: {"amplitude": each.amplitude, "alpha": each.alpha, "slope": each.slope, "r2": each.r2}
         for each in fits
@@ -115,7 +115,7 @@ def simulated(
     for begin in range(0, sets, AT_ONCE):
         x = drawn(generator, spread, sources, min(AT_ONCE, sets - begin))
         model = Sites(x.shape[2])
-        for fit in normscope.fit(normscope.capture(model, [x]), tuple(CURVES)):
+        for fit in normscope.fit(normscope.capture(model, [x]), tuple(CURVES), shift=False):
             count(fit.curve, "normscope", fit.intervals)
         if with_scipy:
             for flat_x, flat_y in zip(x.unbind(2), model(x), strict=True):

@@ -1,92 +1,167 @@
-"""Write docs/benchmarks.md from benchmarks/results: ``python benchmarks/table.py``."""
+"""Write docs/benchmarks.md, its figures and the costs in docs/scale.md: ``python benchmarks/table.py``."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import re
+import statistics
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from common import RESULTS, tables_of
+from common import RESULTS, cell, tables_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
-TITLES = {
-    "capture": "What a capture costs",
-    "fit": "What a fit costs",
-    "intervals": "How often the intervals contain the truth",
-    "swaps": "How far a swap moves the output",
-    "speed": "How fast swapped networks are",
-    "pointwise": "How fast point-wise functions are on the CPU",
-    "host_time": "How long the host takes for a fused call",
-    "machine_code": "What the kernels are as machine code",
-    "machine_code_capture": "What a capture's kernels are as machine code",
-    "compiled_bytes": "What a compiled network reads and writes around a norm",
-    "accuracy": "How accurate the kernels' functions are",
-    "calibration": "How much of that goes without training",
-    "healing": "How much of that is healed",
-    "prenorm": "What is left of pre-norm networks",
-    "conversion": "A pretrained network converted from start to end",
-    "page": "How fast the page is written, opens and answers",
-    "commands": "How long commands take",
-    "scale": "What a whole data set costs",
-    "gpu": "Tests of the kernels on a GPU",
-}
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+SCALE = ROOT / "docs" / "scale.md"
+COSTS = re.compile("(?<=<!-- costs: written by benchmarks/table.py -->\n).*?(?=<!-- end of costs -->)", re.DOTALL)
+QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))["question"]
 INTRODUCTION = """# Benchmarks
 
-Each number is the median of its samples, followed by the smallest and the largest. Within one command, everything that
-is compared ran in turn on the same machine. Ratios carry over to other machines better than times do. The raw samples
-are in [benchmarks/results](../benchmarks/results). To repeat the measurements:
-
-```bash
-pip install -e '.[bench]'
-{commands}
-python benchmarks/gpu.py  # with an NVIDIA GPU, see kernels.md
-python benchmarks/table.py
-```
-
-The last command writes this page and overwrites any edit by hand. Each section ends with the command and the commit
-that produced its numbers. Some of these commands name scripts that are now part of others:
-
-| script in a command | now part of |
-|---|---|
-| `pointwise.py` | `speed.py` |
-| `calibration.py`, `healing.py`, `prenorm.py` | `swaps.py` |
-| `machine_code_capture.py` | `machine_code.py` |
+Numbers are medians; bars in the figures extend from the smallest to the largest sample. Ratios carry over to other
+machines better than times do. Each section names its script and links its raw samples, with the command, the commit and
+all versions. Nothing was measured on a GPU yet ([how to](kernels.md#on-a-gpu)). `pip install -e '.[bench]'` installs
+what the scripts need, and `python benchmarks/table.py` writes this page. Samples of earlier commits may name scripts
+that are now part of `speed.py`, `swaps.py` or `machine_code.py`.
 """
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
+MARKERS = "osD^vPX"
+Samples = Mapping[tuple[str, str, str], Sequence[float]]  # by case, way and quantity
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
-    parser.add_argument("--page", type=Path, default=PAGE, help="to write (%(default)s)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="to write, beside its figures (%(default)s)")
     args = parser.parse_args()
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(args.results.glob("*.json"))]
-    scripts = [name for name in TITLES if name != "gpu" and Path(__file__).with_name(f"{name}.py").exists()]
-    parts = [INTRODUCTION.format(commands="\n".join(f"python benchmarks/{name}.py" for name in scripts))]
-    for name, title in TITLES.items():
-        of_title = [record for record in records if record["benchmark"] == name]
-        parts += [f"## {title}\n"] if of_title else []
-        for record in of_title:
-            failures = "".join(f"- {sentence}\n" for sentence in record.get("failed", ()))
-            failed = [f"What failed:\n\n{failures}"] if failures else []
-            parts += [record["about"] + "\n", *tables_of(record), *failed, origin(record)]
-    args.page.write_text("\n".join(parts), encoding="utf-8")
+    args.page.with_suffix("").mkdir(exist_ok=True)
+    args.page.write_text(page_of(args.results, args.page.with_suffix("")), encoding="utf-8")
+    if args.page == PAGE:
+        SCALE.write_text(scale_of(args.results), encoding="utf-8")
     print(args.page)
 
 
+def scale_of(results: Path) -> str:
+    """Return docs/scale.md with the costs of captures."""
+    rows = [
+        "| model | samples | norms | pairs, millions | CPU seconds | memory, GB | file, MB |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for path in sorted(results.glob("costs-*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        samples = samples_of(record)
+        for case in dict.fromkeys(case for case, *_ in samples):
+            values = (samples[case, "", name] for name in ("samples", "norms", "pairs", "CPU time", "memory", "file"))
+            rows.append(f"| `{case}` | {' | '.join(cell([statistics.median(each)]) for each in values)} |")
+        rows += ["", f"{origin(record)} · [samples](../benchmarks/results/{path.name})"]
+    return COSTS.sub(lambda _: "\n".join(rows) + "\n", SCALE.read_text(encoding="utf-8"))
+
+
+def page_of(results: Path, figures: Path | None = None) -> str:
+    """Return the page, and draw its figures into a folder. Results that lack an answer's samples become tables."""
+    parts = [INTRODUCTION]
+    for question in QUESTIONS:
+        for number, path in enumerate(sorted(results.glob(f"{question['benchmark']}-*.json"))):
+            record = json.loads(path.read_text(encoding="utf-8"))
+            parts += [f"## {question['title']}\n"] if not number else []
+            sentences, chart = answer(question["answer"], record), question.get("chart")
+            parts += [f"{sentences}\n"] if sentences else tables_of(record)
+            if sentences and chart:
+                parts.append(f"![{chart['label']}](benchmarks/{path.stem}.svg)\n")
+                if figures:
+                    draw(chart, samples_of(record), figures / f"{path.stem}.svg")
+            parts += [f"Failed: {sentence}\n" for sentence in record.get("failed", ())]
+            script = f"`benchmarks/{question['script']}.py`"
+            parts.append(f"{script} · {origin(record)} · [samples](../benchmarks/results/{path.name})\n")
+    return "\n".join(parts)
+
+
+def samples_of(record: Mapping[str, Any]) -> Samples:
+    """Return the samples of a record by case, way and quantity, and by quantity with unit."""
+    rows = record["measurements"]
+    with_unit = {(row["case"], row["way"], f"{row['quantity']}, {row['unit']}"): row["samples"] for row in rows}
+    return with_unit | {(row["case"], row["way"], row["quantity"]): row["samples"] for row in reversed(rows)}
+
+
+def answer(text: str, record: Mapping[str, Any]) -> str:
+    """Replace each ``{case|way|quantity}`` by the median of these samples; return "" if some are missing.
+
+    >>> row = {"case": "net", "way": "hooks", "quantity": "time", "unit": "s", "samples": [1e-6, 3e-6, 2e-6]}
+    >>> answer("It takes {net|hooks|time} s.", {"measurements": [row]}), answer("{a|b|c}", {"measurements": [row]})
+    ('It takes 2·10⁻⁶ s.', '')
+    """
+    samples = samples_of(record)
+    fields = {field: tuple(field.split("|")) for field in re.findall(r"\{(.+?)\}", " ".join(text.split()))}
+    if not samples.keys() >= {*fields.values()}:
+        return ""
+    values = {field: power(cell([statistics.median(samples[key])])) for field, key in fields.items()}
+    filled = re.sub(r"\{(.+?)\}", lambda match: values[match[1]], " ".join(text.split()))
+    return "\n".join(wrap(filled, 120, break_long_words=False, break_on_hyphens=False))
+
+
+def power(number: str) -> str:
+    """Write the exponent of a number as superscript."""
+    superscript = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    return re.sub(r"e([+-]\d+)", lambda match: "·10" + str(int(match[1])).translate(superscript), number)
+
+
 def origin(record: Mapping[str, Any]) -> str:
-    """Return the command, commit, machine and versions of a record."""
-    machine, versions = record["machine"], record["versions"]
-    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']:g} GB, {machine['os']}"
+    """Return the machine, torch's version and the day of a record."""
+    machine = record["machine"]
+    hardware = f"{machine['cpu']}, {machine['cores']} core{'s' if machine['cores'] > 1 else ''}, no GPU"
     if "gpu" in machine:
-        driver = machine.get("driver_version", "unknown")
-        hardware = f"{machine['gpu']}, driver {driver}, CUDA {machine['cuda']}, in {hardware}"
-    threads = f" · threads: {', '.join(map(str, record['threads']))}" if record["threads"] else ""
-    left_out = f" · left out: {', '.join(record['left_out'])}" if record["left_out"] else ""
-    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
-    commit = f" · commit {record['commit']}" if record["commit"] else ""
-    return f"`{record['command']}` · {record['date'][:10]}{commit}{threads}{left_out}\n\n{hardware} · {libraries}\n"
+        hardware = f"{machine['gpu']}, CUDA {machine['cuda']}"
+    return f"{hardware} · torch {record['versions']['torch']} · {record['date'][:10]}"
+
+
+def draw(chart: Mapping[str, Any], samples: Samples, path: Path) -> None:
+    """Draw medians and ranges: a row for each case, or for each series if the case has no label."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    points = {}
+    for case, case_label in chart["cases"].items():
+        for name, series_label in chart["series"].items():
+            way, _, quantity = name.partition("|")
+            key = case, way, quantity or chart["quantity"]
+            if key in samples:
+                points[(case_label, series_label) if case_label else (series_label, "")] = samples[key]
+    rows, series = (list(dict.fromkeys(labels)) for labels in zip(*points, strict=True))
+    heights, most = {}, 1
+    for number, row in enumerate(rows):
+        keys = [key for key in points if key[0] == row]
+        most = max(most, len(keys))
+        for place, key in enumerate(keys):
+            heights[key] = number + (place - (len(keys) - 1) / 2) / (len(keys) + 0.6)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 9, "axes.axisbelow": True}):
+        figure = Figure((6.9, 0.75 + len(rows) * max(0.24, 0.19 * most)), layout="constrained")
+        axes = figure.subplots()
+        for label, colour, marker in zip(series, COLOURS, MARKERS, strict=False):
+            ys = [y for key, y in heights.items() if key[1] == label]
+            samples_of_row = [points[key] for key in heights if key[1] == label]
+            low, median, high = (list(map(of, samples_of_row)) for of in (min, statistics.median, max))
+            axes.hlines(ys, low, high, colour, linewidth=1)
+            axes.plot(median, ys, marker, color=colour, markersize=5, label=label)
+            for number, end, y in zip(median, high, ys, strict=True):
+                axes.annotate(power(cell([number])), (end, y), (5, 0), textcoords="offset points", va="center")
+        axes.set(xlabel=chart["label"], xscale="log" if chart.get("log") else "linear", ylim=(len(rows) - 0.5, -0.5))
+        axes.margins(x=0.12)
+        if not chart.get("log"):
+            axes.set_xlim(left=chart.get("start", 0))
+        if "reference" in chart:
+            axes.axvline(chart["reference"], color="0.5", linestyle="--", linewidth=1, zorder=0)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.tick_params(left=False)
+        axes.grid(axis="x", color="0.9")
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        if len(series) > 1:
+            for edge in range(1, len(rows)):
+                axes.axhline(edge - 0.5, color="0.9", linewidth=1, zorder=0)
+            figure.legend(loc="outside upper center", ncols=min(len(series), 5), frameon=False)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":

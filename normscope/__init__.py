@@ -14,6 +14,8 @@ import lazy_loader
 
 from normscope.runtime.records import Tabled
 
+__version__ = "0.1.0"
+
 # __init__.pyi is the only list of public names: for type checkers, for `normscope.<TAB>`, and for imports on first use.
 # `normscope --help` must not wait for torch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,8 @@
+from .errors import DataError as DataError
+from .errors import DeviceError as DeviceError
+from .errors import ModelError as ModelError
 from .errors import NormscopeError as NormscopeError
+from .errors import UsageError as UsageError
 from .figures.comparison import plot_comparison as plot_comparison
 from .figures.depth import plot_curves as plot_curves
 from .figures.depth import plot_depth as plot_depth
@@ -11,21 +15,14 @@ from .figures.scurves import overview as overview
 from .figures.scurves import plot as plot
 from .figures.scurves import save_figure as save_figure
 from .figures.speed import plot_speed as plot_speed
-from .fits.advice import Advice as Advice
-from .fits.advice import Layerwise as Layerwise
-from .fits.advice import TokenSlopes as TokenSlopes
 from .fits.advice import advise as advise
 from .fits.advice import layerwise as layerwise
 from .fits.advice import token_slopes as token_slopes
-from .fits.card import NormCard as NormCard
 from .fits.card import norm_cards as norm_cards
-from .fits.comparison import Compared as Compared
 from .fits.comparison import compare as compare
-from .fits.curve_fit import CurveFit as CurveFit
 from .fits.curves.known import Curve as Curve
 from .fits.curves.known import curve_of as curve_of
 from .fits.fit import fit as fit
-from .fits.gradient import GradientView as GradientView
 from .fits.gradient import gradient as gradient
 from .inputs.batch import Batch as Batch
 from .inputs.batch import Sample as Sample
@@ -35,7 +32,6 @@ from .inputs.previews import Preview as Preview
 from .loading import load as load
 from .loading import load_swapped as load_swapped
 from .models.registry import list_models as list_models
-from .page.report import Page as Page
 from .page.report import report as report
 from .pairs.capture import capture as capture
 from .pairs.captures import Capture as Capture
@@ -44,9 +40,8 @@ from .pairs.norms.trace import find_norms as find_norms
 from .pairs.storage import load_capture as load_capture
 from .pairs.storage import merge_captures as merge_captures
 from .pairs.storage import save_capture as save_capture
-from .pairs.sums.stats import PairStats as PairStats
+from .runtime.progress import ProgressBars as ProgressBars
 from .swaps.bench.bench import bench as bench
-from .swaps.calibrate.calibrate import CalibrationReport as CalibrationReport
 from .swaps.calibrate.calibrate import calibrate as calibrate
 from .swaps.calibrate.calibrate import swap as swap
 from .swaps.drift.drift import drift as drift
@@ -58,12 +53,7 @@ from .swaps.pointwise import DyT as DyT
 from .swaps.pointwise import PointwiseFunction as PointwiseFunction
 from .swaps.replace import Swap as Swap
 from .swaps.replace import replacements as replacements
-from .swaps.reports import BenchReport as BenchReport
-from .swaps.reports import Drift as Drift
-from .swaps.reports import DriftReport as DriftReport
-from .swaps.reports import HealReport as HealReport
-from .swaps.reports import KeepReport as KeepReport
-from .swaps.reports import Quality as Quality
-from .swaps.reports import Timing as Timing
 from .swaps.store.store import save_swapped as save_swapped
 from .tables.markup import table as table
+
+__version__: str

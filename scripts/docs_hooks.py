@@ -11,14 +11,17 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ("outputs/gallery/*.png", "normscope/models/embedded/*.md", "CHANGELOG.md")
-_LINK = re.compile(r"\]\(\.\./((?:outputs/gallery|normscope/models/embedded)/[^)]+|CHANGELOG\.md)\)")
+OUTSIDE = (
+    *("outputs/gallery/*.png", "normscope/models/embedded/*.md", "benchmarks/results/*.json"),
+    *("CHANGELOG.md", "CITATION.cff"),
+)
+_LINK = re.compile(r"\]\(\.\./([^)#]+)")
 _ROLE = re.compile(r":(?:func|class|mod|attr|meth|data):`~?([^`]+)`")
 _DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the figures, the cards of the embedded networks and the changelog, under their paths in the repository."""
+    """Add the files that pages link to outside of docs/, under their paths in the repository."""
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
             place = path.relative_to(ROOT).as_posix()
@@ -27,15 +30,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links that leave docs/ to what :func:`on_files` has added."""
-    return _LINK.sub(r"](\1)", markdown)
+    """Redirect links that leave docs/ to the files that :func:`on_files` added."""
+    return _LINK.sub(lambda link: f"]({link[1]}" if files.get_file_from_path(link[1]) else link[0], markdown)
 
 
 class Docstrings(Extension):
-    """Docstrings as the site takes them: doctests as examples, and names without Sphinx's roles."""
+    """Converter of docstrings: doctests to examples, names without Sphinx's roles."""
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
-        """Rewrite what was collected of one function, class or module."""
+        """Convert the docstring of a function, class or module."""
         if obj.docstring is not None:
             text = _ROLE.sub(r"`\1`", obj.docstring.value)
             obj.docstring.value = _DOCTEST.sub(lambda match: "Examples:\n" + indent(match[0], "    "), text)

@@ -6,7 +6,7 @@ from normscope.tables.glossary import COMMON, DEFINITIONS, TERMS
 
 PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
 INTRODUCTION = """\
-# How to read the numbers
+# Glossary
 
 Definitions of all terms, and of the columns of all tables. Capital letters in a heading stand for a name: CURVE for a
 curve, QUALITY for a score, PERCENTILE for a percentage.

@@ -27,18 +27,18 @@ SEEN = "FOLDER/seen.safetensors"
 NETWORK = {
     "layers": "layers MODEL --verify --json",
     "capture": f"capture {FEW} --per-channel --diagonal --by-gamma --keep-inputs 2 -o {SEEN} --json",
-    "swap": f"swap {FEW} --sites 4 -o FOLDER/swapped --json",
+    "swap": f"swap {FEW} --layers 4 -o FOLDER/swapped --json",
 }
 NETWORK_ONCE = {
     "capture-raw": f"capture {FEW} --layers 1 --raw -o FOLDER/raw.safetensors --json",
-    "swap-calibrated": f"swap {FEW} --init calibrated --sites 4 -o FOLDER/calibrated --json",
-    "swap-bench": f"swap-bench {FEW} --sites 2 --quick --format svg -o FOLDER --json",
-    "heal": "heal MODEL --limit 32 --steps 2 --init fit --sites 2 -o FOLDER/healed --json",
+    "swap-calibrated": f"swap {FEW} --init calibrated --layers 4 -o FOLDER/calibrated --json",
+    "swap-bench": f"swap-bench {FEW} --layers 2 --quick --format svg -o FOLDER --json",
+    "heal": "heal MODEL --limit 32 --steps 2 --init fit --layers 2 -o FOLDER/healed --json",
 }
 CAPTURE = {
     "stats": f"stats {SEEN} --plot FOLDER/stats.svg --json",
     "fit": f"fit {SEEN} --func all --layers 4 --plot FOLDER/fit.svg --json",
-    "fit-shift": f"fit {SEEN} --shift --layers 2 --advise --weights-by gamma --json",
+    "fit-no-shift": f"fit {SEEN} --no-shift --layers 2 --advise --weights-by gamma --json",
     "fit-channel": f"fit {SEEN} --per channel --layers 1 --func tanh --json",
     "fit-theory": f"fit {SEEN} --theory --layers 2 --json",
     "gradient": f"gradient {SEEN} --layers 2 -o FOLDER/gradient.svg --json",
@@ -49,7 +49,7 @@ CAPTURE = {
 CAPTURE_ONCE = {
     "stats-text": f"stats {SEEN}",
     "fit-text": f"fit {SEEN} --func all",
-    "fit-csv": f"fit {SEEN} --csv",
+    "fit-csv": f"fit {SEEN} -o FOLDER/fit.csv",
     "gradient-text": f"gradient {SEEN} -o FOLDER/text.svg",
     "compare-text": f"compare {SEEN} {SEEN} -o FOLDER/text.svg",
     "mistake-merge": f"merge {SEEN} {SEEN} -o FOLDER/merged.safetensors",

@@ -1,13 +1,22 @@
-"""docs/curves.md says of every curve what the table of curves says, and its Python runs."""
+"""The docs agree with the tables that they show; the options that they name exist, and their Python runs."""
 
 import math
 import re
+import tomllib
 from pathlib import Path
 
+import pytest
+import typer
+import yaml
+
 import normscope
+from normscope.cli import app
 from normscope.fits.curves.known import CURVES
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+OF_TORCHRUN = {"--max-restarts"}
 PAGE = (DOCS / "curves.md").read_text(encoding="utf-8")
 
 
@@ -32,8 +41,52 @@ def test_the_reference_names_everything_public():
     assert sorted(named) == sorted(set(dir(normscope)) & {*normscope.__all__})
 
 
+def test_the_citation_is_of_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert f"version = {{{version}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
+
+
 def test_the_python_of_the_page_runs():
-    [block] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    [block] = python_of("curves")
     names = {}
     exec(re.sub(r"^  ", "", block, flags=re.MULTILINE), names)  # noqa: S102 - our own page
     assert {found.curve for found in names["fits"]} == {"tanh", "swish"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["figures", "index", "related", "report", "swaps"])
+def test_the_python_of_other_pages_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks, names = python_of(page), {}
+    assert blocks
+    for block in blocks:
+        exec(block, names)  # noqa: S102 - our own page
+
+
+def python_of(page):
+    return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_option_that_is_named_exists(page):
+    commands = typer.main.get_command(app).commands
+    options = {
+        name: {option for param in command.params for option in (*param.opts, *param.secondary_opts)} | {"--help"}
+        for name, command in commands.items()
+    }
+    any_command = {"--install-completion", "--version"}.union(*options.values())
+    unknown = set()
+    for line in lines_of_code(page.read_text(encoding="utf-8")):
+        command = re.search(r"\bnormscope ([a-z-]+)", line)
+        if command or line.startswith("--"):
+            known = options.get(command[1], any_command) if command else any_command
+            words = line[command.start() :] if command else line
+            unknown |= {word for word in re.findall(r"(?<!\S)--[a-z][a-z-]*", words) if word not in known}
+    assert unknown <= OF_TORCHRUN
+
+
+def lines_of_code(markdown):
+    block = re.compile(r"```(?:bash|console)\n(.*?)```", re.DOTALL)
+    lines = "\n".join(block.findall(markdown)).replace("\\\n", " ")
+    return [*re.split(r"\n|&&", lines), *re.findall(r"`([^`]+)`", block.sub("", markdown))]

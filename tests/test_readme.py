@@ -47,9 +47,4 @@ def test_the_python_of_its_page_runs(tmp_path, monkeypatch, capsys):
 def test_the_readme_holds_the_two_commands_and_can_be_read_in_minutes():
     assert "\npip install -c constraints.txt '.[speech]' && normscope plot\n" in README
     assert "\npip install -c constraints.txt -e '.[test,speech]' && pytest\n" in README
-    assert len(README.split()) <= 900
-
-
-def test_every_link_of_the_readme_leads_somewhere():
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
-    assert len(links) > 10 and all((ROOT / link).exists() for link in links)
+    assert len(README.split()) <= 850

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
+import re
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+import normscope
 from normscope.cli.commands.capture import capture, merge
 from normscope.cli.commands.compare import compare
 from normscope.cli.commands.curves import curves
@@ -24,12 +25,17 @@ from normscope.cli.commands.report import report
 from normscope.cli.commands.stats import stats
 from normscope.cli.commands.swap import swap
 from normscope.cli.commands.swap_bench import swap_bench
-from normscope.cli.options import OUTPUT, PANELS
+from normscope.cli.options import DIFFUSION, OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
-from normscope.cli.process import StreamError, guard_streams
-from normscope.errors import NormscopeError, StoppedError
+from normscope.errors import NormscopeError, StoppedError, UsageError
+from normscope.models.registry import is_diffusion
 
-_INTERRUPTED = 130
+_USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
+_OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
+_NO_CSV = "There is no --csv; -o FILE.csv writes the rows of the table."
+_NO_MAP = "A network on several devices cannot be swapped; leave --device-map out, or use --device."
+# Options that commands lack, and a sentence.
+_LACKING = [("--csv", None, _NO_CSV), *(("--device-map", name, _NO_MAP) for name in ("swap", "swap-bench", "heal"))]
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -43,14 +49,25 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 class _InPanels(TyperCommand):
-    """Command whose help has its options in panels."""
+    """Command whose help has its options in panels; that of diffusion models only after the name of one."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params = _without_types(super().get_params(ctx))
         for param in params:
             if param.param_type_name == "option" and getattr(param, "rich_help_panel", None) is None:
                 param.rich_help_panel = OUTPUT
+            if getattr(param, "rich_help_panel", None) == DIFFUSION:
+                param.hidden = not ctx.meta.get(DIFFUSION)
         return sorted(params, key=lambda param: PANELS.index(param.rich_help_panel or PANELS[0]))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
+        options = {option for param in self.params for option in param.opts}
+        for option, command, sentence in _LACKING:
+            given = option not in options and any(arg.partition("=")[0] == option for arg in args)
+            if given and command in (None, self.name):
+                raise UsageError(sentence)
+        return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
 
 
 class _Group(TyperGroup):
@@ -87,14 +104,12 @@ for _command in (
     *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal),
     *(capture, merge, layers, curves, models),
 ):
-    app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.examples)(_command)  # type: ignore[attr-defined]
+    app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.epilog)(_command)  # type: ignore[attr-defined]
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        print(f"normscope {version('normscope')}")
+        print(f"normscope {normscope.__version__}")
         raise typer.Exit
 
 
@@ -112,22 +127,34 @@ def main() -> None:
     # Idle OpenMP threads that spin slow a busy machine down 40-fold; torch reads this variable when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend a notebook or a shell has set
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
+    if sys.stdout is None:  # a command's results would be lost
+        print_error("Standard output is closed; give it a file or a pipe.")
+        sys.exit(_USAGE)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # α, where the encoding is not UTF-8
     status: int | str | None = None
     try:
-        guard_streams()
         try:
             app()
         except SystemExit as done:
-            status = done.code
+            status = _CLOSED_PIPE if done.code == _OF_TYPER else done.code
         sys.stdout.flush()
         sys.stderr.flush()
-    except StreamError as error:
-        status = error.exit_status
-        if error.sentence:
-            with contextlib.suppress(StreamError):  # standard error may have failed too
-                print_error(error.sentence)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _drop_output()
+        status = _CLOSED_PIPE if isinstance(error, BrokenPipeError) else _USAGE
+        if status == _USAGE:
+            print_error(f"Cannot write to standard output: {error.strerror or error}.")
     except KeyboardInterrupt:  # before a command was entered, or while its last output was written
         status = _INTERRUPTED
-    # An interruption while the interpreter exits would replace the status of the command.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(status)
+
+
+def _drop_output() -> None:
+    """Discard what the buffer still contains, as writing it would fail again when the interpreter exits."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

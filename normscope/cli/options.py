@@ -13,136 +13,103 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import normscope
+from normscope.cli.running import check_names, models_like
 from normscope.errors import UsageError, unknown
 from normscope.runtime.files import check_writable, file_stem
 from normscope.runtime.processes import Place
 from normscope.swaps.inits import INITS
+from normscope.tables.glossary import headings, typed, unknown_column
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.figures.style import FigureOptions
 
 # The panels of a command's help, in order.
-MODEL, DATA, FIT, SWAP, RUNNING, OUTPUT = PANELS = ("Model", "Data", "Fit", "Swap", "Running", "Output")
+MODEL, DATA, DIFFUSION, FIT, SWAP, RUNNING, FIGURE, OUTPUT = PANELS = (
+    *("Model", "Data", "Diffusion", "Fit", "Swap", "Running", "Figure", "Output"),
+)
 _ARGUMENTS = ""
+_CURVES = "tanh (dyt), isru (dyisru), erf, derf, linear (identity), free (E\\[y|x]), or a formula, 'mine=x/(1+abs(x))'"
+_REFITTED = "neighbours, the functions and the linear layers beside them; or norms, the functions alone"
+_OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .parquet, .json, .yaml)"
 _INITS = "; ".join(f"{name}, {init.help}" for name, init in INITS.items())
 # One row per parameter of a command, in the order of the help: its metavar, two spaces, and its help; flags have no
 # metavar. A row whose name begins with a command is for that command and for the commands that _LIKE maps to it.
 _LIKE = {"heal": "swap", "swap_bench": "swap", "gradient": "plot"}
 _ROWS: dict[str, dict[str, str]] = {
     _ARGUMENTS: {
-        "models": "MODEL|FILE  Models (`normscope models` lists them) or capture files; without any, the embedded "
-        "models.",
-        "swap_bench.models": "MODEL  Models (`normscope models` lists them); without any, the embedded ones.",
+        "models": "MODEL|FILE  Models (`normscope models` lists them) or captures; by default the embedded models.",
+        "swap_bench.models": "MODEL  Models (`normscope models` lists them); by default the embedded ones.",
         "model": "MODEL  A model; `normscope models` lists them.",
         "files": "FILE  Captures of one model, of different inputs.",
     },
     MODEL: {
-        "layers": "N|LIST|all  A number of sites along the depth, of all kinds; indices, ranges, names, globs "
-        "('0,4-7,*.norm1'); all.",
-        "weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, or a folder that `normscope "
-        "swap` wrote.",
-        "compare.weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, a swap's folder; again for "
-        "each to compare.",
+        "layers": "N|LIST|all  N sites, evenly over the depth; or names, globs and ranges: '0-3,*.norm1', 4-4.",
+        "swap.layers": "N|LIST|all  N norms, names, ranges (4-4), pre-norm, post-norm, qk, final, least:8 (by harm).",
+        "weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, or a folder of `normscope swap`.",
+        "compare.weights": "NAME|FILE|DIR  pretrained, random, a file or a swap's folder; again for each to compare.",
     },
     DATA: {
-        "data": "PATH  A file or folder of images, audio, text or latents, as the model takes; by default its own "
-        "inputs.",
-        "limit": "N  Take at most so many samples; of a diffusion model, trajectories.",
+        "data": "PATH  Images, audio, text or latents, as the model takes; by default its own inputs.",
+        "limit": "N  Take at most N samples; of a diffusion model, trajectories.",
         "shuffle": "Take the inputs in an order drawn with --seed, before --limit.",
-        "sample": "N  Take only so many tokens of each sample at every norm, drawn uniformly: faster, and less exact.",
-        "guidance": "NUMBER  Scale of classifier-free guidance along a diffusion model's trajectory, 1 for none; by "
-        "default its own.",
-        "timesteps": "N|LIST  Of a diffusion model: a number of timesteps evenly along its trajectory, or a list: "
-        "'980,500,0', '980,'.",
-        "by": "timestep  Keep a diffusion model's timesteps apart.",
+        "sample": "N  Take only N tokens of each sample at every norm, drawn uniformly: faster, and less exact.",
+    },
+    DIFFUSION: {
+        "guidance": "NUMBER  Scale of classifier-free guidance, 1 for none; by default the model's own.",
+        "timesteps": "N|LIST  A number of timesteps, evenly along the trajectory; or a list: 980,500,0.",
+        "by": "timestep  Keep the timesteps apart.",
     },
     FIT: {
-        "func": "CURVES  Curves, separated by commas: tanh (dyt), isru (dyisru), erf, derf (erf with a shift), …; all; "
-        "free, E\\[y|x] itself; best, of all; or your own formula of x, 'mine=x/(1+abs(x))'.",
-        "per": "LEVEL  One fit a site, a channel, or a token (its line, exactly).",
+        "func": f"CURVES  Curves, separated by commas: {_CURVES}, …; all; best, of all.",
+        "per": "LEVEL  One fit per site, per channel, or per token (its line, exactly).",
         "pool": "PARTS  Fit sites together: of a placement, of a kind (blocks.*.norm1), or all.",
-        "amplitude": "HOW  free: A is fitted; theory: it is such that the curve tends to √d or √(d−1).",
+        "amplitude": "HOW  free: A is fitted; theory: the curve tends to √d or √(d−1).",
         "theory": "Fit nothing: A as in theory, α from the mean slope of the tokens' lines.",
         "alpha": "NUMBER  Fix α; 1 is the ablation without α.",
         "shift": "Fit s in f(αx + s), or not; by default it is, but for --theory and --advise.",
         "weights_by": "HOW  pairs: all count alike; gamma: by γ² (what the next layer sees); x: evenly over x.",
-        "advise": "Say where to start a norm-free training, kind by kind of site (-o advice.yaml).",
+        "advise": "Recommend start values for a training without norms, per kind of site.",
     },
     SWAP: {
-        "swap.func": "CURVE  One curve: dyt (tanh), dyisru (isru), derf, identity, …; free, E\\[y|x] itself; best, "
-        "each site's own; rmsnorm, the norm without centring; or your own formula of x, 'mine=x/(1+abs(x))'.",
-        "swap_bench.func": "CURVES  What takes the norms' place, separated by commas: dyt (tanh), dyisru (isru), derf, "
-        "identity, …; rmsnorm; free, E\\[y|x] itself; best, each site's own; or your own formula of x.",
-        "steps": "N  Of the training, each of one batch; 1700 where --minutes are not given.",
-        "minutes": "M  In place of --steps: wall-clock minutes of calibration, training and measuring together.",
-        "train": "WHAT  Which weights are trained: all, but those of embeddings; neighbours, the functions and the "
-        "linear layers beside them; or norms, the functions alone, which then are calibrated alone too.",
-        "swap.init": f"START  Where to start: {_INITS}.",
-        "swap_bench.init": f"START  Where to start, or several with commas (calibrated for each row by itself): "
-        f"{_INITS}.",
-        "refit": "WHAT  What calibrated may change: neighbours, the functions and the linear layers beside them; or "
-        "norms, the functions alone.",
-        "sites": "N|LIST  Which norms: all; pre-norm, post-norm, qk, final; indices, ranges, names, globs; a number; "
-        "or least:8, those that move the output least.",
-        "keep": "N  Leave so many of these norms as they are: those that are worth most in the partly swapped network.",
-        "max_drift": "D  Leave as few of these norms as keep the median error at the output (relative L2; KL "
-        "divergence of logits) at or below D, on inputs to learn from.",
-        "swap.per": "LEVEL  One A and α a site, or one for each channel.",
+        "swap.func": f"CURVE  In place of the norms: {_CURVES}, …; best, each site's own; or rmsnorm.",
+        "swap_bench.func": f"CURVES  In place of the norms, separated by commas: {_CURVES}, …; best; rmsnorm.",
+        "steps": "N  Training steps of one batch each; 1700 without --minutes.",
+        "minutes": "M  In place of --steps: minutes of calibration, training and measuring together.",
+        "train": f"WHAT  Trained weights: all but embeddings; {_REFITTED}.",
+        "swap.init": f"START  Start values: {_INITS}.",
+        "swap_bench.init": f"START  Start values, or several, separated by commas: {_INITS}.",
+        "refit": f"WHAT  What calibrated may change: {_REFITTED}.",
+        "keep": "N  Leave N of these norms in place: those that are worth most in the partly swapped network.",
+        "max_drift": "D  Leave as few of these norms as keep the median error at the output at or below D.",
+        "swap.per": "LEVEL  One A and α per site, or per channel.",
         "swap.shift": "Fit s in f(αx + s), or not; by default it is.",
+        "full": "Time the whole matrix: whole networks compiled and backward, in every dtype.",
+        "quick": "Take the fewest timings.",
+        "seconds": "N  Seconds for each model's timings; by default 15, with --full no limit.",
+        "all_samples": "Measure each site alone and the cumulative order on all samples, not on 16 of them.",
+        "restart": "Discard what an interrupted healing left beside the folder, and start again.",
     },
     RUNNING: {
-        "full": "Time the whole matrix: whole networks compiled and backward, in every dtype.",
-        "quick": "One curve, dyt or that of --func, and the fewest timings there are.",
-        "all_samples": "Drift of each site alone and in cumulative order on all samples, not on 16 of them.",
-        "seconds": "SECONDS  For each model's speed; by default 15, and of --full no limit.",
-        "checkpoint_every": "SECONDS  How often to keep what was captured so far, in FILE's .checkpoint folder, until "
-        "the file is written.",
-        "resume": "Go on from what an unfinished run kept, if there is one; else from the start.",
+        "device": "DEVICE  auto, cpu, cuda, cuda:1 …, mps.",
+        "device_map": "auto  Spread a network too large for one device over GPUs, memory and disk (needs accelerate).",
+        "dtype": "DTYPE  float32, bfloat16, float16, or keep, which converts nothing; by default float32, py: keep.",
         "batch_size": "N|auto  Samples per forward pass, at most; auto doubles them until memory ends.",
-        "heal.batch_size": "N  Samples per forward pass, at most; by default 16, and of py: as its batches are.",
-        "restart": "Discard what an interrupted healing left beside the folder, and begin anew.",
+        "heal.batch_size": "N  Samples per forward pass, at most; by default 16, and for py: its own batches.",
         "workers": "N  Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
-        "seed": "N  Of random weights, default inputs, --shuffle and drawing samples.",
-        "device": "DEVICE  Where the network runs: auto, cpu, cuda, cuda:1 …, mps.",
-        "device_map": "auto  Spread a network that one device has no room for over GPUs, memory and disk (needs "
-        "accelerate).",
-        "dtype": "DTYPE  Of weights and inputs: float32, bfloat16, float16 (fp32, bf16, fp16); keep converts no "
-        "weights. By default float32, and of py: keep.",
+        "seed": "N  Of random weights, default inputs, --shuffle and drawn samples.",
         "verify": "Recompute every norm's true output from y, and fail where it differs.",
+        "checkpoint_every": "SECONDS  How often to save what was captured so far, in FILE.checkpoint.",
+        "resume": "Continue from what an unfinished run saved, if there is any.",
     },
-    OUTPUT: {
-        "report.keep_inputs": "N  How many inputs the page shows to whoever has it: thumbnails, envelopes of waveforms "
-        "or texts, with σ of every token; 0 for none. By default 2 of a model, and of a file those that it has.",
-        "swap_bench": "FILE  Also show the drift and speed that `normscope swap-bench --json` printed into it.",
-        "color": "ROWS  Rows of the figure, separated by commas: density, token, channel; residual: E\\[y|x] "
-        "less a fit.",
+    FIGURE: {
+        "color": "ROWS  Rows of the figure: density, token, channel, residual (E\\[y|x] less a fit).",
         "figure_format": "png|svg|pdf  Of the figure; by default png.",
         "dpi": "N  Dots per inch; at least 300 of the points within svg and pdf.",
         "style": "light|dark  Of the figure.",
-        "force": "Replace the output file even if it is not a capture.",
-        "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
-        "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
-        "per_channel": "Also keep sums per channel, for `fit --per channel`.",
-        "diagonal": "Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
-        "keep_inputs": "N  Also keep of N inputs a thumbnail, the envelope of the waveform or the text, and σ of every "
-        "token, for `report`. The file then shows them to whoever has it.",
-        "as_json": "Print one JSON document on stdout, and nothing else there.",
-        "as_csv": "Print the table's rows as CSV on stdout, and nothing else there.",
-        "output": "FILE  Write the result to this file: tables as .tex or .md, rows as .csv or .parquet, all as .json "
-        "or .yaml.",
-        "plot.output": "PATH  A folder; or, for one model, the figure's file.",
-        "compare.output": "PATH  A folder, or the figure's file.",
-        "report.output": "PATH  A folder, or the page's file, FILE.html.",
-        "swap.output": "DIR  The folder to write; --weights takes it.",
-        "swap_bench.output": "DIR  A folder for the figures, two of each model.",
-        "capture.output": "FILE  The capture's file (safetensors).",
-        "merge.output": "FILE  The file of all of them (safetensors).",
-        "quiet": "No progress and no remarks; warnings stay.",
-        "plot": "FILE  Draw it into this .png, .svg or .pdf.",
-        "compact": "Draw panels alone, in one figure: a row a model, and across it four norms along the depth.",
-        "xscale": "SCALE  Of x: linear, which ends where the curve saturates, or asinh or symlog, which contain every "
-        "pair.",
+        "plot": "PATH  Draw it into this .png, .svg or .pdf, or into a folder.",
+        "compact": "Draw panels alone, in one figure: a row per model, and across it four norms along the depth.",
+        "xscale": "SCALE  Of x: linear, which ends where the curve saturates; asinh or symlog, with every pair.",
         "share_axes": "Give all panels of a figure the same axes and colours, to compare them.",
         "width": "INCHES  Of the figure; a paper's text has 5.5 or so.",
         "labels": "none|short|full  Above each panel: short names and R², or everything.",
@@ -151,17 +118,41 @@ _ROWS: dict[str, dict[str, str]] = {
         "title": "TEXT|none  Above the figure; none leaves out names, weights and data, which the file itself holds "
         "still.",
     },
+    OUTPUT: {
+        "output": f"FILE  In place of the terminal, {_OF_TABLES}.",
+        "plot.output": "PATH  A folder; or, for one model, the figure's file.",
+        "gradient.output": f"PATH  A folder for figures, or the figure's file; or {_OF_TABLES}.",
+        "compare.output": f"PATH  A folder for the figure, or its file; or {_OF_TABLES}.",
+        "report.output": "PATH  A folder, or the report's file, FILE.html.",
+        "swap.output": "DIR  The folder to write; --weights takes it.",
+        "swap_bench.output": "DIR  A folder for the figures, two per model.",
+        "capture.output": "FILE  The capture's file (safetensors).",
+        "merge.output": "FILE  The file of all of them (safetensors).",
+        "report.keep_inputs": "N  Inputs that readers of the report can see, with σ of every token; by default 2.",
+        "swap_bench": "FILE  Also show the drift and speed that `normscope swap-bench --json` printed into it.",
+        "force": "Replace the output file even if it is not a capture.",
+        "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
+        "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
+        "per_channel": "Also keep sums per channel, for `fit --per channel`.",
+        "diagonal": "Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
+        "keep_inputs": "N  Also keep previews of N inputs, for `report`; everybody who has the file can see them.",
+        "columns": "NAMES  Columns of the tables, separated by commas, as their headings: site,alpha,r2.",
+        "as_json": "Print one JSON document on stdout, and nothing else there.",
+        "quiet": "No progress and no remarks; warnings stay.",
+    },
 }
 _NAMES = {
     "as_json": ["--json"],
-    "as_csv": ["--csv"],
     "figure_format": ["--format"],
     "shift": ["--shift/--no-shift"],
     "output": ["--output", "-o"],
     "quiet": ["--quiet", "-q"],
 }
-
-
+# Options of several commands that only one of them lists in its help.
+_LISTED_BY = {
+    **dict.fromkeys(("shuffle", "sample", "workers", "seed", "device_map", "verify"), "capture"),
+    **dict.fromkeys(("figure_format", "dpi", "style", "labels", "font", "caption"), "plot"),
+}
 _LARGEST = 2**63 - 1
 
 
@@ -193,8 +184,16 @@ def _size(text: str | int) -> int | Literal["auto"]:
         raise typer.BadParameter(f"{text!r} is neither a number nor auto.") from None
 
 
+def _columns(context: typer.Context, text: str | None) -> str | None:
+    command = str(context.info_name)
+    names = [name.strip() for name in text.split(",")] if text else []
+    if wrong := unknown_column(command, names):
+        raise typer.BadParameter(unknown("column", typed(wrong), map(typed, headings(command))))
+    return text
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {"data": _path, "batch_size": _size}
-_CHECKS = {
+_CHECKS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size"), _between(1)),
     **dict.fromkeys(("workers", "keep_inputs", "report.keep_inputs"), _between(0)),
     **dict.fromkeys(("seconds", "checkpoint_every"), _between(0, math.inf, " seconds")),
@@ -202,6 +201,7 @@ _CHECKS = {
     "seed": _between(-(2**63)),
     "width": _between(2, 100, " inches"),
 }
+_CHECKS |= {"columns": _columns, "models": check_names, "model": check_names}
 _SHOWN_DEFAULTS = {"compare.weights": "pretrained"}
 
 
@@ -226,7 +226,11 @@ def declared(
             shared = inspect.signature(options, eval_str=True).parameters
             members[group] = [name for name in shared if name not in (*without, *parameters)]
             parameters |= {name: shared[name] for name in members[group]}
-        declarations = [_declaration(command.__name__, parameter) for parameter in parameters.values()]
+        shared_names = {name for names in members.values() for name in names}
+        declarations = [
+            _declaration(command.__name__, parameter, parameter.name in shared_names)
+            for parameter in parameters.values()
+        ]
         in_order = [parameter for _, parameter in sorted(declarations, key=lambda pair: pair[0])]
 
         @functools.wraps(command)
@@ -235,20 +239,35 @@ def declared(
                 raise typer.Exit
             for group, names in members.items():
                 given[group] = groups[group](**{name: given.pop(name) for name in names if name in given})
+            if "run" in groups and "say" in groups:  # before torch is imported, which takes seconds
+                chosen = given.get("models") or [given.get("model") or "the embedded models"]
+                given["say"].remark(f"loading {', '.join(chosen)} …")
             command(*arguments, **given)
 
         with_groups.__signature__ = inspect.Signature(in_order)  # type: ignore[attr-defined]
         with_groups.__annotations__ = {parameter.name: parameter.annotation for parameter in in_order}
-        with_groups.examples = f"Example{'s' * (' · ' in examples)}: {examples}"  # type: ignore[attr-defined]
+        epilog = [f"Example{'s' * (' · ' in examples)}: {examples}"]
+        epilog += [text for group, (lister, text) in _MORE.items() if group in groups and command.__name__ != lister]
+        with_groups.epilog = "\n\n".join(epilog)  # type: ignore[attr-defined]
         return with_groups
 
     return decorated
 
 
 _GROUPS = ("run", "look", "say")
+# Where the options of a group are listed that the other commands hide.
+_MORE = {
+    "run": (
+        "capture",
+        "More options of models: `normscope capture -h`; of diffusion models: -h after the name of one.",
+    ),
+    "look": ("plot", "More options of figures: `normscope plot -h`."),
+}
 
 
-def _declaration(command: str, parameter: inspect.Parameter) -> tuple[tuple[bool, int], inspect.Parameter]:
+def _declaration(
+    command: str, parameter: inspect.Parameter, shared: bool
+) -> tuple[tuple[bool, int], inspect.Parameter]:
     """Return the position of a parameter in the help, and the parameter as Typer reads it."""
     name, required = parameter.name, parameter.default is parameter.empty
     rows = [(panel, key) for panel, of_panel in _ROWS.items() for key in of_panel]
@@ -260,12 +279,16 @@ def _declaration(command: str, parameter: inspect.Parameter) -> tuple[tuple[bool
         "help": text,
         "show_default": _SHOWN_DEFAULTS.get(key, parameter.default is not None),
     }
-    kind, declaration = parameter.annotation, typer.Argument(**look)
+    kind = parameter.annotation
     if panel != _ARGUMENTS:
         names = _NAMES.get(name, [f"--{name.replace('_', '-')}"])  # Typer itself would add --no-…
         kind = Any if key in _PARSERS else kind
         look |= {"callback": _CHECKS.get(key), "parser": _PARSERS.get(key), "rich_help_panel": panel}
+        look["hidden"] = shared and _LISTED_BY.get(name, command) != command
         declaration = typer.Option(*names, **look)
+    else:
+        complete = models_like if name != "files" else None
+        declaration = typer.Argument(**look, callback=_CHECKS.get(name), autocompletion=complete)
     position = (panel != _ARGUMENTS and not required, rows.index((panel, key)))
     return position, parameter.replace(annotation=Annotated[kind, declaration], kind=parameter.KEYWORD_ONLY)
 
@@ -307,6 +330,7 @@ class FigureFiles:
     titles: Sequence[str]
     views: Sequence[str]
     by: str | None = None
+    option: str = "--output"
     written: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -343,29 +367,17 @@ class FigureFiles:
             if named and not output.is_dir():
                 endings = ", ".join(f".{ending}" for ending in _FORMATS)
                 raise UsageError(
-                    f"--output {output} ends in .{named}, but a figure's file ends in one of {endings}. To name a "
+                    f"{self.option} {output} ends in .{named}, but a figure's file ends in one of {endings}. To name a "
                     "folder with a dot, make it first."
                 )
             return asked or "png"
         if asked not in (None, named):
-            raise UsageError(f"--output {output} ends in .{named}, but --format asks for {asked}.")
+            raise UsageError(f"{self.option} {output} ends in .{named}, but --format asks for {asked}.")
         many = "" if self.by is None else f"--by {self.by} draws a figure for each"
         if len(self.views) > 1:
             many = f"each model has {len(self.views)} figures"
         if len(self.titles) > 1:
             many = f"there are {len(self.titles)} models"
         if many:
-            raise UsageError(f"--output {output} is one file, but {many}. Name a folder.")
+            raise UsageError(f"{self.option} {output} is one file, but {many}. Name a folder.")
         return named
-
-
-def check_plot(plot: Path | None, names: Sequence[str] = (), by: str | None = None) -> None:
-    """Refuse, before anything is run, a file that no figure of one capture can be written to; UsageError."""
-    if plot is None:
-        return
-    if plot.suffix.lower().removeprefix(".") not in _FORMATS:
-        raise UsageError(f"--plot {plot} names no figure: its file ends in .png, .svg or .pdf.")
-    if len(names) > 1 or by is not None:
-        many = f"there are {len(names)} models" if len(names) > 1 else f"--by {by} makes several captures"
-        raise UsageError(f"--plot {plot} is one file, but {many}. Give one at a time.")
-    check_writable(plot)

@@ -18,11 +18,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from normscope.errors import UsageError, count
+import normscope
+from normscope.errors import UsageError, count, unknown
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
 from normscope.runtime.progress import is_one_step
 from normscope.runtime.records import flat
+from normscope.tables.glossary import typed
+from normscope.tables.table import AdaptiveTable
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 Row: TypeAlias = Mapping[str, Any]
 _SUFFIXES = (".csv", ".parquet", ".tex", ".md", ".yaml", ".yml", ".json", "")
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
+FIGURES = "outputs"  # folder of figures
 _MOST_NAMED = 4  # inputs that are kept, in a remark
 _SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
 
@@ -75,20 +79,36 @@ class Output:
 
     Attributes:
         as_json: stdout contains one JSON document and nothing else.
-        as_csv: stdout contains rows and nothing else.
-        file: receives rows (.csv, .parquet), tables (.tex, .md) or the document (.yaml, .yml, .json, no suffix).
+        file: receives rows (.csv, .parquet), tables (.tex, .md) or the document (.yaml, .yml, .json, no suffix); stdout
+            then contains its name.
         quiet: leave out progress and remarks; warnings stay.
+        columns: headings of the tables' columns, separated by commas; None for all.
     """
 
     _tables: list[tuple[str, Table]]
 
     def __init__(
-        self, as_json: bool = False, as_csv: bool = False, output: Path | None = None, quiet: bool = False
+        self, as_json: bool = False, output: Path | None = None, quiet: bool = False, columns: str | None = None
     ) -> None:
         """Check the file before anything is run; UsageError if it cannot be written, or has another suffix."""
-        if as_json and as_csv:
-            raise UsageError("--json and --csv both take all of stdout. Give one; --output writes another.")
-        self.as_json, self.quiet, self.file, self.as_csv = as_json, quiet, output, as_csv
+        self.as_json, self.quiet = as_json, quiet
+        self.columns = None if columns is None else [typed(name.strip()) for name in columns.split(",")]
+        self._headings: list[str] = []
+        self._above, self._tables = "", []
+        self._speaks = Place.from_environment().speaks
+        self._results, self._remarks = _console(stderr=False), _console(stderr=True)
+        self._lines = ProgressLines(self.remark)
+        self._write_to(output)
+
+    def place_of_figures(self, output: Path) -> Path:
+        """Return the place for figures that an ``--output`` names; a file of another kind is that of the tables."""
+        if output.suffix.lower() not in _SUFFIXES[:-1] or output.is_dir():
+            return output
+        self._write_to(output)
+        return Path(FIGURES)
+
+    def _write_to(self, output: Path | None) -> None:
+        self.file = output
         self._suffix = "" if output is None else output.suffix.lower()
         if self._suffix not in _SUFFIXES:
             raise UsageError(
@@ -105,11 +125,7 @@ class Output:
                     f"Cannot write {output}: Parquet needs pyarrow, which cannot be imported ({error}). "
                     "Install it: pip install 'normscope[parquet]'."
                 ) from error
-        self._for_programs = as_json or as_csv
-        self._above, self._tables = "", []
-        self._speaks = Place.from_environment().speaks
-        self._results, self._remarks = _console(stderr=False), _console(stderr=True)
-        self._lines = ProgressLines(self.remark)
+        self._shows_tables = self._speaks and output is None and not self.as_json
 
     def remark(self, text: str) -> None:
         """Print a remark on stderr, unless quiet."""
@@ -121,47 +137,55 @@ class Output:
         if self._speaks:
             _print_words(self._remarks, text, "yellow")
 
-    def result(self, shown: Table | str) -> None:
-        """Show a result to a person; with ``--json`` the document takes its place, with ``--csv`` its rows."""
-        if isinstance(shown, str):
-            self._above = shown
-        else:
-            self._tables.append((self._above, shown))
-        if self._for_programs or not self._speaks:
-            return
-        if isinstance(shown, str):
-            self._results.print(_harmless(shown), soft_wrap=True)
+    def result(self, text: str) -> None:
+        """Print a result on a line; with ``--json`` the document takes its place."""
+        if self._speaks and not self.as_json:
+            self._results.print(_harmless(text), soft_wrap=True)
+
+    def table(self, table: Table) -> None:
+        """Show a table to a person, or keep it for the file."""
+        if self.columns is not None and isinstance(table, AdaptiveTable):
+            self._headings += map(typed, table.headings)
+            table = table.only(self.columns)
+            if len(table.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
+                return
+        self._tables.append((self._above, table))
+        if not self._shows_tables:
             return
         # A number broken over two lines would read as two, so a table may be wider than a terminal of few columns.
         width = self._results.width
         unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
-        self._results.width = max(width, self._results.measure(shown, options=unbounded).minimum)
-        self._results.print(shown)
+        self._results.width = max(width, self._results.measure(table, options=unbounded).minimum)
+        self._results.print(table)
         self._results.width = width
 
     def sentences(self, text: str) -> None:
         """Show a result in words."""
-        if self._speaks and not self._for_programs:
+        if self._shows_tables:
             _print_words(self._results, text)
 
     def heading(self, about: Mapping[str, str]) -> None:
         """Print a line with network, weights and data above a table."""
-        self._above = "{model} · {weights} · {data}".format(**about)
-        self.sentences(self._above)
+        self.title("{model} · {weights} · {data}".format(**about))
+
+    def title(self, text: str) -> None:
+        """Print a line above a table."""
+        self._above = text
+        self.sentences(text)
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
-        """Print the result as JSON or CSV if requested, and write the file if one was given.
+        """Print the result as JSON if requested, and write the file if one was given.
 
         ``rows`` are its table; without them, a .csv or .parquet file gets the document.
         """
         if not self._speaks:
             return
+        if self.columns is not None and not self._tables:
+            raise UsageError(unknown("column", self.columns[0], self._headings))
         escaped = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
         text = json.dumps(document, indent=2, ensure_ascii=escaped, allow_nan=False) + "\n"
         if self.as_json:
             sys.stdout.write(text)
-        if self.as_csv:
-            sys.stdout.write(as_csv(rows or ()))
         if self.file is None:
             return
         if self._suffix == ".parquet" and rows is not None:
@@ -177,7 +201,10 @@ class Output:
                 text = as_yaml(document)
             with whole_file(self.file) as partial:
                 partial.write_text(text, encoding="utf-8", newline="")
-        self.remark(f"wrote {self.file}")
+        if self.as_json:
+            self.remark(f"wrote {self.file}")
+        else:
+            self.result(str(self.file))
 
     def introduce(self, network: LoadedModel) -> None:
         """Report network, weights and device; random weights are reported even when quiet."""
@@ -207,13 +234,13 @@ class Output:
                 tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
 
-    def chosen(self, sites: Sequence[NormSite], asked: str, option: str = "--layers") -> None:
+    def chosen(self, sites: Sequence[NormSite], asked: str) -> None:
         """Report the sites that a number of sites stands for."""
         from normscope.pairs.norms.sites import is_number
 
         if is_number(asked):
             named = ", ".join(f"{site.index} {site.name}" for site in sites)
-            self.remark(f"{option} {asked} takes one of each stretch of the depth, by turns of every kind: {named}")
+            self.remark(f"--layers {asked} selects, evenly over the depth: {named}")
 
     def kept_inputs(self, capture: Capture) -> None:
         """Report the inputs that are kept in the file."""
@@ -336,12 +363,10 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
 
     The file's metadata contain the version of normscope, under the key ``normscope``.
     """
-    from importlib.metadata import version
-
     import pyarrow as pa
     from pyarrow import parquet
 
-    table = pa.table(_columns(rows)).replace_schema_metadata({"normscope": version("normscope")})
+    table = pa.table(_columns(rows)).replace_schema_metadata({"normscope": normscope.__version__})
     written = io.BytesIO()  # whole_file reports the system's errors
     parquet.write_table(table, written)
     with whole_file(path) as partial:

@@ -85,6 +85,21 @@ class RunOptions:
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
+def models_like(incomplete: str) -> list[tuple[str, str]]:
+    """Complete the name of a model or of a capture in a shell."""
+    entries = [(entry.name, entry.description) for entry in registry.list_models() if ":" not in entry.name]
+    files = [(str(path), "a capture") for path in Path().glob(f"{incomplete or '*'}*.safetensors")]
+    return [(name, help_) for name, help_ in [*entries, *files] if name.startswith(incomplete)]
+
+
+def check_names(names: str | list[str] | None) -> str | list[str] | None:
+    """Refuse names of neither a model nor a file, before torch is imported; ModelError."""
+    for name in [names] if isinstance(names, str) else names or ():
+        if not _is_file(name):
+            registry.find(name)
+    return names
+
+
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     """Return the given names; without any, report and return the embedded models that can be loaded."""
     if names:
@@ -113,19 +128,13 @@ def sources(models: Sequence[str] | None, run: RunOptions, by: str | None, outpu
 
 def check_models(names: Sequence[str]) -> None:
     """Refuse names of no model, before the first is run: ModelError, and UsageError for a file's name."""
-    entries = []
     for name in names:
-        try:
-            entries.append(registry.find(name))
-        except ModelError:
-            if not _is_file(name):
-                raise
+        if _is_file(name):
             raise UsageError(
                 f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take captures; "
                 f"--weights takes a file of weights."
-            ) from None
-    for entry in entries:
-        registry.check_library(entry)
+            )
+        registry.check_library(registry.find(name))
 
 
 def check_sources(names: Sequence[str], run: RunOptions) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
     from normscope.swaps.drift.keep import After
-    from normscope.swaps.reports import Quality
+    from normscope.swaps.reports import KeepReport, Quality
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
@@ -153,7 +153,7 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> No
         check_alone("Calibration runs")
 
 
-def check_keep(keep: int | None, max_drift: float | None, sites: str) -> None:
+def check_keep(keep: int | None, max_drift: float | None, layers: str) -> None:
     """Refuse, before any work, options that cannot choose the norms to keep; UsageError."""
     if keep is None and max_drift is None:
         return
@@ -165,9 +165,9 @@ def check_keep(keep: int | None, max_drift: float | None, sites: str) -> None:
         raise UsageError(f"--keep {keep} leaves no norm: take 1 or more, or leave it out.")
     if max_drift is not None and not 0 <= max_drift < math.inf:
         raise UsageError(f"--max-drift is {max_drift:g}; it is an error at the output, 0 or more.")
-    if sites.strip().startswith("least"):
+    if layers.strip().startswith("least"):
         raise UsageError(
-            f"--sites {sites} and {'--keep' if keep else '--max-drift'} both choose norms; give one of them."
+            f"--layers {layers} and {'--keep' if keep else '--max-drift'} both choose norms; give one of them."
         )
     check_alone("Norms to keep are chosen")
 
@@ -183,24 +183,24 @@ class SwapSource:
         held_out: inputs to measure on.
     """
 
-    def __init__(self, network: LoadedModel, sites: str, seed: int, say: Output, ranks: Ranks) -> None:
+    def __init__(self, network: LoadedModel, layers: str, seed: int, say: Output, ranks: Ranks) -> None:
         """Find the norms and choose the sites; UsageError if there are none.
 
         Ranks divide captures and drift among them, and arrive at the same start values.
         """
         from normscope.pairs.norms.sites import select_by_placement
 
-        least = _LEAST.fullmatch(sites.strip())
-        if sites.strip().startswith("least") and not least:
-            raise UsageError(f"--sites {sites} is not understood; least:8 takes the eight least harmful.")
+        least = _LEAST.fullmatch(layers.strip())
+        if layers.strip().startswith("least") and not least:
+            raise UsageError(f"--layers {layers} is not understood; least:8 takes the eight least harmful.")
         self.network, self.ranks, self._seed, self._say = network, ranks, seed, say
         report = normscope.find_norms(network, network.inputs.first_sample())
         self.skipped = report.skipped
         say.skipped(report.skipped)
-        self.norms = select_by_placement(report.sites, "all" if least else sites)
-        say.chosen(self.norms, sites, "--sites")
+        self.norms = select_by_placement(report.sites, "all" if least else layers)
+        say.chosen(self.norms, layers)
         if least and int(least[1]) > len(self.norms):
-            raise UsageError(f"--sites {sites} asks for more norms than there are: {len(self.norms)}.")
+            raise UsageError(f"--layers {layers} asks for more norms than there are: {len(self.norms)}.")
         self.least = int(least[1]) if least else None
         self.learned, self.held_out = divided(network.inputs, network.calibration)
         self._seen: dict[str, Capture] = {}
@@ -254,7 +254,7 @@ class SwapSource:
 
     def keep(
         self, modules: Mapping[str, nn.Module], *, number: int | None, after: After | None = None, **options: Any
-    ) -> normscope.KeepReport:
+    ) -> KeepReport:
         """Choose the norms to keep, on the inputs to learn from; options are those of :func:`normscope.keep`."""
         from normscope.swaps.drift.keep import MOST_SAMPLES
 
@@ -273,11 +273,11 @@ def figure_of_choice(folder: Path) -> Path:
     return folder.parent / f"{folder.name}-keep.png"
 
 
-def tell_choice(choice: normscope.KeepReport, title: str, file: Path, say: Output) -> None:
+def tell_choice(choice: KeepReport, title: str, file: Path, say: Output) -> None:
     """Print the table of the norms kept, and draw it."""
     from normscope.tables.swaps import keep_table
 
-    say.result(keep_table(choice))
+    say.table(keep_table(choice))
     if not choice.kept:
         say.remark("all norms could be swapped: none had to be kept")
     normscope.save_figure(normscope.plot_keep(choice, title), file, {**choice.about, "func": choice.func})
@@ -297,7 +297,10 @@ def tell_quality(quality: Quality | None, untold: str, func: str, init: str, say
     """Print the quality of the original and of the swapped network, or the reason why there is none."""
     from normscope.tables.swaps import quality_table
 
-    say.result(quality_table({(func, init): quality}) if quality else f"No quality: {untold}.")
+    if quality:
+        say.table(quality_table({(func, init): quality}))
+    else:
+        say.result(f"No quality: {untold}.")
 
 
 def remark_on_loading(model: str, folder: Path, say: Output) -> None:

@@ -160,7 +160,7 @@ def scales_of(
     filled = [(site, stats) for site, stats in sites if stats.n_pairs]
     of_sites = {name: [fit for fit in fits if fit.site == name] for name in (site.name for site, _ in filled)}
     linear = xscale == LINEAR
-    end = max((_end_of(stats, of_sites[site.name] if linear else ()) for site, stats in filled), default=1.0)
+    end = max((linear_end(stats, of_sites[site.name] if linear else ()) for site, stats in filled), default=1.0)
     widths = [] if linear else [reach_of(stats.moments.sum(0), _LINEAR_SHARE) for _, stats in filled]
     tops = [_top_of(site, stats, end) for site, stats in filled] or [1 / _MARGIN_Y]
     ends = torch.tensor([-end, end], dtype=torch.float64)
@@ -174,8 +174,8 @@ def scales_of(
     )
 
 
-def _end_of(stats: PairStats, fits: Sequence[CurveFit]) -> float:
-    """Return the end of a linear axis: an edge of the bins, unless it contains every pair."""
+def linear_end(stats: PairStats, fits: Sequence[CurveFit]) -> float:
+    """Return the end of a linear axis, as :func:`scales_of` does: an edge of bins, unless it contains every pair."""
     every = _MARGIN_X * max(float(stats.reach.max()), 1e-30)
     bent = [fit for fit in fits if fit.told_apart and fit.function.bounded and fit.alpha]
     if not bent:

@@ -380,7 +380,8 @@ _TO_MATH: Sequence[tuple[str, Any]] = (
     (r"\^(\d+(\.\d*)?)", r"^{\1}"),
     (r"(?<=[,(])( ?)−", r"\1{-}"),
     (r", ?", r",\\ "),
-    (r" ?[·*] ?", r"\\cdot "),
+    (" · ", r"\\;"),
+    (r"[·*]", r"\\,"),
     ("−", "-"),
     ("²", "^{2}"),
     ("³", "^{3}"),
@@ -393,7 +394,7 @@ def mathtext(formula: str) -> str:
     """Write a formula as matplotlib's mathtext, or as it is if that cannot be parsed.
 
     >>> mathtext("sign(u)·√(1 − |u|^(2/3))")
-    '$\\\\mathrm{sign}(u)\\\\cdot \\\\sqrt{1 - |u|^{2/3}}$'
+    '$\\\\mathrm{sign}(u)\\\\,\\\\sqrt{1 - |u|^{2/3}}$'
     """
     text = formula
     for pattern, replacement in _TO_MATH:

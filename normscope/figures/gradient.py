@@ -49,7 +49,7 @@ _MOST_COLUMNS = 6
 _MOST_POINTS = 20_000
 _LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
 _GROUPS_AN_OCTAVE = 2  # of the medians
-_GROUPS = 60  # of the mean, across the axis
+_GROUPS, _GROUPS_TO_THE_MEDIAN = 60, 5  # of the mean: across the axis, and from 0 to the median |x|, at least
 _FOOT = "p84/p16: ratio of percentiles over the drawn tokens; the grey line: where the tail begins, 1 % of the pairs"
 
 
@@ -160,7 +160,8 @@ def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
     axis = scales_of([(column.site, column.stats)], LINEAR, column.fits).x
     axis.set_on(ax, column.room)
     end = axis.limits[1]
-    at, mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, 2 * end / _GROUPS)
+    width = min(2 * end / _GROUPS, float(drawn.x.abs().median()) / _GROUPS_TO_THE_MEDIAN) or end
+    at, mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, width)
     ax.plot(at, mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
     grid = torch.linspace(-end, end, 601, dtype=torch.float64)
     looks = style.looks(fit.curve for fit in column.fits)

@@ -311,9 +311,9 @@ def draw_panel(ax: Axes, panel: Panel, row: str, *, beyond: bool = False, inset:
     _draw_within(ax, panel, row, panel.axis, panel.scales.y)
     if row == RESIDUAL:
         return
-    if len(pairs := _middle(panel.moments)):
+    if len(middle := _middle(panel.moments)):
         look: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "solid_capstyle": "butt", "clip_on": False}
-        ax.plot(pairs, [0, 0], color=panel.style.ink, lw=_RANGE_POINTS, zorder=5, **look)
+        ax.plot(np.clip(middle, *panel.axis.limits), [0, 0], color=panel.style.ink, lw=_RANGE_POINTS, zorder=5, **look)
     if beyond and (n := pairs_beyond(panel.moments, panel.axis.limits)):
         words = [f"{n:,} pair{'s' * (n > 1)} beyond", f"{n:,} pair{'s' * (n > 1)}\nbeyond"]
         look = {"ha": "right", "va": "bottom", "fontsize": LEAST_POINTS, "path_effects": outline(panel.style)}
@@ -415,9 +415,6 @@ def _folds(panels: Sequence[Panel]) -> str:
     return ", ".join(sorted({str(panel.stats.fold_by) for panel in panels if panel.stats.fold_by}))
 
 
-_AFFINE = "y before the affine step"
-
-
 def facts(panels: Sequence[Panel], labels: str) -> str:
     """Return class, d and placement of the norms, and their numbers of pairs, as far as no panel names them."""
 
@@ -425,11 +422,11 @@ def facts(panels: Sequence[Panel], labels: str) -> str:
         return " and ".join(dict.fromkeys(str(value) for value in values if value is not None))
 
     if labels == FULL:
-        return _AFFINE
+        return ""
     sites, counts = [panel.site for panel in panels], sorted({panel.stats.n_pairs for panel in panels})
     of_norms = (listed(site.kind for site in sites), f"d = {listed(sorted(site.d for site in sites))}")
     pairs = f"{' to '.join(f'{n:,}' for n in dict.fromkeys((counts[0], counts[-1])))} pairs a panel"
-    return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs, _AFFINE)))
+    return ", ".join(filter(None, (*of_norms, listed(site.placement for site in sites), pairs)))
 
 
 def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_LABELS) -> list[str]:

@@ -59,6 +59,7 @@ from normscope.figures.style import (
     write_at,
 )
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.targets import as_capture
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, select
 from normscope.runtime.files import whole_file
@@ -68,6 +69,7 @@ ROWS = tuple(row for row in DRAW if row != RESIDUAL)
 FORMATS = ("png", "svg", "pdf")
 _VECTOR_DPI = 72  # at which matplotlib lays out what is in points
 _LEAST_DPI = 300  # of the points within a vector graphic
+_LEAD = "Input x of norms, and their output y before the affine step"
 _EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
 _MOST_COLUMNS, _PANEL_INCHES, _LEAST_PANEL = 6, (2.35, 2.05), (1.3, 1.2)  # widths and heights, ticks included
 _ACROSS = 4
@@ -79,7 +81,7 @@ _LABEL = FontProperties(size=7)
 
 
 def plot(
-    capture: Capture,
+    capture: Capture | str | Path,
     fits: Sequence[CurveFit] = (),
     *,
     layers: Layers | None = None,
@@ -98,7 +100,7 @@ def plot(
     of a LayerNorm (±√d of an RMSNorm). Of more than four curves, the four of largest mean R² are drawn.
 
     Args:
-        capture: what :func:`normscope.capture` returned.
+        capture: what :func:`normscope.capture` returned, or the file of a capture.
         fits: what :func:`normscope.fit` made of it; drawn over every panel.
         layers: which sites, as of :func:`normscope.capture`; by default all.
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
@@ -122,11 +124,7 @@ def plot(
         UsageError: if there is no such site, row, scale, style, font, or kind of labels or caption, if ``ax`` is given
             for several panels, if the width is under 2 inches, or if the first argument is no capture.
     """
-    if not isinstance(capture, Capture):
-        raise UsageError(
-            f"plot draws a Capture, but this is a {type(capture).__name__}: seen = normscope.capture(network), "
-            "fits = normscope.fit(seen), then normscope.plot(seen, fits)."
-        )
+    capture = as_capture(capture, "plot")
     shown, theme, labels = rows_named(rows), theme_of(options), options.get("labels", SHORT)
     capture = capture if layers is None else capture.only(layers)
     if compact and ax is None:
@@ -141,7 +139,7 @@ def plot(
         (panel,) = panels_of(capture, capture.sites, fits, theme, xscale=xscale, inches=inches)
         return _draw_on(ax, panel, shown[0], labels)
     columns = columns_of(options, len(capture.sites), _LEAST_PANEL[0], _MOST_COLUMNS)
-    inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES[0] * columns)
+    inches = inches_of(options.get("width"), 0.5 + _PANEL_INCHES[0] * columns)
     across = (inches - 0.3) / columns
     panel_inches = min(_PANEL_INCHES[1], max(_LEAST_PANEL[1], 0.87 * across))
     with matplotlib.rc_context(theme.rc()):
@@ -154,7 +152,7 @@ def plot(
         rows_inches = len(shown) * panel_inches + sum(lines) * LINE_POINTS / 72
         height = blocks * (rows_inches + HEAD_INCHES * (labels != NO_LABELS) + 0.12)
         handles = legend_handles(panels, shown, "sample" in capture.about)
-        foot = [*_lead(options), facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
+        foot = [_LEAD, facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
     parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "foot": foot, "handles": handles}
     with sheet_of(options, theme, inches, height, capture.about, **parts) as figure:
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
@@ -193,11 +191,6 @@ def _draw_on(ax: Axes, panel: Panel, row: str, labels: str) -> Axes:
         write_at(ax, text, (0, 1), (3, -3 - LINE_POINTS * number), **look)
     ax.set(xlabel=panel.axis.label(panel.inches), ylabel=_name_of_y(row))
     return ax
-
-
-def _lead(options: FigureOptions) -> list[str]:
-    """Return the first sentence of a caption."""
-    return ["Input x and output y of norm layers"] if options.get("caption") else []
 
 
 def _name_of_y(row: str) -> str:
@@ -271,7 +264,7 @@ def overview(
         above = HEAD_INCHES * (labels != NO_LABELS) + 0.04
         height = sum(panel_inches + above + _AXIS_INCHES + n * LINE_POINTS / 72 for n in lines) + 0.15
         handles = legend_handles(every, ["density"], any("sample" in capture.about for capture in captures))
-        foot = [*_lead(options), *remarks(every, every_fit, labels)]
+        foot = [_LEAD, *remarks(every, every_fit, labels)]
         for capture, panels in zip(captures, networks, strict=True):
             name = f"{heading(capture.about)}: " if len(captures) > 1 else ""
             title = None if options.get("caption") else options.get("title")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -65,6 +65,7 @@ class CurveFit(SiteRecord):
         reach: α·max|x|.
         intervals: 95 % of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling, by a jackknife over the
             folds, for the numbers that the pairs identify.
+        refits: α and slope of the fit to all pairs but those of each fold; empty without folds.
         power_law: True if only a power law is identified, ``coefficient`` · sign(x)·|x|^p: ``straight`` for a curve
             that is no line at its origin.
         parameters: number of free parameters.
@@ -101,6 +102,7 @@ class CurveFit(SiteRecord):
     saturated: float = math.nan
     reach: float = math.nan
     intervals: Mapping[str, Interval] = field(default_factory=dict, hash=False)
+    refits: Sequence[tuple[float, float]] = field(default=(), repr=False, compare=False)
     power_law: bool = False
     parameters: int | None = None
     rank: int | None = None

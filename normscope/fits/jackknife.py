@@ -91,19 +91,20 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
     slopes = curve.derivative(u).abs()
     steepness = slopes / curve.peak if math.isfinite(curve.peak) else torch.full_like(slopes, torch.nan)
     errors = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), steepness)
-    held_out, intervals = torch.zeros_like(problems.n_pairs), {}
+    held_out, intervals, refits = torch.zeros_like(problems.n_pairs), {}, torch.zeros(len(problems), 0, 2)
     r2_cv = torch.full_like(solutions.alpha, torch.nan)
     if problems.occupied.any():
         others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
-        if not form.theory:
-            others = without_folds(problems, curve, form, others)
         without, held = problems.nodes("others", odd=odd), problems.nodes("folds", odd=odd)
+        if not form.theory:
+            others = refined(objective.on(without), others, problems.nodes("rough others", odd=odd), problems.folds)
         left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, left, 0.0)
         r2_cv = (1 - held_out.sum(-1) / nodes.total).where(problems.occupied.any(-1), torch.nan)
         r2_without = 1 - without.residual(others.predicted(curve, without.x)) / without.total
         estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, others, r2_without)
         intervals = _intervals(problems, form, curve, solutions, *estimates)
+        refits = torch.stack([others.alpha, estimates[1]["slope"]], -1).view(len(problems), -1, 2)
     is_line = curve.power_at_origin == 1
     numbers = {
         **{name: getattr(solutions, name) for name in ("amplitude", "alpha", "shift", "converged")},
@@ -111,19 +112,12 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         "power_law": solutions.only_power & (not is_line),
         "reach": solutions.alpha * torch.tensor([target.reach for target in problems.targets], dtype=torch.float64),
         "r2_cv": r2_cv,
+        "refits": refits,
         **errors,
     }
     shared = {"curve": curve.name, "function": curve, "form": form.words(curve)}
     rows = _rows(numbers, intervals, {**shared, "parameters": len(form.parameters(curve))})
     return rows, held_out
-
-
-def without_folds(problems: FitBatch, curve: Curve, form: FitForm, near: Solutions) -> Solutions:
-    """Fit one curve to all pairs but those of one fold, ``problems · folds`` times, beginning at ``near``."""
-    odd = form.odd(curve)
-    objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
-    rough = problems.nodes("rough others", odd=odd)
-    return refined(objective.on(problems.nodes("others", odd=odd)), near, rough, problems.folds)
 
 
 def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attributes) -> list[Attributes]:

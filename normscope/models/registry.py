@@ -6,6 +6,7 @@ Nothing heavy is imported before a model is loaded: ``normscope models`` and she
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
 import sys
 import traceback
@@ -178,9 +179,22 @@ def find(name: str) -> ModelEntry:
         if colon and architecture and entry.name.startswith(f"{library}:"):
             return dataclasses.replace(entry, name=name, source=name)
 
-    from normscope.models.vision import names_like
+    names = [entry.name for entry in list_models()]
+    if not difflib.get_close_matches(name, names):
+        from normscope.models.vision import names_like  # imports timm and torch
 
-    raise ModelError(unknown("model", name, [*(entry.name for entry in list_models()), *names_like(name)]))
+        names += names_like(name)
+    raise ModelError(unknown("model", name, names))
+
+
+def is_diffusion(name: str) -> bool:
+    """Return True for the name of a diffusion model.
+
+    >>> is_diffusion("demo_dit"), is_diffusion("diffusers:owner/name"), is_diffusion("vit_b16")
+    (True, True, False)
+    """
+    names = [entry.name.partition(":")[0] for entry in list_models() if entry.family == "diffusion"]
+    return name.partition(":")[0] in names
 
 
 def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str | int | None) -> None:

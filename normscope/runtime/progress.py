@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from tqdm.auto import tqdm
 
 # Called with the name of a stage, the amount done and the total (None if unknown). A name ending in … is one long step.
 Progress = Callable[[str, int, int | None], object]
@@ -16,6 +21,34 @@ def is_one_step(stage: str) -> bool:
 
 def silent(stage: str, done: int, of: int | None) -> None:
     """Report nothing."""
+
+
+class ProgressBars:
+    """Progress bars for ``progress=``, in a notebook or a terminal: one for each stage, removed at its end.
+
+    >>> import normscope, torch
+    >>> bars = ProgressBars()
+    >>> seen = normscope.capture(torch.nn.LayerNorm(4), [torch.randn(2, 4)], progress=bars)
+    """
+
+    def __init__(self) -> None:
+        self._bars: dict[str, tqdm[NoReturn]] = {}
+
+    def __call__(self, stage: str, done: int, of: int | None) -> None:
+        """Report progress, see :data:`normscope.runtime.progress.Progress`."""
+        from tqdm.auto import tqdm
+
+        if is_one_step(stage):
+            tqdm.write(stage, file=sys.stderr)
+            return
+        bar = self._bars.get(stage)
+        if bar is None:
+            bar = self._bars[stage] = tqdm(desc=stage, total=of, leave=False)
+        elif done < bar.n:  # the next call; the total of the previous one was unknown
+            bar.reset(of)
+        bar.update(done - bar.n)
+        if done == of:
+            self._bars.pop(stage).close()
 
 
 class StageProgress:

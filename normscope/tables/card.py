@@ -10,7 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.runtime.files import visible
-from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
+from normscope.tables.table import (
+    NONE,
+    Column,
+    measured,
+    names,
+    number,
+    several,
+    table_of,
+    words,
+)
 
 if TYPE_CHECKING:
     from normscope.fits.card import NormCard, Tails
@@ -38,21 +47,11 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
         *several(("|μ|/σ", "95 %", "mean's share", "without"), _centring, (0, 0, 4, 1)),
-        *several(("σ 5 %", "50 %", "95 %"), _scale, (3, 0, 3), labels=("σ 5 %", "σ 50 %", "σ 95 %")),
+        *several(("σ 5 %", "σ 50 %", "σ 95 %"), _scale, (3, 0, 3)),
         *several(("95:5", "eps", "holds to"), lambda card: _scale(card)[3:], (0, 5, 6)),
         Column("linear", linear, drop=2),
     ]
-    caption = [
-        Explanation("|μ|/σ: median and 95th percentile over tokens"),
-        Explanation("mean's share: of a token's x²", ("mean's share",)),
-        Explanation("without centring: Σ(y − RMSNorm(x))²/Σy²", ("without",)),
-        Explanation("σ: percentiles over tokens"),
-        Explanation("95:5: how many times the 5th the 95th is", ("95:5",), "; "),
-        Explanation("eps: share of tokens whose y it lowers by 1 %", ("eps",)),
-        Explanation("holds to: the c down to which y(c·x) = y(x), to 1 % for 99 % of the tokens", ("holds to",)),
-        Explanation("linear: share of pairs where the tanh fitted is within 5 % of its tangent", ("linear",)),
-    ]
-    return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate or None)
+    return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate or None)
 
 
 def tails_table(cards: Sequence[NormCard]) -> Table:
@@ -64,21 +63,10 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
             lambda card: _tails(card)[:6],
             (0, 4, 0, 3, 5, 0),
         ),
-        words("channels: of Σx²", lambda card: _tails(card)[6], 1),
+        words("channels", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
     ]
-    caption = [
-        Explanation("kurtosis: of x, 3 for a normal distribution"),
-        Explanation("median: of |x|", ("median",)),
-        Explanation("ratio: of the largest |x| to the median", ("ratio",)),
-        Explanation(">100×: pairs beyond 100 times the median", (">100×",)),
-        Explanation("massive: pairs beyond 100 and beyond 1000 times the median (arXiv 2402.17762)", ("massive",)),
-        Explanation(
-            "tokens: numbers, within their samples, of the 16 tokens of largest |x|, and how many have each",
-            ("tokens",),
-        ),
-    ]
-    return table_of(cards, columns, caption=caption, remark=lambda card: card.degenerate)
+    return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate)
 
 
 def card_table(card: NormCard) -> Table:
@@ -212,24 +200,16 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
             (3, 0, *[1] * (len(curves) - 1)),
         ),
     ]
-    n_largest = max((view.n_largest for view in views), default=0)
+    over = ", ".join(sorted({view.folds for view in views if view.folds}))
     caption = [
-        Explanation("share: of ‖∂y/∂x‖² that the diagonal holds, mean over the tokens drawn", ("share",)),
-        Explanation(f"least: the smallest share, among the {n_largest} tokens of largest |x| too", ("least",), "; "),
-        Explanation("in tail: of a row's squares, mean over the 1 % of drawn pairs of largest |x|", ("in tail",), "; "),
-        Explanation("R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative", after="; "),
+        "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative",
+        f"±: half of the 95 % interval, a jackknife over folds by {over}" if over else "no folds, and so no intervals",
+        *("\n" + visible(f"{_NOT_COVERED}: {view.site}: {view.reason}") for view in views if view.reason is not None),
     ]
-    if over := ", ".join(sorted({view.folds for view in views if view.folds})):
-        caption += [
-            Explanation("ceiling: by the best held-out function of x that was found", ("ceiling",), "; "),
-            Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}", after="; "),
-        ]
-    else:
-        caption.append(Explanation("no folds, and so no intervals and no ceiling", after="; "))
-    missing = [visible(f"{view.site}: {view.reason}") for view in views if view.reason is not None]
-    caption += [Explanation(f"{_NOT_COVERED}: {line}", after="\n") for line in missing]
     return _aligned(
-        table_of(views, columns, caption=caption, remark=lambda view: view.reason and _NOT_COVERED, named=4)
+        table_of(
+            views, columns, caption=caption, about="gradient", remark=lambda view: view.reason and _NOT_COVERED, named=4
+        )
     )
 
 
@@ -243,7 +223,7 @@ def _aligned(table: Table) -> Table:
 
 def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
     r2 = {"of_x": view.r2_of_x, **{curve: view.r2.get(curve, math.nan) for curve in curves}}
-    return [with_interval(number(r2[name], ".4f"), view.intervals.get(name)) for name in r2]
+    return [measured(r2[name], view.intervals.get(name), ".4f", half=name != "of_x") for name in r2]
 
 
 def constants_table(views: Sequence[GradientView]) -> Table:
@@ -267,17 +247,7 @@ def constants_table(views: Sequence[GradientView]) -> Table:
         ),
         words("steadier for", steadier, 1),
     ]
-    caption = [
-        Explanation(
-            "1/rstd (σ, or ρ without centring): what DyT holds constant; √C: what DyISRU does, in the same unit; "
-            "medians over the pairs of the tokens drawn, and the ratio of the quantiles 0.84 and 0.16, which is 1 "
-            "where the assumption is true"
-        ),
-        Explanation("alike: within 5 %", ("steadier for",), "; "),
-        Explanation("raw √C: the ratio for √(x²(d/y² − 1)), with the token's mean in x", ("raw √C",), "; "),
-        Explanation("tail: the 1 % of these pairs of largest |x|", after="; "),
-    ]
-    return _aligned(table_of(rows, columns, caption=caption))
+    return _aligned(table_of(rows, columns, about="gradient"))
 
 
 def _spreads(constants: Constants) -> list[str]:

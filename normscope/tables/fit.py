@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,16 +12,23 @@ from rich.table import Table
 from normscope.errors import count
 from normscope.fits.curves.known import FREE
 from normscope.runtime.files import visible
-from normscope.tables.table import NONE, Column, Explanation, names, number, several, table_of, with_interval, words
+from normscope.tables.glossary import DEFINITIONS, TERMS
+from normscope.tables.table import (
+    NONE,
+    Column,
+    Explanation,
+    measured,
+    names,
+    number,
+    several,
+    table_of,
+    words,
+)
 
 if TYPE_CHECKING:
     from normscope.fits.advice import Advice, Layerwise, StartingValue, TokenSlopes
     from normscope.fits.comparison import Compared, Comparison, Ratio
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.jackknife import Interval
-
-
-_PASSES = 1.0005  # which the table prints as more than 1
 
 
 def fits_table(fits: Sequence[CurveFit]) -> Table:
@@ -36,18 +43,18 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
         words("curve", lambda fit: fit.curve + (" *" if fit.best else "")),
-        *several(("params", "A", "α"), _shape, (8, 1, 0)),
-        Column("s", lambda fit: number(fit.shift or None, ".3g"), _shifted(fits), drop=2),
-        Column("slope", _slope, drop=4),
+        *several(("params", "A", "α"), _shape, (9, 1, 0)),
+        Column("s", lambda fit: _with_interval(fit, "shift") if fit.shift else NONE, _shifted(fits), drop=4),
+        Column("slope", _slope, drop=6),
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f")),
-        Column("ceiling", lambda fit: _with_interval(fit, "r2_ceiling", ".4f"), drop=3),
-        Column("of it", lambda fit: number(fit.of_ceiling, ".3f"), drop=5),
-        Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=6),
-        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=7),
-        Column("sat.", lambda fit: number(fit.saturated, ".1%"), drop=9),
-        Column("rank", rank, drop=2),
+        Column("held-out R²", lambda fit: measured(fit.r2_cv, fit.intervals.get("r2"), ".4f", half=False), drop=3),
+        Column("ceiling", _ceiling, drop=2),
+        Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=7),
+        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=8),
+        Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=10),
+        Column("rank", rank, drop=5),
     ]
-    return table_of(fits, columns, caption=_explained(fits), remark=lambda fit: fit.nothing, named=2)
+    return table_of(fits, columns, caption=_caption(fits), about="fit", remark=lambda fit: fit.nothing, named=2)
 
 
 def channels_table(fits: Sequence[CurveFit]) -> Table:
@@ -65,13 +72,8 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
         ),
     ]
     caption = [
-        Explanation(f"y ≈ {_formula(fits)} in each channel, without folds; medians"),
-        Explanation("5th and 95th percentiles", ("α 5 %", "α 95 %", "R² 5 %", "R² 95 %"), ", "),
-        Explanation(
-            "over the channels: A and α of those that bend, R² of all that have something to fit. "
-            "--json, --csv and -o hold every channel.",
-            after=" ",
-        ),
+        f"y ≈ {_formula(fits)} in each channel, without folds; medians, 5th and 95th percentiles over the channels, "
+        "of A and α of those that bend, and of R² of all that have something to fit. --json and -o hold every channel."
     ]
     return table_of([[*key, *_over_channels(group)] for key, group in groups.items()], columns, caption=caption)
 
@@ -89,16 +91,11 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
         ),
         Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE, drop=3),
     ]
-    drawn = sum(row.drawn for row in slopes)
-    caption = [
-        Explanation(
-            "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens, and "
-            "how many times the 5th the 95th is"
-        ),
-        Explanation(f"error: largest |y − line| among the elements of {drawn:,} drawn tokens", ("error",), "; "),
-        Explanation(".", after=""),
+    caption: list[str | Explanation] = [
+        "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens",
+        Explanation(f"{sum(row.drawn for row in slopes):,} drawn tokens", ("error",)),
     ]
-    return table_of(slopes, columns, caption=caption)
+    return table_of(slopes, columns, caption=caption, about="fit --per token")
 
 
 def layerwise_line(means: Layerwise) -> str:
@@ -117,20 +114,24 @@ def _shape(fit: CurveFit) -> list[str]:
     """Number of parameters, A and α, or why there are none."""
     parameters = NONE if fit.parameters is None else str(fit.parameters)
     if fit.curve == FREE:
-        return [parameters, NONE, _with_interval(fit, "alpha", ".4g") if fit.told_apart else NONE]
-    alpha = _with_interval(fit, "alpha", ".4g") if fit.told_apart else ""
-    return [parameters, fit.doubt or with_interval(f"{fit.amplitude:.4g}", fit.intervals.get("amplitude")), alpha]
+        return [parameters, NONE, NONE]
+    alpha = _with_interval(fit, "alpha") if fit.told_apart else ""
+    return [parameters, fit.doubt or _with_interval(fit, "amplitude"), alpha]
 
 
 def _slope(fit: CurveFit) -> str:
     """The slope at the origin; of a power law, the law."""
     if fit.doubt == "power law":
         return f"{fit.coefficient:.4g}·|x|^{fit.function.power_at_origin:.3g}"
-    return number(fit.slope, ".4g")
+    return measured(fit.slope, fit.intervals.get("slope"), half=False)
 
 
-def _with_interval(fit: CurveFit, name: str, form: str) -> str:
-    return with_interval(number(getattr(fit, name), form), fit.intervals.get(name))
+def _ceiling(fit: CurveFit) -> str:
+    return measured(fit.r2_ceiling, fit.intervals.get("r2_ceiling"), ".4f", half=False)
+
+
+def _with_interval(fit: CurveFit, name: str, form: str = ".4g") -> str:
+    return measured(getattr(fit, name), fit.intervals.get(name), form)
 
 
 def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
@@ -144,43 +145,32 @@ def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
     ]
 
 
-def _explained(fits: Sequence[CurveFit]) -> Iterable[Explanation]:
-    """Yield the meaning of the columns with content."""
+def _caption(fits: Sequence[CurveFit]) -> Iterable[str | Explanation]:
+    """Yield the formula and what the columns have in common; the glossary defines each."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
     weights = weighted.get(fits[0].weights_by, "") if fits else ""
     # The form that was fitted of most curves, and of each that differs.
     forms = {fit.curve: fit.form for fit in fits if fit.curve != FREE}
     usual = max(forms.values(), key=list(forms.values()).count, default="E[y|x]")
     fitted = "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
-    yield Explanation(f"y ≈ {_formula(fits)}{weights}; fitted: {fitted}")
-    over = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
-    if over:
-        yield Explanation(f"±: half of the 95 % interval, a jackknife over folds by {over}")
-        yield Explanation("ceiling: R² of the best held-out function of x that was found", ("ceiling",))
-        if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
-            where = visible(", ".join(low))
-            yield Explanation(f"too low at {where}: x repeats there, finer than bins resolve", ("ceiling",), "; ")
-        yield Explanation("of it: the curve's held-out R² over that", ("of it",), "; ")
-    else:
-        yield Explanation("no folds, and so no intervals and no ceiling")
-    if passing := dict.fromkeys(visible(fit.curve) for fit in fits if (fit.of_ceiling or 0) > _PASSES):
-        better = f"{', '.join(passing)} predicts held-out folds better than what the others chose"
-        yield Explanation(f"of it above 1: {better}", ("of it",))
-    yield Explanation("tail: RMSE beyond the 99th percentile of |x|", ("tail",))
-    yield Explanation("sat.: pairs where |f′| is under 5 % of its peak", ("sat.",), "; ")
-    if len({fit.parameters for fit in fits if fit.parameters is not None}) > 1:
-        yield Explanation("rank: among curves with as many free parameters", ("rank",))
-        yield Explanation("(params)", ("params",), " ")
+    yield f"y ≈ {_formula(fits)}{weights}; fitted: {fitted}"
+    yield _folds(fits)
+    if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
+        where = visible(", ".join(low))
+        yield Explanation(f"ceiling too low at {where}: x repeats there, finer than bins resolve", ("ceiling",))
     if any(fit.doubt == "power law" for fit in fits):
-        law = "the pairs tell A and α not apart, only the law k·|x|^p, with the sign of x"
-        yield Explanation(f"power law: {law}", ("A",))
-        yield Explanation("under slope", ("slope",), ", ")
-    if any(fit.in_noise and fit.rank and fit.rank > 1 for fit in fits):
-        yield Explanation("≈: no worse than the first but for noise", ("rank",))
+        yield Explanation(f"power law: {DEFINITIONS[TERMS]['power law']}", ("A",))
     if any(fit.best for fit in fits):
-        yield Explanation("*: the best")
+        yield "*: the best"
     if any(fit.curve == "sigmoid" for fit in fits):
-        yield Explanation("sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2")
+        yield "sigmoid has no offset here; with one it would be tanh, as 1/(1 + e^−u) = (1 + tanh(u/2))/2"
+
+
+def _folds(fits: Iterable[CurveFit]) -> str:
+    folds = ", ".join(sorted({fit.folds for fit in fits if fit.folds}))
+    if not folds:
+        return "no folds, and so no intervals and no ceiling"
+    return f"±: half of the 95 % interval, a jackknife over folds by {folds}"
 
 
 def _formula(fits: Sequence[CurveFit]) -> str:
@@ -210,9 +200,9 @@ def advice_table(advice: Sequence[Advice]) -> Table:
             "published α₀", lambda row: f"{row.published.alpha:g} ({row.published.of})" if row.published else NONE, 1
         ),
     ]
-    caption = [
-        Explanation(f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}"),
-        Explanation(NOTE_ON_PUBLISHED, ("published α₀",), " "),
+    caption: list[str | Explanation] = [
+        f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}",
+        Explanation(NOTE_ON_PUBLISHED, ("published α₀",)),
     ]
     return table_of(advice, columns, caption=caption)
 
@@ -251,8 +241,14 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
         fit = line[0].fit
         return f"nothing to fit: {fit.nothing}" if fit.degenerate else None
 
+    caption: list[str | Explanation] = [_folds(row.fit for row in rows)]
+    kinds = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
+    if True in kinds:
+        caption.append(Explanation("ratios: of the same inputs, each fold is left out of both together", _OF_RATIOS))
+    if False in kinds:
+        caption.append(Explanation("ratios: of different inputs, captures count as independent", _OF_RATIOS))
     lines = list(zip(rows, begins, strict=True))
-    return table_of(lines, columns, caption=_caption(rows), remark=nothing, named=3 + differ)
+    return table_of(lines, columns, caption=caption, about="compare", remark=nothing, named=3 + differ)
 
 
 def matching_lines(comparison: Comparison) -> list[str]:
@@ -270,29 +266,13 @@ def matching_lines(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _caption(rows: Sequence[Compared]) -> Iterator[Explanation]:
-    yield Explanation("Ratios are to capture 1.", _OF_RATIOS)
-    yield Explanation("R² of 1: of capture 1's curve on these pairs.", ("R² of 1",), " ")
-    if not any(row.fit.intervals for row in rows):
-        yield Explanation("No folds: no intervals, and nothing to tell differences from noise by.", after=" ")
-        return
-    yield Explanation("In brackets: 95 %, by folds", after=" ")
-    yield Explanation("* beyond the noise: a ratio's 95 % do not hold 1", _OF_RATIOS, "; ")
-    yield Explanation(".", after="")
-    kinds = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
-    if True in kinds:
-        yield Explanation("Of the same inputs, each fold is left out of both captures together.", _OF_RATIOS, " ")
-    if False in kinds:
-        yield Explanation("Of different inputs, captures count as independent.", _OF_RATIOS, " ")
-
-
 def _numbers(fit: CurveFit) -> list[str]:
-    top = number(fit.r2_ceiling, ".4f")
+    r2 = [measured(fit.r2, fit.intervals.get("r2"), ".4f", half=False), _ceiling(fit)]
     if fit.curve == FREE:
-        return [NONE, NONE, NONE, f"{fit.r2:.4f}", top]
-    alpha = _with(f"{fit.alpha:.4g}", fit.intervals.get("alpha"))
-    shape = [fit.doubt, ""] if fit.doubt else [f"{fit.amplitude:.4g}", alpha]
-    return [*shape, f"{fit.slope:.4g}", f"{fit.r2:.4f}", top]
+        return [NONE, NONE, NONE, *r2]
+    amplitude = measured(fit.amplitude, fit.intervals.get("amplitude"), half=False)
+    shape = [fit.doubt, ""] if fit.doubt else [amplitude, _with_interval(fit, "alpha")]
+    return [*shape, _slope(fit), *r2]
 
 
 def _against_first(row: Compared) -> list[str]:
@@ -304,8 +284,6 @@ def _against_first(row: Compared) -> list[str]:
 def _ratio(ratio: Ratio | None) -> str:
     if ratio is None:
         return NONE
-    return _with(f"{ratio.value:.3f}", ratio.interval) + ("*" if ratio.in_noise is False else " ")
-
-
-def _with(text: str, interval: Interval | None) -> str:
-    return text if interval is None else f"{text} ({interval[0]:.3g}–{interval[1]:.3g})"
+    bounds = "({:.3g}–{:.3g})".format(*ratio.interval) if ratio.interval else ""
+    value = measured(ratio.value, ratio.interval, ".3f", half=False)
+    return f"{value} {bounds}".rstrip() + ("*" if ratio.in_noise is False else " ")

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-TERMS = "Terms"
+import re
+import unicodedata
+from collections.abc import Iterable
+
 COMMON = "Columns of several tables"
+TERMS = "Terms"
+_CEILING = "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound"
+_OFFSET = "distance of a token's mean from zero, in units of its σ: median over tokens"
 # A definition per term or heading, without a full stop at its end, by the table that has the column.
 DEFINITIONS: dict[str, dict[str, str]] = {
     TERMS: {
-        "site": "one norm in the network, named by its module path; sites are numbered from 0 in the order of calls",
-        "placement": "pre-norm, post-norm, qk (on queries or keys) or final; – for a norm beside the residual stream",
         "pair": "one element x of a norm's input and the same element y of its output before weight and bias",
         "token": "one vector that a norm normalizes, such as a patch, a frame or a word piece",
         "channel": "an index within a token",
-        "d": "number of channels of a token; for GroupNorm and BatchNorm, of the elements that share one statistic",
-        "curve": "y ≈ A·f(αx + s) with a fixed f, such as tanh (dyt), isru (dyisru) or erf (derf)",
-        "A": "amplitude: the curve's height, in units of y",
-        "α": "scale of x, in units of 1/x",
-        "s": "shift inside f; not the bias of the swapped layer",
-        "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
         "straight": "the pairs do not bend, so that only the slope A·α is identified, not A and α",
         "power law": "the pairs identify only k in k·|x|^p with the sign of x; k stands under slope",
         "E[y|x]": "mean of y at each x, estimated from the pairs; also called the conditional mean, or free",
         "fold": "one of eight parts of the inputs, by source, which intervals and held-out numbers leave out in turn",
         "±": "half of the 95 % interval, from a jackknife over the folds",
-        "R²": "1 minus the mean squared error over the variance of y",
-        "held-out R²": "R² on folds that the curve was not fitted to",
-        "ceiling": "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound",
-        "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "tail": "pairs with the largest |x|; each table states where its tail begins",
         "massive activation": "an |x| over 100 and over 1000 times the median |x| (arXiv 2402.17762)",
         "capture": "file or object with the sums over all pairs of a run; it takes the place of a model in commands",
@@ -41,19 +35,34 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "report": "HTML file that `normscope report` writes",
     },
     COMMON: {
+        "#": "number of the site, in the order of calls",
+        "site": "one norm in the network, named by its module path; sites are numbered from 0 in the order of calls",
+        "placement": "pre-norm, post-norm, qk (on queries or keys) or final; – for a norm beside the residual stream",
+        "d": "number of channels of a token; for GroupNorm and BatchNorm, of the elements that share one statistic",
+        "curve": "y ≈ A·f(αx + s) with a fixed f, such as tanh (dyt), isru (dyisru) or erf (derf)",
+        "A": "amplitude: the curve's height, in units of y",
+        "α": "scale of x, in units of 1/x",
+        "s": "shift inside f; not the bias of the swapped layer",
+        "slope": "slope of the fitted curve at x = 0, A·α·f′(s)",
+        "R²": "1 minus the mean squared error over the variance of y",
         "norm": "class of the norm",
         "kind": "class of the norm",
         "sites": "number of sites",
-        "inputs": "number of inputs that were measured on",
+        "pairs": "number of pairs",
+        "max |x|": "largest |x|",
+        "norms": "original, or the function in place of the norms",
         "func": "function in place of the norms",
         "init": "start values of the functions: fit, theory, paper or calibrated",
         "median": "median over the inputs",
         "L2": "relative L2 at the network's output, median over inputs",
-        "p90 of L2": "90th percentile of the relative L2 over inputs",
-        "not finite": "inputs that gave a NaN or an infinity, which count as infinitely far",
-        "QUALITY": "score of the task that the network is for, such as top-1 accuracy or perplexity",
+        "p90 of L2": "90th percentile over the same inputs; likewise of KL and others",
+        "p10 of cosine": "10th percentile over the same inputs",
+        "inputs": "number of inputs that were measured on",
     },
     "fit": {
+        "held-out R²": "R² on folds that the curve was not fitted to",
+        "ceiling": _CEILING,
+        "saturated": "share of the pairs where |f′| is under 5 % of its peak",
         "params": "number of free parameters",
         "RMSE": "root of the mean squared error, in units of y",
         "tail": "RMSE beyond the 99th percentile of |x|",
@@ -61,12 +70,10 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "fit --per channel": {
         "channels": "number of channels",
+        "α PERCENTILE": "percentile of α over the channels",
+        "R² PERCENTILE": "percentile of R² over the channels",
         "bend": "number of channels whose pairs identify A and α separately",
         "nothing": "number of channels with nothing to fit",
-        "α 5 %": "5th percentile of α over the channels",
-        "α 95 %": "95th percentile of α over the channels",
-        "R² 5 %": "5th percentile of R² over the channels",
-        "R² 95 %": "95th percentile of R² over the channels",
     },
     "fit --per token": {
         "tokens": "number of tokens",
@@ -83,24 +90,21 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "published α₀": "start value in the paper of the curve",
     },
     "stats": {
-        "|μ|/σ": "distance of a token's mean from zero, in units of its σ: median over tokens",
+        "|μ|/σ": _OFFSET,
         "95 %": "95th percentile of |μ|/σ over tokens",
         "mean's share": "share of a token's Σx² that is due to its mean",
         "without": "change of y if the norm did not centre, Σ(y − RMSNorm(x))²/Σy²",
-        "σ 5 %": "5th percentile over tokens of the divisor σ = 1/rstd, with eps",
-        "σ 50 %": "median of σ over tokens",
-        "σ 95 %": "95th percentile of σ over tokens",
+        "σ PERCENTILE": "percentile over tokens of the divisor σ = 1/rstd, with eps",
         "95:5": "95th over 5th percentile of σ: the spread that bends the S-curve",
         "eps": "share of tokens whose y eps lowers by 1 % or more",
         "holds to": "smallest c with y(c·x) = y(x), to 1 % for 99 % of the tokens",
         "linear": "share of pairs where the fitted tanh is within 5 % of its tangent",
         "kurtosis": "fourth standardized moment of x, 3 for a normal distribution",
         "median": "median of |x|",
-        "max |x|": "largest |x|",
         "ratio": "largest |x| over the median",
         ">100×": "number of pairs beyond 100 times the median",
         "massive": "number of massive activations: beyond 100 and beyond 1000 times the median (arXiv 2402.17762)",
-        "channels: of Σx²": "channels with the largest shares of Σx²",
+        "channels": "channels with the largest shares of Σx²",
         "tokens": "positions, within their samples, of the 16 tokens of largest |x|, and how many have each",
     },
     "gradient": {
@@ -110,7 +114,6 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "in tail": "share of the diagonal in its row, mean over the 1 % of drawn pairs of largest |x|",
         "ceiling": "held-out R² of ∂y_i/∂x_i by the best function of x found",
         "R² CURVE′": "R² of ∂y_i/∂x_i over all pairs, by the curve's derivative",
-        "pairs": "number of pairs of the tokens drawn",
         "of": "centre, or tail: the 1 % of the pairs of largest |x|",
         "1/rstd": "σ, or ρ without centring, which DyT holds constant: median",
         "√C": "root of DyISRU's constant C, in the same unit: median",
@@ -119,8 +122,9 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "steadier for": "curve whose constant spreads less; alike: within 5 %",
     },
     "compare": {
-        "α ratio": "α over that of capture 1; *: the 95 % interval excludes 1",
-        "slope ratio": "slope over that of capture 1; *: the 95 % interval excludes 1",
+        "α ratio": "α over that of capture 1, with its 95 % interval; *: which excludes 1",
+        "slope ratio": "slope over that of capture 1, likewise",
+        "ceiling": _CEILING,
         "R² of 1": "R² of capture 1's curve on these pairs",
     },
     "layers": {
@@ -132,7 +136,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "swap": {
         "replaced by": "function in place of the norm",
-        "norms": "original, or the function in place of the norms",
+        "QUALITY": "score of the task that the network is for, such as top-1 accuracy or perplexity",
         "95 %": "Wilson's interval of an accuracy",
         "kept": "number of norms left in place",
         "norm put back": "norm that this row leaves in place in addition to those above",
@@ -144,38 +148,36 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "swap-bench": {
         "cosine": "cosine between swapped and original output, median over inputs",
-        "p10 of cosine": "10th percentile of the cosine over inputs",
         "≤ 0.1": "number of sites, least harmful first, that can be swapped with a median L2 up to 0.1",
         "KL": "KL(original ‖ swapped) of the answers in nats, median over inputs",
-        "p90 of KL": "90th percentile of KL over inputs",
         "top-1": "share of inputs with the same first answer",
         "top-5": "share of inputs with the original's first answer among the swapped network's five",
         "of 5": "share of the original's five answers among the swapped network's five",
         "frame L2": "relative L2 of single frames, median",
-        "p90 of frame L2": "90th percentile of the relative L2 of single frames",
         "end L2": "relative L2 of the latents at the end of trajectories, median",
-        "p90 of end L2": "90th percentile of the relative L2 at the end of trajectories",
-        "cosine of the end": "cosine of the latents at the end of trajectories, median",
+        "end cosine": "cosine of the latents at the end of trajectories, median",
+        "not finite": "inputs that gave a NaN or an infinity, which count as infinitely far",
         "part": "part of the data, such as a timestep",
         "max": "largest relative L2",
         "CURVE": "drift with this site alone swapped: relative L2 at the network's output, median over inputs",
+        "what": "the norm alone, or the whole network",
+        "variant": "native for the network's own norm, or the function in its place",
+        "way": "eager, compile, fused (one kernel per function), or compile + fused",
+        "passes": "forward, or forward + backward",
+        "verdict": "faster or slower than native where all of p20–p80 lies on one side; alike: neither",
         "time": "median time of a call",
         "min": "shortest time",
         "p20–p80": "20th and 80th percentile of the times",
         "ratio": "time over that of the network's own norm",
         "GB/s": "bytes of x and y (and dy and dx, with backward) over the time",
         "copy": "share of the GB/s of a plain copy",
-        "layer": "seconds of all norms",
-        "model": "seconds of the whole network",
-        "layer, published": "published seconds of all norms, on another device",
-        "model, published": "published seconds of the whole network, on another device",
+        "layer": "seconds of all norms; published: on another device",
+        "model": "seconds of the whole network; published: on another device",
     },
     "heal": {
         "after": "stage: start values, calibrated, trained",
         "steps": "number of training steps",
-        "10 %": "10th percentile of the held-out drift",
-        "median": "median of the held-out drift",
-        "90 %": "90th percentile of the held-out drift",
+        "PERCENTILE": "percentile of the held-out drift; median: the 50th",
         "closed": "share of the start's median drift that is gone",
         "kept": "yes for the state that was written",
     },
@@ -190,7 +192,8 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "weights": "library and name of the weights",
     },
     "report": {
-        "pairs": "number of pairs",
+        "|μ|/σ": _OFFSET,
+        "ceiling": _CEILING,
         "σ median": "median over tokens of the divisor σ = 1/rstd, with eps",
         "σ 95:5": "95th over 5th percentile of σ",
         "beyond linear": "share of pairs where the fitted tanh departs from its tangent by over 5 %",
@@ -211,3 +214,38 @@ def definitions(table: str) -> dict[str, str]:
     True
     """
     return {**DEFINITIONS[TERMS], **DEFINITIONS[COMMON], **DEFINITIONS[table]}
+
+
+# Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
+_ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
+_NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+-?%"}
+_TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
+
+
+def headings(command: str) -> list[str]:
+    """Return the headings that the tables of a command may have."""
+    sections = {COMMON, command, *_ALSO.get(command, ())}
+    tables = [entries for table, entries in DEFINITIONS.items() if {table, table.partition(" ")[0]} & sections]
+    return list(dict.fromkeys(heading for entries in tables for heading in entries))
+
+
+def unknown_column(command: str, names: Iterable[str]) -> str | None:
+    """Return the first name of no column that a command's tables may have."""
+    known = [_pattern(heading) for heading in headings(command)]
+    return next((name for name in names if not any(re.fullmatch(pattern, typed(name)) for pattern in known)), None)
+
+
+def _pattern(heading: str) -> str:
+    parts = re.split(f"({'|'.join(_NAMES)})", heading)
+    return "".join(_NAMES.get(part) or re.escape(typed(part)) for part in parts)
+
+
+def typed(heading: str) -> str:
+    """Return a heading as any keyboard types it: lower case, hyphens for spaces, Greek letters by name.
+
+    >>> typed("R² 95 %"), typed("α"), typed("held-out R²"), typed("|μ|/σ")
+    ('r2-95-%', 'alpha', 'held-out-r2', '|mu|/sigma')
+    """
+    letters = unicodedata.normalize("NFKC", heading).casefold()
+    named = (unicodedata.name(letter).split()[-1].casefold() if "α" <= letter <= "ω" else letter for letter in letters)
+    return "".join(named).translate(_TYPED)

@@ -122,7 +122,7 @@ _MATHS = {
 }
 _RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉ᵢ"
 _NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?"
-_NUMBERS = re.compile(rf"(?P<value>{_NUMBER})(?: ±(?P<half>{_NUMBER}))?(?P<unit> ?%)?(?P<noise>≈?)")
+_NUMBERS = re.compile(rf"(?P<value>{_NUMBER})(?: ± (?P<half>{_NUMBER}))?(?P<unit> ?%)?(?P<noise>≈?)")
 _MARKDOWN, _ESCAPED = re.compile(r"([\\`*_{}\[\]<>|#~$])"), r"\\\1"
 
 
@@ -133,14 +133,14 @@ def as_latex(tables: Sequence[Titled]) -> str:
 
     >>> table = Table("site")
     >>> table.add_column("R²", justify="right")
-    >>> table.add_row("blocks.0.norm_1", "0.8910 ±0.014")
+    >>> table.add_row("blocks.0.norm_1", "0.891 ± 0.014")
     >>> print(as_latex([("demo_vit", table)]), end="")
     % demo_vit
     \begin{tabular}{lr}
     \toprule
     site & R$^{2}$ \\
     \midrule
-    blocks.0.norm\_1 & $0.8910 \pm 0.014$ \\
+    blocks.0.norm\_1 & $0.891 \pm 0.014$ \\
     \bottomrule
     \end{tabular}
     """
@@ -165,8 +165,8 @@ def as_markdown(tables: Sequence[Titled]) -> str:
 def latex_number(text: str) -> str:
     r"""Write a number, with its interval if it has one, in math; anything else as :func:`latex` does.
 
-    >>> latex_number("-0.2006 ±0.048"), latex_number("1e-06"), latex_number("–")
-    ('$-0.2006 \\pm 0.048$', '$1 \\times 10^{-6}$', '--')
+    >>> latex_number("-0.201 ± 0.048"), latex_number("1e-06"), latex_number("–")
+    ('$-0.201 \\pm 0.048$', '$1 \\times 10^{-6}$', '--')
     """
     if match := _NUMBERS.fullmatch(text):
         half = f" \\pm {_power(match['half'])}" if match["half"] else ""

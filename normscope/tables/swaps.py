@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -27,12 +27,12 @@ from normscope.swaps.reports import (
     Quantiles,
     Timing,
 )
+from normscope.tables.glossary import DEFINITIONS
 from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
 
 Swap = tuple[DriftReport, Drift]
 _NEAR = 0.1  # of the output's length
-_P90, _P10 = "p90 of L2", "p10 of cosine"
-_L2 = "relative L2: ‖swapped − original‖ / ‖original‖"
+_OF_OUTPUT = "L2: ‖swapped − original‖ / ‖original‖ of the output; medians and percentiles over inputs"
 
 
 def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
@@ -53,28 +53,30 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
     orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
     logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
     top5 = any(row.top5 is not None for row in rows)
-    frame_labels, end_labels = ("", "p90 of frame L2"), ("", "p90 of end L2", "cosine of the end")
+    of_end = ("end L2", "p90 of end L2", "end cosine")
     columns: list[Column[Swap]] = [
         words("func", lambda swap: swap[0].func),
         words("init", lambda swap: swap[0].init, 2),
         Column("sites", lambda swap: str(swap[1].sites_swapped), drop=3),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=5),
-        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 2), labels=("", _P90)),
-        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3), labels=("", _P10)),
+        *several(("L2", "p90 of L2"), lambda swap: _upper(swap[1].relative_l2), (0, 2)),
+        *several(("cosine", "p10 of cosine"), lambda swap: _lower(swap[1].cosine), (0, 3)),
         Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders, drop=1),
-        *several(("KL", "p90"), lambda swap: _upper(swap[1].kl), (1, 4), labels=("", "p90 of KL"), shown=logits),
+        *several(("KL", "p90 of KL"), lambda swap: _upper(swap[1].kl), (1, 4), shown=logits),
         Column("top-1", lambda swap: number(swap[1].top1, ".1%"), logits, drop=1),
         Column("top-5", lambda swap: number(swap[1].top5, ".1%"), top5, drop=3),
         Column("of 5", lambda swap: number(swap[1].top5_overlap, ".1%"), top5, drop=4),
-        *several(("frame L2", "p90"), lambda swap: _upper(swap[1].frames), (2, 4), labels=frame_labels, shown=frames),
-        *several(("end L2", "p90", "cosine"), lambda swap: _end(swap[0].end), (2, 4, 4), labels=end_labels, shown=ends),
+        *several(("frame L2", "p90 of frame L2"), lambda swap: _upper(swap[1].frames), (2, 4), shown=frames),
+        *several(of_end, lambda swap: _end(swap[0].end), (2, 4, 4), shown=ends),
         _spoilt(rows),
     ]
-    caption = [
-        *_explained(rows, orders=orders, logits=logits, top5=top5, frames=frames, ends=ends),
-        *map(Explanation, _calibrated(reports)),
-    ]
-    return table_of(list(zip(reports, rows, strict=True)), columns, caption=caption)
+    caption: list[str | Explanation] = [f"All sites swapped. {_OF_OUTPUT}"]
+    if logits:
+        caption.append(Explanation(f"top-1 of {max(row.answers or 0 for row in rows):,} answers", ("top-1",)))
+    if left_out := max((row.left_out for row in rows), default=0):
+        caption.append(f"{left_out:,} inputs left out: the original's own output is zero throughout or not finite")
+    caption += _calibrated(reports)
+    return table_of(list(zip(reports, rows, strict=True)), columns, caption=caption, about="swap-bench")
 
 
 def parts_table(reports: Sequence[DriftReport]) -> Table:
@@ -85,13 +87,12 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
         words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else "", 2),
         words("part", lambda swap: swap[1].part),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=4),
-        *several(("L2", "p90"), lambda swap: _upper(swap[1].relative_l2), (0, 1), labels=("", _P90)),
+        *several(("L2", "p90 of L2"), lambda swap: _upper(swap[1].relative_l2), (0, 1)),
         Column("max", lambda swap: _distance(swap[1].relative_l2.max), drop=3),
-        *several(("cosine", "p10"), lambda swap: _lower(swap[1].cosine), (0, 3), labels=("", _P10)),
+        *several(("cosine", "p10 of cosine"), lambda swap: _lower(swap[1].cosine), (0, 3)),
         _spoilt([row for _, row in rows]),
     ]
-    caption = _of_the_output("The output with all sites swapped")
-    return table_of(rows, columns, caption=caption)
+    return table_of(rows, columns, caption=[f"All sites swapped. {_OF_OUTPUT}"])
 
 
 def sites_table(reports: Sequence[DriftReport]) -> Table:
@@ -106,12 +107,9 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
         heading = report.func if same_init else f"{report.func} {report.init}".strip()
         rows = {row.site: row for row in reversed(report.by_site)}
         columns.append(Column(heading, lambda path, rows=rows: moved(rows.get(path)), drop=int(place > 0)))  # type: ignore[misc]
-    caption = (
-        "One site alone swapped: median over inputs of the relative L2 at the network's output; "
-        "!: of some inputs not finite"
-    )
+    caption = ["One site alone swapped: L2 of the output, median over inputs", "!: not finite for some inputs"]
     if any(_calibrated(reports)):
-        caption += "; calibrated with that site alone swapped"
+        caption.append("calibrated with that site alone swapped")
     return table_of(dict.fromkeys(path for report in reports for path in report.sites), columns, caption=caption)
 
 
@@ -155,40 +153,6 @@ def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
     )
 
 
-def _explained(
-    rows: Sequence[Drift], *, orders: bool, logits: bool, top5: bool, frames: bool, ends: bool
-) -> Iterable[Explanation]:
-    """Yield the meaning of the columns with content."""
-    yield from _of_the_output("All sites swapped")
-    if orders:
-        near = f"≤ {_NEAR}"
-        yield Explanation(f"{near}: how many sites, the least harmful first, leave a median L2 up to that", (near,))
-    if logits:
-        answers = max(row.answers or 0 for row in rows)
-        yield Explanation("KL(original ‖ swapped) in nats", ("KL",))
-        yield Explanation(f"top-1: same first answer, of {answers:,}", ("top-1",), "; ")
-    if top5:
-        yield Explanation("top-5: the original's first among the swapped's five", ("top-5",))
-        yield Explanation("of 5: share of the original's five among them", ("of 5",), "; ")
-    if frames:
-        yield Explanation("frame L2: relative L2 of single frames", ("frame L2",))
-    if ends:
-        yield Explanation("end: of the latents at the end of trajectories", ("end L2", "cosine of the end"))
-    if any(row.nonfinite for row in rows):
-        yield Explanation("not finite: inputs that gave a NaN or an infinity, which count as infinitely far")
-    if left_out := max((row.left_out for row in rows), default=0):
-        yield Explanation(f"{left_out:,} more left out: the original's own output is zero throughout or not finite")
-
-
-def _of_the_output(of: str) -> list[Explanation]:
-    return [
-        Explanation(f"{of}. {_L2}, median"),
-        Explanation("and 90th percentile", (_P90,), " "),
-        Explanation("over inputs; cosine: median", after=" "),
-        Explanation("and 10th percentile", (_P10,), " "),
-    ]
-
-
 _NAMES = {START: "start values", CALIBRATED: "calibrated", TRAINED: "trained"}
 _NONE_KEPT = "training, no state kept"
 
@@ -198,7 +162,7 @@ def healing_table(report: HealReport) -> Table:
 
     def drifts(stage: str) -> list[str]:
         values = [report.drifts[stage][name] for name in ("p10", "median", "p90")]
-        return [f"{value:.4f}" if math.isfinite(value) else "not finite" for value in values]
+        return [f"{value:.3g}" if math.isfinite(value) else "not finite" for value in values]
 
     columns: list[Column[str]] = [
         words("after", lambda stage: _NAMES[stage] if stage != TRAINED or report.training_kept else _NONE_KEPT),
@@ -207,10 +171,10 @@ def healing_table(report: HealReport) -> Table:
         Column("closed", lambda stage: "" if stage == START else f"{report.closed_after(stage):.1%}"),
         Column("kept", lambda stage: "yes" if stage == report.left_with else ""),
     ]
-    caption = (
+    caption = [
         f"{report.measure} at the output on {report.n_held_out} held-out samples, quantiles over them; learned from "
         f"{report.n_learned}, and {report.n_judged} others decided which state of the training was kept"
-    )
+    ]
     return table_of(report.drifts, columns, caption=caption)
 
 
@@ -240,7 +204,7 @@ def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
     words_of = {True: "higher is better", False: "lower is better", None: "a function of your own"}
     better = words_of[first.higher_is_better]
     interval = "95 %: Wilson's interval" if networks["original", ""].interval else ""
-    return table_of(networks, columns, caption=" · ".join(filter(None, [first.over, better, interval])))
+    return table_of(networks, columns, caption=filter(None, [first.over, better, interval]))
 
 
 def _quality(value: float, form: str) -> str:
@@ -273,19 +237,11 @@ def keep_table(report: KeepReport) -> Table:
         Column("calibrated", lambda step: _distance(step.worked_on), worked_on),
         Column(measured, score, quality is not None),
     ]
-    caption = [
-        Explanation(
-            f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"
-        )
-    ]
-    if held_out:
-        caption.append(Explanation("held out: over inputs that nothing was chosen by", ("held out",), "; "))
-    if worked_on:
-        caption.append(Explanation("calibrated: on the inputs that decided", ("calibrated",), "; "))
+    caption = [f"{report.measure} at the output, median over {report.n_chosen_on} samples that the choice was made on"]
     if quality:
         original = number(quality.scores["original"].value, form)
-        caption.append(Explanation(f"{quality.name} of the original: {original}, {quality.over}", (measured,), "; "))
-    return table_of(shown, columns, caption=caption)
+        caption.append(f"{quality.name} of the original: {original}, {quality.over}")
+    return table_of(shown, columns, caption=caption, about="swap")
 
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}
@@ -296,7 +252,7 @@ def speed_tables(report: BenchReport) -> list[Table]:
     """Make a table for each way, number of passes and dtype; captions are below the last table of each scope."""
     widest = max((len(row.variant) for row in report.rows), default=0)
     tables: list[AdaptiveTable] = []
-    captions: dict[int, list[Explanation]] = {}
+    captions: dict[int, list[str]] = {}
     for scope in SCOPES:
         rows = [row for row in report.rows if row.scope == scope]
         groups = dict.fromkeys(_title(row) for row in rows)
@@ -304,7 +260,7 @@ def speed_tables(report: BenchReport) -> list[Table]:
         if rows:
             captions[len(tables) - 1] = _caption(rows, scope)
     if captions:
-        captions[len(tables) - 1] += [Explanation(visible(line), after="\n") for line in report.left_out]
+        captions[len(tables) - 1] += ["\n" + visible(line) for line in report.left_out]
     for place, caption in captions.items():
         tables[place].explain(caption)
     return list(tables)
@@ -355,25 +311,20 @@ def _times(row: Timing) -> list[str]:
     return [duration(row.median), least, f"{p20}–{p80}", "" if row.ratio is None else f"{row.ratio:.2f}"]
 
 
-def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
+def _caption(rows: Sequence[Timing], scope: str) -> list[str]:
     first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
     shape = "×".join(map(str, first.shape))
+    shown = ["time", "ratio"]
     if scope == "norm":
         norms = count(first.sites, "norm")
-        parts = [
-            Explanation(f"One norm on random values of its real shape, {shape}, which {norms} of the network have"),
-            Explanation("GB/s count x and y forward; x, y, dy and dx forward + backward", ("GB/s",), ". "),
-            Explanation("copy: the share of what a copy gives", ("copy",), "; "),
-        ]
+        about = f"One norm on random values of its real shape, {shape}, which {norms} of the network have"
+        shown += ["GB/s", "copy"]
     else:
         fewest = min((len(row.samples) for row in rows if row.samples), default=0)
-        samples = f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"
-        parts = [Explanation(samples + "; backward: to the gradients of all parameters" * (len(passes) > 1))]
-    verdict = "min and all of p20–p80 lie below the native norm's of the same way, or above; alike: neither."
-    parts += [
-        Explanation("time: the median; ratio: to the native norm's.", after=". "),
-        Explanation(f"faster, slower: {verdict}", after=" "),
-    ]
+        about = f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"
+        about += "; backward: to the gradients of all parameters" * (len(passes) > 1)
+    parts = [about, *(f"{name}: {DEFINITIONS['swap-bench'][name]}" for name in shown)]
+    parts.append("faster, slower: min and all of p20–p80 lie below those of the native norm, or above; alike: neither")
     lines = []
     ways = {row.way for row in rows}
     if ways.intersection(FUSED):
@@ -390,7 +341,7 @@ def _caption(rows: Sequence[Timing], scope: str) -> list[Explanation]:
         ends = f"{duration(min(compiled))} to {duration(max(compiled))}"
         lines.append(f"Compiled in {ends} each, which is in no time above.")
     lines += dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)
-    return [*parts, *(Explanation(visible(line), after="\n") for line in lines)]
+    return [*parts, *("\n" + visible(line) for line in lines)]
 
 
 def published_table(report: PublishedReport) -> Table:
@@ -409,7 +360,8 @@ def published_table(report: PublishedReport) -> Table:
         f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "
         f"{report.n_passes} passes. Published: {report.source}, 4,096 tokens, 100 passes, bfloat16."
     )
-    return table_of(dict.fromkeys((*ours, *theirs)), columns, caption="\n".join(map(visible, [caption, *report.notes])))
+    notes = ["\n" + visible(note) for note in report.notes]
+    return table_of(dict.fromkeys((*ours, *theirs)), columns, caption=[visible(caption), *notes])
 
 
 def _seconds(row: Latency | None) -> list[str]:

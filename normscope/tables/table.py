@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.runtime.files import visible
+from normscope.tables.glossary import DEFINITIONS, typed
 
 if TYPE_CHECKING:
     from normscope.fits.curves.known import Curve
@@ -38,7 +39,6 @@ class Column(Generic[Row]):
         justify: ``left`` or ``right``.
         folds: long texts may take several lines.
         drop: order in which columns are left out of a narrow terminal, the largest first; 0 is never left out.
-        label: name in the list of columns left out, by default the heading.
         once: leave the cell empty where the row above has the same text.
     """
 
@@ -48,7 +48,6 @@ class Column(Generic[Row]):
     justify: Literal["left", "right"] = "right"
     folds: bool = False
     drop: int = 0
-    label: str = ""
     once: bool = False
 
 
@@ -67,34 +66,27 @@ def several(
     cells: Callable[[Row], Sequence[str]],
     drops: Sequence[int] = (),
     *,
-    labels: Sequence[str] = (),
     shown: bool = True,
 ) -> Iterable[Column[Row]]:
     """Declare columns of numbers whose texts one function returns, a list per row."""
-    for place, (heading, drop, label) in enumerate(zip_longest(headings, drops, labels)):
-        yield Column(heading, lambda row, place=place: cells(row)[place], shown, drop=drop or 0, label=label or "")  # type: ignore[misc]
+    for place, (heading, drop) in enumerate(zip_longest(headings, drops, fillvalue=0)):
+        yield Column(str(heading), lambda row, place=place: cells(row)[place], shown, drop=int(drop))  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A part of a caption, left out with the columns that it explains.
-
-    Attributes:
-        text: of the part.
-        of: labels of the columns that it explains; empty if it is about the whole table.
-        after: separator from the part before.
-    """
+    """A part of a caption, left out with the columns that it is about; with a line break before it, the last part."""
 
     text: str
-    of: Sequence[str] = ()
-    after: str = " · "
+    of: Sequence[str] = ()  # headings; none for the whole table
 
 
 def table_of(
     rows: Iterable[Row],
     columns: Iterable[Column[Row]],
     *,
-    caption: str | Iterable[Explanation] = (),
+    caption: Iterable[str | Explanation] = (),
+    about: str = "",
     remark: Callable[[Row], str | None] = lambda row: None,
     named: int = 1,
 ) -> AdaptiveTable:
@@ -104,12 +96,15 @@ def table_of(
         rows: records.
         columns: of the table, without those that are not ``shown``.
         caption: below it.
+        about: table of the glossary whose definitions of the columns follow in the caption.
         remark: a row's text in place of its numbers; None where it has numbers.
         named: number of shown columns before such a remark.
     """
     columns = [column for column in columns if column.shown]
     table = AdaptiveTable(columns)
-    table.explain([Explanation(caption)] if isinstance(caption, str) else list(caption))
+    own = DEFINITIONS.get(about, {})
+    defined = [Explanation(f"{name}: {own[name]}", (name,)) for name in dict.fromkeys(table.headings) if name in own]
+    table.explain([*caption, *defined])
     above: list[str] = []
     for number_of_row, row in enumerate(rows):
         text = remark(row)
@@ -132,20 +127,32 @@ def number(value: float | None, form: str) -> str:
     return NONE if value is None or not math.isfinite(value) else format(value, form)
 
 
-def with_interval(text: str, bounds: tuple[float, float] | None) -> str:
-    """Append half of an interval's width to a number, with two digits.
+def measured(value: float | None, interval: tuple[float, float] | None, form: str = ".4g", *, half: bool = True) -> str:
+    """Round a number by the error of its interval, whose half width has two digits and is appended.
 
-    >>> with_interval("0.912", (0.898, 0.926)), with_interval("0.912", None)
-    ('0.912 ±0.014', '0.912')
+    Args:
+        value: None, infinity and NaN become a dash.
+        interval: lower and upper bound; without one, or with one of no width, ``form`` decides on the digits.
+        form: as of :func:`format`.
+        half: append half of the interval's width.
+
+    >>> measured(12.3963, (11.42, 13.38)), measured(1234.5, (1100, 1400)), measured(0.91234, None, ".3f")
+    ('12.40 ± 0.98', '1230 ± 150', '0.912')
     """
-    return text if bounds is None else f"{text} ±{(bounds[1] - bounds[0]) / 2:.2g}"
+    width = (interval[1] - interval[0]) / 2 if interval else 0.0
+    if value is None or not math.isfinite(value) or not 0 < width < math.inf:
+        return number(value, form)
+    decimals = min(_MOST_DECIMALS, 1 - math.floor(math.log10(float(f"{width:.1e}"))))
+    shown = [f"{round(part, decimals):.{max(decimals, 0)}f}" for part in (value, width)]
+    return " ± ".join(shown if half else shown[:1])
 
 
+_MOST_DECIMALS = 8
 _GAP = "  "
 _LEAST_CAPTION = 80
 # A long name may continue on a new line after a dot, slash, colon, hyphen or space, but not within 0.8910 or 1/8.
 _BREAKS = re.compile(r"(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)|(?<= )")
-_COMFORTABLE = 24  # width of a folding column, as long as another column can be left out
+_COMFORTABLE = 16  # width of a folding column, as long as another column can be left out
 _LONGEST_PIECE = 32  # of a name without any of these separators
 
 
@@ -157,7 +164,7 @@ class AdaptiveTable(Table):
 
     Attributes:
         declared: the columns' declarations.
-        labels: names of the columns in captions and in the list of columns left out.
+        headings: of the columns.
         spans: for each row with a remark, by row number: the column where the remark begins.
     """
 
@@ -166,14 +173,39 @@ class AdaptiveTable(Table):
         super().__init__(box=None, pad_edge=False)
         self.declared = columns
         self.spans: dict[int, int] = {}
-        self.labels = [column.label or column.heading for column in columns]
+        self.headings = [column.heading for column in columns]
         for column in columns:
             self.add_column(visible(column.heading), justify=column.justify)
 
-    def explain(self, explanations: Sequence[Explanation]) -> None:
+    def explain(self, parts: Sequence[str | Explanation]) -> None:
         """Set the caption; parts about columns that are left out are not printed."""
-        self._explanations = explanations
-        self.caption = _joined(explanations)
+        self._explanations = [Explanation(part) if isinstance(part, str) else part for part in parts]
+        self.caption = self._explained(self.headings)
+
+    def _explained(self, headings: Collection[str]) -> str:
+        parts = [part.text for part in self._explanations if not part.of or set(part.of) & set(headings)]
+        return " · ".join(sorted(parts, key=lambda text: text.startswith("\n"))).replace(" · \n", "\n")
+
+    def only(self, names: Sequence[str]) -> AdaptiveTable:
+        """Return the table of some columns, in this order, none of which is left out of a narrow terminal.
+
+        Args:
+            names: headings, as :func:`normscope.tables.glossary.typed` returns them; others are ignored.
+        """
+        known = list(map(typed, self.headings))
+        places = [place for name in names for place, heading in enumerate(known) if name == heading]
+        table = AdaptiveTable([replace(self.declared[place], drop=0) for place in places])
+        table.title = self.title
+        table.explain([part for part in self._explanations if not part.of or set(part.of) & set(table.headings)])
+        texts = [list(map(str, column.cells)) for column in self.columns]
+        for row in range(self.row_count):
+            cells = [texts[place][row] for place in places]
+            remark = self.spans.get(row, len(texts))
+            if beyond := [n for n, place in enumerate(places) if place >= remark]:
+                cells[beyond[0] :] = [texts[remark][row]]
+                table.spans[row] = beyond[0]
+            table.add_row(*cells)
+        return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Lay the table out for the available width."""
@@ -186,6 +218,7 @@ class AdaptiveTable(Table):
             yield from _wrapped(str(self.title), across, options, "bold")
         headings = [_filled(_pieces(column.heading), width) for column, width in zip(columns, widths, strict=True)]
         yield from _lines(headings, columns, widths, "table.header")
+        rest: list[str] = []  # of a folded name, beside the rows below that leave their cell empty
         for row in range(self.row_count):
             spanning = self.spans.get(row, len(every))
             before = sum(number < spanning for number in kept)
@@ -197,10 +230,17 @@ class AdaptiveTable(Table):
                 indent = sum(widths[:before]) + len(_GAP) * before
                 room = max(across, min(options.max_width, indent + _LEAST_CAPTION)) - indent
                 cells.append(_filled(_pieces(every[spanning].cells[row]), max(room, 1)))
+            if kept[:1] == [0] and self.declared[0].once:
+                if cells[0] == [""]:
+                    cells[0] = rest
+                elif rest:
+                    yield from _lines([rest], columns, widths)
+                height = max(map(len, cells[1:]), default=1)
+                cells[0], rest = cells[0][:height], cells[0][height:]
             yield from _lines(cells, columns[:before], widths[:before])
-        shown = {self.labels[number] for number in kept}
-        below = [_joined([part for part in self._explanations if not part.of or shown.intersection(part.of)])]
-        if dropped := [label for number, label in enumerate(self.labels) if number not in kept]:
+        yield from _lines([rest], columns, widths) if rest else ()
+        below = [self._explained([self.headings[number] for number in kept])]
+        if dropped := [heading for number, heading in enumerate(self.headings) if number not in kept]:
             needed = _across([column.wanted for column in every])
             left_out = ", ".join(dropped).rstrip(".")
             below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {left_out}.")
@@ -243,10 +283,6 @@ class _ColumnTexts:
 
 def _across(widths: Sequence[int]) -> int:
     return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def _joined(explanations: Sequence[Explanation]) -> str:
-    return "".join(f"{part.after if number else ''}{part.text}" for number, part in enumerate(explanations))
 
 
 def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
@@ -355,7 +391,7 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("R²", lambda row: number(row["r2"], ".4f")),
     ]
     medians = any(row["per_channel"] for row in rows)
-    return table_of(rows, columns, caption="A, α, s and R² are medians over the channels" if medians else "")
+    return table_of(rows, columns, caption=["A, α, s and R² are medians over the channels"] if medians else ())
 
 
 def curves_table(curves: Sequence[Curve]) -> Table:

@@ -30,6 +30,15 @@ def test_the_benchmark_parses_its_options(name, monkeypatch, capsys):
         assert "usage:" in capsys.readouterr().out
 
 
+def test_the_pages_answer_from_the_committed_results(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    table = importlib.import_module("table")
+    page = table.PAGE.read_text(encoding="utf-8")
+    assert table.page_of(table.RESULTS) == page, "run python benchmarks/table.py"
+    assert table.scale_of(table.RESULTS) == table.SCALE.read_text(encoding="utf-8")
+    assert all(f"({path.stem}.svg" in page.replace("benchmarks/", "") for path in table.PAGE.with_suffix("").iterdir())
+
+
 @pytest.mark.slow
 def test_the_benchmarks_of_a_gpu_are_rehearsed_and_leave_one_file_to_send_back(tmp_path):
     pytest.importorskip("triton", reason="Triton is made for Linux alone")

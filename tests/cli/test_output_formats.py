@@ -9,12 +9,11 @@ from importlib.metadata import version
 
 import pyarrow as pa
 import pytest
-from command_line import invoke
+from command_line import document, invoke
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-import normscope
 from normscope.cli.output import as_csv, write_parquet
 
 FIT = "fit demo_vit --layers 0,16 --limit 9"
@@ -42,7 +41,6 @@ def folder(tmp_path_factory):
 def fits(folder):
     """The fits of one run, as the JSON document on stdout and as Parquet beside it."""
     done = invoke(f"{FIT} --json -o fits.PARQUET", cwd=folder)
-    assert "wrote fits.PARQUET" in done.stderr
     return json.loads(done.stdout)["fits"]
 
 
@@ -66,20 +64,46 @@ def as_read(fits):
 
 
 def test_csv_holds_what_the_json_document_of_the_same_run_does(folder):
-    done = invoke(f"{FIT} --csv -o same.json", cwd=folder)
-    expected = json.loads((folder / "same.json").read_text())["fits"]
-    assert len(expected) == 4
-    rows = rows_of(done.stdout)
-    assert rows == as_read(expected)
-    assert [float(row["alpha"]) for row in rows] == [found["alpha"] for found in expected]
-    assert "\r" not in done.stdout and done.stdout.endswith("\n")
+    done = invoke(f"{FIT} --json -o same.csv", cwd=folder)
+    expected = json.loads(done.stdout)["fits"]
+    assert len(expected) == 4 and "wrote same.csv" in done.stderr
+    text = (folder / "same.csv").read_text()
+    assert rows_of(text) == as_read(expected)
+    assert [float(row["alpha"]) for row in rows_of(text)] == [found["alpha"] for found in expected]
+    assert "\r" not in text and text.endswith("\n")
 
 
-def test_a_file_is_written_as_its_suffix_says(folder):
-    assert "demo_vit" in invoke("models -o models.csv", cwd=folder).stdout  # a person still gets the table
-    invoke("models -q -o models.json", cwd=folder)
-    models = json.loads((folder / "models.json").read_text())["models"]
-    assert [row["name"] for row in rows_of((folder / "models.csv").read_text())] == [row["name"] for row in models]
+def test_a_file_takes_the_place_of_the_table(folder):
+    for command in ("models", "models -q", "fit demo_vit --limit 2 --layers 1", "layers demo_vit"):
+        assert invoke(f"{command} -o rows.csv", cwd=folder).stdout == "rows.csv\n"
+        assert len(rows_of((folder / "rows.csv").read_text())) > 1
+    models = document("models")["models"]
+    invoke("models -o models.json", cwd=folder)
+    assert json.loads((folder / "models.json").read_text())["models"] == models
+
+
+@pytest.mark.parametrize(
+    ("command", "columns", "headings"),
+    [
+        ("fit demo_vit", "site,alpha,R²", ["site", "α", "R²"]),
+        ("fit demo_vit", "held-out-r2,curve", ["held-out R²", "curve"]),
+        ("stats demo_vit", "site,Kurtosis", ["site", "kurtosis"]),
+        ("layers demo_vit", "placement", ["placement"]),
+    ],
+)
+def test_columns_are_chosen_by_their_headings(folder, command, columns, headings):
+    few = "" if command.startswith("layers") else "--limit 4 --layers 2"
+    done = invoke(f"{command} {few} --columns '{columns}' -q", cwd=folder, COLUMNS="60")
+    line = next(line for line in done.stdout.splitlines() if line.split()[0] == headings[0].split()[0])
+    assert line.split() == " ".join(headings).split()
+    assert "Left out" not in done.stdout
+    invoke(f"{command} {few} --columns '{columns}' -o chosen.md", cwd=folder)
+    assert f"| {' | '.join(headings)} |" in (folder / "chosen.md").read_text()
+
+
+def test_a_column_that_no_table_has_after_all_is_refused(folder):
+    refused = invoke("fit demo_vit --limit 2 --layers 1 --columns bend", status=2, cwd=folder)
+    assert "There is no column 'bend'. There are: site, curve" in refused.stderr
 
 
 def test_parquet_holds_the_same_in_typed_columns(folder, fits):
@@ -91,24 +115,6 @@ def test_parquet_holds_the_same_in_typed_columns(folder, fits):
     types = {name: str(table.schema.field(name).type) for name in ("site", "alpha", "shift", "n_pairs", "straight")}
     assert types == {"site": "string", "alpha": "double", "shift": "double", "n_pairs": "int64", "straight": "bool"}
     assert table.schema.metadata[b"normscope"].decode() == version("normscope")
-
-
-@pytest.mark.slow
-def test_the_other_commands_print_their_rows(folder):
-    def rows(command):
-        return rows_of(invoke(f"{command} --csv", cwd=folder).stdout)
-
-    layers = rows("layers demo_vit demo_dit")
-    assert [row["model"] for row in layers] == ["demo_vit"] * 17 + ["demo_dit"] * (len(layers) - 17)
-    first = {"index": "0", "normalized_shape": "64", "affine": "true", "placement": "pre-norm"}
-    assert first.items() <= layers[0].items()
-    models = rows("models")
-    assert (models[0]["name"], models[0]["embedded"]) == ("demo_vit", "true")
-    seen = rows("capture demo_vit --layers 0,16 --limit 9 -o seen.safetensors")
-    sums = normscope.load_capture(folder / "seen.safetensors").stats
-    assert {row["name"]: row["n_pairs"] for row in seen} == {k: str(s.n_pairs) for k, s in sums.items()}
-    drawn = rows("plot seen.safetensors --color token --dpi 40 -o drawn.png --layers 1")
-    assert [(row["file"], row["curve"]) for row in drawn] == [("drawn.png", "tanh"), ("drawn.png", "isru")]
 
 
 def test_without_pyarrow_nothing_is_run_and_the_extra_is_named(tmp_path, monkeypatch):

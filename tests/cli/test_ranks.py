@@ -33,7 +33,7 @@ COMMANDS = {
     "table": f"fit demo_vit {DIGITS} --layers 2 --func tanh --output FILE.csv",
     "plot": f"plot demo_vit {DIGITS} --layers 2 --func tanh --output FILE.png",
     "one": "capture demo_vit --data images/0/00000.png --layers 1 --resume -o FILE.safetensors",
-    "no such layer": "capture demo_vit --layers 99, -o FILE.safetensors",
+    "no such layer": "capture demo_vit --layers 99-99 -o FILE.safetensors",
     "no such option": "capture demo_vit --limits 99 -o FILE.safetensors",
     "raw": "capture demo_vit --limit 2 --raw -o FILE.safetensors",
 }
@@ -124,7 +124,7 @@ def test_files_are_the_same_and_written_once(folder):
 @pytest.mark.parametrize(
     ("name", "status", "sentence"),
     [
-        ("no such layer", 2, "Error: There are no layers 99"),
+        ("no such layer", 2, "Error: There are no layers 99-99"),
         ("no such option", 2, "No such option"),
         ("raw", 2, "Error: --raw needs a single process, and torchrun started 2; drop --raw or torchrun."),
     ],
@@ -152,7 +152,7 @@ def test_what_needs_one_process_is_said_by_the_first(command):
 
 
 def test_swap_bench_of_two_processes_is_that_of_one(tmp_path):
-    command = f"swap-bench {NAME} --func dyt,free --sites least:1 --seconds 0 --device cpu --json -o"
+    command = f"swap-bench {NAME} --func dyt,free --layers least:1 --seconds 0 --device cpu --json -o"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "normscope"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
     arguments = [sys.executable, *torchrun, *command.split(), "two"]

@@ -1,12 +1,9 @@
 """The options with which networks are run: the same everywhere, and none that a command would ignore; ``--sample``."""
 
 import dataclasses
-import inspect
 import json
-from types import SimpleNamespace
 
 import pytest
-import typer
 from command_line import document, invoke
 from PIL import Image
 from safetensors import safe_open
@@ -14,18 +11,12 @@ from safetensors.torch import load_file
 from typer.main import get_command
 
 from normscope.cli import app
-from normscope.cli.options import declared
-from normscope.cli.running import RunOptions, check_sources, family_of
-from normscope.errors import UsageError
+from normscope.cli.running import RunOptions
 
 LEFT_OUT = {
-    "plot": set(),
-    "fit": set(),
-    "stats": set(),
-    "gradient": set(),
-    "compare": set(),
+    **{command: {"verify"} for command in ("plot", "fit", "stats", "gradient", "compare", "report")},
     "capture": set(),
-    "layers": {"limit", "shuffle", "workers", "sample", "guidance", "timesteps"},
+    "layers": {"limit", "shuffle", "batch_size", "workers", "sample", "seed", "dtype", "guidance", "timesteps"},
     "swap": {"sample", "device_map", "verify"},
     "swap-bench": {"sample", "device_map", "verify"},
     "heal": {"device_map", "dtype", "sample", "verify"},
@@ -43,61 +34,6 @@ def test_a_command_has_the_options_that_it_follows_and_their_defaults(command):
         assert parameters[name].default == FIELDS[name] or (command, name) in OWN_DEFAULTS
 
 
-@pytest.fixture
-def called():
-    """A command with all options for running but --sample, and the arguments that it was called with."""
-    calls, program = [], typer.Typer()
-
-    @program.command()
-    @declared(without=("sample",))
-    def command(model: str, *, run: RunOptions, quiet: bool = False) -> None:
-        """Say so."""
-        calls.append((model, run, quiet))
-
-    return command, lambda *line: get_command(program)([*line], standalone_mode=False), calls
-
-
-def test_what_is_given_reaches_the_run_and_the_rest_is_as_it_was(called):
-    command, typed, calls = called
-    command("demo_vit", limit=3, verify=True, quiet=True)
-    typed("demo_vit", "--limit", "3", "--verify", "--quiet")
-    assert calls == [("demo_vit", RunOptions(limit=3, verify=True), True)] * 2
-    assert "sample" not in inspect.signature(command).parameters
-    with pytest.raises(TypeError, match="sample"):
-        command("demo_vit", sample=3)
-
-
-def test_a_batch_size_is_a_number_or_auto(called):
-    _, typed, calls = called
-    for given in ((), ("--batch-size", "3"), ("--batch-size", "auto")):
-        typed("demo_vit", *given)
-    assert [run.batch_size for _, run, _ in calls] == [8, 3, "auto"]
-    for wrong in ("0", "-1", "large", "1.5", str(2**63)):
-        with pytest.raises(typer.BadParameter):
-            typed("demo_vit", "--batch-size", wrong)
-
-
-def test_options_that_only_a_network_can_follow_are_named_for_a_file(tmp_path):
-    file = tmp_path / "seen.safetensors"
-    file.touch()
-    check_sources([str(file)], RunOptions())
-    with pytest.raises(UsageError, match=r"--batch-size, --verify can have no effect"):
-        check_sources([str(file)], RunOptions(batch_size=2, verify=True))
-
-
-@pytest.mark.parametrize(
-    ("about", "family"),
-    [
-        ({"model": "transformers:owner/name", "family": "speech"}, "speech"),
-        ({"model": "transformers:owner/name"}, "language"),  # captured when transformers' networks all read text
-        ({"model": "timm:test_vit"}, "vision"),
-        ({"model": "MyNetwork"}, None),
-    ],
-)
-def test_a_capture_says_its_family_where_the_name_does_not(about, family):
-    assert family_of(SimpleNamespace(about=about)) == family
-
-
 SAID = "a sample of 3 tokens of each"
 RUN = "demo_vit --limit 4 --layers 0,16 --sample 3"
 
@@ -106,12 +42,6 @@ RUN = "demo_vit --limit 4 --layers 0,16 --sample 3"
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_table_and_its_document_say_so():
-    assert SAID in invoke(f"fit {RUN}").stdout.splitlines()[0]
-    assert all(SAID in fit["data"] and fit["n_pairs"] == 4 * 3 * 64 for fit in document(f"fit {RUN}")["fits"])
 
 
 @pytest.mark.slow
@@ -138,13 +68,13 @@ def test_a_capture_its_raw_pairs_and_what_is_made_of_it_say_so(folder):
 @pytest.mark.usefixtures("folder")
 def test_which_sites_a_number_took_is_said_once_for_people():
     few = "demo_vit --limit 2 --sample 3"
-    line = "--layers 3 takes one of each stretch of the depth, by turns of every kind: "
+    line = "--layers 3 selects, evenly over the depth: "
     line += "2 blocks.1.norm1, 7 blocks.3.norm2, 16 norm\n"
     capture = f"capture {few} -o seen.safetensors"
     assert invoke(f"fit {few} --layers 3").stderr.count(line) == 1
     assert line not in invoke(f"{capture} --layers 3 -q").stderr
-    assert "stretch" not in invoke(f"{capture} --layers 2,7").stderr
+    assert "evenly" not in invoke(f"{capture} --layers 2,7").stderr
     assert invoke(f"{capture} --layers 3").stderr.count(line) == 1
-    assert invoke("stats seen.safetensors --layers 1").stderr.count("--layers 1 takes") == 1
+    assert invoke("stats seen.safetensors --layers 1").stderr.count("--layers 1 selects") == 1
     swap = invoke("swap demo_vit --limit 2 --func identity --sites 3 -o swapped").stderr
-    assert swap.count(line.replace("layers", "sites")) == 1
+    assert swap.count(line) == 1

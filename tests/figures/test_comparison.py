@@ -10,7 +10,6 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.figures.comparison import labels, plot_comparison
-from normscope.figures.scurves import save_figure
 
 ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}
 NAMES = ["n0", "n1", "n2", "n3"]
@@ -119,12 +118,6 @@ def test_many_curves_go_into_even_rows_with_one_scale():
     [(low, high)] = {ax.get_ylim() for ax in titled.values()}
     alphas = [y for ax in titled.values() for _, values in series(ax) for y in values]
     assert low < min(alphas) and max(alphas) < high
-
-
-def test_one_site_each_is_enough(tmp_path):
-    captures = [captured(["n0"]), captured(["n0"], scale=2, weights="w" * 400)]
-    _, figure = drawn(captures)
-    assert save_figure(figure, tmp_path / "one.png", captures, 40).stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("n_captures", "message"), [(1, "two or more captures"), (2, "the fits of 1")])

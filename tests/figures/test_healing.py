@@ -31,10 +31,7 @@ NOT_KEPT = replace(
 def dots(ax):
     """The points of a panel by their filling: [x, y] of filled ones, and of open ones."""
     lines = [line for line in ax.lines if line.get_marker() == "o"]
-    open_ones = [line.get_mfc() == ax.get_facecolor() or line.get_mfc() == "#FFFFFF" for line in lines]
-    points = [
-        (empty, point) for empty, line in zip(open_ones, lines, strict=True) for point in line.get_xydata().tolist()
-    ]
+    points = [(line.get_mfc() == "#FFFFFF", point) for line in lines for point in line.get_xydata().tolist()]
     return [[point for empty, point in points if empty == kind] for kind in (False, True)]
 
 
@@ -80,6 +77,6 @@ def test_the_table_has_a_row_a_stage():
     columns = [list(column.cells) for column in healing_table(REPORT).columns]
     assert columns[0] == ["start values", "calibrated", "trained"]
     assert columns[1] == ["", "", "20"]
-    assert columns[3] == ["0.5000", "0.3000", "0.1000"]
+    assert columns[3] == ["0.5", "0.3", "0.1"]
     assert columns[5] == ["", "40.0%", "80.0%"]
     assert columns[6] == ["", "", "yes"]

@@ -235,8 +235,15 @@ def sites(*names, placement="pre-norm"):
             ((), ("norm",)),
         ),
         (sites("q", placement="qk"), sites("p"), "depth", {}, (("q",), ("p",))),
+        (
+            [*sites("a", "b", "c"), *sites("norm", placement="final")],
+            [*sites("d", "e", placement="post-norm"), *sites("ln", placement="final"), *sites("q", placement="qk")],
+            "depth",
+            {"a": "d", "c": "e", "norm": "ln"},
+            (("b",), ("q",)),
+        ),
     ],
-    ids=["built alike", "one shared name", "no placement in common"],
+    ids=["built alike", "one shared name", "no placement in common", "pre-norm against post-norm"],
 )
 def test_sites_are_matched_by_name_in_networks_built_alike_and_otherwise_by_depth(
     first, second, by, counterparts, unmatched

@@ -122,13 +122,15 @@ def test_channels_are_fitted_each_by_itself(observed, by_scipy):
         assert found.r2_ceiling is None and found.intervals == {} and found.in_noise is None
 
 
-def test_pools_are_named_for_what_their_sites_share():
+def test_pools_are_named_for_what_their_sites_share(tmp_path):
     parts = [nn.ModuleDict({"norm": nn.LayerNorm(8)}) for _ in range(3)]
     for part in parts:
         part.forward = lambda x, norm=part["norm"]: norm(x)
     blocks = nn.Sequential(*parts)
     seen = normscope.capture(blocks, [torch.randn(16, 8, generator=torch.Generator().manual_seed(0))])
-    assert [one.site for one in normscope.fit(seen, "tanh", pool="kind")] == ["*.norm"]
+    path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
+    for capture in (seen, path, str(path)):
+        assert [one.site for one in normscope.fit(capture, "tanh", pool="kind")] == ["*.norm"]
     assert len(normscope.fit(seen, "tanh", pool="placement")[0].sites) == 3
 
 

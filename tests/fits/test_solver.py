@@ -154,6 +154,22 @@ def test_without_a_fold_a_curve_with_kinks_is_in_the_lower_of_two_minima(solved,
     assert solved(x, y, name, folds=folds).r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=2e-5)
 
 
+@pytest.mark.parametrize("name", ["hardtanh", "logsign_clip", "tanh"])
+def test_without_a_fold_a_shifted_curve_is_fitted_anew(solved, by_scipy, name):
+    """Folds bend elsewhere, so that the whole's α and s predict them worse."""
+    x, generator = heavy_tailed(4000, 3)
+    folds = np.arange(x.size) % 8
+    f = lambda u: CURVES[name].function(torch.from_numpy(u)).numpy()  # noqa: E731
+    y = 2 * f((0.6 + 0.1 * folds) * x + 0.2 * (folds - 3)) + 0.1 * generator.standard_normal(x.size)
+    left = 0.0
+    for fold in range(8):
+        held = folds == fold
+        amplitude, alpha, s = by_scipy(f, x[~held], y[~held], shifted=True)
+        left += np.sum((y[held] - amplitude * f(alpha * x[held] + s)) ** 2)
+    found = solved(x, y, name, FitForm(), folds=folds)
+    assert found.r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=2e-4)
+
+
 @pytest.mark.parametrize("name", sorted(NUMPY))
 def test_pairs_far_from_the_origin_and_close_together_bend_where_all_raw_pairs_do(solved, name):
     generator = np.random.default_rng(2)

@@ -58,6 +58,11 @@ def test_softcap_stays_what_it_is(seen):
         assert start.shift is None
 
 
+def test_derf_has_a_shift_also_where_none_was_fitted(seen):
+    for found in (starts("derf", seen, "theory"), starts("derf", normscope.fit(seen, "erf", shift=False))):
+        assert [(start.curve.name, float(start.shift)) for start in found] == [("derf", 0.0)] * 2
+
+
 def test_fits_are_taken_as_they_are(seen):
     fits = normscope.fit(seen, "tanh,isru,free,best")
     for name in ("tanh", "isru"):

@@ -1,8 +1,6 @@
 """Tables for papers and pages, read back by a small reader of LaTeX."""
 
 import re
-import shutil
-import subprocess
 
 import pytest
 from hypothesis import given
@@ -55,7 +53,7 @@ def test_every_name_is_set_as_it_stands(name):
 @pytest.mark.parametrize(
     ("shown", "written"),
     [
-        ("0.8910 ±0.014", r"$0.8910 \pm 0.014$"),
+        ("0.891 ± 0.014", r"$0.891 \pm 0.014$"),
         ("-0.0001", "$-0.0001$"),
         ("1e-06", r"$1 \times 10^{-6}$"),
         ("12,345", "$12{,}345$"),
@@ -74,9 +72,9 @@ def test_numbers_keep_their_digits_in_math(shown, written):
 
 def table():
     columns = [names("site", lambda row: row[0]), *several(["A", "R²"], lambda row: row[1:])]
-    rows = [("[0].norm_1", "1.0", "0.8910 ±0.014"), ("*", "", "")]
+    rows = [("[0].norm_1", "1.0", "0.891 ± 0.014"), ("*", "", "")]
     remark = {"*": "nothing | to fit"}
-    return table_of(rows, columns, caption="R²: of 5 % & more", remark=lambda row: remark.get(row[0]))
+    return table_of(rows, columns, caption=["R²: of 5 % & more"], remark=lambda row: remark.get(row[0]))
 
 
 def test_a_table_for_booktabs():
@@ -86,7 +84,7 @@ def test_a_table_for_booktabs():
         r"\toprule",
         r"site & A & R$^{2}$ \\",
         r"\midrule",
-        r"{[}0{]}.norm\_1 & $1.0$ & $0.8910 \pm 0.014$ \\",
+        r"{[}0{]}.norm\_1 & $1.0$ & $0.891 \pm 0.014$ \\",
         r"{*} & \multicolumn{2}{l}{nothing $|$ to fit} \\",
         r"\bottomrule",
         r"\end{tabular}",
@@ -100,46 +98,11 @@ def test_a_table_for_a_page():
         "",
         "| site | A | R² |",
         "|:---|---:|---:|",
-        r"| \[0\].norm\_1 | 1.0 | 0.8910 ±0.014 |",
+        r"| \[0\].norm\_1 | 1.0 | 0.891 ± 0.014 |",
         r"| \* | nothing \| to fit |  |",
         "",
         "R²: of 5 % & more",
     ]
-
-
-def set_by_pdflatex(path):
-    """The warnings and errors of a document that holds nothing but these tables."""
-    packages = r"\usepackage{booktabs}\usepackage[paperwidth=200cm,paperheight=200cm]{geometry}"
-    page = path.with_suffix(".page.tex")
-    page.write_text(
-        f"\\documentclass{{article}}{packages}\\begin{{document}}\n\\input{{{path.name}}}\n\\end{{document}}"
-    )
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", page.name]
-    done = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, timeout=120)
-    return [line for line in done.stdout.splitlines() if line.startswith(("!", "LaTeX Warning", "Overfull"))]
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
-@pytest.mark.parametrize(
-    "command", [("fit", "demo_vit", "--func", "all"), ("stats", "demo_vit"), ("curves",)], ids=" ".join
-)
-def test_pdflatex_sets_what_commands_write(command, tmp_path):
-    limit = () if command == ("curves",) else ("--limit", "4")
-    done = CliRunner().invoke(app, [*command, *limit, "-o", str(tmp_path / "t.tex")])
-    assert done.exit_code == 0, done.output
-    assert set_by_pdflatex(tmp_path / "t.tex") == []
-    assert (tmp_path / "t.page.pdf").stat().st_size > 10_000
-
-
-def test_the_formulas_of_curves_are_set_in_math(tmp_path):
-    done = CliRunner().invoke(app, ["curves", "-o", str(tmp_path / "t.tex")])
-    assert done.exit_code == 0, done.output
-    rows = [line for line in (tmp_path / "t.tex").read_text().splitlines() if line.endswith(r" \\")]
-    assert "2/π·atan(u)".replace(" ", "") in [
-        read(row.split("&")[1]).replace(" ", "") for row in rows if "arctan" in row
-    ]
-    for row in rows:
-        read(row.replace("&", "").removesuffix(r" \\"))
 
 
 @pytest.mark.parametrize(
@@ -179,9 +142,11 @@ def test_what_commands_write_can_be_set_by_any_latex(command, tmp_path, monkeypa
 
 def test_the_digits_are_those_of_the_terminal(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    done = CliRunner().invoke(app, ["fit", "demo_vit", "--limit", "8", "-q", "-o", str(tmp_path / "t.tex")])
+    fit = ["fit", "demo_vit", "--limit", "8", "-q"]
+    done = CliRunner().invoke(app, fit)
+    CliRunner().invoke(app, [*fit, "-o", str(tmp_path / "t.tex")])
     text = (tmp_path / "t.tex").read_text()
-    shown = re.findall(r"\d+\.\d+ ±[\d.]+", done.stdout)
+    shown = re.findall(r"\d+\.\d+ ± [\d.]+", done.stdout)
     written = re.findall(r"\$(\d+\.\d+) \\pm ([\d.]+)\$", text)
-    assert len(shown) > 17 * 3 and [f"{value} ±{half}" for value, half in written] == shown
+    assert len(shown) > 17 * 3 and [f"{value} ± {half}" for value, half in written] == shown
     assert re.search(r"tanh & \$3\$ & \$[\d.]+ \\pm [\d.]+\$ & \$[\d.]+ \\pm", text)  # A's interval, and α's

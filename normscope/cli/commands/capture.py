@@ -12,7 +12,7 @@ from normscope.cli.options import declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models
-from normscope.errors import DataError, UsageError
+from normscope.errors import UsageError
 from normscope.runtime.files import CHECKPOINT, check_writable
 from normscope.runtime.processes import Place
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @declared(
     "normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
-    "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume"
+    "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume",
+    without=("columns",),
 )
 def capture(
     model: str,
@@ -43,9 +44,9 @@ def capture(
     by: str | None = None,
     say: Output,
 ) -> None:
-    """Run a model and keep what its norms did, in a file that other commands take in place of a model.
+    """Run a model and sum up all pairs of its norms in a file, which other commands accept in place of a model.
 
-    Ctrl-C finishes the batch, keeps what was captured so far, and says how to go on.
+    Ctrl-C finishes the batch, keeps what was captured so far, and reports how to continue.
     """
     check_models([model])
     check_by(by, [model])
@@ -96,11 +97,11 @@ def capture(
 @declared(
     "normscope capture demo_vit --data first/ -o first.safetensors · "
     "normscope merge first.safetensors second.safetensors -o both.safetensors · normscope plot both.safetensors",
+    without=("columns",),
     first_rank_only=True,
 )
 def merge(files: list[str], output: Path, *, force: bool = False, say: Output) -> None:
-    """Make one capture of several: of one model, from runs over different inputs, on whatever days and machines."""
-    _check_files(files)
+    """Merge captures of one model from runs over different inputs, on different days or machines."""
     _check_capture_file(output, force)
     seen = normscope.merge_captures(files)
     say.account(seen)
@@ -119,25 +120,6 @@ def _check_capture_file(path: Path, force: bool) -> None:
             raise UsageError(
                 f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
             )
-
-
-def _check_files(files: list[str]) -> None:
-    """Refuse files that cannot be merged, before the first is read; DataError and UsageError."""
-    if len(files) == 1:
-        raise UsageError(f"merge takes two captures or more; {files[0]} is one. Name the others beside it.")
-    names: dict[tuple[int, int], str] = {}
-    for file in files:
-        try:
-            status = Path(file).stat()
-        except OSError as error:
-            why = error.strerror or error
-            raise DataError(
-                f"Cannot read the capture {file}: {why}; `normscope capture MODEL -o FILE` writes one."
-            ) from error
-        identity = (status.st_dev, status.st_ino)
-        if identity in names:
-            raise UsageError(f"{names[identity]} and {file} are one file. Name each capture once.")
-        names[identity] = file
 
 
 def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
@@ -163,6 +145,12 @@ def _tell(seen: Capture, path: Path, more: dict[str, Any], say: Output) -> None:
         {"name": name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
         for name, stats in counted
     ]
-    about = {**seen.about, "file": str(path)}
-    document = {**about, **more, "n_samples": seen.n_samples, "parts": list(seen.parts), "sites": sites}
-    say.document({**document, "skipped": skipped_as_json([seen])}, [{**about, **site} for site in sites])
+    document = {
+        **seen.about,
+        "file": str(path),
+        **more,
+        "n_samples": seen.n_samples,
+        "parts": list(seen.parts),
+        "sites": sites,
+    }
+    say.document({**document, "skipped": skipped_as_json([seen])})

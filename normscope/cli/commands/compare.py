@@ -7,29 +7,31 @@ from pathlib import Path
 
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
-from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded
 
 
 @declared(
     "normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
-    "normscope compare vit_b16 --weights step100.pt --weights step200.pt"
+    "normscope compare vit_b16 --weights step100.pt --weights step200.pt",
+    without=("verify",),
 )
 def compare(
     models: list[str] | None = None,
     *,
     func: str = "tanh,isru",
+    shift: bool = True,
     layers: str = "all",
     weights: list[str] | None = None,
     run: RunOptions,
     by: str | None = None,
-    output: Path = Path("outputs"),
+    output: Path = Path(FIGURES),
     look: Look,
     say: Output,
 ) -> None:
     """Compare models, captures, or the checkpoints of a training with the first of them: site by site, in one figure.
 
-    Sites are matched by name, or, where the networks are built differently, by placement and relative depth.
+    Sites are matched by name or, if most names differ, by placement and relative depth.
     """
     names = named_or_embedded(models, say)
     from normscope.fits.comparison import check_curves, check_number, compared
@@ -42,12 +44,12 @@ def compare(
     check_by(by, names)
     if by is None:
         check_number(len(runs))
-    files = FigureFiles(output, look, ["comparison"], [""])
+    files = FigureFiles(say.place_of_figures(output), look, ["comparison"], [""])
     seen = list(captures(runs, layers, say, by))
-    comparison = compared(seen, [normscope.fit(capture, curves) for capture in seen])
+    comparison = compared(seen, [normscope.fit(capture, curves, shift=shift) for capture in seen])
     for line in matching_lines(comparison):
         say.sentences(line)
-    say.result(comparison_table(comparison.rows))
+    say.table(comparison_table(comparison.rows))
     drawn = normscope.plot_comparison(seen, comparison.fits, **look.of_figure)
     rows = [row.as_dict() for row in comparison.rows]
     document = {

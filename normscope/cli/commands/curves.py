@@ -5,27 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 import normscope
-from normscope.cli.options import Look, check_plot, declared
+from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output
 
 
 @declared(
     "normscope curves · normscope curves --func tanh,mine=x/(1+abs(x)) --plot curves.pdf --width 5.5",
-    without=("figure_format",),
+    without=("figure_format", "dpi", "style", "title"),
     first_rank_only=True,
 )
 def curves(*, func: str = "all", plot: Path | None = None, look: Look, say: Output) -> None:
-    """List the curves that are known, with their formulas; draw them."""
+    """List the built-in curves and their formulas; draw them."""
     from normscope.fits.curves.expressions import curves_named
     from normscope.tables.table import curves_table
 
-    check_plot(plot)
+    files = FigureFiles(plot, look, ["curves"], [""], option="--plot") if plot else None
     chosen = curves_named(func)
-    say.result(curves_table(chosen))
-    if plot is not None:
+    say.table(curves_table(chosen))
+    if files:
         figure = normscope.plot_curves(chosen, **look.of_figure)
-        normscope.save_figure(figure, plot, {"curves": [curve.name for curve in chosen]}, look.dpi)
-        say.result(str(plot))
+        files.save(figure, "curves", "", {"curves": [curve.name for curve in chosen]}, say)
     rows = [
         {"curve": curve.name, "aliases": list(curve.aliases), "formula": curve.formula, "source": curve.source}
         for curve in chosen

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import Look, check_plot, declared
+from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, family_of, sources
 from normscope.errors import UsageError, unknown
@@ -16,9 +16,9 @@ _CURVES = "tanh,isru"
 
 
 @declared(
-    "normscope fit --func isru · normscope fit vit_b16 --func all --csv · normscope fit demo_dit --by timestep · "
+    "normscope fit --func isru · normscope fit vit_b16 --func all -o fits.csv · normscope fit demo_dit --by timestep · "
     "normscope fit demo_vit --per channel --json · normscope fit seen.safetensors --pool kind --func best",
-    without=("figure_format", "dpi", "style"),
+    without=("verify", "figure_format", "dpi", "style"),
 )
 def fit(
     models: list[str] | None = None,
@@ -39,7 +39,7 @@ def fit(
     look: Look,
     say: Output,
 ) -> None:
-    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with honest intervals."""
+    """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95 % intervals."""
     from normscope.fits.advice import NOTE
     from normscope.fits.fit import check_fit
     from normscope.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
@@ -61,7 +61,7 @@ def fit(
     how: dict[str, Any] = {"per": "site" if of_tokens else per, "pool": pool, "weights_by": weights_by, **form}
     check_fit(func, **how)
     names = sources(models, run, by, say)
-    check_plot(plot, names, by)
+    files = FigureFiles(plot, look, names, ["depth"], by, "--plot") if plot else None
     sums = {"by_gamma": weights_by == "gamma", "per_channel": per == "channel"}
     seen, rows, summaries = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by, **sums):
@@ -69,24 +69,26 @@ def fit(
         seen.append(capture)
         if of_tokens:
             slopes = normscope.token_slopes(capture)
-            say.result(slopes_table(slopes))
+            say.table(slopes_table(slopes))
             rows += [row.as_dict() for row in slopes]
             continue
         fits = normscope.fit(capture, func, **how)
         if advise:
             advice = normscope.advise(fits, capture.sites, family=family_of(capture))
-            say.result(advice_table(advice))
+            say.table(advice_table(advice))
             rows += [row.as_dict() for row in advice]
             continue
-        say.result(channels_table(fits) if per == "channel" else fits_table(fits))
+        say.table(channels_table(fits) if per == "channel" else fits_table(fits))
         rows += [fit.as_dict() for fit in fits]
         summary = normscope.layerwise(fits) if per == "site" and pool is None else None
         if summary is not None and summary.sites > 1:
             say.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
-        if plot:
+        if files:
+            from normscope.figures.style import heading  # matplotlib takes a while
+
             figure = normscope.plot_depth(capture, fits, **look.of_figure)
-            say.result(str(normscope.save_figure(figure, plot, capture)))
+            files.save(figure, heading(capture.about), "depth", capture, say)
     document: dict[str, Any] = {"fits": rows, "layerwise": summaries}
     if of_tokens:
         document = {"slopes": rows}

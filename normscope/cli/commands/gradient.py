@@ -6,40 +6,42 @@ from pathlib import Path
 
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
-from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.tables.card import gradient_tables
 
 
 @declared(
     "normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
-    "normscope gradient seen.safetensors -o gradient.pdf"
+    "normscope gradient seen.safetensors -o gradient.pdf",
+    without=("verify",),
 )
 def gradient(
     models: list[str] | None = None,
     *,
     layers: str = "4",
     func: str = "tanh,isru",
+    shift: bool = True,
     run: RunOptions,
     by: str | None = None,
-    output: Path = Path("outputs"),
+    output: Path = Path(FIGURES),
     look: Look,
     say: Output,
 ) -> None:
-    """Set each norm's Jacobian beside its curves' derivatives, and show whether what DyT and DyISRU assume holds."""
+    """Compare each norm's Jacobian with the curves' derivatives, and test the assumptions of DyT and DyISRU."""
     from normscope.figures.style import heading
     from normscope.fits.fit import check_fit
 
     check_fit(func)
     names = sources(models, run, by, say)
-    files = FigureFiles(output, look, names, ["gradient"], by)
+    files = FigureFiles(say.place_of_figures(output), look, names, ["gradient"], by)
     seen, rows, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by, diagonal=True):
-        fits = normscope.fit(capture, func)
+        fits = normscope.fit(capture, func, shift=shift)
         views = normscope.gradient(capture, fits)
         say.heading(capture.about)
         for table in gradient_tables(views):
-            say.result(table)
+            say.table(table)
         figure = normscope.plot_gradient(capture, fits, **look.of_figure)
         file = files.save(figure, heading(capture.about), "gradient", capture, say)
         figures.append({**capture.about, "file": file, "sites": [site.name for site in capture.sites]})

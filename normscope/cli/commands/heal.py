@@ -32,12 +32,12 @@ def heal(
     model: str,
     output: Path,
     *,
-    func: str = "dyisru",
+    func: str = "tanh",
     steps: int | None = None,
     minutes: float | None = None,
     train: str = "all",
     init: str = CALIBRATED,
-    sites: str = "all",
+    layers: str = "all",
     keep: int | None = None,
     per: str = "site",
     shift: bool | None = None,
@@ -47,7 +47,7 @@ def heal(
     look: Look,
     say: Output,
 ) -> None:
-    """Swap a model's norms, calibrate it, and train it back to what it gave."""
+    """Swap a model's norms, calibrate it, and train it towards the original's outputs."""
     swapping.check_alone("Healing takes its steps", more=": normscope heal …")
     check_models([model])
     from normscope.pairs.ranks import ALONE
@@ -61,14 +61,14 @@ def heal(
     if minutes is None and steps is None:
         steps = STEPS
     check_options(train, steps, minutes)
-    swapping.check_keep(keep, None, sites)
+    swapping.check_keep(keep, None, layers)
     check_folder_writable(output, FILES, ALSO)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
     drawn_choice = swapping.figure_of_choice(output)
     for path in (checkpoint, drawn, drawn_choice):
         check_writable(path)
     asked = {"model": model, "func": func, "steps": steps, "minutes": minutes, "train": train, "init": init}
-    asked |= {"sites": sites, "keep": keep, "per": per, "shift": shift, "batch size": batch_size}
+    asked |= {"sites": layers, "keep": keep, "per": per, "shift": shift, "batch size": batch_size}
     of_network = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
     asked |= {name: str(value) if isinstance(value, Path) else value for name, value in of_network.items()}
     if not restart:
@@ -76,7 +76,7 @@ def heal(
     # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
-    source = swapping.SwapSource(network, sites, run.seed, say, ALONE)
+    source = swapping.SwapSource(network, layers, run.seed, say, ALONE)
     if init == CALIBRATED and not how.calibrated:
         say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
     modules = source.replacements(how, source.fits(how))
@@ -117,7 +117,8 @@ def heal(
     whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
     whole |= {"per": per, "sites": len(source.norms)}
     title = f"{network.name} · {func}"
-    figure = normscope.plot_healing(report, title if look.title is None else look.title, width=look.width)
+    titled = replace(look, title=title if look.title is None else look.title)
+    figure = normscope.plot_healing(report, **titled.of_figure)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
@@ -130,11 +131,7 @@ def heal(
     for path in written:
         say.result(str(path))
     swapping.remark_on_loading(model, folder, say)
-    rows = [
-        {**whole, "stage": stage, **quantiles, "closed": report.closed_after(stage), "kept": stage == report.left_with}
-        for stage, quantiles in report.drifts.items()
-    ]
-    say.document({**report.as_dict(), **whole, "folder": str(folder), "figure": str(drawn)}, rows)
+    say.document({**report.as_dict(), **whole, "folder": str(folder), "figure": str(drawn)})
 
 
 def _remark_on(check: TrainingCheck, say: Output) -> None:
@@ -150,7 +147,7 @@ def _tell(report: HealReport, say: Output) -> None:
     from normscope.swaps.reports import TRAINED
     from normscope.tables.swaps import healing_table
 
-    say.result(healing_table(report))
+    say.table(healing_table(report))
     swapping.tell_what_stayed(report.not_refitted, report.left_out, say)
     if report.restored:
         say.warn("the drift on the held-out inputs did not fall: what was written has the start values")

@@ -13,22 +13,22 @@ _FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "
 
 @declared(
     "normscope layers vit_b16 --weights random --verify · normscope layers timm:convnext_tiny --json",
-    without=("limit", "shuffle", "workers", "sample", "guidance", "timesteps"),
+    without=("limit", "shuffle", "batch_size", "workers", "sample", "seed", "dtype", "guidance", "timesteps"),
     first_rank_only=True,
 )
-def layers(models: list[str] | None = None, *, run: RunOptions, say: Output) -> None:
-    """List every normalization layer of a model in the order in which it is called, and those that are skipped."""
+def layers(models: list[str] | None = None, *, verify: bool = False, run: RunOptions, say: Output) -> None:
+    """List every normalization layer of a model in the order of calls, and those that are skipped."""
     names = named_or_embedded(models, say)
     check_models(names)
     documents, rows = [], []
     for name in names:
         network = run.load(name, say)
         report = normscope.find_norms(network)
-        if run.verify:
+        if verify:
             normscope.capture(network, [network.inputs.first_sample()], verify=True)
             say.remark(f"{name}: the true output of all {len(report.sites)} norms was reproduced")
-        say.result(name)
-        say.result(layers_table(report.sites))
+        say.title(name)
+        say.table(layers_table(report.sites))
         say.skipped(report.skipped)
         sites = [{key: getattr(site, key) for key in _FIELDS} for site in report.sites]
         documents.append({"model": name, "sites": sites, "skipped": [norm.as_dict() for norm in report.skipped]})

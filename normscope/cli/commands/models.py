@@ -12,8 +12,8 @@ from normscope.tables.table import models_table
 
 @declared("normscope models --json", first_rank_only=True)
 def models(*, say: Output) -> None:
-    """List the models that can be named."""
+    """List the names of models."""
     entries = normscope.list_models()
-    say.result(models_table(entries))
+    say.table(models_table(entries))
     rows = [asdict(entry) | {"embedded": entry.embedded} for entry in entries]
     say.document({"models": rows}, rows)

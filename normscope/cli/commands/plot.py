@@ -7,23 +7,27 @@ from typing import Any
 
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
-from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 
 _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
 
-@declared("normscope plot · normscope plot vit_b16 --layers 4 --format pdf · normscope plot seen.safetensors")
+@declared(
+    "normscope plot · normscope plot vit_b16 --layers 4 -o vit_b16.pdf · normscope plot seen.safetensors",
+    without=("verify", "columns"),
+)
 def plot(
     models: list[str] | None = None,
     *,
     layers: str = "4",
     func: str = "tanh,isru",
+    shift: bool = True,
     color: str = "density,token,channel",
     run: RunOptions,
     by: str | None = None,
-    output: Path = Path("outputs"),
+    output: Path = Path(FIGURES),
     compact: bool = False,
     xscale: str = "linear",
     share_axes: bool = False,
@@ -32,8 +36,7 @@ def plot(
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 
-    Two or more models also share one figure more, which is the only one with --compact: a row a model, and four norms
-    across.
+    Two or more models also share one figure, with a row per model and four norms across; with --compact, only that one.
     """
     from normscope.figures.axes import check_xscale
     from normscope.figures.scurves import rows_named
@@ -51,17 +54,15 @@ def plot(
         if len(names) > 1:
             check_writable(files.path(_OVERVIEW, _VIEW))
     axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.of_figure}
-    seen, fits, figures, drawn = [], [], [], []
+    seen, fits, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
-        fitted = normscope.fit(capture, func)
+        fitted = normscope.fit(capture, func, shift=shift)
         file = None
         if not compact:
             figure = normscope.plot(capture, fitted, rows=rows, **axes)
             file = files.save(figure, heading(capture.about), _VIEW, capture, say)
-        of_fits = [fit.as_dict() for fit in fitted]
         sites = [site.name for site in capture.sites]
-        figures.append({**capture.about, "file": file, "sites": sites, "fits": of_fits})
-        drawn += [{"file": file, **row} for row in of_fits]
+        figures.append({**capture.about, "file": file, "sites": sites, "fits": [fit.as_dict() for fit in fitted]})
         seen.append(capture)
         fits.append(fitted)
     together = None
@@ -69,4 +70,4 @@ def plot(
         title = heading(seen[0].about) if len(seen) == 1 else _OVERVIEW
         figure = normscope.overview(seen, fits, **axes)
         together = files.save(figure, title, _COMPACT if compact else _VIEW, seen, say)
-    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)}, drawn)
+    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})

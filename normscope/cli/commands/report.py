@@ -7,7 +7,7 @@ from pathlib import Path
 
 import normscope
 from normscope.cli.options import declared
-from normscope.cli.output import Output, skipped_as_json
+from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.errors import UsageError
 from normscope.runtime.files import check_writable, file_stem
@@ -18,21 +18,22 @@ _OF_A_MODEL = 2  # inputs that are kept
 @declared(
     "normscope report vit_b16 · normscope report monday.safetensors tuesday.safetensors -o both.html · "
     "normscope report demo_vit --swap-bench demo_vit.json",
-    without=("as_csv",),
+    without=("verify", "columns"),
 )
 def report(
     models: list[str] | None = None,
     *,
     layers: str = "all",
     func: str = "tanh,isru",
+    shift: bool = True,
     run: RunOptions,
     by: str | None = None,
     keep_inputs: int | None = None,
     swap_bench: Path | None = None,
-    output: Path = Path("outputs"),
+    output: Path = Path(FIGURES),
     say: Output,
 ) -> None:
-    """Write one HTML page in which people look at their norms: it opens from disk, asks no network, and can be sent."""
+    """Write a report: one HTML file to explore norms in, which opens from disk and makes no network request."""
     from normscope.fits.fit import check_fit
     from normscope.page.swap_results import read_swap_results
     from normscope.pairs.kept_inputs import first_inputs
@@ -48,7 +49,7 @@ def report(
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
         say.kept_inputs(capture)
         seen.append(capture)
-        fits.append(normscope.fit(capture, func))
+        fits.append(normscope.fit(capture, func, shift=shift))
         shown.append({**capture.about, "sites": [site.name for site in capture.sites]})
     normscope.report(seen, fits, drift=swaps).save(path)
     size = path.stat().st_size
@@ -57,10 +58,10 @@ def report(
 
 
 def _path(output: Path, names: list[str]) -> Path:
-    """Return the page's file; UsageError if ``output`` is neither a page nor a folder."""
+    """Return the report's file; UsageError if ``output`` is neither an HTML file nor a folder."""
     if output.suffix.lower() in (".html", ".htm"):
         return output
     if output.suffix and not output.is_dir():
-        raise UsageError(f"--output {output} names no page: its file ends in .html. To name a folder, make it first.")
+        raise UsageError(f"--output {output} names no report: its file ends in .html. To name a folder, make it first.")
     stem = file_stem(Path(names[0]).stem if Path(names[0]).is_file() else names[0])
     return output / (f"{stem}-report.html" if len(names) == 1 else "report.html")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
+import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
     from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.norms.sites import NormSite
+    from normscope.swaps.calibrate.calibrate import CalibrationReport
     from normscope.swaps.start import Start
 
 
 @declared(
-    "normscope swap demo_vit --func dyt -o demo_vit-dyt · "
-    "normscope swap vit_b16 --func dyisru --sites final,pre-norm -o safe · normscope swap demo_dit --func best -o best "
-    "· normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
+    "normscope swap demo_vit --func dyt -o demo_vit-dyt · normscope swap vit_b16 --layers final,pre-norm -o safe · "
+    "normscope swap demo_dit --func best -o best · normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
     without=("sample", "device_map", "verify"),
 )
 def swap(
     model: str,
     output: Path,
     *,
-    func: str = "dyt",
+    func: str = "tanh",
     init: str = "fit",
     refit: str = "neighbours",
-    sites: str = "all",
+    layers: str = "all",
     keep: int | None = None,
     max_drift: float | None = None,
     per: str = "site",
@@ -51,7 +51,7 @@ def swap(
     run: RunOptions,
     say: Output,
 ) -> None:
-    """Put point-wise functions in the place of a model's norms, and write the model: its weights and what is where."""
+    """Replace a model's norms by point-wise functions, and write the model into a folder."""
     check_models([model])
     from normscope.swaps.quality import Judge
     from normscope.swaps.start import starts
@@ -60,7 +60,7 @@ def swap(
     how = swapping.SwapChoice.of(func, init, per, shift)
     swapping.check_kernels([how], run.device)
     swapping.check_calibrated(init, refit, [how])
-    swapping.check_keep(keep, max_drift, sites)
+    swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None
     drawn = swapping.figure_of_choice(output)
     place = Place.from_environment()
@@ -70,20 +70,18 @@ def swap(
             check_writable(drawn)
     network = run.load(model, say)
     with run.joined() as ranks:
-        source = swapping.SwapSource(network, sites, run.seed, say, ranks)
+        source = swapping.SwapSource(network, layers, run.seed, say, ranks)
         fits = source.fits(how)
         modules = source.replacements(how, fits)
     if not place.speaks:
         raise typer.Exit
-    calibrations = None
-    if how.calibrated:
-        calibrations = _Calibrations(source, modules, refit, math.inf if max_drift is None else max_drift, say)
+    calibrated = functools.lru_cache(maxsize=2)(lambda paths: _calibrated(source, modules, paths, refit, say))
     choice = None
     if chooses:
-        after = None if calibrations is None else calibrations.drift
+        after = (lambda paths: calibrated(tuple(paths))[1].after) if how.calibrated else None
         choice = source.keep(modules, number=keep, max_drift=max_drift, func=func, init=how.start, after=after)
     chosen = list(modules) if choice is None else choice.swapped
-    swapped, report = (network.module, None) if calibrations is None else calibrations.of(chosen)
+    swapped, report = calibrated(tuple(chosen)) if how.calibrated else (network.module, None)
     with say.bars() as progress:
         judge = Judge(network, None, source.held_out, network.outputs, progress)
         judge.add("original", network.module)
@@ -96,7 +94,7 @@ def swap(
     about = source.about
     folder = normscope.save_swapped(swapped, output, about, func=func, init=how.start or None, kept=choice)
     say.heading(about)
-    say.result(swapped_table(rows))
+    say.table(swapped_table(rows))
     whole: dict[str, Any] = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     if report is not None:
         _tell(report, say)
@@ -113,42 +111,20 @@ def swap(
         say.result(str(drawn))
     swapping.remark_on_loading(model, folder, say)
     left_out = [{"model": model, **norm.as_dict()} for norm in source.skipped]
-    say.document({**whole, "sites": rows, "skipped": left_out}, [{**whole, **row} for row in rows])
+    say.document({**whole, "sites": rows, "skipped": left_out})
 
 
-@dataclass
-class _Calibrations:
-    """Calibrated copies of a network with some sites swapped; remembers the latest of at most a certain drift."""
-
-    source: swapping.SwapSource
-    modules: Mapping[str, nn.Module]
-    refit: str
-    max_drift: float
-    say: Output
-    _latest: tuple[Sequence[str], nn.Module, normscope.CalibrationReport] | None = None
-
-    def of(self, paths: Sequence[str]) -> tuple[nn.Module, normscope.CalibrationReport]:
-        """Return a copy of the network with these sites swapped, and the report of its calibration."""
-        if self._latest is not None and list(paths) == list(self._latest[0]):
-            return self._latest[1:]
-        network, swapped = self.source.network, copy.deepcopy(self.source.network.module)
-        normscope.Swap(swapped, {path: copy.deepcopy(self.modules[path]) for path in paths})
-        with self.say.bars() as progress:
-            report = normscope.calibrate(
-                network.module,
-                swapped,
-                self.source.learned,
-                outputs=network.outputs,
-                refit=self.refit,
-                progress=progress,
-            )
-        if report.after <= self.max_drift:
-            self._latest = paths, swapped, report
-        return swapped, report
-
-    def drift(self, paths: Sequence[str]) -> float:
-        """Return the median error that calibration leaves with these sites swapped."""
-        return self.of(paths)[1].after
+def _calibrated(
+    source: swapping.SwapSource, modules: Mapping[str, nn.Module], paths: Sequence[str], refit: str, say: Output
+) -> tuple[nn.Module, CalibrationReport]:
+    """Return a calibrated copy of the network with these sites swapped, and the report of its calibration."""
+    network, swapped = source.network, copy.deepcopy(source.network.module)
+    normscope.Swap(swapped, {path: copy.deepcopy(modules[path]) for path in paths})
+    with say.bars() as progress:
+        report = normscope.calibrate(
+            network.module, swapped, source.learned, outputs=network.outputs, refit=refit, progress=progress
+        )
+    return swapped, report
 
 
 def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> dict[str, float]:
@@ -177,7 +153,7 @@ def _now(module: nn.Module) -> dict[str, Any]:
     return {"amplitude": None, "alpha": module.alpha.median().item(), "shift": shift, "r2": None}
 
 
-def _tell(report: normscope.CalibrationReport, say: Output) -> None:
+def _tell(report: CalibrationReport, say: Output) -> None:
     layers = sum(not module.is_norm and module.penalty is not None for module in report.modules)
     learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
     say.result(
@@ -193,12 +169,11 @@ def _tell(report: normscope.CalibrationReport, say: Output) -> None:
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
+    from normscope.fits.curve_fit import CurveFit
     from normscope.fits.curves.known import FREE
 
     of_site = [
-        fit
-        for fit in fits
-        if isinstance(fit, normscope.CurveFit) and fit.function is start.curve and fit.norm is start.norm
+        fit for fit in fits if isinstance(fit, CurveFit) and fit.function is start.curve and fit.norm is start.norm
     ]
     r2 = [fit.r2 for fit in of_site if not fit.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE

@@ -12,7 +12,7 @@ import typer
 import normscope
 from normscope.cli import swapping
 from normscope.cli.options import FigureFiles, Look, declared
-from normscope.cli.output import Output
+from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.errors import DeviceError, UsageError, count
 from normscope.models import registry
@@ -24,21 +24,20 @@ if TYPE_CHECKING:
 
 _MANY_CALIBRATIONS = 8
 _PUBLISHED = "llama_7b"
-_CURVES = "dyt,dyisru,derf"
 
 
 @declared(
     "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
-    "normscope swap-bench vit_b16 --sites least:8 · normscope swap-bench llama_7b --device cuda",
-    without=("as_csv", "sample", "device_map", "verify"),
+    "normscope swap-bench vit_b16 --layers least:8 · normscope swap-bench llama_7b --device cuda",
+    without=("sample", "device_map", "verify"),
 )
 def swap_bench(
     models: list[str] | None = None,
     *,
-    func: str = _CURVES,
+    func: str = "tanh",
     init: str = "fit",
     refit: str = "neighbours",
-    sites: str = "all",
+    layers: str = "all",
     per: str = "site",
     shift: bool | None = None,
     full: bool = False,
@@ -46,11 +45,11 @@ def swap_bench(
     all_samples: bool = False,
     seconds: float | None = None,
     run: RunOptions,
-    output: Path = Path("outputs"),
+    output: Path = Path(FIGURES),
     look: Look,
     say: Output,
 ) -> None:
-    """Replace norms by point-wise functions: how far the outputs move on held-out inputs, and how fast it is."""
+    """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.bench.bench import in_words, published, why_not
     from normscope.tables.swaps import published_table
@@ -62,8 +61,9 @@ def swap_bench(
     check_models(names)
     if _PUBLISHED in names and (reason := why_not(device)):  # before seven billion weights are made
         raise DeviceError(reason)
-    if quick:
-        func, seconds = _quick_options(func, full, seconds)
+    if quick and (full or seconds is not None):
+        raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
+    seconds = 0.0 if quick else seconds
     choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
     swapping.check_kernels(choices, run.device)
@@ -78,7 +78,7 @@ def swap_bench(
         for name in names:
             ranks.told(name)  # the other ranks wait: none loads the next network while the first times this one
             network = run.load(name, say)
-            source = swapping.SwapSource(network, sites, run.seed, say, ranks)
+            source = swapping.SwapSource(network, layers, run.seed, say, ranks)
             _remark_on_cost(source, choices, say)
             moved = _drift(source, choices, refit, all_samples, say)
             if not place.speaks:
@@ -87,7 +87,7 @@ def swap_bench(
             if network.name == _PUBLISHED:
                 with say.bars() as progress:
                     table = published(network.module, curves, outputs=network.outputs, progress=progress)
-                say.result(published_table(table))
+                say.table(published_table(table))
                 tables.append(table.as_dict())
             for view, figure, about in (
                 ("drift", normscope.plot_drift(moved, source.norms, **look.of_figure), moved[0].about),
@@ -103,26 +103,13 @@ def swap_bench(
     say.document({**document, "published": tables} if tables else document)
 
 
-def _quick_options(func: str, full: bool, seconds: float | None) -> tuple[str, float]:
-    """Return the curve and the seconds of ``--quick``; UsageError if other options ask for more."""
-    from normscope.fits.curves.expressions import split_names
-
-    if full or seconds is not None:
-        raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
-    if func == _CURVES:
-        return "dyt", 0.0
-    if len(split_names(func)) > 1:
-        raise UsageError(f"--quick takes one curve, and --func {func} names several.")
-    return func, 0.0
-
-
 def _remark_on_cost(source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], say: Output) -> None:
     """Print the number of calibrations, and how to reduce it."""
     calibrated = [choice for choice in choices if choice.calibrated]
     sites = source.least or len(source.norms)
     each = f" for each of {len(calibrated)} curves" if len(calibrated) > 1 else ""
     if calibrated and (rows := 1 + sites + max(0, sites - 2)) > _MANY_CALIBRATIONS:
-        say.remark(f"{rows} calibrations{each}: all sites, each alone, and each number of them; --sites 4 takes fewer")
+        say.remark(f"{rows} calibrations{each}: all sites, each alone, and each number of them; --layers 4 takes fewer")
 
 
 def _drift(
@@ -151,7 +138,7 @@ def _drift(
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
         say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
     for table in drift_tables(reports):
-        say.result(table)
+        say.table(table)
     if not any(report.quality for report in reports):
         say.result(f"No quality: {reports[0].no_quality}.")
     _tell_of_calibration(reports, say)
@@ -190,5 +177,5 @@ def _speed(
         report = normscope.bench(network, curves=curves, dtypes=dtypes, full=full, budget=seconds, progress=progress)
     say.heading(report.about)
     for table in speed_tables(report):
-        say.result(table)
+        say.table(table)
     return report

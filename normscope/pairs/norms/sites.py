@@ -158,7 +158,7 @@ def _numbered(kind: str, name: str) -> str:
 def is_number(layers: str) -> bool:
     """True if layers are a lone number of sites, which :func:`select` spreads over the depth.
 
-    >>> is_number("4"), is_number("4,")
+    >>> is_number("4"), is_number("4-4")
     (True, False)
     """
     return re.fullmatch(r"\s*-?\d+\s*", layers) is not None
@@ -171,7 +171,7 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
         sites: of :func:`normscope.pairs.norms.trace.find_norms`.
         layers: ``"all"``; a number of sites, spread evenly over the depth and alternating between the kinds of norm
             (:func:`kind_of_site`); or indices, ranges (``4-11``, both ends included), module paths and globs, as a list
-            or separated by commas (``"8,"`` is the site 8 alone).
+            or separated by commas. ``[8]`` and ``"8-8"`` are site 8.
 
     Returns:
         The sites in the order of their first calls, each once.

@@ -78,16 +78,6 @@ def test_the_document_names_the_overview_which_takes_nobodys_place(captures, tmp
     assert written(tmp_path / "alone") == ["overview-scurves.png"]
 
 
-@pytest.mark.slow
-def test_it_is_drawn_in_the_style_that_was_asked_for(captures, tmp_path):
-    corners = []
-    for style in ("light", "dark"):
-        invoke(f"plot {' '.join(captures)} --style {style} -o {style} {QUICK}")
-        with Image.open(tmp_path / style / "overview-scurves-3.png") as image:
-            corners.append(image.convert("RGB").getpixel((0, 0)))
-    assert corners == [(0xFF, 0xFF, 0xFF), (0x14, 0x17, 0x1C)]
-
-
 @pytest.mark.parametrize("captures", ["network"], indirect=True)
 def test_where_it_cannot_be_written_nothing_is_run(captures, tmp_path):
     (tmp_path / "out" / "overview-scurves.png").mkdir(parents=True)
@@ -96,11 +86,10 @@ def test_where_it_cannot_be_written_nothing_is_run(captures, tmp_path):
     assert (done.stdout, written(tmp_path / "out")) == ("", ["overview-scurves.png"])
 
 
-@pytest.mark.parametrize("command", [pytest.param("plot --share-axes", marks=pytest.mark.slow), "compare"])
-def test_a_figure_is_as_wide_as_asked(captures, tmp_path, command):
-    invoke(f"{command} {' '.join(captures)} --func tanh --dpi 40 --width 3.25 --title none -o .")
-    figures = list(tmp_path.glob("*.png"))
-    assert figures
-    for path in figures:
-        with Image.open(path) as image:
-            assert image.width == 130
+def test_a_compact_figure_is_the_only_one_with_its_caption_beside(captures, tmp_path):
+    told = document(f"plot {' '.join(captures)} --compact --caption tex --labels none -o all.pdf {QUICK}")
+    assert told["overview"] == "all.pdf" and [figure["file"] for figure in told["figures"]] == [None, None]
+    assert written(tmp_path) == ["all.pdf", "all.tex"]
+    assert (tmp_path / "all.tex").read_text().startswith(r"\caption{Input x of norms, and")
+    assert document(f"plot {captures[0]} --compact -o alone {QUICK}")["overview"] == "alone/overview-compact.png"
+    assert "no kind of labels 'shrt'" in words(invoke(f"plot {captures[0]} --labels shrt", status=2).stderr)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -13,6 +14,7 @@ from torch import nn
 import normscope
 from normscope import PointwiseFunction, drift, keep, load_swapped, plot_keep, replacements, save_swapped
 from normscope.errors import UsageError
+from normscope.pairs.norms.sites import short_names
 from normscope.swaps.drift.keep import MOST_SAMPLES
 from normscope.swaps.store.record import read_record
 
@@ -172,8 +174,16 @@ def test_the_choice_is_saved_shown_and_drawn(tmp_path):
     figure = plot_keep(report)
     drifts, quality = figure.axes
     chosen, held_out = drifts.lines[:2]
-    assert [round(x) for x in chosen.get_xdata()] == [17, 16, 15] and list(chosen.get_ydata()) == medians
+    assert [round(x) for x in chosen.get_xdata()] == [0, 1, 2] and list(chosen.get_ydata()) == medians
     assert list(held_out.get_ydata()) == [step.held_out.p50 for step in report.steps]
+    names = [tick.get_text() for tick in drifts.get_xticklabels()]
+    kept = ["none", *(short_names(report.sites)[path] for path in report.kept)]
+    assert names == [f"{name}  {number}" for number, name in enumerate(kept)]
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == [f"on {report.n_chosen_on} samples of the choice", "on 16 held-out samples", "original"]
+    tried = replace(report, steps=[*report.steps[:2], replace(report.steps[2], worked_on=0.5)])
+    (cross,) = [line for line in plot_keep(tried).axes[0].lines if line.get_marker() == "X"]
+    assert cross.get_xydata().tolist() == [[2, 0.5]]
     assert list(quality.lines[0].get_ydata()) == [report.quality.scores[f"{kept} kept"].value for kept in range(3)]
     plt.close(figure)
     normscope.save_figure(figure, Path(tmp_path, "keep.png"), report.about)
