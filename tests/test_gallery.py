@@ -59,7 +59,7 @@ def test_each_page_is_of_its_model_and_of_todays_format(script, page_of_today, m
     [capture] = page["captures"]
     assert (page["format"], *names_in(page)) == (FORMAT, *names_in(page_of_today)), "run scripts/make_gallery.py again"
     assert page["title"] == capture["about"]["model"] == model
-    assert capture["about"]["weights"].startswith(WEIGHTS[model]) and capture["made"] == ""
+    assert capture["about"]["weights"].startswith(WEIGHTS[model]) and capture["random"] is False
     assert capture["curves"] == script.CURVES.split(",") and all(site["fits"] for site in capture["sites"])
 
 

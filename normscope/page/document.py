@@ -20,6 +20,7 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import short_names
 from normscope.tables.glossary import definitions
 
+FORMAT = 2
 _ELEMENTS = 2_400_000  # of tokens that are shown, over all sites of all captures: two bytes each
 _MOST_ELEMENTS, _LEAST_ELEMENTS = 32_000, 4_000  # of one site
 _OWN_CURVE = re.compile(r"[A-Za-z0-9_ .,+\-*/()]+")
@@ -28,7 +29,7 @@ _ABOUT = ("model", "part", "weights", "data", "dtype", "sample")
 
 
 def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the page's data, and below ``drawn`` that of each site's figures, which are read when it is opened.
+    """Return the page's data; below ``drawn``, that of each site's figures, which are read when it is opened.
 
     Raises:
         UsageError: if captures and fits do not match.
@@ -49,6 +50,7 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
     names = list(dict.fromkeys(fit.curve for of_capture in fits for fit in of_capture))
     own = {fit.curve: fit.function for of_capture in fits for fit in of_capture if fit.curve not in CURVES}
     return {
+        "format": FORMAT,
         "title": " · ".join(dict.fromkeys(heading(capture.about) for capture in seen)),
         "captures": captures,
         "drawn": {name: site.pop("drawn") for name, site in sites.items()},

@@ -106,9 +106,7 @@ def swap_results(results: SwapResults | None) -> dict[str, Any]:
     reports = [results] if isinstance(results, (DriftReport, BenchReport)) else list(results)
     for report in reports:
         if not isinstance(report, (DriftReport, BenchReport)):
-            raise UsageError(
-                f"A report shows what normscope.drift and normscope.bench return, not a {type(report).__name__}."
-            )
+            raise UsageError(f"A report shows results of normscope.drift and .bench, not a {type(report).__name__}.")
     drift = [report.as_dict() for report in reports if isinstance(report, DriftReport)]
     speed = [report.as_dict() for report in reports if isinstance(report, BenchReport)]
     return _checked({"drift": drift, "speed": speed}, "the records")

@@ -1,6 +1,7 @@
 """What the page computes by itself is what Python computes: curves, R², least squares, formulas."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -79,7 +80,15 @@ def test_the_explorer_moves_fits_and_comes_back(browser, pages, fits):
     page.run("const f = document.getElementById('field-amplitude'); f.value = 3; f.dispatchEvent(new Event('change'))")
     assert page.run("return explored.values.amplitude") == 3
     page.click("#reset")
-    assert page.run("return [explored.values.amplitude, explored.values.alpha]") == [fit.amplitude, fit.alpha]
+    assert page.run("return Object.values(explored.values)") == [fit.amplitude, fit.alpha, fit.shift]
+    named, formula = page.texts("#formula-shown")[0].split(", f = ")
+    assert formula == fit.function.formula
+    amplitude, alpha, sign, shift = re.fullmatch(r"y ≈ ([\d.]+)·f\(([\d.]+)x ([+−]) (.+)\)", named).groups()
+    written = [float(amplitude), float(alpha), float(shift.replace("−", "-")) * (-1 if sign == "−" else 1)]
+    assert written == pytest.approx([fit.amplitude, fit.alpha, fit.shift], rel=1e-3)
+    page.click("#free-shift")
+    page.click("#fit")
+    assert page.run("return explored.values.shift") == 0 and page.run(R2) < fit.r2
 
 
 def test_a_formula_is_fitted(browser, pages, fits):

@@ -82,7 +82,7 @@ function table(name, heads, rows, { caption = "", chosen = -1, terms = PAGE.term
   ]));
   const body = element("tbody", {}, lines);
   const sort = (column) => {
-    const falling = head[column].ariaSort === "ascending";
+    const falling = head[column].getAttribute("aria-sort") === "ascending";
     for (const cell of head) cell.removeAttribute("aria-sort");
     head[column].setAttribute("aria-sort", falling ? "descending" : "ascending");
     body.append(...sorted(cells.map((row) => row[column].value), falling).map((place) => lines[place]));
