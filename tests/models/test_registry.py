@@ -136,7 +136,7 @@ except Exception as error:
     user = "".join(traceback.format_exception(error))
 print(json.dumps([*ended, user]))
 """
-REFUSES = 'raise RuntimeError("PyTorch and TorchAudio were compiled with different CUDA versions.\nReinstall both")'
+REFUSES = 'raise RuntimeError("PyTorch and TorchAudio were compiled with different CUDA versions.\\nReinstall both")'
 
 
 @pytest.mark.slow

@@ -68,6 +68,7 @@ def group_norm():
     return nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Flatten(1, 2), nn.GroupNorm(1, 5))
 
 
+ALL_SUMS = {"by_gamma": True, "per_channel": True, "diagonal": True}
 # Which batches each rank takes of one site, and how.
 CASES = {
     "none, one and several sources": (layer_norm, ([], [batch([1, 2], source=4)], [batch([5, 6, 7])]), {}),
@@ -75,10 +76,7 @@ CASES = {
     "another source on each": (layer_norm, tuple([batch([i, i + 3], source=i)] for i in range(3)), {}),
     "one number in two data sets": (layer_norm, ([batch([1], source=1)], [batch([2], source=1, data="b")], []), {}),
     "more tokens than are drawn": (layer_norm, tuple([batch(range(i, 90, 3))] for i in range(3)), {}),
-    "all the sums": (
-        *(weighted, ([batch([1, 2])], [], [batch([3, 4, 5])])),
-        {"by_gamma": True, "per_channel": True, "diagonal": True},
-    ),
+    "all the sums": (weighted, ([batch([1, 2])], [], [batch([3, 4, 5])]), ALL_SUMS),
     "groups": (group_norm, ([batch([1])], [batch([2, 3])], [batch([4])]), {}),
     "no numbers": (layer_norm, ([batch([1, 2])], [batch([3], spoilt=True)], [batch([4], spoilt=True)]), {}),
     "the same samples on two ranks": (layer_norm, ([], [batch([1, 2])], [batch([1, 2])]), {}),
