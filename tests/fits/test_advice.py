@@ -139,7 +139,7 @@ def test_only_dyt_has_published_starts_here():
     fits = [made("layers.0.input_layernorm", curve=curve) for curve in ("tanh", "isru")]
     tanh, isru = advise(fits, norms, family="language")
     assert tanh.published.alpha == 0.8 and isru.published is None
-    text = " ".join(table([tanh, isru], width=100).split())
+    text = " ".join(table([tanh, isru], width=140).split())
     assert "0.8 (LLaMA of width 4096, attention)" in text
     assert "weight γ at A" in text
 

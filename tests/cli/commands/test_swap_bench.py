@@ -149,7 +149,7 @@ def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
     row = measured[1].by_site[0]
     assert row.relative_l2.p50 < measured[0].by_site[0].relative_l2.p50
     # float32 outputs, of which the distances are taken in float64
-    moved = moved_by_dyt(lambda learned: {"sites": "0,", "init": "calibrated", "learn": list(learned)})
+    moved = moved_by_dyt(lambda learned: {"layers": [0], "init": "calibrated", "learn": list(learned)})
     assert row.relative_l2.p50 == pytest.approx(float(moved.quantile(0.5)), rel=1e-5)
 
 
