@@ -44,7 +44,7 @@ REFUSED = {
     **{
         f"a capture of a narrower {type(norm).__name__}": (
             lambda model, seen, norm=norm: normscope.swap(nn.Sequential(nn.Identity(), norm), "dyt", seen),
-            f"has 12 channels, and {WIDTH} in the capture",
+            f"has 12 channels, but {WIDTH} in the capture",
         )
         for norm in (nn.LayerNorm(12), nn.LayerNorm(12, elementwise_affine=False), nn.BatchNorm1d(12))
     },
