@@ -280,7 +280,7 @@ def tell_choice(choice: KeepReport, title: str, file: Path, say: Output) -> None
     say.table(keep_table(choice))
     if not choice.kept:
         say.remark("all norms could be swapped: none had to be kept")
-    normscope.save_figure(normscope.plot_keep(choice, title), file, {**choice.about, "func": choice.func})
+    normscope.save_figure(normscope.figures.plot_keep(choice, title), file, {**choice.about, "func": choice.func})
 
 
 def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:

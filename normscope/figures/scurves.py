@@ -106,7 +106,7 @@ def plot(
         layers: which sites, as of :func:`normscope.capture`; by default all.
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
             list or separated by commas.
-        compact: draw the densities of four sites beside one another, as :func:`normscope.overview` does.
+        compact: draw the densities of four sites beside one another, as :func:`normscope.figures.overview` does.
         xscale: ``linear``, ``asinh`` or ``symlog``; the latter two contain every pair.
         share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets.
         ax: your axes, for one row of one site; the heading is then written inside of them.
@@ -298,7 +298,7 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
     """Write a figure to a file whose suffix is its format, with its provenance in the metadata, and its caption beside.
 
     Args:
-        figure: what :func:`normscope.plot`, :func:`normscope.overview` or another of them drew.
+        figure: what :func:`normscope.plot`, :func:`normscope.figures.overview` or another of them drew.
         path: of the file.
         shown: a capture or a list of them, whose model, weights, data, versions and seed the file contains as JSON; or
             other JSON.

@@ -194,6 +194,6 @@ def test_shared_axes_are_the_widest_of_all_panels(several):
 
 def test_the_panels_of_an_overview_share_axes_over_all_networks(several):
     captures = [several.only("0,1"), several.only([2])]
-    shown = [ax for ax in normscope.overview(captures, share_axes=True).axes if ax.images]
+    shown = [ax for ax in normscope.figures.overview(captures, share_axes=True).axes if ax.images]
     assert len(shown) == 3
     assert len({(ax.get_xlim(), ax.get_ylim(), ax.images[0].get_clim(), ax.get_xscale()) for ax in shown}) == 1

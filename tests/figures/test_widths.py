@@ -150,17 +150,17 @@ def drawn(seen, fits, drifts, speed):
     return {
         "plot": lambda **look: normscope.plot(seen, fits, rows=rows, **look),
         "plot --share-axes": lambda **look: normscope.plot(seen, fits, rows=rows, share_axes=True, **look),
-        "overview": lambda **look: normscope.overview(*both, **look),
-        "overview --share-axes": lambda **look: normscope.overview(*both, share_axes=True, **look),
-        "fit --plot": lambda **look: normscope.plot_depth(seen, fits, **look),
-        "stats --plot": lambda **look: normscope.plot_tails(seen, normscope.norm_cards(seen), **look),
-        "curves": lambda **look: normscope.plot_curves("all", **look),
-        "gradient": lambda **look: normscope.plot_gradient(seen, fits, **look),
-        "compare": lambda **look: normscope.plot_comparison(*both, **look),
-        "drift": lambda **look: normscope.plot_drift(drifts, seen.sites, **look),
-        "keep": lambda **look: normscope.plot_keep(kept(seen.sites), **look),
-        "heal": lambda **look: normscope.plot_healing(HEALED, **look),
-        "speed": lambda **look: normscope.plot_speed(speed, **look),
+        "overview": lambda **look: normscope.figures.overview(*both, **look),
+        "overview --share-axes": lambda **look: normscope.figures.overview(*both, share_axes=True, **look),
+        "fit --plot": lambda **look: normscope.figures.plot_depth(seen, fits, **look),
+        "stats --plot": lambda **look: normscope.figures.plot_tails(seen, normscope.norm_cards(seen), **look),
+        "curves": lambda **look: normscope.figures.plot_curves("all", **look),
+        "gradient": lambda **look: normscope.figures.plot_gradient(seen, fits, **look),
+        "compare": lambda **look: normscope.figures.plot_comparison(*both, **look),
+        "drift": lambda **look: normscope.figures.plot_drift(drifts, seen.sites, **look),
+        "keep": lambda **look: normscope.figures.plot_keep(kept(seen.sites), **look),
+        "heal": lambda **look: normscope.figures.plot_healing(HEALED, **look),
+        "speed": lambda **look: normscope.figures.plot_speed(speed, **look),
     }
 
 

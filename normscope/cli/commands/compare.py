@@ -50,7 +50,7 @@ def compare(
     for line in matching_lines(comparison):
         say.sentences(line)
     say.table(comparison_table(comparison.rows))
-    drawn = normscope.plot_comparison(seen, comparison.fits, **look.of_figure)
+    drawn = normscope.figures.plot_comparison(seen, comparison.fits, **look.of_figure)
     rows = [row.as_dict() for row in comparison.rows]
     document = {
         "figure": files.save(drawn, "comparison", "", seen, say),

@@ -23,7 +23,7 @@ def curves(*, func: str = "all", plot: Path | None = None, look: Look, say: Outp
     chosen = curves_named(func)
     say.table(curves_table(chosen))
     if files:
-        figure = normscope.plot_curves(chosen, **look.of_figure)
+        figure = normscope.figures.plot_curves(chosen, **look.of_figure)
         files.save(figure, "curves", "", {"curves": [curve.name for curve in chosen]}, say)
     rows = [
         {"curve": curve.name, "aliases": list(curve.aliases), "formula": curve.formula, "source": curve.source}

@@ -87,7 +87,7 @@ def fit(
         if files:
             from normscope.figures.style import heading  # matplotlib takes a while
 
-            figure = normscope.plot_depth(capture, fits, **look.of_figure)
+            figure = normscope.figures.plot_depth(capture, fits, **look.of_figure)
             files.save(figure, heading(capture.about), "depth", capture, say)
     document: dict[str, Any] = {"fits": rows, "layerwise": summaries}
     if of_tokens:

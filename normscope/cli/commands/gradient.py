@@ -42,7 +42,7 @@ def gradient(
         say.heading(capture.about)
         for table in gradient_tables(views):
             say.table(table)
-        figure = normscope.plot_gradient(capture, fits, **look.of_figure)
+        figure = normscope.figures.plot_gradient(capture, fits, **look.of_figure)
         file = files.save(figure, heading(capture.about), "gradient", capture, say)
         figures.append({**capture.about, "file": file, "sites": [site.name for site in capture.sites]})
         seen.append(capture)

@@ -118,7 +118,7 @@ def heal(
     whole |= {"per": per, "sites": len(source.norms)}
     title = f"{network.name} · {func}"
     titled = replace(look, title=title if look.title is None else look.title)
-    figure = normscope.plot_healing(report, **titled.of_figure)
+    figure = normscope.figures.plot_healing(report, **titled.of_figure)
     normscope.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]

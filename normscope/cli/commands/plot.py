@@ -68,6 +68,6 @@ def plot(
     together = None
     if compact or len(seen) > 1:
         title = heading(seen[0].about) if len(seen) == 1 else _OVERVIEW
-        figure = normscope.overview(seen, fits, **axes)
+        figure = normscope.figures.overview(seen, fits, **axes)
         together = files.save(figure, title, _COMPACT if compact else _VIEW, seen, say)
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})

@@ -38,7 +38,7 @@ def stats(
         if files:
             from normscope.figures.style import heading  # matplotlib takes a while
 
-            figure = normscope.plot_tails(capture, cards, **look.of_figure)
+            figure = normscope.figures.plot_tails(capture, cards, **look.of_figure)
             files.save(figure, heading(capture.about), "tails", capture, say)
         seen.append(capture)
         rows += [card.as_dict() for card in cards]

@@ -90,8 +90,8 @@ def swap_bench(
                 say.table(published_table(table))
                 tables.append(table.as_dict())
             for view, figure, about in (
-                ("drift", normscope.plot_drift(moved, source.norms, **look.of_figure), moved[0].about),
-                ("speed", normscope.plot_speed(speed, **look.of_figure), speed.about),
+                ("drift", normscope.figures.plot_drift(moved, source.norms, **look.of_figure), moved[0].about),
+                ("speed", normscope.figures.plot_speed(speed, **look.of_figure), speed.about),
             ):
                 file = files.save(figure, network.name, view, about, say)
                 figures.append({"model": network.name, "view": view, "file": file})

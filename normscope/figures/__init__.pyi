@@ -1,0 +1,10 @@
+from .comparison import plot_comparison as plot_comparison
+from .depth import plot_curves as plot_curves
+from .depth import plot_depth as plot_depth
+from .depth import plot_tails as plot_tails
+from .drift import plot_drift as plot_drift
+from .drift import plot_healing as plot_healing
+from .drift import plot_keep as plot_keep
+from .gradient import plot_gradient as plot_gradient
+from .scurves import overview as overview
+from .speed import plot_speed as plot_speed
