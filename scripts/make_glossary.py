@@ -20,8 +20,9 @@ def glossary() -> str:
     for table, entries in DEFINITIONS.items():
         title = table if table in (TERMS, COMMON) else f"`{table}`"
         note = BELOW.get(table, "")
+        head = f"| {'term' if table == TERMS else 'heading'} | definition |\n|---|---|"
         rows = [f"| {_cell(name)} | {_cell(definition)} |" for name, definition in entries.items()]
-        parts.append("\n".join([f"## {title}", "", *([note, ""] if note else []), "| | |", "|---|---|", *rows]) + "\n")
+        parts.append("\n".join([f"## {title}", "", *([note, ""] if note else []), head, *rows]) + "\n")
     return "\n".join(parts)
 
 

@@ -243,7 +243,7 @@ class AdaptiveTable(Table):
         if dropped := [heading for number, heading in enumerate(self.headings) if number not in kept]:
             needed = _across([column.wanted for column in every])
             left_out = ", ".join(dropped).rstrip(".")
-            below.append(f"Left out at a width of {options.max_width}, as all takes {needed}: {left_out}.")
+            below.append(f"Left out at a width of {options.max_width} (all columns take {needed}): {left_out}.")
         for text in filter(None, below):
             yield from _wrapped(text, across, options, "table.caption")
 

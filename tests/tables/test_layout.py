@@ -63,7 +63,7 @@ def test_no_number_and_no_word_is_broken_at_any_width(rows, width):
 
 
 def left_out(text):
-    found = re.search(r"Left out at a width of \d+, as all takes \d+: (.*?)\.$", " ".join(text.split()))
+    found = re.search(r"Left out at a width of \d+ \(all columns take \d+\): (.*?)\.$", " ".join(text.split()))
     return f"{found[1]}," if found else ""
 
 
@@ -124,7 +124,7 @@ def test_a_caption_explains_only_the_columns_that_are_shown():
     assert table.caption == "y ≈ f(x) · a: the first · b: the second · ±: of both"
     below = {width: " ".join(printed(table, width).split("1" * 40)[-1].split()) for width in (90, 80, 40)}
     assert below[90] == table.caption
-    assert below[80] == "y ≈ f(x) · a: the first · ±: of both Left out at a width of 80, as all takes 88: b."
+    assert below[80] == "y ≈ f(x) · a: the first · ±: of both Left out at a width of 80 (all columns take 88): b."
     assert printed(table, 40).split("y ≈ f(x)")[1].split()[:3] == ["Left", "out", "at"]
 
 
