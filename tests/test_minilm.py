@@ -67,8 +67,9 @@ def test_tanh_is_what_scipy_finds_on_the_raw_pairs(folder, seen):
     for fit in normscope.fit(seen.only("0,12"), "tanh"):
         pairs = raw_pairs(folder, next(site for site in seen.sites if site.name == fit.site))
         x, y = pairs["x"].astype(float).ravel(), pairs["y"].astype(float).ravel()
-        (amplitude, alpha), _ = curve_fit(lambda x, a, b: a * np.tanh(b * x), x, y, (np.abs(y).max(), 0.3))
-        left = ((y - amplitude * np.tanh(alpha * x)) ** 2).sum()
+        start = (np.abs(y).max(), 0.3, 0.0)
+        (amplitude, alpha, shift), _ = curve_fit(lambda x, a, b, s: a * np.tanh(b * x + s), x, y, start)
+        left = ((y - amplitude * np.tanh(alpha * x + shift)) ** 2).sum()
         # The sums of two points a bin of 1/64 octave stand for its pairs: a relative error of about 1e-6.
         assert fit.alpha == pytest.approx(abs(alpha), rel=1e-4)
         assert fit.amplitude == pytest.approx(abs(amplitude), rel=1e-4)

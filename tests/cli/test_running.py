@@ -51,7 +51,7 @@ def test_a_figure_and_its_document_say_so(folder):
     assert SAID in json.loads(Image.open(folder / figure["file"]).text["Description"])["data"]
     (drawn,) = document(f"plot {RUN} --format svg")["figures"]
     lettering = (folder / drawn["file"]).read_text()
-    assert "pairs of the sampled tokens" in lettering and "all pairs" not in lettering
+    assert "pairs of sampled tokens" in lettering and "all pairs" not in lettering
 
 
 def test_a_capture_its_raw_pairs_and_what_is_made_of_it_say_so(folder):

@@ -188,7 +188,7 @@ def test_the_command_line_refuses_before_there_is_any_work(tmp_path):
     assert done.returncode == UsageError.exit_status
     assert f"{VARIABLE}=triton cannot be met: the input is in the CPU's memory" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "demo_vit" not in done.stdout + done.stderr  # not yet loaded
+    assert "embedded demo_vit" not in done.stdout + done.stderr  # not yet loaded
     assert not list(tmp_path.iterdir())
 
 
