@@ -12,8 +12,9 @@ from networks import PreNorm, State
 from torch import nn
 
 import normscope
-from normscope import PointwiseFunction, drift, keep, load_swapped, plot_keep, replacements, save_swapped
+from normscope import PointwiseFunction, drift, keep, load_swapped, replacements, save_swapped
 from normscope.errors import UsageError
+from normscope.figures import plot_keep
 from normscope.pairs.norms.sites import short_names
 from normscope.swaps.drift.keep import MOST_SAMPLES
 from normscope.swaps.store.record import read_record
