@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 def fits_table(fits: Sequence[CurveFit]) -> Table:
     """Make a table with one line per site and curve; 'straight' replaces A and α that are not identifiable."""
     rivals = Counter((fit.site, fit.channel, fit.parameters) for fit in fits)
+    held_out = any(fit.r2_cv is not None for fit in fits)  # as the ceiling is: it stays where R² itself has no room
 
     def rank(fit: CurveFit) -> str:
         if fit.rank is None or rivals[fit.site, fit.channel, fit.parameters] == 1:
@@ -46,8 +47,8 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         *several(("params", "A", "α"), _shape, (9, 1, 0)),
         Column("s", lambda fit: _with_interval(fit, "shift") if fit.shift else NONE, _shifted(fits), drop=4),
         Column("slope", _slope, drop=6),
-        Column("R²", lambda fit: _with_interval(fit, "r2", ".4f")),
-        Column("held-out R²", lambda fit: measured(fit.r2_cv, fit.intervals.get("r2"), ".4f", half=False), drop=3),
+        Column("R²", lambda fit: _with_interval(fit, "r2", ".4f"), drop=3 if held_out else 0),
+        Column("held-out R²", lambda fit: measured(fit.r2_cv, fit.intervals.get("r2"), ".4f", half=False), held_out),
         Column("ceiling", _ceiling, drop=2),
         Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=7),
         Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=8),
