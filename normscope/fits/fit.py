@@ -63,8 +63,8 @@ def fit(
         amplitude: ``free``; or ``theory``, where A·f tends to √d, or √(d−1) with centring.
         theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ.
         alpha: fix α; 1 is the ablation without α.
-        shift: fit s. If False, curves are the papers' A·f(αx), and derf is erf. No s have theory, softcap, which is
-            t·tanh(x/t), and exproot and power23_clip, which rise vertically, so that binned pairs do not resolve it.
+        shift: fit s. If False, curves are the papers' A·f(αx), and derf is erf. Three cases have no s in any case:
+            theory; softcap, which is t·tanh(x/t); and curves that rise vertically, whose centre bins do not resolve.
         weights_by: ``pairs`` alike; by ``gamma``², the error that reaches the next layer, for a capture taken with
             ``by_gamma``; or evenly over ``x``, so that the tails count as much as the centre.
 

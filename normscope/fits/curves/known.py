@@ -380,7 +380,7 @@ BUILT_IN = (
         **_VERTICAL,
     ),
 )
-# derf is not among ``all``: it has one more free parameter than erf.
+# derf is not among ``all``: it is the name of erf with a shift.
 CURVES = {curve.name: curve for curve in BUILT_IN}
 CURVES["derf"] = replace(CURVES["erf"], name="derf", source="Derf, arXiv 2512.10938", shift_of="erf")
 BY_NAME = {name: curve for curve in CURVES.values() for name in (curve.name, *curve.aliases)}
