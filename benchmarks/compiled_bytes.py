@@ -19,7 +19,7 @@ from torch._inductor.graph import GraphLowering
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from normscope.fits.curves.known import CURVES
+from normscope.curves.known import CURVES
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.eager import Parameters
 

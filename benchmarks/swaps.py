@@ -18,7 +18,7 @@ from pretrained import BATCH_SIZE, FCPE, HELD_OUT, inputs_of
 from torch import Tensor, nn
 
 import normscope
-from normscope.fits.curves.expressions import curves_named
+from normscope.curves.expressions import curves_named
 from normscope.inputs.held_out import by_length
 from normscope.runtime.network import run
 from normscope.swaps.distances import distances, output_by_sample

@@ -1,4 +1,6 @@
 from . import figures as figures
+from .curves.known import Curve as Curve
+from .curves.known import curve_of as curve_of
 from .errors import DataError as DataError
 from .errors import DeviceError as DeviceError
 from .errors import ModelError as ModelError
@@ -11,8 +13,6 @@ from .fits.advice import layerwise as layerwise
 from .fits.advice import token_slopes as token_slopes
 from .fits.card import norm_cards as norm_cards
 from .fits.comparison import compare as compare
-from .fits.curves.known import Curve as Curve
-from .fits.curves.known import curve_of as curve_of
 from .fits.fit import fit as fit
 from .fits.gradient import gradient as gradient
 from .inputs.batch import Batch as Batch

@@ -10,7 +10,7 @@ import yaml
 
 import normscope
 from normscope.cli import app
-from normscope.fits.curves.known import CURVES
+from normscope.curves.known import CURVES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.functional import jacobian
 
 import normscope
-from normscope.fits.curves.known import CURVES
+from normscope.curves.known import CURVES
 from normscope.fits.gradient import constants_by_part, jacobians
 from normscope.pairs.norms import formulas
 from normscope.swaps.pointwise import DyISRU, DyT

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normscope.cli.output import Output
+    from normscope.curves.known import Curve
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.curves.known import Curve
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite
@@ -101,8 +101,8 @@ def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[Swa
 
     An RMSNorm has no start values, so it appears once. ``free`` and ``best`` are fits themselves.
     """
-    from normscope.fits.curves.expressions import split_names
-    from normscope.fits.curves.known import BEST, FREE
+    from normscope.curves.expressions import split_names
+    from normscope.curves.known import BEST, FREE
     from normscope.swaps.start import RMS_NORM
 
     inits = list(dict.fromkeys(part.strip() for part in init.split(",")))
@@ -127,7 +127,7 @@ def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
     """
     import torch
 
-    from normscope.fits.curves.known import BEST
+    from normscope.curves.known import BEST
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.kernels.choice import by_kernels
     from normscope.swaps.start import RMS_NORM

@@ -19,6 +19,8 @@ from matplotlib.mathtext import MathTextParser
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from normscope.curves.expressions import curves_named
+from normscope.curves.known import FREE, Curve
 from normscope.errors import DataError, UsageError, count
 from normscope.figures.drift import name_sites, names_inches
 from normscope.figures.panels import best_of, remarks
@@ -42,8 +44,6 @@ from normscope.figures.style import (
 )
 from normscope.fits.card import NormCard
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.expressions import curves_named
-from normscope.fits.curves.known import FREE, Curve
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import kind_of_site
 from normscope.pairs.sums.sampling import LARGEST_TOKENS

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
+from normscope.curves.expressions import curves_named
 from normscope.errors import UsageError, count
 from normscope.figures.style import (
     LEAST_POINTS,
@@ -30,7 +31,6 @@ from normscope.figures.style import (
     width_of,
     write_at,
 )
-from normscope.fits.curves.expressions import curves_named
 from normscope.pairs.norms.sites import NormSite
 from normscope.swaps.inits import INITS
 from normscope.swaps.reports import (

@@ -23,6 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from normscope.curves.known import CURVES, FREE
 from normscope.figures.axes import (
     LINEAR,
     MOST_PAIRS,
@@ -53,7 +54,6 @@ from normscope.figures.style import (
 )
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import CURVES, FREE
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid

@@ -24,8 +24,8 @@ from matplotlib.text import Text
 from matplotlib.textpath import TextToPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from normscope.curves.known import CURVES
 from normscope.errors import UsageError, unknown
-from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import short_names
 from normscope.runtime.files import visible
 

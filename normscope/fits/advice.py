@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from normscope.curves.known import FREE
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
-from normscope.fits.curves.known import FREE
 from normscope.fits.targets import as_capture
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, kind_of_site

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from normscope.fits.curves.known import CURVES, FREE, Curve
+from normscope.curves.known import CURVES, FREE, Curve
 from normscope.fits.jackknife import Interval, interval_of_r2
 from normscope.fits.solver import FitForm, Solutions, roughly
 from normscope.fits.targets import FitBatch, Nodes, nodes_of

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from normscope.curves.expressions import split_names
+from normscope.curves.known import BEST, FREE, Curve
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.expressions import split_names
-from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import check_fit, fit
 from normscope.fits.jackknife import Interval, interval, student
 from normscope.fits.targets import FitTarget, as_capture, fit_targets, nodes_of

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from normscope.fits.curves.known import FREE, Curve
+from normscope.curves.known import FREE, Curve
 from normscope.fits.jackknife import Interval
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from normscope.curves.expressions import curves_named, split_names
+from normscope.curves.known import BEST, CURVES, FREE, Curve
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Ceiling, ceilings, free
 from normscope.fits.curve_fit import CurveFit, about_site
-from normscope.fits.curves.expressions import curves_named, split_names
-from normscope.fits.curves.known import BEST, CURVES, FREE, Curve
 from normscope.fits.jackknife import Attributes, fitted, inside_noise
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import (

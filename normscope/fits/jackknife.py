@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from normscope.fits.curves.known import Curve
+from normscope.curves.known import Curve
 from normscope.fits.solver import FitForm, Solutions, least_squares, refined
 from normscope.fits.targets import FitBatch, goodness
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from normscope.curves.known import CURVES, Curve
 from normscope.errors import UsageError, unknown
-from normscope.fits.curves.known import CURVES, Curve
 from normscope.fits.targets import Batched, FitTarget, Nodes, dot
 
 _DEPARTS = 2e-4  # relative departure of a curve from its power law at the origin, at the smallest α tried
@@ -180,7 +180,7 @@ def power_law_until(curve: Curve) -> float:
 
     For most curves that law is the tangent.
 
-    >>> from normscope.fits.curves.known import CURVES
+    >>> from normscope.curves.known import CURVES
     >>> round(power_law_until(CURVES["power23_clip"]), 2), power_law_until(CURVES["linear"])
     (0.5, inf)
     """
@@ -246,7 +246,7 @@ class FitForm:
     def called(self, curve: Curve) -> Curve:
         """Return the curve under its name in this form: erf with a shift is derf, and derf without one erf.
 
-        >>> from normscope.fits.curves.known import CURVES
+        >>> from normscope.curves.known import CURVES
         >>> FitForm().called(CURVES["erf"]).name, FitForm(shift=False).called(CURVES["derf"]).name
         ('derf', 'erf')
         """
@@ -281,7 +281,7 @@ class FitForm:
     def parameters(self, curve: Curve) -> list[str]:
         """Names of the free parameters of a curve.
 
-        >>> from normscope.fits.curves.known import CURVES
+        >>> from normscope.curves.known import CURVES
         >>> FitForm().parameters(CURVES["tanh"]), FitForm(shift=False).parameters(CURVES["linear"])
         (['A', 'α', 's'], ['A'])
         """
@@ -295,7 +295,7 @@ class FitForm:
     def words(self, curve: Curve) -> str:
         """Describe the free and the fixed parameters.
 
-        >>> from normscope.fits.curves.known import CURVES
+        >>> from normscope.curves.known import CURVES
         >>> FitForm(amplitude="theory").words(CURVES["tanh"])
         'α, s; A from theory'
         """

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import UsageError
 from normscope.figures.style import STYLES, Style, heading
 from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import Nodes, batches, fit_targets
 from normscope.inputs.loaded_model import Provenance

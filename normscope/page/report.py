@@ -15,9 +15,9 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from normscope.curves.known import BUILT_IN, in_javascript
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import BUILT_IN, in_javascript
 from normscope.fits.fit import fit
 from normscope.page.document import document
 from normscope.page.swap_results import SwapResults, swap_results

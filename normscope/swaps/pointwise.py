@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normscope.curves.expressions import curves_named
+from normscope.curves.known import CURVES, Curve
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
-from normscope.fits.curves.expressions import curves_named
-from normscope.fits.curves.known import CURVES, Curve
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.eager import Parameters

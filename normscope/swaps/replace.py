@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from normscope.curves.known import Curve
 from normscope.errors import ModelError, count
-from normscope.fits.curves.known import Curve
 from normscope.inputs.batch import tensors_of
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.norms.formulas import gain_and_shift

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from normscope.curves.expressions import curves_named
+from normscope.curves.known import BEST, FREE, Curve
 from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.expressions import curves_named
-from normscope.fits.curves.known import BEST, FREE, Curve
 from normscope.fits.fit import fit as fit_curves
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
+from normscope.curves.known import FREE
 from normscope.errors import count
-from normscope.fits.curves.known import FREE
 from normscope.runtime.files import visible
 from normscope.tables.glossary import DEFINITIONS, TERMS
 from normscope.tables.table import (

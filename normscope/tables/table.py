@@ -19,7 +19,7 @@ from normscope.runtime.files import visible
 from normscope.tables.glossary import DEFINITIONS, typed
 
 if TYPE_CHECKING:
-    from normscope.fits.curves.known import Curve
+    from normscope.curves.known import Curve
     from normscope.pairs.norms.sites import NormSite
 
 

@@ -15,7 +15,7 @@ from command_line import document
 from safetensors.torch import save_file
 
 import normscope
-from normscope.fits.curves.known import CURVES
+from normscope.curves.known import CURVES
 
 torchaudio = pytest.importorskip("torchaudio", exc_type=Exception)
 pytestmark = [

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import normscope
+from normscope.curves.known import BUILT_IN, CURVES
 from normscope.errors import DataError, UsageError
 from normscope.figures.depth import ALPHAS, mathtext, plot_curves, plot_depth, plot_tails, shares_of, spread
-from normscope.fits.curves.known import BUILT_IN, CURVES
 
 
 def noise():

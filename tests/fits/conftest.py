@@ -12,7 +12,7 @@ from captures import moments_of
 from scipy.optimize import curve_fit
 
 import normscope
-from normscope.fits.curves.known import CURVES
+from normscope.curves.known import CURVES
 from normscope.fits.jackknife import fitted
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import FitTarget, batches

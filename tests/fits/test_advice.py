@@ -11,9 +11,9 @@ from rich.console import Console
 from torch import nn
 
 import normscope
+from normscope.curves.known import CURVES
 from normscope.fits.advice import BY_WIDTH, Published, StartingValue, advise, feeds_of, layerwise, published
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.curves.known import CURVES
 from normscope.pairs.norms.sites import NormSite
 from normscope.tables.fit import advice_table
 

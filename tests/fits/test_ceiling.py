@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import normscope
+from normscope.curves.known import CURVES
 from normscope.fits.ceiling import best_held_out, ceilings, conditional_mean, free
-from normscope.fits.curves.known import CURVES
 from normscope.fits.jackknife import fitted
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import FitTarget, batches

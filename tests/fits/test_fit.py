@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import normscope
+from normscope.curves.known import CURVES
 from normscope.errors import DataError, UsageError
-from normscope.fits.curves.known import CURVES
 from normscope.inputs.batch import as_batches
 from normscope.pairs.sums.sampling import SourcesSeen
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
+from normscope.curves.known import CURVES
 from normscope.fits import jackknife
-from normscope.fits.curves.known import CURVES
 from normscope.fits.jackknife import fitted, inside_noise, interval
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import batches

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq, curve_fit, minimize_scalar
 
-from normscope.fits.curves.known import CURVES
+from normscope.curves.known import CURVES
 from normscope.fits.solver import FitForm, Objective, Solutions, least_squares, refined
 from normscope.fits.targets import joined, nodes_of
 

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 from scipy.optimize import brentq, minimize_scalar
 
+from normscope.curves.known import CURVES
 from normscope.fits import ceiling
-from normscope.fits.curves.known import CURVES
 from normscope.fits.solver import Solutions
 from normscope.fits.targets import batches
 

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import normscope
+from normscope.curves.expressions import curve_from
+from normscope.curves.known import CURVES
 from normscope.errors import UsageError
-from normscope.fits.curves.expressions import curve_from
-from normscope.fits.curves.known import CURVES
 
 SITES = ("first", "second", "groups")
 WIDE = torch.cat([-torch.logspace(-9, 3, 60).flip(0), torch.zeros(1), torch.logspace(-9, 3, 60)]).double()

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from normscope.curves.expressions import curve_from
+from normscope.curves.known import CURVES, Curve, curve_of
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
-from normscope.fits.curves.expressions import curve_from
-from normscope.fits.curves.known import CURVES, Curve, curve_of
 from normscope.swaps.pointwise import Derf, DyISRU, DyT, PointwiseFunction
 
 # Held in float32, of which half precision would lose digits.
@@ -39,7 +39,7 @@ OTHERS = {
 
 
 def in_numpy(curve):
-    """f in float64; tests/fits/curves/test_known.py compares every f with extended precision."""
+    """f in float64; tests/curves/test_known.py compares every f with extended precision."""
     return lambda u: curve.function(torch.from_numpy(np.asarray(u, float))).numpy()
 
 

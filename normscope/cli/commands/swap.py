@@ -171,8 +171,8 @@ def _tell(report: CalibrationReport, say: Output) -> None:
 
 def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
+    from normscope.curves.known import FREE
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.curves.known import FREE
 
     of_site = [
         fit for fit in fits if isinstance(fit, CurveFit) and fit.function is start.curve and fit.norm is start.norm

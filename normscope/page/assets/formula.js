@@ -1,6 +1,6 @@
 "use strict";
 // A formula of x that somebody typed, parsed into a closure: nothing of it is ever run as code.
-// The grammar is that of normscope/fits/curves/expressions.py.
+// The grammar is that of normscope/curves/expressions.py.
 
 const LONGEST = 500;
 const DEEPEST = 50;

@@ -1,5 +1,5 @@
 "use strict";
-// The functions f of the built-in curves, as normscope/fits/curves/known.py contains them.
+// The functions f of the built-in curves, as normscope/curves/known.py contains them.
 
 function erf(u) {
   const size = Math.abs(u);
@@ -22,7 +22,7 @@ function odd(size, u) {
   return u < 0 ? -size : size;
 }
 
-const FUNCTIONS = {}; // printed here from the table in normscope/fits/curves/known.py
+const FUNCTIONS = {}; // printed here from the table in normscope/curves/known.py
 
 // f of a curve by its name: a built-in one, or a formula that can be read; null of any other.
 function functionOf(name) {

@@ -19,12 +19,30 @@ PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
 
 
 @dataclass(frozen=True)
+class PointwiseParameters:
+    """Parameters of a point-wise function in place of a norm, weight · f(αx + s) + bias.
+
+    Attributes:
+        curve: name of f, as :func:`normscope.curve_of` takes it; ``free`` for a table of values.
+        alpha: α: one number, or one per channel.
+        shift: s, likewise; ``(0.0,)`` for a function without s.
+        weight: one number, or one per channel.
+    """
+
+    curve: str
+    alpha: tuple[float, ...]
+    shift: tuple[float, ...]
+    weight: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class NormSite:
-    """One normalization layer of a network.
+    """One normalization of a network: a norm module, a call of a norm function, or a point-wise function.
 
     Attributes:
         index: its number in the order of first calls.
-        name: its module path.
+        name: its module path; of a function, the path of the module whose forward calls it, the function and the
+            number of the call there: ``blocks.3.attn:rms_norm.0``.
         kind: its name in the table of norms.
         normalized_shape: sizes of the axes that share one statistic, at the first call.
         channel_axis: the axis or axes of the norm's input that number the channels.
@@ -39,6 +57,7 @@ class NormSite:
         grouped: whether a token is a group of channels over all positions; its size may differ from input to input.
         form: key of the token's form in :data:`normscope.pairs.norms.formulas.FORMS`; None for running statistics and
             for a formula that the user registered.
+        pointwise: parameters of a point-wise function; None for a norm.
     """
 
     index: int
@@ -56,6 +75,17 @@ class NormSite:
     bounded: bool = True
     grouped: bool = False
     form: str | None = None
+    pointwise: PointwiseParameters | None = None
+
+    @property
+    def path(self) -> str:
+        """Path of the module, or of the module whose forward calls the function; empty for the network itself."""
+        return self.name.partition(":")[0].removeprefix("(model)")
+
+    @property
+    def replaceable(self) -> bool:
+        """True for norm modules; a swap replaces neither calls of functions nor point-wise functions."""
+        return ":" not in self.name and self.pointwise is None
 
     @property
     def d(self) -> int:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as clock  # synchronizes with CUDA
 
+from normscope.curves.expressions import split_names
 from normscope.errors import ModelError, first_line
-from normscope.fits.curves.expressions import split_names
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.sites import NormSite

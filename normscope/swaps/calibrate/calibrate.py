@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normscope.curves.known import Curve
 from normscope.errors import UsageError, count, unknown
-from normscope.fits.curves.known import Curve
 from normscope.inputs.batch import Batch
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of

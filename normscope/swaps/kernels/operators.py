@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
+from normscope.curves.known import CURVES
 from normscope.errors import UsageError
-from normscope.fits.curves.known import CURVES
 from normscope.runtime.launches import EAGER, VARIABLE
 from normscope.swaps.kernels import eager
 from normscope.swaps.kernels.choice import asked_for_plain_torch, by_kernels

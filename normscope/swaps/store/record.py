@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
+from normscope.curves.expressions import curve_from
+from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, count, unknown
-from normscope.fits.curves.expressions import curve_from
-from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.runtime.records import converted, is_shape
 from normscope.swaps import standalone
 from normscope.swaps.start import RMS_NORM

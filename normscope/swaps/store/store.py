@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from normscope.curves.expressions import curve_from
+from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, first_few
 from normscope.fits.ceiling import Piecewise, curve_along
-from normscope.fits.curves.expressions import curve_from
-from normscope.fits.curves.known import CURVES, FREE, Curve
 from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors

@@ -9,7 +9,7 @@ from PIL import Image
 from torch import nn
 
 import normscope
-from normscope.fits.curves.known import BUILT_IN
+from normscope.curves.known import BUILT_IN
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from torch import nn
 
 import normscope
 from normscope import PointwiseFunction, Swap, capture, load_swapped, save_swapped, swap
+from normscope.curves.expressions import _FUNCTIONS, curve_from
+from normscope.curves.known import CURVES
 from normscope.errors import UsageError
-from normscope.fits.curves.expressions import _FUNCTIONS, curve_from
-from normscope.fits.curves.known import CURVES
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps.kernels.choice import plain_torch

@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy import special
 
+from normscope.curves.expressions import curves_named, split_names
+from normscope.curves.known import CURVES, autograd_of, curve_of, properties_of
 from normscope.errors import UsageError
-from normscope.fits.curves.expressions import curves_named, split_names
-from normscope.fits.curves.known import CURVES, autograd_of, curve_of, properties_of
 
 PI = np.longdouble("3.14159265358979323846")
 EPS = 2.0**-52

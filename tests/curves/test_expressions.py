@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import special
 
+from normscope.curves import expressions
+from normscope.curves.expressions import curve_from, curves_named
 from normscope.errors import UsageError
-from normscope.fits.curves import expressions
-from normscope.fits.curves.expressions import curve_from, curves_named
 
 MATH = {
     "abs": abs,

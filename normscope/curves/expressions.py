@@ -16,8 +16,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from normscope.curves.known import BUILT_IN, BY_NAME, NO_CURVES, Curve, curve_of
 from normscope.errors import UsageError, count, unknown
-from normscope.fits.curves.known import BUILT_IN, BY_NAME, NO_CURVES, Curve, curve_of
 
 Term = Callable[[Tensor], Tensor]
 
@@ -107,7 +107,7 @@ def curve_from(text: str) -> Curve:
     """Make a curve of ``NAME=FORMULA``, a formula in x (or u).
 
     Raises:
-        UsageError: if the formula is not understood, or is no curve (:func:`normscope.fits.curves.known.curve_of`).
+        UsageError: if the formula is not understood, or is no curve (:func:`normscope.curves.known.curve_of`).
 
     >>> curve_from("mine=x/(1+abs(x)**3)**(1/3)").function(torch.tensor([-1.0, 0.0, 1e3]))
     tensor([-0.7937,  0.0000,  1.0000])
