@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import torch
-from common import Measurement, finish, in_turn, names, of_each, options, ratios
+from common import Measurement, finish, names, of_each, options, ratios
 from timm.models import VisionTransformer
 
 from normscope.inputs.batch import as_batches
@@ -15,8 +16,8 @@ from normscope.runtime.network import left_as_found, run
 
 ABOUT = """
 Cost of the function mode and the module hooks by which every capture sees calls of norm functions. The recorder
-observes no site of a ViT-B/16 of timm, which calls no norm function outside of its norms. Watched: time of a pass that
-the recorder runs, divided by that of a bare pass of the same round. Weights are random.
+observes no site of a ViT-B/16 of timm, which calls no norm function outside of its norms. Watched: processor time of a
+pass that the recorder runs, divided by that of a bare pass of the same round. Weights are random.
 """
 
 
@@ -35,16 +36,24 @@ def measured(images: int, repeats: int) -> Iterator[Measurement]:
     batch = next(as_batches([torch.randn(images, 3, 224, 224)]))
     recorder = Recorder(model, Summing(), find_norms(model, batch.first_sample()), [])
 
-    def watched() -> None:
-        with recorder.hooked():
-            recorder.run(batch)
-
+    seconds: dict[str, list[float]] = {"bare": [], "watched": []}
     with left_as_found(model):
-        seconds = in_turn({"bare": lambda: run(model, batch), "watched": watched}, repeats)
+        for _ in range(repeats + 1):
+            seconds["bare"].append(processor_seconds(lambda: run(model, batch)))
+            with recorder.hooked():  # once a capture
+                seconds["watched"].append(processor_seconds(lambda: recorder.run(batch)))
+    seconds = {way: samples[1:] for way, samples in seconds.items()}  # the first warmed up
     case = f"ViT-B/16, {images} at once, 1 thread"
     for way, samples in seconds.items():
         yield Measurement(case, way, "pass", "s", samples)
     yield Measurement(case, "watched", "pass, of a bare one", "×", ratios(seconds["watched"], seconds["bare"]))
+
+
+def processor_seconds(function: Callable[[], object]) -> float:
+    """Return the processor time of a call, which other processes on the machine disturb less than its duration."""
+    begun = time.process_time()
+    function()
+    return time.process_time() - begun
 
 
 if __name__ == "__main__":
