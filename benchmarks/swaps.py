@@ -83,7 +83,7 @@ def measured(
             modules = normscope.replacements(network, curve, seen)
             sites = normscope.keep(network, learned, modules, number=2).swapped
         elif curve == "rmsnorm":
-            kinds = {site.name: network.module.get_submodule(site.name) for site in seen.sites}
+            kinds = {site.name: network.module.get_submodule(site.name) for site in seen.sites if site.replaceable}
             sites = [name for name, norm in kinds.items() if not isinstance(norm, nn.GroupNorm)]
         normscope.swap(module, curve, fits, init=init, layers=sites)
         if way == "healed":

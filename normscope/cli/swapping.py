@@ -188,7 +188,7 @@ class SwapSource:
 
         Ranks divide captures and drift among them, and arrive at the same start values.
         """
-        from normscope.pairs.norms.sites import select_by_placement
+        from normscope.swaps.start import replaceable, why_not_replaced
 
         least = _LEAST.fullmatch(layers.strip())
         if layers.strip().startswith("least") and not least:
@@ -197,7 +197,9 @@ class SwapSource:
         report = normscope.find_norms(network, network.inputs.first_sample())
         self.skipped = report.skipped
         say.skipped(report.skipped)
-        self.norms = select_by_placement(report.sites, "all" if least else layers)
+        self.norms = replaceable(report.sites, "all" if least else layers)
+        if stay := why_not_replaced(report.sites):
+            say.remark(stay)
         say.chosen(self.norms, layers)
         if least and int(least[1]) > len(self.norms):
             raise UsageError(f"--layers {layers} asks for more norms than there are: {len(self.norms)}.")

@@ -18,6 +18,7 @@ from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
 from normscope.pairs.captures import Capture, added, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
+from normscope.pairs.norms.functional import Adder, ExpectedCalls
 from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, SkippedNorm
@@ -124,6 +125,8 @@ class Recorder:
         self._pass: _Pass | None = None
         self._position_axes: dict[str, int] = {}
         self._serving_all: set[str] = set()  # sites whose input has no axis of samples
+        adders = {site.name: heard_by(self.lock, self._adder(site)) for site in sites if site.is_call}
+        self._functions = ExpectedCalls(report.norm_modules, report.sequences, adders, self.lock)
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -134,14 +137,16 @@ class Recorder:
                     norm, hook = self.model.get_submodule(idle.name), heard_by(self.lock, self._late(idle))
                     hooks.callback(norm.register_forward_pre_hook(hook).remove)
             for site in self.sites:
-                hook = self._hook(site, self.report.kinds[site.name], self.report.shapes[site.name])
+                if site.is_call:
+                    continue
                 norm = self.model.get_submodule(site.name)
-                hook = with_weights_at_hand(norm, hook)
+                hook = with_weights_at_hand(norm, self._hook(site))
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
                     keep = heard_by(self.lock, keep)
                     hooks.callback(norm.register_forward_pre_hook(keep, with_kwargs=True).remove)
                 hooks.callback(norm.register_forward_hook(heard_by(self.lock, hook), with_kwargs=True).remove)
+            hooks.enter_context(self._functions.following(self.model))
             yield
 
     def run(self, batch: Batch, number: int = 0, heard: Callable[[nn.Module, Any], None] | None = None) -> None:
@@ -208,7 +213,7 @@ class Recorder:
         kept.inputs = self._keeper.begin(batch, kept.inputs)
         self._pass = under_way
         try:
-            with passes_by(self.lock):
+            with passes_by(self.lock), self._functions:
                 output = run(self.model, batch)
         except MemoryEndedError as error:
             if under_way.summing_at:
@@ -258,17 +263,32 @@ class Recorder:
 
         return keep, with_it
 
-    def _hook(self, site: NormSite, kind: NormKind, of_one_sample: torch.Size) -> Callable[..., None]:
-        by_gamma, sample = self.summing.by_gamma, self.summing.sample
+    def _hook(self, site: NormSite) -> ForwardHook:
+        add = self._adder(site)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if (x := input_of(args, kwargs)) is None:
+                raise DataError(f"The norm {site.name} was called without a tensor.")
+            add(module, x, output)
+
+        return hook
+
+    def _adder(self, site: NormSite) -> Adder:
+        """Return a function that adds the pairs of one call of a site: of its module, its input and its output."""
+        by_gamma, sample = self.summing.by_gamma, self.summing.sample
+        kind, of_one_sample = self.report.kinds[site.name], self.report.shapes[site.name]
+
+        def add(module: nn.Module, x: Tensor, output: Tensor) -> None:
             under_way = self._pass
             if under_way is None:
                 return
-            x = input_of(args, kwargs)
-            if x is None:
-                raise DataError(f"The norm {site.name} was called without a tensor.")
-            samples, mask = under_way.batch.samples, under_way.batch.valid_at(site.name)
+            if kind.channels(module, x) != site.channels:
+                raise DataError(
+                    f"The norm {site.name} (input {tuple(x.shape)}) has {kind.channels(module, x)} channels, but "
+                    f"{site.channels} with the first sample; sums are of one number of channels. Capture inputs of one "
+                    "size at a time."
+                )
+            samples, mask = under_way.batch.samples, under_way.batch.valid_at(site.path)
             axis = self._axis_of_samples(site.name, of_one_sample, x.shape, len(samples), mask)
             valid = (
                 None if mask is None or not under_way.padded else self._valid_tokens(site, kind, module, x, axis, mask)
@@ -307,7 +327,7 @@ class Recorder:
                 self.summing.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
             under_way.summing_at = ""
 
-        return hook
+        return add
 
     def _stats(self, site: NormSite, device: torch.device) -> PairStats:
         """Return the sums of a site in the part of the data under way, on a device."""
@@ -369,7 +389,7 @@ class Recorder:
             raise DataError(
                 f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding, of "
                 f"{valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1), "
-                f"or say it in the valid_within of a normscope.Batch: {{{site.name!r}: …}}."
+                f"or say it in the valid_within of a normscope.Batch: {{{site.path!r}: …}}."
             )
         shape = [size if axis in (batch_axis, positions) else 1 for axis, size in zip(axes, sizes, strict=True)]
         return valid.view(shape).expand(sizes).flatten()

@@ -20,7 +20,7 @@ from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kept_strides, kind_at
-from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
+from normscope.pairs.norms.sites import Layers, NormSite
 from normscope.runtime.network import check_whole, uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import RMSNorm
@@ -179,7 +179,7 @@ def replacements(
     >>> replacements(network, "dyt", normscope.capture(network), layers="final")
     {'norm': PointwiseFunction(tanh, 64)}
     """
-    inner, chosen = uncompiled(module_of(model)), select_by_placement(norms_of(fits), layers)
+    inner, chosen = uncompiled(module_of(model)), norms_of(fits, layers)
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from normscope.curves.expressions import curves_named
 from normscope.curves.known import BEST, FREE, Curve
-from normscope.errors import UsageError, unknown
+from normscope.errors import UsageError, count, unknown
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit as fit_curves
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import Layers, NormSite, is_number, select_by_placement
 from normscope.swaps.inits import INITS
 
 RMS_NORM = "rmsnorm"
+_NORMS = ("layernorm", "layer_norm")
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
     if init not in (names := [name for name, row in INITS.items() if not row.calibrated]):
         raise UsageError(unknown("init", init, names))
     name = curve.strip().lower() if isinstance(curve, str) else getattr(curve, "name", None)
+    if name in _NORMS:
+        raise UsageError(
+            f"There is no swap for {name}: putting norms in place of point-wise functions is out of scope."
+        )
     if name in (FREE, BEST) and not INITS[init].fits:
         raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
     return name if name in (FREE, BEST, RMS_NORM) else _one_curve(curve)
@@ -116,8 +121,8 @@ def fitted(
     return fit_curves(capture, [curve], per=per, shift=shift, weights_by="gamma" if by_gamma else "pairs")
 
 
-def norms_of(fits: Fits) -> list[NormSite]:
-    """Return the norm sites of fits, each once, in the order of the network.
+def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
+    """Return the replaceable norm sites of fits, each once, in the order of the network.
 
     Raises:
         UsageError: if there is none, or if a fit pools several.
@@ -125,7 +130,34 @@ def norms_of(fits: Fits) -> list[NormSite]:
     norms = [_norm_of(fit) for fit in (fits.sites if isinstance(fits, Capture) else fits)]
     if not norms:
         raise UsageError("There is no norm site to swap: pass a capture, fits of one, or norm sites.")
-    return sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index)
+    return replaceable(sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index), layers)
+
+
+def replaceable(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
+    """Return the norm modules among the chosen sites, see :func:`normscope.pairs.norms.sites.select_by_placement`.
+
+    A number of sites is a number of norm modules.
+
+    Raises:
+        UsageError: if the chosen sites contain no norm module.
+    """
+    modules = [site for site in sites if site.replaceable]
+    numbered = isinstance(layers, int) or (isinstance(layers, str) and is_number(layers))
+    chosen = select_by_placement(modules if numbered and modules else sites, layers)
+    norms = [site for site in chosen if site.replaceable]
+    if chosen and not norms:
+        raise UsageError(f"There is no norm to swap: {why_not_replaced(chosen)}.")
+    return norms
+
+
+def why_not_replaced(sites: Sequence[NormSite]) -> str:
+    """Report the sites that a swap leaves, and the reasons; empty if it can replace all."""
+    calls = sum(site.is_call for site in sites)
+    functions = sum(site.pointwise is not None for site in sites)
+    stay = [f"{count(calls, 'call')} of norm functions (a module cannot replace a call in the network's own code)"]
+    stay += [f"{count(functions, 'point-wise function')} (replacing these is out of scope)"]
+    left = [text for text, number in zip(stay, (calls, functions), strict=True) if number]
+    return f"a swap leaves {' and '.join(left)}" if left else ""
 
 
 def only(fits: Fits, norms: Sequence[NormSite]) -> Fits:

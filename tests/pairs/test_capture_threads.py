@@ -5,6 +5,8 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -115,6 +117,17 @@ def test_threads_that_a_pass_starts_are_counted():
     assert stats.n_pairs == expected.n_pairs == X.numel()
     assert threading.Thread.start is start
     torch.testing.assert_close(stats.moments.sum(0), expected.moments.sum(0), rtol=1e-12, atol=1e-12)
+
+
+def test_calls_of_norm_functions_in_threads_are_counted_likewise():
+    block = nn.Sequential(nn.Linear(8, 8), network_of(lambda self, x: F.rms_norm(x, (8,))))
+    parallel = normscope.capture(Parallel(copy.deepcopy(block), 3), [X], verify=True)
+    assert {name: stats.n_pairs for name, stats in parallel.stats.items()} == {"module.1:rms_norm.0": X.numel()}
+    ran = []
+    model = nn.Sequential(block, Meeting(lambda: ran.append(model(X))), nn.Linear(8, 8))
+    seen = normscope.capture(model, [X, X])
+    assert len(ran) == 3
+    assert seen.stats["0.1:rms_norm.0"].n_pairs == 2 * X.numel()
 
 
 def test_a_second_capture_of_the_same_network_is_refused():

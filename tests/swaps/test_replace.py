@@ -464,3 +464,21 @@ def test_rmsnorm_is_a_layer_norm_of_tokens_without_a_mean(shape, dtype):
         # The mean that bfloat16's rounding leaves is a unit in its last place.
         unit = 1e-6 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(output, expected, rtol=2 * unit, atol=2 * unit)
+
+
+@pytest.mark.parametrize("n_axes", [2, 3, 4])
+def test_a_norm_of_an_unknown_class_is_replaced_whatever_number_of_axes_it_takes(n_axes):
+    class Strict(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.linspace(0.5, 2, 6)), 1e-5
+
+        def forward(self, x):
+            if x.ndim != n_axes:
+                raise ValueError(f"{x.ndim} axes")
+            return F.layer_norm(x, (6,), self.weight, None, self.eps)
+
+    model = nn.Sequential(nn.Linear(6, 6), Strict())
+    seen = normscope.capture(model, [torch.randn(4, *[3] * (n_axes - 2), 6)])
+    [(path, function)] = replacements(model, "tanh", seen, init="paper").items()
+    assert path == "1" and torch.equal(function.weight, model[1].weight)

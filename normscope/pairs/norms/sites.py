@@ -16,6 +16,7 @@ from normscope.errors import UsageError, unknown
 from normscope.runtime.records import Record
 
 PLACEMENTS = ("pre-norm", "post-norm", "qk", "final")
+_CALL = re.compile(r":\w+_norm\.\d+$")  # of a function, behind the path of a module
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,17 @@ class NormSite:
     @property
     def path(self) -> str:
         """Path of the module, or of the module whose forward calls the function; empty for the network itself."""
-        return self.name.partition(":")[0].removeprefix("(model)")
+        return _CALL.sub("", self.name).removeprefix("(model)") if self.is_call else self.name
+
+    @property
+    def is_call(self) -> bool:
+        """True for a call of a norm function, False for a module."""
+        return _CALL.search(self.name) is not None
 
     @property
     def replaceable(self) -> bool:
         """True for norm modules; a swap replaces neither calls of functions nor point-wise functions."""
-        return ":" not in self.name and self.pointwise is None
+        return not self.is_call and self.pointwise is None
 
     @property
     def d(self) -> int:
@@ -122,10 +128,11 @@ _NUMBER = r"(?<![^.])\d+(?![^.])"  # a whole part of a module path
 def kind_of_site(name: str) -> str:
     """Return the kind of a site: its module path with ``*`` in place of numbers.
 
-    >>> kind_of_site("blocks.11.norm1")
-    'blocks.*.norm1'
+    >>> kind_of_site("blocks.11.norm1"), kind_of_site("blocks.11:rms_norm.0")
+    ('blocks.*.norm1', 'blocks.*:rms_norm.0')
     """
-    return re.sub(_NUMBER, "*", name)
+    path = _CALL.sub("", name)
+    return re.sub(_NUMBER, "*", path) + name[len(path) :]
 
 
 # Applied in this order to a kind of site.
@@ -133,6 +140,7 @@ _ABBREVIATIONS = (
     (r"(?i)(?<!\*)\.(layer_?)?norm$", ""),  # downsample.norm, output.LayerNorm
     (r"(?i)(?<=\w)_?layer_?norm$|\blayer_?norm_(?=\w)", ""),  # final_layer_norm, layernorm_before
     (r"(?i)\blayer_?norm$", "norm"),
+    (r":(\w+)_norm(?=\.\d+$)", r":\1"),  # attn:rms_norm.0
     (r"attention(\.output)?", "attn"),
     (r"\boutput\b", "out"),
 )
@@ -142,16 +150,18 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     """Return a short, unique name of every site: its numbers, and the fewest words that identify its kind.
 
     Args:
-        names: module paths of all sites that are shown together.
+        names: names of all sites that are shown together.
 
     >>> bert = ["encoder.layer.3.attention.output.LayerNorm", "encoder.layer.4.output.LayerNorm"]
     >>> list(short_names(bert).values())
     ['3.attn', '4.out']
     >>> list(short_names(["blocks.0.norm1", "blocks.0.norm2", "norm"]).values())
     ['0.norm1', '0.norm2', 'norm']
+    >>> list(short_names(["h.0:rms_norm.0", "h.0.attn:rms_norm.0", "h.0.attn:rms_norm.1"]).values())
+    ['0:rms.0', '0.attn:rms.0', '0.attn:rms.1']
     """
     kinds = {name: kind_of_site(name) for name in names}
-    paths = [kind.split(".") for kind in kinds.values()]
+    paths = [_words(kind) for kind in kinds.values()]
     columns = zip(*(path[:-1] for path in paths), strict=False)
     n_shared = sum(1 for _ in itertools.takewhile(lambda column: set(column) == {column[0]} - {"*"}, columns))
     parts = {".".join(path): _abbreviated(path[n_shared:]) for path in paths}
@@ -165,11 +175,15 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     return {name: _numbered(short.get(kind, kind), name) for name, kind in kinds.items()}
 
 
+def _words(kind: str) -> list[str]:
+    return re.split(r"\.(?!\d+$)", kind)  # the number of a call belongs to the last word
+
+
 def _abbreviated(path: Sequence[str]) -> list[str]:
     text = ".".join(path)
     for pattern, replacement in _ABBREVIATIONS:
         text = re.sub(pattern, replacement, text)
-    return text.split(".")
+    return _words(text)
 
 
 def _with_words(parts: Sequence[str], n_words: int) -> Iterator[str]:
@@ -181,7 +195,7 @@ def _with_words(parts: Sequence[str], n_words: int) -> Iterator[str]:
 
 
 def _numbered(kind: str, name: str) -> str:
-    numbers = iter(re.findall(_NUMBER, name))
+    numbers = iter(re.findall(_NUMBER, _CALL.sub("", name)))
     return re.sub(r"\*", lambda _: next(numbers), kind)
 
 

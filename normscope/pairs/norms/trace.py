@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_batchedtensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.pairs.norms.formulas import channel_vectors, gain_and_shift
+from normscope.pairs.norms.functional import CalledNorm, Frame, FunctionWatch, inseparable
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.known import POINTWISE
 from normscope.pairs.norms.recognition import ancestor_kind, identified, ignores_scale, is_norm, kind_of, refusal
@@ -36,13 +36,6 @@ _ADDITIONS = {
     *(torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__rsub__),
     *(torch.addcmul, Tensor.addcmul, Tensor.addcmul_, torch.lerp, Tensor.lerp),
 }
-_NORM_FUNCTIONS = {
-    *(F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm, F.local_response_norm),
-    *(torch.layer_norm, torch.rms_norm, torch.group_norm, torch.batch_norm),
-    *(torch.native_layer_norm, torch.native_group_norm),
-}
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_NORM_OPERATORS = re.compile(r"aten\.(_?native_|_fused_|cudnn_|miopen_)?(batch|group|instance|layer|rms)_norm\b")
 # Names in timm (q_norm), diffusers (norm_q, norm_added_k, q_rms_norm_t) and transformers (q_layernorm, qk_norm,
 # q_layernorm.norms.0 of one head); a norm before the projection (pre_norm_q, q_a_layernorm) is none of them.
 _QUERY_OR_KEY = re.compile(
@@ -60,12 +53,14 @@ class NormReport:
     Attributes:
         sites: the norm sites in the order of their first calls.
         skipped: norms that cannot be observed, and why.
-        kinds: the kind of each site's module.
-        shapes: shape of each site's input at its first call.
+        kinds: the kind of each site's norm.
+        shapes: shape of each site's input at its first call; empty if its only token is the whole input.
         overwriting: names of the sites that change their own input, so that a hook behind them does not see it.
         keeps_state: whether the pass changed a buffer.
         of_weights: names of the sites whose input is computed from parameters alone: no token of theirs is padding.
         positions: the number of positions in the padding mask of a sample, for sites that have such a mask.
+        norm_modules: paths of the norm modules, whose functions are no sites.
+        sequences: names of the norm functions that the forward of each other module calls, in order.
     """
 
     sites: list[NormSite]
@@ -76,6 +71,8 @@ class NormReport:
     keeps_state: bool = False
     of_weights: frozenset[str] = frozenset()
     positions: dict[str, int] = field(default_factory=dict, repr=False)
+    norm_modules: frozenset[str] = frozenset()
+    sequences: Mapping[str, Collection[tuple[str, ...]]] = field(default_factory=dict, repr=False)
 
 
 def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> NormReport:
@@ -104,40 +101,38 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     _refuse_what_hooks_cannot_enter(model)
     model = getattr(model, "_orig_mod", model)  # inside torch.compile: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
-    watch = _FunctionWatch()
+    watch = _TraceWatch(named)
     with left_as_found(model) as buffers:
-        with _calls_of(named, weighing, watch) as calls, _entered(model, watch), passes_by(watch.lock), watch:
+        with _calls_of(named, weighing, watch) as calls, watch.following(model), passes_by(watch.lock), watch:
             run(model, batch)
         keeps_state = buffers.changed
 
     no_norms = _no_norms(calls, named)
     called = [call for name, call in calls.items() if name not in no_norms]
+    called = sorted([*called, *watch.calls.values()], key=lambda call: call.order)
     kinds = {call.name: call.kind for call in called if isinstance(call.kind, NormKind)}
-    skipped = [
-        SkippedNorm(call.name, type(call.module).__name__, str(call.kind)) for call in called if call.name not in kinds
-    ]
+    skipped = [SkippedNorm(call.name, call.class_name, str(call.kind)) for call in called if call.name not in kinds]
     for name, module in named.items():
         if name not in calls and name not in no_norms:
             reason = "it does not take and return one tensor" if name in watch.tensorless else NOT_CALLED
             skipped.append(SkippedNorm(name, type(module).__name__, reason))
-    skipped += [
-        SkippedNorm(where or "(model)", function, "called as a function, which hooks on modules do not see")
-        for where, function in watch.functional
-    ]
     if not kinds:
         raise ModelError(_no_sites(type(model).__name__, skipped, len(watch.weights_normed)))
-    sites = [calls[name] for name in kinds]
-    placements = _placements(sites, watch.additions)
-    masks = {name: batch.valid_at(name) for name in kinds}
+    calls_of_sites = [call for call in called if call.name in kinds]
+    placements = _placements(calls_of_sites, watch.additions, watch.queries_and_keys)
+    sites = [_site(index, call, kinds[call.name], placements[call.name]) for index, call in enumerate(calls_of_sites)]
+    masks = {site.name: batch.valid_at(site.path) for site in sites}
     return NormReport(
-        [_site(index, call, kinds[call.name], placements[call.name]) for index, call in enumerate(sites)],
+        sites,
         skipped,
         kinds,
-        {call.name: call.input.shape for call in sites},
-        frozenset(call.name for call in sites if call.overwrites),
+        {call.name: call.shape for call in calls_of_sites},
+        frozenset(call.name for call in calls_of_sites if call.overwrites),
         keeps_state,
-        frozenset(call.name for call in sites if call.of_weights),
+        frozenset(call.name for call in calls_of_sites if call.of_weights),
         {name: mask.shape[1] for name, mask in masks.items() if mask is not None},
+        frozenset(named) | (kinds.keys() & calls.keys()),
+        watch.sequences,
     )
 
 
@@ -175,17 +170,29 @@ def _refuse_what_hooks_cannot_enter(model: nn.Module | torch.export.ExportedProg
 
 @dataclass
 class _FirstCall:
-    """First call of a module; its tensors stay alive until the pass ends, so that no other tensor has their address."""
+    """First call of a norm; its tensors stay alive until the pass ends, so that no other tensor has their address."""
 
+    order: int
     name: str
     module: nn.Module
     input: Tensor
     output: Tensor
     kind: NormKind | str
     additions_before: int
-    overwrites: bool
-    of_weights: bool
+    overwrites: bool = False
+    of_weights: bool = False
     calls: int = 1
+
+    @property
+    def class_name(self) -> str:
+        """Name of the module's class, or of the function."""
+        return self.module.function if isinstance(self.module, CalledNorm) else type(self.module).__name__
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the input, in which an axis may count samples; empty if the whole input is one token."""
+        whole = isinstance(self.module, CalledNorm) and self.module.whole
+        return torch.Size() if whole else self.input.shape
 
 
 class _Addition(NamedTuple):
@@ -195,21 +202,23 @@ class _Addition(NamedTuple):
     in_place: bool
 
 
-class _FunctionWatch(TorchFunctionMode):
-    """Records norms that are called as functions, and the additions of the residual stream.
+class _TraceWatch(FunctionWatch):
+    """Records the norms that are called as functions, the additions of the residual stream, and queries and keys.
 
     A norm function may be called on weights, as a weight-standardized convolution does: on a parameter, or on what
-    functions made of parameters alone. Such a call normalizes no activations.
+    functions made of parameters alone. Such a call normalizes no activations, and is no site.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, norms: Collection[str]) -> None:
         self.lock = threading.RLock()  # identifies the watched pass
-        self.path: list[str] = []  # of the running modules
+        super().__init__(norms, self.lock)
         self.tensorless: set[str] = set()
-        self.functional: dict[tuple[str, str], None] = {}
+        self.calls: dict[str, _FirstCall] = {}
+        self.sequences: dict[str, set[tuple[str, ...]]] = {}  # of the functions that each module calls
         self.additions: list[_Addition] = []
+        self.queries_and_keys: list[Tensor] = []
         self.weights_normed: set[str] = set()
+        self.order = itertools.count()  # of the first calls of norms
         self._paused = False
         self._of_weights = WeakTensorKeyDictionary()
 
@@ -222,32 +231,45 @@ class _FunctionWatch(TorchFunctionMode):
 
     def mark(self) -> tuple[int, int]:
         """Return the number of norms and additions so far."""
-        return len(self.functional), len(self.additions)
+        return len(self.calls), len(self.additions)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
         """Forget what a norm did inside: its x − mean is no branch, and the function it calls no other norm."""
-        for key in list(self.functional)[mark[0] :]:
-            del self.functional[key]
+        for name in list(self.calls)[mark[0] :]:
+            del self.calls[name]
         del self.additions[mark[1] :]
+
+    def called(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Record a call of a norm function, unless on weights."""
+        x = input_of(args, kwargs)
+        assert x is not None  # noqa: S101 - every norm function takes one
+        if self.is_weight(x):
+            self.weights_normed.add(self.frames[-1].path)
+        elif name in self.calls:
+            self.calls[name].calls += 1
+        else:
+            norm = CalledNorm(func, args, kwargs)
+            x, output = norm.laid_out(x), norm.laid_out(output)
+            self.calls[name] = _FirstCall(next(self.order), name, norm, x, output, norm.kind, len(self.additions))
+
+    def left(self, frame: Frame) -> None:
+        """Record the norm functions that a forward called, in order."""
+        self.sequences.setdefault(frame.path, set()).add(tuple(frame.functions))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
         operands = tuple(value for value in args if isinstance(value, Tensor))
-        if func in _NORM_FUNCTIONS or (isinstance(func, _OPERATORS) and _NORM_OPERATORS.match(str(func))):
-            where = self.path[-1] if self.path else ""
-            if self.is_weight(operands[0] if operands else kwargs["input"]):
-                self.weights_normed.add(where)
-            else:
-                self.functional[(where, func.__name__.partition(".")[0])] = None  # without an operator's overload
         # A bias or an embedding is no branch.
-        elif func in _ADDITIONS and not any(isinstance(value, nn.Parameter) for value in operands):
+        if func in _ADDITIONS and not any(isinstance(value, nn.Parameter) for value in operands):
             in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")  # add_, but not __rsub__
             self.additions.append(_Addition(operands, in_place))
-        result = func(*args, **kwargs)
+        elif func is F.scaled_dot_product_attention:
+            self.queries_and_keys += [*args, *kwargs.values()][:2]
+        result = super().__torch_function__(func, types, args, kwargs)
         # Outside of every module it is the batch that is copied, which may be a parameter.
-        if self.path and isinstance(result, Tensor):
+        if self.frames and isinstance(result, Tensor):
             sources = tensors_of([args, kwargs])
             if sources and all(map(self.is_weight, sources)):
                 self._of_weights[result] = _version(result)
@@ -268,7 +290,7 @@ def _changed(x: Tensor, before: Tensor, version: int | None) -> bool:
     """True if a tensor was written to; the version alone would miss changes through ``x.data``."""
     if _version(x) != version:
         return True
-    comparable = x.layout == torch.strided and not (x.is_nested or is_batchedtensor(x))
+    comparable = x.layout == torch.strided and inseparable(x) is None
     return comparable and not torch.equal(x, before)
 
 
@@ -308,7 +330,7 @@ def _no_norms(calls: dict[str, _FirstCall], named: dict[str, nn.Module]) -> set[
 
 @contextlib.contextmanager
 def _calls_of(
-    named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _FunctionWatch
+    named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _TraceWatch
 ) -> Iterator[dict[str, _FirstCall]]:
     """Record the first call of each suspect, and let the watch forget what norms do inside."""
     calls: dict[str, _FirstCall] = {}
@@ -345,7 +367,9 @@ def _calls_of(
                     # Now, while the input is what the norm saw: the network may go on to add to it in place.
                     with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                         kind = _resolve(module, own_args, own_kwargs, output)
-                    calls[name] = _FirstCall(name, module, x, output, kind, mark[1], overwrites, of_weights)
+                    calls[name] = _FirstCall(
+                        next(watch.order), name, module, x, output, kind, mark[1], overwrites, of_weights
+                    )
             if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
                 watch.forget_since(mark)
             return output[:1] if copy is not None and _lone_value(module, copy) else None
@@ -365,30 +389,12 @@ def _lone_value(module: nn.Module, x: Tensor) -> bool:
     return over_batch and x.numel() == x.shape[1]
 
 
-@contextlib.contextmanager
-def _entered(model: nn.Module, watch: _FunctionWatch) -> Iterator[None]:
-    """Keep the paths of the running modules in the watch, so that a function is reported with its place."""
-
-    def enter(name: str) -> Callable[..., None]:
-        return lambda module, args: watch.path.append(name)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        watch.path.pop()
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in _hookable(model):
-            hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name))).remove)
-            hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave)).remove)
-        yield
-
-
 def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> NormKind | str:
     """Return the kind of a called module, by the table or by trial, or the reason why it is no norm site."""
     x = input_of(args, kwargs)
     assert x is not None  # noqa: S101 - as the module was called with a tensor
-    if x.is_nested or is_batchedtensor(x):
-        called = "it takes a nested tensor, whose" if x.is_nested else "it is called within torch.vmap, where its"
-        return f"{called} tokens cannot be told apart by sample"
+    if reason := inseparable(x):
+        return reason
     known = kind_of(module) or refusal(module)
     if known is None:
         if not (is_norm(module) or ignores_scale(module, (args, kwargs), x)):
@@ -423,7 +429,9 @@ def _site(index: int, call: _FirstCall, kind: NormKind, placement: str | None) -
     )
 
 
-def _placements(calls: list[_FirstCall], additions: list[_Addition]) -> dict[str, str | None]:
+def _placements(
+    calls: list[_FirstCall], additions: list[_Addition], queries_and_keys: list[Tensor]
+) -> dict[str, str | None]:
     """Identify the placement of each site by its path, from the order of its first call and the additions.
 
     It is ``pre-norm``, ``post-norm``, ``qk``, ``final`` or None, beside the residual stream. Sites whose paths differ
@@ -443,8 +451,9 @@ def _placements(calls: list[_FirstCall], additions: list[_Addition]) -> dict[str
         for tensor, placement in ((call.input, "pre-norm"), (call.output, "post-norm")):
             if last_added.get(_identity(tensor), -1) >= call.additions_before:
                 return placement
-        return None
+        return "qk" if _identity(call.output) in attended else None
 
+    attended = set(map(_identity, queries_and_keys)) - {None}
     placements = {call.name: of_call(call) for call in calls}
     of_pattern = {kind_of_site(name): placement for name, placement in reversed(placements.items()) if placement}
     placements = {name: placement or of_pattern.get(kind_of_site(name)) for name, placement in placements.items()}

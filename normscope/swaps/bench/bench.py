@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch._inductor.config
@@ -20,7 +21,7 @@ from normscope.errors import DeviceError, UsageError, count, unknown
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.norms.trace import NormReport, find_norms
 from normscope.runtime.launches import EAGER, TRITON, VARIABLE
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
@@ -52,6 +53,7 @@ from normscope.swaps.reports import (
     PublishedReport,
     Timing,
 )
+from normscope.swaps.start import replaceable
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -135,7 +137,7 @@ def bench(
         if tensor.device.type == "cuda":
             find_norms(inner, batch)  # the first pass loads libraries for seconds
         begun = clock()
-        report = find_norms(inner, batch)
+        report = _replaceable(find_norms(inner, batch))
         a_pass = clock() - begun
         until = time.monotonic() - a_pass + budget
         for dtype in chosen:
@@ -171,6 +173,10 @@ def bench(
         device = f"{device}; fused {INTERPRETED}"
         left_out.append(f"Fused rows ran {INTERPRETED}.")
     return BenchReport(about, device, tuple(judged(rows)), tuple(dict.fromkeys(left_out)))
+
+
+def _replaceable(report: NormReport) -> NormReport:
+    return replace(report, sites=replaceable(report.sites))
 
 
 def in_words(device: torch.device) -> str:
@@ -296,7 +302,7 @@ def published(
     notes = [f"Ours has {key} {ours[key]}, the paper {theirs[key]}." for key in ours if ours[key] != theirs[key]]
     rows: list[Latency] = []
     with left_as_found(model, timed=True), compilations():
-        report = find_norms(model, batch)
+        report = _replaceable(find_norms(model, batch))
         candidates = [each for each in variants(model, report.sites, curves) if each.name in (NATIVE, *curves)]
         shapes = {site.name: tuple(report.shapes[site.name]) for site in report.sites}
         whole = ModelBench(model, batch, outputs or Outputs(), candidates, shapes, True)

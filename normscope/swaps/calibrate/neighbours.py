@@ -91,7 +91,7 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
 
     A linear layer is beside a norm if no other norm of the residual stream is called between the two.
     """
-    by_name = {site.name: site for site in sites}
+    by_name = {site.name: site for site in sites if site.replaceable}
     streams = {name: site for name, site in by_name.items() if site.placement != "qk" and site.calls == 1}
     layers = {path: layer for path, module in network.named_modules() if (layer := LinearLayer.of(module)) is not None}
     few = batch.first(_SAMPLES)

@@ -90,6 +90,27 @@ def test_verification_passes_the_right_table_and_fails_the_wrong_one(table, modu
     capture(model, batches)  # without verification the table is believed
 
 
+@pytest.mark.parametrize("units", [-16.9, -15.1, 15.1, 16.9])
+def test_sixteen_roundings_of_float32_are_allowed(table, units):
+    """y of float64 with an error of so many units in the last place of 1 + |y|, in tokens of mean zero."""
+
+    class Inexact(nn.Module):
+        eps = 1e-5
+
+        def forward(self, x):
+            y = nn.functional.layer_norm(x.double(), (64,), eps=self.eps)
+            return y + units * torch.finfo(torch.float32).eps * (1 + y.abs())
+
+    register_norm(Inexact)
+    half = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    batches, model = [torch.cat([half, -half], 1)], nn.Sequential(Inexact())
+    if abs(units) < 16:
+        capture(model, batches, verify=True)
+    else:
+        with pytest.raises(ModelError, match=r"by 1\.06 times what rounding explains"):
+            capture(model, batches, verify=True)
+
+
 def test_rms_norm_without_eps_takes_torchs_own():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         module = nn.RMSNorm(8, elementwise_affine=False).to(dtype)

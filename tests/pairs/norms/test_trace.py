@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3Model
 
 import normscope
+from normscope.errors import UsageError
 from normscope.inputs.batch import as_batches
 from normscope.pairs.norms.trace import _QUERY_OR_KEY, find_norms
 
@@ -30,7 +31,24 @@ def test_sites_come_in_the_order_of_their_first_calls_with_their_counts():
     assert [(norm.name, norm.reason) for norm in report.skipped] == [("never", "not called")]
 
 
-def test_unknown_and_functional_norms_are_reported():
+def test_a_loaded_model_is_traced_with_its_first_sample_unless_a_batch_is_passed():
+    network = normscope.load("demo_vit", limit=6, batch_size=6, device="cpu")
+    for report, samples in ((find_norms(network), 1), (find_norms(network, next(iter(network.inputs)).first(4)), 4)):
+        assert {shape[0] for shape in report.shapes.values()} == {samples}
+        assert {site.tokens_per_sample for site in report.sites} == {samples * report.shapes["norm"][1]}
+    with pytest.raises(UsageError, match="brings no batches"):
+        find_norms(network.module)
+
+
+def test_one_value_per_channel_does_not_stop_a_norm_over_the_batch():
+    model = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), nn.LayerNorm(6))
+    seen = normscope.capture(model, [torch.randn(4, 6), torch.randn(5, 6)])  # traced with one sample: torch wants two
+    assert [(site.name, seen.stats[site.name].n_tokens) for site in seen.sites] == [("1", 9)]
+    assert [norm.name for norm in seen.skipped] == ["0"]
+    assert report_of(model, torch.randn(1, 6)).shapes["1"] == (1, 6)
+
+
+def test_norms_without_a_token_are_reported():
     mixed = network_of(
         lambda self, x: self.inner(self.local(self.norm(x).transpose(1, 2))),
         norm=nn.LayerNorm(6),
@@ -38,10 +56,8 @@ def test_unknown_and_functional_norms_are_reported():
         inner=network_of(lambda self, x: F.layer_norm(x, x.shape[-1:])),
     )
     report = report_of(mixed, torch.randn(1, 4, 6))
-    assert [site.name for site in report.sites] == ["norm"]
-    skipped = [(norm.name, norm.kind) for norm in report.skipped]
-    assert skipped == [("local", "LocalResponseNorm"), ("inner", "layer_norm")]
-    assert "called as a function" in report.skipped[1].reason
+    assert [site.name for site in report.sites] == ["norm", "inner:layer_norm.0"]
+    assert [(norm.name, norm.kind) for norm in report.skipped] == [("local", "LocalResponseNorm")]
 
 
 def test_a_module_that_only_holds_a_norm_is_none():
