@@ -205,8 +205,8 @@ function resultLines(site, text) {
       element("span", { text: name }), element("span", { class: "detail", text: detail() }),
     ]);
   });
-  const others = `and ${grouped(all.length - MOST_LISTED)} more${unread ? " channels, and the tokens" : ""}`;
-  const rest = all.length ? others : "No token and no channel is called so.";
+  const unlisted = `and ${grouped(all.length - MOST_LISTED)} more${unread ? " channels, and the tokens" : ""}`;
+  const rest = all.length ? unlisted : "No token and no channel is called so.";
   const more = all.length && all.length <= MOST_LISTED ? [] : [element("span", { class: "note", text: rest })];
   return [...lines, ...more].map((line) => element("li", {}, [line]));
 }
