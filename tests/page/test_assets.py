@@ -4,9 +4,11 @@ import base64
 import dataclasses
 
 import pytest
+import torch
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from torch import nn
 
 import normscope
 from normscope.tables.glossary import definitions
@@ -294,10 +296,16 @@ def test_all_of_it_is_printed_white_and_within_the_paper(browser, pages):
         const inked = ({canvas}) => pixels(canvas, canvas.getContext("2d")).some(Boolean);
         window.addEventListener("beforeprint", () => window.seen.push(palette.theme,
             [...Plot.all.values()].every(({width = 0}) => width <= 700),
-            [...Plot.all.values()].filter(({small}) => small).map(inked)))""")
+            [...Plot.all.values()].filter(({small}) => small).map(inked)));
+        const width = () => document.querySelector("table").getBoundingClientRect().width;
+        window.widths = [width()];
+        window.addEventListener("beforeprint", () => window.widths.push(width()));
+        window.addEventListener("afterprint", () => window.widths.push(width()))""")
     paper = base64.b64decode(page.driver.print_page())
     assert page.run("return window.seen") == ["light", True, [True] * 5] and paper.startswith(b"%PDF")
     assert page.run("return [palette.theme, document.documentElement.dataset.print === undefined]") == ["dark", True]
+    before, printed, after = page.run("return window.widths")  # of 29 columns
+    assert before == after > 1280 and 650 < printed <= 701
 
 
 def test_names_are_short_and_whole_in_the_tooltip(browser, other, tmp_path):
@@ -310,6 +318,62 @@ def test_names_are_short_and_whole_in_the_tooltip(browser, other, tmp_path):
     shown = page.run("return [...document.querySelectorAll('.thumbnail')].map((one) => [one.innerText, one.title])")
     assert [(text.splitlines()[0], title) for text, title in shown] == [("0 0.attn", names[0]), ("1 1.out", names[1])]
     assert page.texts("tbody .link") == names
+
+
+def test_sites_that_are_calls_open_by_their_names(browser, other, tmp_path):
+    names = ["(model):layer_norm.0", "blocks.3.attn:rms_norm.0"]
+    two = other.only("first,second")
+    sites = [dataclasses.replace(site, name=name) for site, name in zip(two.sites, names, strict=True)]
+    seen = dataclasses.replace(two, sites=sites, stats=dict(zip(names, two.stats.values(), strict=True)))
+    page = browser.open(normscope.report([seen, seen]).save(tmp_path / "calls.html"))
+    for place, name in enumerate(names):
+        page.run("go({view: 'overview'}); document.querySelectorAll('.thumbnail')[arguments[0]].click()", place)
+        page.driver.refresh()  # the address holds the name
+        assert page.run("return open.site.name") == name and page.texts("h2")[0].startswith(f"{place} ")
+        page.run("location.hash = `view=site&site=${arguments[0]}`", name)  # as typed by hand
+        assert page.run("return open.site.name") == name
+        page.run("go({view: 'compare'})")
+        assert page.texts("td:nth-child(2)") == [name] * 4 and page.logs()[0] == []
+
+
+def test_a_long_list_of_channels_names_the_tokens_when_they_are_searched(browser, tmp_path):
+    x = torch.randn(4, 3, 70, generator=torch.Generator().manual_seed(0))
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(70)), [x])
+    page = browser.open(normscope.report(seen, normscope.fit(seen, "tanh")).save(tmp_path / "wide.html"), "#view=site")
+    lines = page.texts(".results li")
+    assert len(lines) == 61 and all(line.startswith("channel ") for line in lines[:60])
+    assert lines[60] == "and 10 more channels, and the tokens"
+    page.driver.find_element(By.ID, "search").send_keys("sample 2")
+    largest = [line.split(" · ")[0] for line in page.texts(".results li")]
+    reach = x[2].abs().amax(1)
+    expected = [f"sample 2, token {token}max |x| {reach[token]:.3g}" for token in reach.argsort(descending=True)]
+    assert largest == expected
+
+
+def test_arrows_scroll_a_table_and_step_through_sites_elsewhere(browser, pages):
+    page = browser.open(pages.one, FIRST, width=390)
+    table = page.driver.find_element(By.CSS_SELECTOR, ".scrolls")
+    table.send_keys(Keys.ARROW_RIGHT)
+    page.driver.execute_async_script(
+        """const done = arguments[1];
+        arguments[0].scrollLeft ? done() : arguments[0].addEventListener("scrollend", () => done())""",
+        table,
+    )
+    assert page.run("return [open.site.name, arguments[0].scrollLeft > 0]", table) == ["first", True]
+    page.driver.find_element(By.ID, "theme").send_keys(Keys.ARROW_RIGHT)
+    assert page.run("return open.site.name") == "second"
+
+
+def test_the_explorers_sliders_are_below_its_curve_on_a_telephone(browser, pages):
+    page = browser.open(pages.one, "#view=explorer&site=first", width=390)
+    order = "return [...document.querySelectorAll('.plot, #slider-alpha')].map((e) => e.getBoundingClientRect().top)"
+    curve, slider, residual = page.run(order)
+    assert curve < slider < residual
+
+
+def test_counts_have_ticks_at_whole_numbers(page):
+    assert page.run("return axisOf([0, 0], {zero: true, whole: true}).ticks(100, 28)") == [0, 1]
+    assert page.run("return axisOf([0, 2], {zero: true, whole: true}).ticks(140, 28)") == [0, 1, 2]
 
 
 def test_a_site_opens_at_its_top_and_the_focus_outlasts_a_step(browser, pages):

@@ -302,3 +302,13 @@ def test_an_address_of_another_page_is_taken_as_far_as_it_goes(browser, page_fil
 def test_inputs_are_no_wider_than_a_telephone(browser, page_file, capture, site):
     page = browser.open(page_file.file, at(site, capture=capture), width=390, scheme="dark")
     assert page.run("return document.documentElement.scrollWidth") <= 390
+
+
+def test_the_heading_of_an_input_is_printed_on_its_page(page):
+    try:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+        breaks = "getComputedStyle(document.querySelector(arguments[0]))"
+        after = [page.run(f"return {breaks}.breakAfter", part) for part in ("#inputs-title", ".inputs .controls")]
+        assert after == ["avoid", "avoid"] and page.run(f"return {breaks}.breakInside", "#input-map") == "avoid"
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

@@ -88,7 +88,7 @@ function axisOf(values, { times = 8, whole = false, zero = false } = {}) {
   if (!finite.length) return new Axis(0, 1);
   if (zero) low = Math.min(low, 0);
   if (low > 0 && high > times * low) return new Axis(low / 1.25, high * 1.25, { logarithmic: true });
-  if (zero && low === 0 && high === 0) return new Axis(0, 1);
+  if (zero && low === 0 && high === 0) return new Axis(0, 1, { whole });
   if (low === high) [low, high] = [low - (Math.abs(low) / 10 || 1), high + (Math.abs(high) / 10 || 1)];
   const margin = 0.07 * (high - low);
   return new Axis(zero && low === 0 ? 0 : low - margin, high + margin, { whole });

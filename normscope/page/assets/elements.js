@@ -2,7 +2,6 @@
 // Elements of the page. Text goes in as text: no name and no data is ever read as markup.
 
 const WIDE = 44; // letters, from which a cell is broken into lines
-const MANY = 14; // columns, from which a table is printed small
 
 function element(name, attributes = {}, children = []) {
   const made = document.createElement(name);
@@ -92,7 +91,7 @@ function table(name, heads, rows, { caption = "", chosen = -1, terms = PAGE.term
     button("Copy CSV", () => copied(text(), `${name} copied as CSV`)),
     button("Save CSV", () => download(new Blob([text()], { type: "text/csv" }), name, "csv")),
   ]);
-  const whole = element("table", { class: heads.length > MANY ? "many" : null }, [element("caption", { class: "unseen", text: name }), element("thead", {}, [element("tr", {}, head)]), body]);
+  const whole = element("table", {}, [element("caption", { class: "unseen", text: name }), element("thead", {}, [element("tr", {}, head)]), body]);
   const scrolls = element("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": name }, [whole]);
   return element("div", { class: "tabled" }, [scrolls, caption ? remark(caption) : null, tools]);
 }

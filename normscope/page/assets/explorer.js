@@ -31,11 +31,12 @@ function explorerView() {
   const own = open.capture.curves.filter((curve) => PAGE.curves[curve].own);
   const names = [...Object.keys(PAGE.curves).filter((name) => !PAGE.curves[name].own), ...own].filter(functionOf);
   const select = dropdown(asOptions(names), explored.curve, (curve) => { go({ curve }); render(); }, { id: "curve" });
+  const [curve, residual] = explorerFigures(site);
   return [
     head,
     remark(`${siteTitle(site)} · y ≈ A·f(αx + s) over all ${grouped(site.pairs)} pairs, from their binned sums.`),
     element("div", { class: "columns" }, [
-      element("div", { class: "figures" }, explorerFigures(site)),
+      curve,
       element("div", { class: "beside" }, [
         element("section", { class: "knobs" }, [
           element("label", { class: "row" }, [element("span", { text: "Curve" }), select]),
@@ -47,6 +48,7 @@ function explorerView() {
         ]),
         formulaSection(),
       ]),
+      residual,
     ]),
   ];
 }

@@ -22,7 +22,7 @@ function overviewView() {
   ];
 }
 
-// What is drawn over the depth: {name, zero, series: [{label, colour, dashes, values, level}]}.
+// What is drawn over the depth: {name, zero, whole, series: [{label, colour, dashes, values, level}]}.
 function depthRows(capture) {
   const { ink } = palette.style;
   const ofSites = (value) => capture.sites.map((site) => value(site) ?? NaN);
@@ -42,7 +42,7 @@ function depthRows(capture) {
     { name: "|μ|/σ of the tokens", zero: true, series: [one("median", ({ offset }) => offset), { ...one("95 %", (all) => all.offset_p95), level: true }] },
     { name: "Pairs beyond the linear range, %", zero: true, series: [one("share", ({ bent }) => bent === null ? null : 100 * bent)] },
     { name: "Σx² in three channels, %", zero: true, series: [one("share", (all) => all.channel_share === null ? null : 100 * all.channel_share)] },
-    { name: "Massive channels, and massive tokens of 16", zero: true, series: [
+    { name: "Massive channels, and massive tokens of 16", zero: true, whole: true, series: [
       one("channels", (all) => all.massive_channels), { ...one("tokens", (all) => all.massive_tokens), level: true },
     ] },
   ];
@@ -65,7 +65,7 @@ function depthFigure(capture, row, kinds) {
     const shown = row.series.filter(({ label }) => !state.hidden.has(label));
     return {
       x: new Axis(-0.5, capture.sites.length - 0.5, { whole: true }),
-      y: axisOf(shown.flatMap(({ values }) => values), { zero: row.zero }),
+      y: axisOf(shown.flatMap(({ values }) => values), row),
       names: (place) => (capture.sites[place] ? String(capture.sites[place].index) : ""),
       xlabel: "norm site, in the order of calls",
       lines: shown.flatMap((series) => kindLines(series, kindAt, kinds)),

@@ -83,8 +83,9 @@ function keyed(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  const inRadios = event.target.closest("[type=radio]") && event.key.startsWith("Arrow");
-  const action = inRadios ? null : keyAction(event.key);
+  // Arrows choose among radio buttons and scroll a table.
+  const own = event.key.startsWith("Arrow") && event.target.closest("[type=radio], .scrolls");
+  const action = own ? null : keyAction(event.key);
   if (!action) return;
   event.preventDefault();
   action();
@@ -104,19 +105,22 @@ function search() {
   if (field) field.focus();
 }
 
-// Paper is white and narrow, whatever the screen is.
+// Paper is white and narrow, whatever the screen is; a table is printed as small as it takes.
 function printed() {
   const root = document.documentElement;
+  const zoomTables = (zoomOf) => document.querySelectorAll("table").forEach((table) => { table.style.zoom = zoomOf(table); });
   let before = palette.theme;
   window.addEventListener("beforeprint", () => {
     before = palette.theme;
     root.dataset.print = "";
     setTheme("light");
+    zoomTables((table) => Math.min(1, table.parentElement.clientWidth / table.offsetWidth));
     Plot.redrawAll(true);
   });
   window.addEventListener("afterprint", () => {
     delete root.dataset.print;
     setTheme(before);
+    zoomTables(() => "");
     Plot.redrawAll();
   });
 }

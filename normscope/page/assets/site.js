@@ -182,7 +182,7 @@ function pickBar() {
 
 function picker(site) {
   const results = element("ul", { class: "results" });
-  const list = { host: results, later: true, draw: () => refill(results, resultLines(entriesOf(site), search.value)) };
+  const list = { host: results, later: true, draw: () => refill(results, resultLines(site, search.value)) };
   const search = element("input", { type: "search", id: "search", placeholder: "channel 12, sample 3, token 0 …", "aria-label": "Search tokens and channels", oninput: list.draw });
   Plot.add(list);
   return element("section", { class: "picker" }, [
@@ -192,9 +192,11 @@ function picker(site) {
   ]);
 }
 
-// Lines of the list of entries: buttons that pick what they name, or let it go.
-function resultLines(entries, text) {
-  const all = those(entries, text);
+// Lines of the list of entries: buttons that pick what they name, or let it go. Tokens are read when the list reaches them.
+function resultLines(site, text) {
+  const channels = channelEntries(site);
+  const unread = !asWords(text) && channels.length > MOST_LISTED;
+  const all = unread ? channels : those([...channels, ...tokenEntries(site)], text);
   const lines = all.slice(0, MOST_LISTED).map(({ pick, name, detail }) => {
     const others = state.picks.filter((other) => other !== pick);
     const on = others.length < state.picks.length;
@@ -203,7 +205,8 @@ function resultLines(entries, text) {
       element("span", { text: name }), element("span", { class: "detail", text: detail() }),
     ]);
   });
-  const rest = all.length ? `and ${grouped(all.length - MOST_LISTED)} more` : "No token and no channel is called so.";
+  const unlisted = `and ${grouped(all.length - MOST_LISTED)} more${unread ? " channels, and the tokens" : ""}`;
+  const rest = all.length ? unlisted : "No token and no channel is called so.";
   const more = all.length && all.length <= MOST_LISTED ? [] : [element("span", { class: "note", text: rest })];
   return [...lines, ...more].map((line) => element("li", {}, [line]));
 }
@@ -220,18 +223,16 @@ function asWords(text) {
   return text.toLowerCase().split(/[\s,]+/).filter(Boolean).join(" ");
 }
 
-const entriesOf = cached((site) => [...channelEntries(site), ...tokenEntries(site)]);
-
-function channelEntries(site) {
+const channelEntries = cached((site) => {
   if (site.channels === null && !site.drawn.by_channel.x) return [];
   const [reach, share] = [numbersOf(site.drawn.by_channel.reach), numbersOf(site.drawn.by_channel.share)];
   return largestFirst(reach).map((channel) => ({
     pick: `channel:${channel}`, name: `channel ${channel}`,
     detail: () => `max |x| ${short(reach[channel])} · ${percent(share[channel])} of Σx²`,
   }));
-}
+});
 
-function tokenEntries(site) {
+const tokenEntries = cached((site) => {
   const sigma = numbersOf(site.drawn.shown.sigma);
   const { x, token } = pointsOf(site);
   const most = new Float64Array(site.drawn.shown.key.length);
@@ -241,4 +242,4 @@ function tokenEntries(site) {
     pick: `token:${site.drawn.shown.key[place]}`, name: tokenName(site, place),
     detail: () => `max |x| ${short(most[place])} · σ ${short(sigma[place])}`,
   }));
-}
+});
