@@ -343,7 +343,7 @@ class FigureFiles:
     def save(self, figure: Any, title: str, view: str, shown: Any, say: Output) -> str:
         """Write a figure, report its file and return its name; two of one title do not overwrite each other."""
         path = self.path(title, view)
-        normscope.save_figure(figure, path, shown, self.look.dpi)
+        normscope.figures.save_figure(figure, path, shown, self.look.dpi)
         self.written.append(str(path))
         say.result(str(path))
         return str(path)

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 # Remedy for entries that cannot become batches: lists of images, records, objects.
 BY_HAND = (
     "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
-    "normscope.Batch(args=(x,), samples=(normscope.Sample('image 7', source_index=7, index=7),)) calls forward(x). "
+    "normscope.Batch(args=(x,), samples=(Sample('image 7', source_index=7, index=7),)) calls forward(x) "
+    "(Sample is in normscope.inputs.batch). "
     "Or say how the model is run on what your loader gives: "
     "normscope.capture(model, loader, forward=lambda model, batch: …)."
 )
@@ -558,7 +559,7 @@ def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int
         raise DataError(
             f"Batch {number} holds a nested tensor, of which norms see tokens of no known sample. Pad it, "
             "padded = x.to_padded_tensor(0.0), and say which positions are data, bool (samples, positions): "
-            "normscope.Batch(args=(padded,), samples=samples, valid=valid), with a normscope.Sample for each sample."
+            "normscope.Batch(args=(padded,), samples=samples, valid=valid), with one inputs.batch.Sample for each."
         )
 
 

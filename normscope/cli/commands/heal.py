@@ -119,7 +119,7 @@ def heal(
     title = f"{network.name} · {func}"
     titled = replace(look, title=title if look.title is None else look.title)
     figure = normscope.figures.plot_healing(report, **titled.of_figure)
-    normscope.save_figure(figure, drawn, whole)
+    normscope.figures.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
     if choice is not None:
