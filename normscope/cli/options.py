@@ -310,7 +310,6 @@ class Look:
 
     @property
     def of_figure(self) -> dict[str, Any]:
-        """The options that every function that draws takes."""
         return {name: value for name, value in vars(self).items() if name not in ("figure_format", "dpi")}
 
 
@@ -349,7 +348,6 @@ class FigureFiles:
         return str(path)
 
     def path(self, title: str, view: str) -> Path:
-        """Return the file of the next figure of this title and view."""
         if self.output.suffix.lower() == f".{self.suffix}":
             return self.output
         stem, numbers = "-".join(filter(None, (file_stem(title), view))), range(2, len(self.written) + 2)

@@ -45,7 +45,6 @@ class RunOptions:
     verify: bool = False
 
     def load(self, name: str, output: Output) -> LoadedModel:
-        """Load a model and report its weights and device."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_CAPTURES}
         network = normscope.load(name, **given)
         output.introduce(network)
@@ -81,7 +80,6 @@ class RunOptions:
         return joined(Place.from_environment(), resolve_device(self.device))
 
     def changed(self) -> list[str]:
-        """Name the options that are not at their defaults."""
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 

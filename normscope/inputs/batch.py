@@ -85,7 +85,6 @@ class Batch:
         return self.valid_within[max(around, key=len)] if around else self.valid
 
     def first_sample(self) -> Batch:
-        """Return a batch of the first sample."""
         return self.first(1)
 
     def first(self, number: int) -> Batch:
@@ -204,7 +203,6 @@ def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements, in order."""
     import torch
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -304,7 +302,6 @@ class Halving:
     """
 
     def __init__(self, verb: str) -> None:
-        """Set the participle of the warning."""
         self._verb = verb
         self._at_most: int | None = None
         self._left: list[tuple[Batch, Any]] = []
@@ -552,7 +549,6 @@ def _n_samples(entry: Any) -> int:
 
 
 def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:
-    """Refuse tensors that have no axes to tell samples and positions by."""
     import torch
 
     if any(isinstance(value, torch.Tensor) and value.is_nested for value in leaves((*args, kwargs), of_lists=True)):

@@ -33,7 +33,6 @@ class Part(Inputs):
     """
 
     def __init__(self, inputs: Inputs, samples: Sequence[Sample], by: str, keys: frozenset[_Key], which: str) -> None:
-        """Select the samples whose keys are in ``keys``; ``which`` describes them."""
         self.inputs, self.by, self._keys = inputs, by, keys
         self._n_samples = sum(_key(sample, by) in keys for sample in samples)
         of_one = "" if by == "source" else ", all of one source"
@@ -41,12 +40,10 @@ class Part(Inputs):
 
     @property
     def description(self) -> str:
-        """Description of the inputs and the part."""
         return self._description
 
     @property
     def n_samples(self) -> int:
-        """Number of samples of this part."""
         return self._n_samples
 
     @property
@@ -56,7 +53,6 @@ class Part(Inputs):
 
     @property
     def batch_size(self) -> int:
-        """Largest number of inputs read together."""
         return self.inputs.batch_size
 
     @batch_size.setter
@@ -87,11 +83,9 @@ class Part(Inputs):
         raise DataError(f"No sample can be read of {self.description}.")
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield the samples of this part, in order."""
         return (sample for sample in self.inputs.known_samples() if _key(sample, self.by) in self._keys)
 
     def preview(self, batch: Batch, place: int) -> Preview | None:
-        """Return a preview of a sample of one of these batches, as the inputs make it."""
         return self.inputs.preview(batch, place)
 
     @property

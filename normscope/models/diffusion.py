@@ -306,7 +306,6 @@ class PipelineCalls(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Describe the pipeline, the number of prompts and the timesteps of its calls."""
         guidance = "its own guidance" if self._options.guidance is None else f"guidance {self._options.guidance:g}"
         shuffled = ", shuffled" if self._options.shuffle else ""
         return (
@@ -322,7 +321,6 @@ class PipelineCalls(NumberedInputs):
         return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.order)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Return the calls for one prompt, which are made while they are taken."""
         (number,) = numbers
         return Chunk(numbers, (batch for timestep in self.timesteps for batch in self._calls(number, timestep)))
 

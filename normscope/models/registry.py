@@ -48,7 +48,6 @@ class ModelEntry:
 
     @property
     def families(self) -> list[str]:
-        """Families that the network may be of."""
         return self.family.split(", ")
 
     @property
@@ -205,7 +204,6 @@ def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str
 
 
 def check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
-    """Raise UsageError if a number is out of range."""
     ranges = (("limit", limit, 1), ("batch_size", batch_size, 1), ("workers", workers, 0), ("seed", seed, -_MOST - 1))
     for option, value, least in ranges:
         if value is not None and not least <= value <= _MOST:

@@ -145,7 +145,6 @@ def _distance(value: float | None) -> str:
 
 
 def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
-    """Declare the column of inputs that gave a NaN or an infinity."""
     return Column(
         "not finite",
         lambda swap: f"{swap[1].nonfinite} of {swap[1].inputs}" if swap[1].nonfinite else "",

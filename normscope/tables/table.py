@@ -169,7 +169,6 @@ class AdaptiveTable(Table):
     """
 
     def __init__(self, columns: Sequence[Column[Any]]) -> None:
-        """Make a table without rows."""
         super().__init__(box=None, pad_edge=False)
         self.declared = columns
         self.spans: dict[int, int] = {}
@@ -348,7 +347,6 @@ def _filled(pieces: Sequence[str], width: int) -> list[str]:
 
 
 def layers_table(sites: Sequence[NormSite]) -> Table:
-    """Make a table with one line per norm site."""
     columns: list[Column[NormSite]] = [
         Column("", lambda site: str(site.index)),
         names("site", lambda site: site.name),
@@ -395,7 +393,6 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def curves_table(curves: Sequence[Curve]) -> Table:
-    """Make a table with the names, formula and source of each curve."""
     columns: list[Column[Curve]] = [
         names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
         names("f(u), u = αx + s", lambda curve: curve.formula),

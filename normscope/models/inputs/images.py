@@ -57,7 +57,6 @@ def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
 
 
 def suffixes() -> frozenset[str]:
-    """Return the suffixes of image files; a folder's other files are not opened."""
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in _formats())
 
 
@@ -103,7 +102,6 @@ def _photograph() -> Path:
 
 
 def _square_in(size: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Choose a square (left, upper, right, lower) inside an image of (width, height)."""
     scale, x, y = torch.rand(3, generator=generator).tolist()
     side = round(min(size) * (SMALLEST_CROP + (1 - SMALLEST_CROP) * scale))
     left, upper = round((size[0] - side) * x), round((size[1] - side) * y)

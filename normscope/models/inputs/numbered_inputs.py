@@ -164,12 +164,10 @@ class NumberedInputs(Inputs):
 
     @property
     def n_inputs(self) -> int:
-        """Number of selected inputs."""
         return len(self.order)
 
     @property
     def n_samples(self) -> int:
-        """Number of samples to try."""
         return len(self.order)
 
     @property
@@ -182,20 +180,17 @@ class NumberedInputs(Inputs):
         return at + self._taken_of(self._of) + (f" ({remarks})" if remarks else "")
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of all inputs; DataError at the end if not one input could be read."""
         yield from super().__iter__()
         if len(self.left_out.unreadable) == len(self.order):
             raise self._none_readable(self.left_out)
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield the chunks of one process's share, and note in ``left_out`` what of them could not be read."""
         self.left_out = left_out = LeftOut()
         for chunk in self._in_turn(share.of(in_pieces(share.left(self.order), self._at_once()))):
             left_out.add(chunk)
             yield chunk
 
     def first_sample(self) -> Batch:
-        """Return the first sample that can be read, in any process's share; DataError if there is none."""
         left_out = LeftOut()
         for number in self.order:
             chunk = self._placed(self.read([number]))
@@ -309,11 +304,9 @@ class TensorInputs(NumberedInputs):
         self._tensors, self._samples = tensors, samples
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Stack the tensors of some samples."""
         return _chunk(numbers, [(self._samples[i], self._tensors[i]) for i in numbers], {})
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield the samples that are taken."""
         return (self._samples[number] for number in self.order)
 
 
@@ -369,7 +362,6 @@ class Files(NumberedInputs):
         self._read_as = f" as {'an' if kind.noun[0] in 'aeiou' else 'a'} {kind.noun}"
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Open some files, and stack what can be read of them."""
         samples, unreadable = [], {}
         for number in numbers:
             try:
@@ -396,7 +388,6 @@ def files_or(
     normalized_by: Normalized | None = None,
     words: Words | None = None,
 ) -> Files | TensorInputs:
-    """Return the files at ``options.data``, or by default :class:`TensorInputs` of what ``default`` returns."""
     inputs: Files | TensorInputs
     if options.data is None:
         inputs = TensorInputs(*default(), options, one_by_one=one_by_one, cut_to=kind.cut_to)

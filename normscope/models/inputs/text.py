@@ -80,7 +80,6 @@ class _Tokenized(NumberedInputs):
         return Chunk(numbers, batches, unreadable, n_cut)
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield the samples of each selected input, readable or not."""
         return (sample for number in self.order for sample in self._samples(number))
 
     @abstractmethod
@@ -269,7 +268,6 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Decode each token id by itself."""
     return [str(tokenizer.decode([token])) for token in ids]
 
 
@@ -344,7 +342,6 @@ class SentencePairs(_Tokenized):
 
     @property
     def n_samples(self) -> int:
-        """Number of sentences."""
         return 2 * len(self.order)
 
     def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:

@@ -158,7 +158,6 @@ class Trajectories(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Describe the number and kind of the trajectories, and their timesteps."""
         guidance = "no guidance" if self._guidance == 1 else f"guidance {self._guidance:g}"
         shuffled = "shuffled" if self._options.shuffle else ""
         about = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
@@ -168,11 +167,9 @@ class Trajectories(NumberedInputs):
 
     @property
     def n_samples(self) -> int:
-        """Number of samples: timesteps of trajectories, twice with guidance."""
         return len(self.order) * len(self.timesteps) * self._runs
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each timestep of each trajectory, two with guidance."""
         each = itertools.product(self.order, self.timesteps, range(self._runs))
         return itertools.starmap(self._sample, each)
 
@@ -396,17 +393,14 @@ class NoisedLatents(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Describe the latents and the timesteps of their noise."""
         latents, seed = self._taken_of(count(self._total, "latent")), self._options.seed
         return f"{self._path}: {latents} with noise (seed {seed}, {self._remark}), {listed(self.timesteps)}"
 
     @property
     def n_samples(self) -> int:
-        """Number of samples: each latent at each timestep."""
         return len(self.order) * len(self.timesteps)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Noise some latents to each of the timesteps."""
         which = list(numbers)
         clean = self._latents[which].float()
         noise = torch.stack([self._noise(number) for number in which])
@@ -433,7 +427,6 @@ class NoisedLatents(NumberedInputs):
         return by_name[self._scheduler.config["prediction_type"]]
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each timestep of each latent that is taken."""
         return (self._sample(number, timestep) for number in self.order for timestep in self.timesteps)
 
     def _noise(self, number: int) -> Tensor:

@@ -25,7 +25,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def dtypes_by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.dtype]:
-    """Return the dtype of each floating-point tensor."""
     return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}
 
 
@@ -83,7 +82,6 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
 
 
 def provenance_of_file(path: Path) -> Provenance:
-    """Identify a file by its name and content."""
     return Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
 
 

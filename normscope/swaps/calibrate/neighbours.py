@@ -82,7 +82,6 @@ class Neighbours:
     bytes_per_input_byte: float
 
     def bytes_of(self, batches: Iterable[Batch]) -> int:
-        """Estimate the memory of waiting passes."""
         return round(self.bytes_per_input_byte * sum(map(_size, batches)))
 
 
@@ -343,7 +342,6 @@ class LinearLayer:
 
     @property
     def offset(self) -> Tensor | None:
-        """The bias, ``(channels,)``; None where there is none."""
         return None if self.bias is None else self.module.get_parameter(self.bias)
 
     @property

@@ -309,18 +309,15 @@ def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
 
 
 def parameter_values(module: nn.Module) -> dict[str, Tensor]:
-    """Copy a module's parameters, by name."""
     return copies(dict(module.named_parameters()))
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors, by name."""
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 @torch.no_grad()
 def put_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy values into a module's parameters, by name."""
     for name, value in values.items():
         module.get_parameter(name).copy_(value)
 

@@ -277,7 +277,6 @@ class TrainedParameters:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Set the network's parameters from the tensors."""
         for prefix, start in self._starts:
             weight, alpha, shift = (f"{prefix}{name}" for name in ("weight", "alpha", "shift"))
             self.parameters[alpha].copy_(start * self.tensors[alpha].exp())
@@ -287,7 +286,6 @@ class TrainedParameters:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Set the tensors, and the network's parameters from them."""
         for name, value in values.items():
             self.tensors[name].copy_(value)
         self.put()
@@ -310,7 +308,6 @@ class TrainedParameters:
             self.tensors[f"{prefix}alpha"].grad = of_log
 
     def clear_gradients(self) -> None:
-        """Remove the gradients of the network and of the tensors."""
         for tensor in (*self.parameters.values(), *self.tensors.values()):
             tensor.grad = None
 

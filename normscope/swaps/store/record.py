@@ -109,14 +109,12 @@ class SwapRecord:
 
     @property
     def description(self) -> str:
-        """Summary in a few words."""
         healed = f", healed in {count(self.healed, 'step')}" if self.healed else ""
         place = f"{self.func} in place of {count(len(self.sites), 'norm')}"
         kept = f", {count(len(self.kept), 'norm')} kept" if self.kept else ""
         return f"{place}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
 
     def as_json(self) -> str:
-        """Return the content of swap.json."""
         document = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
         return json.dumps(sealed(document), indent=2, allow_nan=False) + "\n"
 
