@@ -202,7 +202,7 @@ def captures(
 def family_of(capture: Capture) -> str | None:
     """Return the family of a captured model; None for a user's own network."""
     try:
-        return capture.about.get("family") or registry.find(capture.about["model"]).families[0]
+        return capture.about.get("family") or registry.find(capture.about["model"]).family.partition(",")[0]
     except ModelError:
         return None
 

@@ -115,8 +115,9 @@ class Batch:
         >>> lent.args[0].mul_(2), lent.args[1], x
         (tensor([2., 2.]), [tensor([2., 2.])], tensor([1., 1.]))
         """
-        args, kwargs = copied_arguments(self.args, self.kwargs)
-        return replace(self, args=args, kwargs=kwargs)
+        memo: dict[int, Any] = {}
+        args = tuple(_copied(value, memo) for value in self.args)
+        return replace(self, args=args, kwargs={name: _copied(value, memo) for name, value in self.kwargs.items()})
 
     @property
     def padded(self) -> bool:
@@ -245,12 +246,6 @@ def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
     elif not any(isinstance(value, (torch.Tensor, Mapping)) or value != first for value in values):
         return first
     raise ValueError
-
-
-def copied_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return copies of the arguments of one call, see :meth:`Batch.copied`."""
-    memo: dict[int, Any] = {}
-    return tuple(_copied(value, memo) for value in args), {name: _copied(value, memo) for name, value in kwargs.items()}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

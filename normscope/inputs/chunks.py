@@ -171,7 +171,7 @@ class Inputs(ABC):
         """Return the first sample that can be read, in any process's share; DataError if there is none."""
         for batch in self:
             return batch.first_sample()
-        raise DataError("There is no batch to run the model on.")
+        raise DataError(f"No sample can be read of {self.description}.")
 
     def known_samples(self) -> Iterator[Sample]:
         """Yield all samples in order, without reading them where they are known before."""

@@ -76,12 +76,6 @@ class Part(Inputs):
         chunks = self.inputs.chunks(share)
         return (replace(chunk, batches=self._of_part(chunk.batches), heard=None) for chunk in chunks)
 
-    def first_sample(self) -> Batch:
-        """Return the first sample of this part that can be read; DataError if there is none."""
-        for batch in self:
-            return batch.first_sample()
-        raise DataError(f"No sample can be read of {self.description}.")
-
     def known_samples(self) -> Iterator[Sample]:
         return (sample for sample in self.inputs.known_samples() if _key(sample, self.by) in self._keys)
 

@@ -214,19 +214,15 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
     kind, predicts = config.get("_class_name", "DDIMScheduler"), config.get("prediction_type", "epsilon")
     if kind not in KarrasDiffusionSchedulers.__members__ or predicts not in _PREDICTIONS:
         raise ModelError(f"The scheduler of {name}, {kind} with predictions of {predicts}, has no DDIM steps.")
-    try:
-        scheduler: DDIMScheduler = DDIMScheduler.from_config(config)
-    except Exception as error:  # of torch and of Python, at wrong values
-        raise ModelError(f"The scheduler's configuration of {name} does not make a DDIMScheduler: {error}") from error
+    scheduler: DDIMScheduler = _build(name, DDIMScheduler, config)
     return scheduler
 
 
-def _build(name: str, kind: Any, config: dict[str, Any]) -> nn.Module:
+def _build(name: str, kind: Any, config: dict[str, Any]) -> Any:
     try:
-        module: nn.Module = kind.from_config(config)
+        return kind.from_config(config)
     except Exception as error:  # of torch and of Python, at wrong values
         raise ModelError(f"The configuration of {name} does not make a {kind.__name__}: {error}") from error
-    return module
 
 
 def _pretrained(name: str, repository: Repository, config: dict[str, Any], folder: str) -> tuple[nn.Module, Provenance]:

@@ -47,10 +47,6 @@ class ModelEntry:
     sibling: str = ""
 
     @property
-    def families(self) -> list[str]:
-        return self.family.split(", ")
-
-    @property
     def embedded(self) -> bool:
         """True if weights and inputs are in this package."""
         return self.library == "embedded"

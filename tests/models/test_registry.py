@@ -80,8 +80,8 @@ def test_largest_arguments(extreme):
 def test_find_looks_names_up_without_running_anything():
     assert find("vit_b16").name == "vit_b16"
     assert find("timm:test_vit").source == "timm:test_vit"
-    assert find("timm:test_vit").families == ["vision"]
-    assert find("transformers:somewhere/vit").families == ["language", "vision", "speech"]
+    assert find("timm:test_vit").family == "vision"
+    assert find("transformers:somewhere/vit").family == "language, vision, speech"
     with pytest.raises(ModelError, match=r"There is no model 'demo_vti'\. Did you mean 'demo_vit'"):
         find("demo_vti")
 

@@ -6,12 +6,10 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import threading
 import warnings
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -63,7 +61,7 @@ def read_ahead(
     Raises:
         DataError: if a worker ends early.
     """
-    with _signals_as_they_were(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, as was asked for
         loader = DataLoader(
             _Chunks(read),
@@ -100,19 +98,6 @@ def _ignore_signals(worker: int) -> None:
     """Let the main process end its workers: terminals and batch systems signal all processes at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@contextmanager
-def _signals_as_they_were() -> Iterator[None]:
-    """Undo torch's handler for dead children, which raises anywhere; the next chunk reports them too."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 class NumberedInputs(Inputs):
