@@ -393,21 +393,13 @@ def taken_once(batches: Iterable[Any]) -> bool:
 
 @dataclass
 class ForwardSignature:
-    """Signature of a network's forward.
+    """Signature of a network's forward."""
 
-    Attributes:
-        name: of the network's class; empty if unknown.
-        positional: parameters for a tuple's entries, in order; None for any number.
-        required: number of them without a default.
-        named: parameters for a dict's entries; None for any name.
-        warned: True after the warning about omitted entries.
-    """
-
-    name: str = ""
-    positional: Sequence[str] | None = None
-    required: int = 0
-    named: frozenset[str] | None = None
-    warned: bool = False
+    name: str = ""  # of the network's class, if known
+    positional: Sequence[str] | None = None  # parameters for a tuple's entries, in order; None for any number
+    required: int = 0  # of them, without a default
+    named: frozenset[str] | None = None  # parameters for a dict's entries; None for any name
+    warned: bool = False  # of omitted entries
 
     @classmethod
     def of(cls, model: nn.Module | None) -> ForwardSignature:

@@ -207,17 +207,11 @@ def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Pool:
-    """Inputs in memory: batches to learn from, and batches of other sources that decide on the result.
-
-    Attributes:
-        learned: batches to learn from.
-        judged: batches to decide by.
-        left_out: number of samples beyond :data:`MOST_BYTES`.
-    """
+    """Inputs in memory: batches to learn from, and batches of other sources that decide on the result."""
 
     learned: Sequence[Batch]
     judged: Sequence[Batch]
-    left_out: int
+    left_out: int  # samples beyond MOST_BYTES
 
     @classmethod
     def of(cls, inputs: Iterable[Any]) -> Pool:

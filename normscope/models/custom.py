@@ -30,17 +30,11 @@ _END = object()
 
 @dataclass
 class UserCode:
-    """The user's code: with random numbers of its own, prints on stderr, and its exceptions as sentences.
+    """The user's code: with random numbers of its own, prints on stderr, and its exceptions as sentences."""
 
-    Attributes:
-        name: of the model, in errors.
-        file: in which the user's code begins.
-        random_state: of torch on the CPU, as the user's code left it.
-    """
-
-    name: str
-    file: str
-    random_state: Tensor
+    name: str  # of the model, in errors
+    file: str  # in which the code begins
+    random_state: Tensor  # of torch on the CPU, as the code left it
 
     @contextmanager
     def running(self, what: str, kind: type[NormscopeError] = ModelError) -> Iterator[None]:

@@ -133,12 +133,7 @@ def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
     """Label images by their sub-folders, and return top-1 as the task; or the reason why there are no labels.
 
     All sub-folders have to be named like classes of the network, or by the numbers of classes, counted from 0; or they
-    are WordNet ids, as many as there are classes, which ImageNet sorts.
-
-    Args:
-        inputs: of the network; the samples of files get their labels here.
-        number: of classes.
-        names: of the classes, in order, if known.
+    are WordNet ids, as many as there are classes, which ImageNet sorts. ``names`` are those of the classes, in order.
     """
     if not isinstance(inputs, Files):
         return Task(

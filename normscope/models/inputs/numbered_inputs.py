@@ -52,14 +52,8 @@ def read_ahead(
 ) -> Iterator[Chunk]:
     """Yield the chunk that ``read`` makes of each list of numbers in ``plan``, in order.
 
-    Args:
-        read: returns a chunk on the CPU; runs in forked processes if there are ``workers``.
-        plan: numbers of the inputs of each chunk.
-        workers: processes, each of which reads two chunks ahead; 0 reads in this one, when a chunk is requested.
-        device: that the chunks go to next; for CUDA they are in pinned memory.
-
-    Raises:
-        DataError: if a worker ends early.
+    Each of the ``workers``, forked processes, reads two chunks ahead, on the CPU; 0 reads in this process, when a chunk
+    is requested. If the next ``device`` is CUDA, chunks are in pinned memory. DataError if a worker ends early.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, as was asked for
@@ -425,18 +419,16 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
         return [root], 0
     if not root.is_dir():
         raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
-    files = sorted(
-        (path for path in root.rglob("*") if not path.is_dir() and not _passing(root, path)), key=Path.as_posix
-    )
+
+    def passing(path: Path) -> bool:
+        return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.relative_to(root).parts)
+
+    files = sorted((path for path in root.rglob("*") if not path.is_dir() and not passing(path)), key=Path.as_posix)
     matching = [path for path in files if path.suffix.lower() in suffixes]
     others = len(files) - len(matching)
     if not matching:
         raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(others, 'other file')}.")
     return matching, others
-
-
-def _passing(root: Path, path: Path) -> bool:
-    return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.relative_to(root).parts)
 
 
 def name_in(root: Path, path: Path) -> str:

@@ -95,17 +95,11 @@ _TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a si
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """The latents and classes that a class-conditional DiT takes.
-
-    Attributes:
-        channels: of a latent.
-        size: height and width of a latent.
-        classes: their number, which is also the label of no class.
-    """
+    """The latents and classes that a class-conditional DiT takes."""
 
     channels: int
-    size: int
-    classes: int
+    size: int  # height and width
+    classes: int  # their number, which is also the label of no class
 
 
 @dataclass
@@ -309,14 +303,8 @@ def from_noise(
     Their labels go through all classes, in a random order, before one recurs. Their noise is what DiTPipeline draws
     for each image from one generator of that seed.
 
-    Args:
-        space: of the latents.
-        scheduler: of training.
-        options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those of batching; UsageError if one is wrong.
-        guidance: default of ``options.guidance``.
-        trajectories: number of them before ``options.limit``.
-        steps: numbers of steps; the first that visits the requested timesteps is taken.
-        remark: for the description.
+    ``guidance`` is the default of ``options.guidance``, ``trajectories`` their number before ``options.limit``. Of the
+    numbers of ``steps``, the first that visits the requested timesteps is taken. UsageError if an option is wrong.
     """
     guidance = guidance if options.guidance is None else float(options.guidance)
     if not (math.isfinite(guidance) and guidance >= 1):

@@ -404,12 +404,8 @@ def paused_passes(
 ) -> Iterator[list[PausedPass]]:
     """Begin a pass of each batch that pauses at some modules; all passes end with the block.
 
-    Args:
-        network: run by these passes alone.
-        batches: one for each pass.
-        paths: modules to pause at.
-        behind: pause behind the modules; otherwise in front of them.
-        kept: modules whose outputs the passes keep.
+    Nothing else runs the network. Passes pause in front of the modules, or ``behind`` them, and keep the outputs of
+    those in ``kept``.
     """
 
     def pausing(path: str) -> Callable[..., None]:

@@ -171,16 +171,9 @@ def train(
     the drift is measured, and the state kept if it is the best so far. Training never stops early, since much of the
     gain comes at the end of the schedule. With a budget of seconds, rate and checks follow its elapsed share.
 
-    Args:
-        state: updated in place.
-        trained: the parameters.
-        width: of the norms, see :func:`rate_for`.
-        steps: of the whole schedule; None with ``state.budget``.
-        gradients: adds the gradients of a step to the network's parameters, and returns the loss.
-        drift: returns its median and 90th percentile, on the inputs that decide.
-        saved: called after every check.
-        progress: called after every step with the steps or seconds done, and their total.
-        checked: called with each check.
+    ``width`` is that of the norms, see :func:`rate_for`; ``steps`` are those of the whole schedule, None with
+    ``state.budget``. ``gradients`` adds the gradients of a step to the network's parameters, and returns the loss;
+    ``drift`` returns its median and 90th percentile. ``saved`` and ``checked`` are called after every check.
     """
     optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
     if state.tensors["trained"]:

@@ -10,7 +10,6 @@ import ast
 import contextlib
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -320,18 +319,11 @@ def _of_torchaudio(name: str) -> _Origin | None:
 
 
 def _of_demo_vit(model: Any) -> _Origin:
-    patch, positions = model.patch_embed.proj.kernel_size[0], model.pos_embed.shape[1]
-    image, channels = patch * math.isqrt(positions), model.patch_embed.proj.in_channels
-    width, depth, heads = model.pos_embed.shape[2], len(model.blocks), model.blocks[0].attn.num_heads
+    arguments = model.arguments | {"class_token": False, "global_pool": "avg", "fc_norm": False}
     return (
         "The VisionTransformer of timm gives the same bits as normscope's own of that name.",
         ["from timm.models.vision_transformer import VisionTransformer"],
-        [
-            f"network = VisionTransformer(img_size={image}, patch_size={patch}, in_chans={channels}, "
-            f"num_classes={model.num_classes}, embed_dim={width}, depth={depth}, num_heads={heads},",
-            '    init_values=1.0, class_token=False, global_pool="avg", fc_norm=False)',
-            "network = swapped(network)",
-        ],
+        [f"network = swapped(VisionTransformer(**{arguments}))"],
         None,
     )
 
