@@ -46,7 +46,7 @@ def names_like(name: str) -> list[str]:
     """Return names ``timm:…`` close to a mistyped one."""
     if timm.is_model(name):
         return [f"timm:{name}"]
-    return difflib.get_close_matches(name, [f"timm:{known}" for known in timm.list_models()])
+    return difflib.get_close_matches(name, [f"timm:{model}" for model in timm.list_models()])
 
 
 def _pretrained_config(name: str, architecture: str) -> Any:
@@ -63,7 +63,7 @@ def _pretrained_config(name: str, architecture: str) -> Any:
     try:
         return timm.get_pretrained_cfg(architecture)
     except RuntimeError as error:
-        tags = [f"timm:{known}" for known in (family, *timm.list_pretrained(f"{family}.*"))]
+        tags = [f"timm:{model}" for model in (family, *timm.list_pretrained(f"{family}.*"))]
         raise ModelError(unknown("model", name, tags)) from error
 
 

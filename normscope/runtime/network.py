@@ -124,13 +124,13 @@ def passes_by(lock: Any) -> Iterator[None]:
 def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that ignores passes of unrelated threads; the others run it one at a time."""
 
-    def heard(*call: Any) -> Any:
+    def limited(*call: Any) -> Any:
         if _passes.get(threading.current_thread()) is not lock:
             return None
         with lock:
             return hook(*call)
 
-    return heard
+    return limited
 
 
 @contextlib.contextmanager

@@ -155,9 +155,9 @@ def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
 
 def _numbered(folders: Sequence[str], number: int, names: Sequence[str]) -> dict[str, int] | None:
     """Return the class of each folder; None where it would be a guess."""
-    known = {name: index for index, name in enumerate(names)}
-    if len(known) == len(names) == number and all(folder in known for folder in folders):
-        return {folder: known[folder] for folder in folders}
+    by_name = {name: index for index, name in enumerate(names)}
+    if len(by_name) == len(names) == number and all(folder in by_name for folder in folders):
+        return {folder: by_name[folder] for folder in folders}
     if all(_NUMBER.fullmatch(folder) and int(folder) < number for folder in folders):
         return {folder: int(folder) for folder in folders}
     if len(folders) == number and all(map(_WORDNET_ID.fullmatch, folders)):

@@ -248,8 +248,8 @@ class Prepared:
 def alike_together(samples: Sequence[tuple[Sample, Prepared]]) -> list[Batch]:
     """Put inputs of one shape into one batch, so that none is padded.
 
-    >>> made = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
-    >>> batches = alike_together([(Sample("a", 0, i), prepared) for i, prepared in enumerate(made)])
+    >>> prepared = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
+    >>> batches = alike_together([(Sample("a", 0, i), each) for i, each in enumerate(prepared)])
     >>> [len(batch.samples) for batch in batches]
     [2, 1]
     """

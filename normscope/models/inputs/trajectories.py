@@ -216,11 +216,11 @@ class Trajectories(NumberedInputs):
     def _taken(self, numbers: Sequence[int], given: _Given, progress: StageProgress | None) -> Iterator[Batch]:
         """Yield some trajectories at each of the timesteps, walking on as they are requested."""
         for timestep in self.timesteps:
-            if not self._knows(numbers, timestep):
+            if not self._has_latents(numbers, timestep):
                 for walk in self._walks([numbers]):
                     self._walk_on(walk, timestep, given if list(walk) == list(numbers) else _Given(), progress)
             given.timestep, given.output = timestep, None
-            yield self._batch(numbers, timestep, self._known(numbers, timestep))
+            yield self._batch(numbers, timestep, self._latents_at(numbers, timestep))
 
     def _hear(self, given: _Given, module: nn.Module, output: Any) -> None:
         """Record the module's output for the last batch, which serves the next step as its own pass."""
@@ -235,7 +235,7 @@ class Trajectories(NumberedInputs):
         steps = self._steps_to(timestep, numbers)
         if steps[0] == self._visited[0]:
             self._latest = {}
-        latents = self._known(numbers, steps[0])
+        latents = self._latents_at(numbers, steps[0])
         for step in steps:
             latents = self._denoised(latents, step, numbers, given.output if step == given.timestep else None)
             if progress is not None:
@@ -247,15 +247,15 @@ class Trajectories(NumberedInputs):
 
     def _steps_to(self, timestep: int, numbers: Sequence[int]) -> list[int]:
         """Return the timesteps at which steps lead to the latents at ``timestep``."""
-        known = [earlier for earlier in self.timesteps if self._knows(numbers, earlier)]
-        begin = max(map(self._visited.index, known), default=0)
+        walked = [earlier for earlier in self.timesteps if self._has_latents(numbers, earlier)]
+        begin = max(map(self._visited.index, walked), default=0)
         return self._visited[begin : self._visited.index(timestep)]
 
-    def _knows(self, numbers: Sequence[int], timestep: int) -> bool:
+    def _has_latents(self, numbers: Sequence[int], timestep: int) -> bool:
         keys = [(number, timestep) for number in numbers]
         return timestep == self._visited[0] or all(key in self._kept or key in self._latest for key in keys)
 
-    def _known(self, numbers: Sequence[int], timestep: int) -> Tensor:
+    def _latents_at(self, numbers: Sequence[int], timestep: int) -> Tensor:
         if timestep == self._visited[0]:
             return self.noise[list(numbers)]
         keys = [(number, timestep) for number in numbers]
