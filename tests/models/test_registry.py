@@ -39,7 +39,6 @@ def test_every_embedded_model_is_listed():
         ("", "There is no model ''. There are: demo_vit, demo_wav2vec2, demo_dit, vit_b16, "),
         ("timm:qqqq", "There is no model 'timm:qqqq'. timm.list_models() names the architectures of timm."),
         ("timm:test_vit.r160", "Did you mean 'timm:test_vit.r160_in1k'"),
-        ("timm:convnext_tiny_in22ft1k", "timm renamed it to 'convnext_tiny.fb_in22k_ft_in1k': use 'timm:convnext"),
     ],
 )
 def test_unknown_model(name, sentence):
