@@ -35,7 +35,7 @@ from common import (
 from torch import Tensor, nn
 
 import normscope
-from normscope import Batch, Sample
+from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.models.registry import find
 from normscope.pairs import recorder

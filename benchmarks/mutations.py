@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import normscope
 from normscope.errors import DataError, ModelError, NormscopeError
+from normscope.inputs.batch import Sample
 from normscope.models.weights.checkpoints import load_file
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import pack
@@ -145,8 +146,8 @@ def mutated_captures(number: int, seed: int) -> dict[str, int]:
         return _outcomes(_mutations(content, number, seed), outcome, DataError)
 
 
-def _samples(first: int) -> tuple[normscope.Sample, ...]:
-    return tuple(normscope.Sample(f"sample {i}", i, i) for i in range(first, first + 3))
+def _samples(first: int) -> tuple[Sample, ...]:
+    return tuple(Sample(f"sample {i}", i, i) for i in range(first, first + 3))
 
 
 def _same_capture(each: Capture, other: Capture) -> bool:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import normscope
-from normscope import Batch
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.runtime.files import sha256_of, whole_folder
 
 BATCH_SIZE, HELD_OUT = 16, 96
@@ -44,7 +45,7 @@ PACKAGE, INSIDE = "torchfcpe==0.0.4", "torchfcpe/assets/"
 WEIGHTS = "fcpe_c_v001.pt"
 LICENSE = "torchfcpe-0.0.4.dist-info/LICENSE"
 SHA256 = "b9aeaeb673436eeda50ceafd632aa681aa63417e52eae4207503d180c9b10015"
-Loaded = tuple[normscope.LoadedModel, list[Batch], list[Batch]]
+Loaded = tuple[LoadedModel, list[Batch], list[Batch]]
 
 
 def inputs_of(model: str, texts: int = 320, limit: int | None = None) -> Loaded:

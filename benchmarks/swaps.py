@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import normscope
 from normscope.curves.expressions import curves_named
 from normscope.inputs.held_out import by_length
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.runtime.network import run
 from normscope.swaps.distances import distances, output_by_sample
 from normscope.swaps.start import fitted
@@ -114,7 +115,7 @@ def measured(
 
 @torch.no_grad()
 def compared(
-    model: str, way: str, network: normscope.LoadedModel, module: nn.Module, held_out: Sequence[normscope.Batch]
+    model: str, way: str, network: LoadedModel, module: nn.Module, held_out: Sequence[normscope.Batch]
 ) -> Iterator[Measurement]:
     """Compare a network with the original, input by input."""
     errors: dict[str, list[Tensor]] = {"relative_l2": [], "kl": [], "top1": [], "answers": []}

@@ -35,11 +35,17 @@ def test_the_page_lists_every_curve_as_it_is():
     assert rows == [row(curve) for curve in CURVES.values()]
 
 
+def descendants(kind):
+    return {each for below in kind.__subclasses__() for each in (below, *descendants(below))}
+
+
 def test_the_reference_names_everything_public():
     page = (DOCS / "reference.md").read_text(encoding="utf-8")
-    named = re.findall(r"^::: normscope\.(\w+|figures\.\w+)$", page, re.MULTILINE)
+    named = re.findall(r"^::: normscope\.(\w+|(?:figures|errors)\.\w+)$", page, re.MULTILINE)
     figures = [f"figures.{name}" for name in normscope.figures.__all__]
-    assert sorted(named) == sorted([*set(normscope.__all__) - {"figures"}, *figures])
+    public = {normscope.errors.NormscopeError, *descendants(normscope.errors.NormscopeError)}
+    errors = [f"errors.{error.__name__}" for error in public if error.__module__ == "normscope.errors"]
+    assert sorted(named) == sorted([*set(normscope.__all__) - {"figures", "errors"}, *figures, *errors])
 
 
 def test_the_citation_is_of_this_version():

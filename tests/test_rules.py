@@ -201,7 +201,7 @@ def test_importing_normscope_imports_nothing_heavy():
 
 
 def test_every_public_name_is_there():
-    assert set(dir(normscope)) >= set(normscope.__all__) >= {"capture", "fit", "load", "plot", "swap", "DataError"}
+    assert set(dir(normscope)) >= set(normscope.__all__) >= {"capture", "fit", "load", "plot", "swap", "errors"}
     for name in normscope.__all__:
         assert getattr(normscope, name).__doc__
     with pytest.raises(AttributeError, match="No normscope attribute swop"):

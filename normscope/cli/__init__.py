@@ -32,10 +32,7 @@ from normscope.models.registry import is_diffusion
 
 _USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
 _OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
-_NO_CSV = "There is no --csv; -o FILE.csv writes the rows of the table."
-_NO_MAP = "A network on several devices cannot be swapped; leave --device-map out, or use --device."
-# Options that commands lack, and a sentence.
-_LACKING = [("--csv", None, _NO_CSV), *(("--device-map", name, _NO_MAP) for name in ("swap", "swap-bench", "heal"))]
+_SWAPPING = ("swap", "swap-bench", "heal")
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -62,11 +59,8 @@ class _InPanels(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
-        options = {option for param in self.params for option in param.opts}
-        for option, command, sentence in _LACKING:
-            given = option not in options and any(arg.partition("=")[0] == option for arg in args)
-            if given and command in (None, self.name):
-                raise UsageError(sentence)
+        if self.name in _SWAPPING and any(arg.partition("=")[0] == "--device-map" for arg in args):
+            raise UsageError("A network on several devices cannot be swapped; leave --device-map out, or use --device.")
         return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
 
 

@@ -310,7 +310,6 @@ class Look:
 
     @property
     def of_figure(self) -> dict[str, Any]:
-        """The options that every function that draws takes."""
         return {name: value for name, value in vars(self).items() if name not in ("figure_format", "dpi")}
 
 
@@ -343,13 +342,12 @@ class FigureFiles:
     def save(self, figure: Any, title: str, view: str, shown: Any, say: Output) -> str:
         """Write a figure, report its file and return its name; two of one title do not overwrite each other."""
         path = self.path(title, view)
-        normscope.save_figure(figure, path, shown, self.look.dpi)
+        normscope.figures.save_figure(figure, path, shown, self.look.dpi)
         self.written.append(str(path))
         say.result(str(path))
         return str(path)
 
     def path(self, title: str, view: str) -> Path:
-        """Return the file of the next figure of this title and view."""
         if self.output.suffix.lower() == f".{self.suffix}":
             return self.output
         stem, numbers = "-".join(filter(None, (file_stem(title), view))), range(2, len(self.written) + 2)

@@ -138,7 +138,6 @@ class Output:
             _print_words(self._remarks, text, "yellow")
 
     def result(self, text: str) -> None:
-        """Print a result on a line; with ``--json`` the document takes its place."""
         if self._speaks and not self.as_json:
             self._results.print(_harmless(text), soft_wrap=True)
 
@@ -160,7 +159,6 @@ class Output:
         self._results.width = width
 
     def sentences(self, text: str) -> None:
-        """Show a result in words."""
         if self._shows_tables:
             _print_words(self._results, text)
 
@@ -169,7 +167,6 @@ class Output:
         self.title("{model} · {weights} · {data}".format(**about))
 
     def title(self, text: str) -> None:
-        """Print a line above a table."""
         self._above = text
         self.sentences(text)
 
@@ -218,7 +215,6 @@ class Output:
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
     def account(self, capture: Capture, layers: str = "all", unreadable: Sequence[str] = ()) -> None:
-        """Report the samples and sites of a capture, and the norms, inputs and tokens that were left out."""
         self.observed(capture, unreadable)
         self.skipped(capture.skipped)
         self.chosen(capture.sites, layers)
@@ -243,14 +239,12 @@ class Output:
             self.remark(f"--layers {asked} selects, evenly over the depth: {named}")
 
     def kept_inputs(self, capture: Capture) -> None:
-        """Report the inputs that are kept in the file."""
         shown = [f"the {kept.preview.kind} of {kept.name}" for kept in capture.inputs[:_MOST_NAMED]]
         more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
         if shown:
             self.remark(f"kept to be looked at: {', '.join(shown + more)}")
 
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:
-        """Report norms that could not be observed."""
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
 
@@ -292,12 +286,10 @@ class ProgressLines:
     """
 
     def __init__(self, remark: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
-        """Print lines with ``remark``; ``now`` returns seconds."""
         self._remark, self._now = remark, now
         self._stages: dict[str, tuple[float, int, float]] = {}  # when it began, with how much done; time of a line
 
     def __call__(self, stage: str, done: int, of: int | None) -> None:
-        """Report progress, see :data:`normscope.runtime.progress.Progress`."""
         now, is_new = self._now(), stage not in self._stages
         if is_new or done == 0:
             self._stages[stage] = now, done, now + _SECONDS_TO_A_LINE

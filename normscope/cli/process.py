@@ -11,19 +11,14 @@ from normscope.runtime.processes import Place
 
 
 @contextlib.contextmanager
-def stopping_between_chunks(say: Callable[[str], None], never: bool = False) -> Iterator[Callable[[], bool]]:
+def stopping_between_chunks(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns True once a signal has asked to stop; a second signal interrupts at once.
 
     Under torchrun a second signal changes nothing: torchrun repeats the signal that the terminal has already sent to
     all processes, and kills them after half a minute.
 
-    Args:
-        say: called with a sentence for the user at the first signal.
-        never: leave the signals as they are, where nothing would be kept.
+    At the first signal, ``say`` is called with a sentence for the user.
     """
-    if never:
-        yield lambda: False
-        return
     asked, launched = False, Place.from_environment().launched
 
     def ask(number: int, frame: FrameType | None) -> None:

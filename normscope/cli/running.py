@@ -45,7 +45,6 @@ class RunOptions:
     verify: bool = False
 
     def load(self, name: str, output: Output) -> LoadedModel:
-        """Load a model and report its weights and device."""
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_CAPTURES}
         network = normscope.load(name, **given)
         output.introduce(network)
@@ -81,7 +80,6 @@ class RunOptions:
         return joined(Place.from_environment(), resolve_device(self.device))
 
     def changed(self) -> list[str]:
-        """Name the options that are not at their defaults."""
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
@@ -204,7 +202,7 @@ def captures(
 def family_of(capture: Capture) -> str | None:
     """Return the family of a captured model; None for a user's own network."""
     try:
-        return capture.about.get("family") or registry.find(capture.about["model"]).families[0]
+        return capture.about.get("family") or registry.find(capture.about["model"]).family.partition(",")[0]
     except ModelError:
         return None
 

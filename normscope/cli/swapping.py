@@ -55,6 +55,7 @@ class SwapChoice:
     @classmethod
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> SwapChoice:
         """Look up the curve and check the options."""
+        from normscope.curves.known import Curve
         from normscope.swaps.start import RMS_NORM, asked_for
 
         if init not in INITS:
@@ -63,7 +64,7 @@ class SwapChoice:
         asked = asked_for(func, start)
         if per not in _LEVELS:
             raise UsageError(unknown("level", per, _LEVELS))
-        if not isinstance(asked, normscope.Curve) or not INITS[start].fits:
+        if not isinstance(asked, Curve) or not INITS[start].fits:
             what = f"--func {asked}" if INITS[start].fits else f"--init {start}"
             if per != "site":
                 raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
@@ -282,7 +283,8 @@ def tell_choice(choice: KeepReport, title: str, file: Path, say: Output) -> None
     say.table(keep_table(choice))
     if not choice.kept:
         say.remark("all norms could be swapped: none had to be kept")
-    normscope.save_figure(normscope.figures.plot_keep(choice, title), file, {**choice.about, "func": choice.func})
+    figure = normscope.figures.plot_keep(choice, title)
+    normscope.figures.save_figure(figure, file, {**choice.about, "func": choice.func})
 
 
 def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:

@@ -7,4 +7,5 @@ from .drift import plot_healing as plot_healing
 from .drift import plot_keep as plot_keep
 from .gradient import plot_gradient as plot_gradient
 from .scurves import overview as overview
+from .scurves import save_figure as save_figure
 from .speed import plot_speed as plot_speed

@@ -114,7 +114,7 @@ def plot(
             letters of at least 6 points. ``labels``: above each column ``short`` (short name and R², the default),
             ``full`` (path, class, d, placement, number of pairs, and all numbers of the fits) or ``none``. ``font``:
             family of all letters, such as ``Times New Roman``. ``caption``: ``txt`` or ``tex``, for a file that
-            :func:`normscope.save_figure` writes beside the figure, with what otherwise stands below all panels.
+            :func:`normscope.figures.save_figure` writes beside the figure, with what otherwise stands below all panels.
             ``title``: above all panels, by default the network's name, and weights and data below; ``none`` for
             neither. ``style``: ``light`` or ``dark``.
 

@@ -429,8 +429,8 @@ def sheet_of(
     The style's parameters apply while its panels are drawn.
 
     Args:
-        options: of the user, whose title and caption are taken: with a caption, :func:`normscope.save_figure` writes
-            the foot beside the figure.
+        options: of the user, whose title and caption are taken: with a caption,
+            :func:`normscope.figures.save_figure` writes the foot beside the figure.
         style: of the figure.
         width: in inches.
         height: of its panels, in inches; title, legend and foot add to it.

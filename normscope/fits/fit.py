@@ -56,9 +56,9 @@ def fit(
     Args:
         capture: result of :func:`normscope.capture`, or the path of its file.
         curves: names of curves (``dyt`` is tanh, ``dyisru`` is isru, ``derf`` is erf), formulas
-            (``mine=x/(1+abs(x))``), or :class:`normscope.Curve`; ``all`` for every built-in curve with the form,
-            ``free`` for E[y|x] itself, and ``best`` for the curve of least held-out error among all with as many free
-            parameters as tanh.
+            (``mine=x/(1+abs(x))``), or :class:`normscope.curves.known.Curve`; ``all`` for every built-in curve
+            with the form, ``free`` for E[y|x] itself, and ``best`` for the curve of least held-out error among all with
+            as many free parameters as tanh.
         per: ``site``; or ``channel``, for a capture taken with ``per_channel``.
         pool: fit sites together: by ``placement``, by ``kind`` (paths that differ in numbers alone), or ``all``.
         amplitude: ``free``; or ``theory``, where A·f tends to √d, or √(d−1) with centring.

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 # Remedy for entries that cannot become batches: lists of images, records, objects.
 BY_HAND = (
     "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
-    "normscope.Batch(args=(x,), samples=(normscope.Sample('image 7', source_index=7, index=7),)) calls forward(x). "
+    "normscope.Batch(args=(x,), samples=(Sample('image 7', source_index=7, index=7),)) calls forward(x) "
+    "(Sample is in normscope.inputs.batch). "
     "Or say how the model is run on what your loader gives: "
     "normscope.capture(model, loader, forward=lambda model, batch: …)."
 )
@@ -84,7 +85,6 @@ class Batch:
         return self.valid_within[max(around, key=len)] if around else self.valid
 
     def first_sample(self) -> Batch:
-        """Return a batch of the first sample."""
         return self.first(1)
 
     def first(self, number: int) -> Batch:
@@ -115,8 +115,9 @@ class Batch:
         >>> lent.args[0].mul_(2), lent.args[1], x
         (tensor([2., 2.]), [tensor([2., 2.])], tensor([1., 1.]))
         """
-        args, kwargs = copied_arguments(self.args, self.kwargs)
-        return replace(self, args=args, kwargs=kwargs)
+        memo: dict[int, Any] = {}
+        args = tuple(_copied(value, memo) for value in self.args)
+        return replace(self, args=args, kwargs={name: _copied(value, memo) for name, value in self.kwargs.items()})
 
     @property
     def padded(self) -> bool:
@@ -203,7 +204,6 @@ def tensors_at(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[A
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements, in order."""
     import torch
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -246,12 +246,6 @@ def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
     elif not any(isinstance(value, (torch.Tensor, Mapping)) or value != first for value in values):
         return first
     raise ValueError
-
-
-def copied_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return copies of the arguments of one call, see :meth:`Batch.copied`."""
-    memo: dict[int, Any] = {}
-    return tuple(_copied(value, memo) for value in args), {name: _copied(value, memo) for name, value in kwargs.items()}
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -303,7 +297,6 @@ class Halving:
     """
 
     def __init__(self, verb: str) -> None:
-        """Set the participle of the warning."""
         self._verb = verb
         self._at_most: int | None = None
         self._left: list[tuple[Batch, Any]] = []
@@ -400,21 +393,13 @@ def taken_once(batches: Iterable[Any]) -> bool:
 
 @dataclass
 class ForwardSignature:
-    """Signature of a network's forward.
+    """Signature of a network's forward."""
 
-    Attributes:
-        name: of the network's class; empty if unknown.
-        positional: parameters for a tuple's entries, in order; None for any number.
-        required: number of them without a default.
-        named: parameters for a dict's entries; None for any name.
-        warned: True after the warning about omitted entries.
-    """
-
-    name: str = ""
-    positional: Sequence[str] | None = None
-    required: int = 0
-    named: frozenset[str] | None = None
-    warned: bool = False
+    name: str = ""  # of the network's class, if known
+    positional: Sequence[str] | None = None  # parameters for a tuple's entries, in order; None for any number
+    required: int = 0  # of them, without a default
+    named: frozenset[str] | None = None  # parameters for a dict's entries; None for any name
+    warned: bool = False  # of omitted entries
 
     @classmethod
     def of(cls, model: nn.Module | None) -> ForwardSignature:
@@ -551,14 +536,13 @@ def _n_samples(entry: Any) -> int:
 
 
 def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> None:
-    """Refuse tensors that have no axes to tell samples and positions by."""
     import torch
 
     if any(isinstance(value, torch.Tensor) and value.is_nested for value in leaves((*args, kwargs), of_lists=True)):
         raise DataError(
             f"Batch {number} holds a nested tensor, of which norms see tokens of no known sample. Pad it, "
             "padded = x.to_padded_tensor(0.0), and say which positions are data, bool (samples, positions): "
-            "normscope.Batch(args=(padded,), samples=samples, valid=valid), with a normscope.Sample for each sample."
+            "normscope.Batch(args=(padded,), samples=samples, valid=valid), with one inputs.batch.Sample for each."
         )
 
 

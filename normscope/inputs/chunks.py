@@ -56,7 +56,6 @@ class LeftOut:
     cut: int = 0
 
     def add(self, other: Chunk | LeftOut) -> None:
-        """Add the omissions of a chunk or of another process."""
         self.unreadable |= other.unreadable
         self.cut += other.cut
 
@@ -76,11 +75,9 @@ class Done:
     """
 
     def __init__(self, flags: bytes = b"") -> None:
-        """Start with the :attr:`flags` of an earlier run."""
         self._flags = bytearray(flags)
 
     def add(self, numbers: Iterable[int]) -> None:
-        """Mark inputs as processed."""
         for number in numbers:
             if number >= len(self._flags):
                 self._flags.extend(bytes(number + 1 - len(self._flags)))
@@ -116,7 +113,6 @@ class Share:
     done: Container[int] = ()
 
     def of(self, chunks: Iterable[_T]) -> Iterator[_T]:
-        """Yield this process's chunks."""
         return islice(chunks, self.rank, None, self.ranks)
 
     def left(self, numbers: Iterable[int]) -> Iterator[int]:
@@ -175,7 +171,7 @@ class Inputs(ABC):
         """Return the first sample that can be read, in any process's share; DataError if there is none."""
         for batch in self:
             return batch.first_sample()
-        raise DataError("There is no batch to run the model on.")
+        raise DataError(f"No sample can be read of {self.description}.")
 
     def known_samples(self) -> Iterator[Sample]:
         """Yield all samples in order, without reading them where they are known before."""
@@ -192,16 +188,13 @@ class Entries(Inputs):
     description = "inputs"
 
     def __init__(self, entries: Iterable[Any]) -> None:
-        """Note the entries, without taking one."""
         self.left_out, self._entries = LeftOut(), entries
 
     @property
     def n_inputs(self) -> int | None:
-        """Number of entries, if they have a length."""
         return len(self._entries) if isinstance(self._entries, Sized) else None
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield each entry of a share as a chunk; entries of other shares are passed over."""
         return self.apart(share)[1]
 
     def apart(self, share: Share) -> tuple[Batch | None, Iterator[Chunk]]:

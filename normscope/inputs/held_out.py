@@ -33,7 +33,6 @@ class Part(Inputs):
     """
 
     def __init__(self, inputs: Inputs, samples: Sequence[Sample], by: str, keys: frozenset[_Key], which: str) -> None:
-        """Select the samples whose keys are in ``keys``; ``which`` describes them."""
         self.inputs, self.by, self._keys = inputs, by, keys
         self._n_samples = sum(_key(sample, by) in keys for sample in samples)
         of_one = "" if by == "source" else ", all of one source"
@@ -41,12 +40,10 @@ class Part(Inputs):
 
     @property
     def description(self) -> str:
-        """Description of the inputs and the part."""
         return self._description
 
     @property
     def n_samples(self) -> int:
-        """Number of samples of this part."""
         return self._n_samples
 
     @property
@@ -56,7 +53,6 @@ class Part(Inputs):
 
     @property
     def batch_size(self) -> int:
-        """Largest number of inputs read together."""
         return self.inputs.batch_size
 
     @batch_size.setter
@@ -80,18 +76,10 @@ class Part(Inputs):
         chunks = self.inputs.chunks(share)
         return (replace(chunk, batches=self._of_part(chunk.batches), heard=None) for chunk in chunks)
 
-    def first_sample(self) -> Batch:
-        """Return the first sample of this part that can be read; DataError if there is none."""
-        for batch in self:
-            return batch.first_sample()
-        raise DataError(f"No sample can be read of {self.description}.")
-
     def known_samples(self) -> Iterator[Sample]:
-        """Yield the samples of this part, in order."""
         return (sample for sample in self.inputs.known_samples() if _key(sample, self.by) in self._keys)
 
     def preview(self, batch: Batch, place: int) -> Preview | None:
-        """Return a preview of a sample of one of these batches, as the inputs make it."""
         return self.inputs.preview(batch, place)
 
     @property
@@ -219,17 +207,11 @@ def evenly(batches: Sequence[Batch], most: int) -> list[Batch]:
 
 @dataclass(frozen=True)
 class Pool:
-    """Inputs in memory: batches to learn from, and batches of other sources that decide on the result.
-
-    Attributes:
-        learned: batches to learn from.
-        judged: batches to decide by.
-        left_out: number of samples beyond :data:`MOST_BYTES`.
-    """
+    """Inputs in memory: batches to learn from, and batches of other sources that decide on the result."""
 
     learned: Sequence[Batch]
     judged: Sequence[Batch]
-    left_out: int
+    left_out: int  # samples beyond MOST_BYTES
 
     @classmethod
     def of(cls, inputs: Iterable[Any]) -> Pool:

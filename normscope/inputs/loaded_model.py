@@ -74,30 +74,21 @@ class Task:
         measure: ``top-1`` of classes and ``words`` spelled from frames, by the samples' labels; ``perplexity`` of a
             causal and ``pseudo-perplexity`` of a masked language model; ``spearman`` of embeddings, by the scores of
             pairs of sentences; ``denoising`` of latents, by the added noise; None if unknown.
-        untold: reason why it is unknown, as a clause.
+        untold: reason why it is unknown, as a clause; without effect if it is known.
         letters: of words: the letter of each output of a frame, the first for none.
         mask_id: token in place of a hidden one.
         unmasked: token ids that are never hidden: the tokenizer's own.
         pooling: from the embeddings of tokens to that of a text.
         truth: returns the perfect prediction for some samples, ``(samples, …)`` on the CPU, or None.
-
-    >>> Task("spearman", pooling="first").untold
-    ''
     """
 
     measure: Literal["top-1", "words", "perplexity", "pseudo-perplexity", "spearman", "denoising"] | None = None
-    untold: str = ""
+    untold: str = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
     letters: str = ""
     mask_id: int | None = None
     unmasked: frozenset[int] = frozenset()
     pooling: Literal["mean", "first", "last"] = "mean"
     truth: Callable[[Sequence[Sample]], Tensor | None] | None = None
-
-    def __post_init__(self) -> None:
-        """Set the usual reason for an unknown task, unless there is another."""
-        if self.measure is None and not self.untold:
-            why = "nothing tells what the network is for (in Python, pass quality=, a function of the module)"
-            object.__setattr__(self, "untold", why)
 
 
 @dataclass(frozen=True)

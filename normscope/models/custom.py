@@ -30,17 +30,11 @@ _END = object()
 
 @dataclass
 class UserCode:
-    """The user's code: with random numbers of its own, prints on stderr, and its exceptions as sentences.
+    """The user's code: with random numbers of its own, prints on stderr, and its exceptions as sentences."""
 
-    Attributes:
-        name: of the model, in errors.
-        file: in which the user's code begins.
-        random_state: of torch on the CPU, as the user's code left it.
-    """
-
-    name: str
-    file: str
-    random_state: Tensor
+    name: str  # of the model, in errors
+    file: str  # in which the code begins
+    random_state: Tensor  # of torch on the CPU, as the code left it
 
     @contextmanager
     def running(self, what: str, kind: type[NormscopeError] = ModelError) -> Iterator[None]:
@@ -118,26 +112,22 @@ class FactoryBatches(Inputs):
 
     @property
     def n_samples(self) -> int | None:
-        """Number of samples at most; None if only iterating would show it."""
         total = None if self._sizes is None else sum(self._sizes)
         return min((number for number in (total, self._options.limit) if number is not None), default=None)
 
     @property
     def n_inputs(self) -> int | None:
-        """Number of batches; None if only iterating would show it."""
         if self._sizes is None or self._options.limit is None:
             return None if self._sizes is None else len(self._sizes)
         before = accumulate(self._sizes, initial=0)
         return sum(seen < self._options.limit for seen, _ in zip(before, self._sizes, strict=False))
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield each batch of a share as a chunk; batches of other shares are passed over."""
         left = ((number, batch) for number, batch in self._selected() if number not in share.done)
         for number, batch in share.of(left):
             yield Chunk([number], [self._placed(batch)])
 
     def first_sample(self) -> Batch:
-        """Return the first sample of the first batch; DataError if there is none."""
         for _, batch in self._selected():
             return self._placed(batch.first_sample())
         raise DataError(f"{self._name} returned no batch to run its module on.")
@@ -260,7 +250,6 @@ def _import_module(code: UserCode, name: str) -> ModuleType:
 
 
 def _search_first(folder: Path) -> None:
-    """Let imports look into ``folder`` before anything else."""
     if sys.path[0] != str(folder):
         sys.path.insert(0, str(folder))
 

@@ -214,19 +214,15 @@ def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
     kind, predicts = config.get("_class_name", "DDIMScheduler"), config.get("prediction_type", "epsilon")
     if kind not in KarrasDiffusionSchedulers.__members__ or predicts not in _PREDICTIONS:
         raise ModelError(f"The scheduler of {name}, {kind} with predictions of {predicts}, has no DDIM steps.")
-    try:
-        scheduler: DDIMScheduler = DDIMScheduler.from_config(config)
-    except Exception as error:  # of torch and of Python, at wrong values
-        raise ModelError(f"The scheduler's configuration of {name} does not make a DDIMScheduler: {error}") from error
+    scheduler: DDIMScheduler = _build(name, DDIMScheduler, config)
     return scheduler
 
 
-def _build(name: str, kind: Any, config: dict[str, Any]) -> nn.Module:
+def _build(name: str, kind: Any, config: dict[str, Any]) -> Any:
     try:
-        module: nn.Module = kind.from_config(config)
+        return kind.from_config(config)
     except Exception as error:  # of torch and of Python, at wrong values
         raise ModelError(f"The configuration of {name} does not make a {kind.__name__}: {error}") from error
-    return module
 
 
 def _pretrained(name: str, repository: Repository, config: dict[str, Any], folder: str) -> tuple[nn.Module, Provenance]:
@@ -306,7 +302,6 @@ class PipelineCalls(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Describe the pipeline, the number of prompts and the timesteps of its calls."""
         guidance = "its own guidance" if self._options.guidance is None else f"guidance {self._options.guidance:g}"
         shuffled = ", shuffled" if self._options.shuffle else ""
         return (
@@ -322,7 +317,6 @@ class PipelineCalls(NumberedInputs):
         return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.order)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Return the calls for one prompt, which are made while they are taken."""
         (number,) = numbers
         return Chunk(numbers, (batch for timestep in self.timesteps for batch in self._calls(number, timestep)))
 

@@ -37,19 +37,12 @@ class ModelEntry:
         family: of the network, or families separated by commas.
         description: one line.
         source: ``library:architecture`` of the weights; the library ``embedded`` is this package.
-        sibling: full-size model with the norms of an embedded one, for measuring speed; empty for all others.
     """
 
     name: str
     family: str
     description: str
     source: str
-    sibling: str = ""
-
-    @property
-    def families(self) -> list[str]:
-        """Families that the network may be of."""
-        return self.family.split(", ")
 
     @property
     def embedded(self) -> bool:
@@ -63,17 +56,9 @@ class ModelEntry:
 
 
 _NAMED = (
-    ModelEntry("demo_vit", "vision", "a tiny ViT trained on scikit-learn's 8×8 digits", "embedded:demo_vit", "vit_b16"),
-    ModelEntry(
-        "demo_wav2vec2",
-        "speech",
-        "a tiny wav2vec 2.0 trained on synthetic words",
-        "embedded:demo_wav2vec2",
-        "wav2vec2_large_lv60k",  # pre-norm, and LayerNorms in its feature extractor, which Base does not have
-    ),
-    ModelEntry(
-        "demo_dit", "diffusion", "a tiny DiT trained on scikit-learn's 8×8 digits", "embedded:demo_dit", "dit_xl"
-    ),
+    ModelEntry("demo_vit", "vision", "a tiny ViT trained on scikit-learn's 8×8 digits", "embedded:demo_vit"),
+    ModelEntry("demo_wav2vec2", "speech", "a tiny wav2vec 2.0 trained on synthetic words", "embedded:demo_wav2vec2"),
+    ModelEntry("demo_dit", "diffusion", "a tiny DiT trained on scikit-learn's 8×8 digits", "embedded:demo_dit"),
     ModelEntry(
         "vit_b16",
         "vision",
@@ -205,7 +190,6 @@ def check_diffusion(entry: ModelEntry, *, guidance: float | None, timesteps: str
 
 
 def check_numbers(limit: int | None, batch_size: int, seed: int, workers: int | None) -> None:
-    """Raise UsageError if a number is out of range."""
     ranges = (("limit", limit, 1), ("batch_size", batch_size, 1), ("workers", workers, 0), ("seed", seed, -_MOST - 1))
     for option, value, least in ranges:
         if value is not None and not least <= value <= _MOST:

@@ -51,13 +51,8 @@ def find(name: str, architecture: str) -> Any:
     bundle = bundles[architecture]
     if isinstance(bundle, _TAKEN):
         return bundle
-    takes = "text"
-    if isinstance(bundle, pipelines.RNNTBundle):
-        takes = "features and the tokens before them"
-    elif isinstance(bundle, pipelines.SquimSubjectiveBundle):
-        takes = "two waveforms, one of them clean"
     raise ModelError(
-        f"{name} takes {takes}, and normscope runs the bundles of torchaudio that take one waveform: "
+        f"{name} does not take one waveform, as the bundles of torchaudio do that normscope runs: "
         "torchaudio:WAV2VEC2_BASE, for example."
     )
 

@@ -25,6 +25,7 @@ _OF_HUB = "hf-hub:"  # as timm writes it
 
 def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load a model of timm, by its name there, with or without ``.tag``, or a repository, ``hf-hub:OWNER/NAME``."""
+    architecture = timm.models.get_deprecated_models().get(architecture) or architecture  # if timm has renamed it
     if architecture.startswith(_OF_HUB):
         architecture, pretrained = _of_repository(name, architecture.partition(":")[2])
     else:
@@ -46,16 +47,12 @@ def names_like(name: str) -> list[str]:
     """Return names ``timm:…`` close to a mistyped one."""
     if timm.is_model(name):
         return [f"timm:{name}"]
-    return difflib.get_close_matches(name, [f"timm:{known}" for known in timm.list_models()])
+    return difflib.get_close_matches(name, [f"timm:{model}" for model in timm.list_models()])
 
 
 def _pretrained_config(name: str, architecture: str) -> Any:
     """Return timm's PretrainedCfg of an architecture; None if it has no weights."""
     family, _, _ = architecture.partition(".")
-    renamed = timm.models.get_deprecated_models()
-    if family in renamed:
-        now = f"renamed it to {renamed[family]!r}: use 'timm:{renamed[family]}'" if renamed[family] else "dropped it"
-        raise ModelError(f"There is no model {name!r} any more. timm {now}.")
     if not timm.is_model(family):
         if near := names_like(name):
             raise ModelError(unknown("model", name, near))
@@ -63,7 +60,7 @@ def _pretrained_config(name: str, architecture: str) -> Any:
     try:
         return timm.get_pretrained_cfg(architecture)
     except RuntimeError as error:
-        tags = [f"timm:{known}" for known in (family, *timm.list_pretrained(f"{family}.*"))]
+        tags = [f"timm:{model}" for model in (family, *timm.list_pretrained(f"{family}.*"))]
         raise ModelError(unknown("model", name, tags)) from error
 
 

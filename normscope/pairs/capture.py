@@ -75,7 +75,7 @@ def capture(
         keep_inputs: number of inputs, those of least number, to keep in :attr:`Capture.inputs` for
             :func:`normscope.report`: a preview (thumbnail, envelope of the waveform, text) and mean, σ and element
             sizes of every token at every norm. Of a diffusion model, at each timestep. Batches may have a method
-            ``preview(batch, place)``, which returns a :class:`normscope.Preview` or None.
+            ``preview(batch, place)``, which returns a :class:`normscope.inputs.previews.Preview` or None.
         forward: runs the model on any entry of ``batches``: ``lambda model, batch: model(batch.x)``.
         progress: called with ``"samples"``, the number done, and the total, None if unknown.
 

@@ -180,7 +180,6 @@ def visible(text: str) -> str:
 
 
 def sha256_of(paths: Iterable[Path]) -> str:
-    """Return the SHA-256 of some files' contents, one after the other."""
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:

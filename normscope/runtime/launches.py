@@ -45,7 +45,6 @@ class KernelCall:
     options: Mapping[str, int | None] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Launch the kernel on the current device and stream, or in Triton's interpreter."""
         self.kernel[self.grid](**self.arguments, **self.options)
 
 

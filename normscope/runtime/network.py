@@ -124,13 +124,13 @@ def passes_by(lock: Any) -> Iterator[None]:
 def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook that ignores passes of unrelated threads; the others run it one at a time."""
 
-    def heard(*call: Any) -> Any:
+    def limited(*call: Any) -> Any:
         if _passes.get(threading.current_thread()) is not lock:
             return None
         with lock:
             return hook(*call)
 
-    return heard
+    return limited
 
 
 @contextlib.contextmanager
@@ -175,7 +175,6 @@ class KeptBuffers:
 
     @property
     def changed(self) -> bool:
-        """True if any buffer was replaced or changed."""
         same = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._held)
         return not (same and all(_same_values(buffer, value) for buffer, value in self._values))
 
@@ -219,7 +218,6 @@ def _same_values(buffer: Tensor, value: Tensor) -> bool:
 
 
 def cuda_devices(model: nn.Module) -> list[int]:
-    """Return the indices of a network's CUDA devices."""
     devices = {parameter.device for parameter in model.parameters()}
     return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
 
@@ -280,7 +278,6 @@ def memory_for(what: str) -> Iterator[None]:
 
 
 def memory_ended(error: BaseException) -> bool:
-    """True if an allocation failed, on any device."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ALLOCATORS)

@@ -33,7 +33,6 @@ class Place:
 
     @property
     def alone(self) -> bool:
-        """True if there is no other process."""
         return self.ranks == 1
 
     @property

@@ -35,7 +35,6 @@ class ProgressBars:
         self._bars: dict[str, tqdm[NoReturn]] = {}
 
     def __call__(self, stage: str, done: int, of: int | None) -> None:
-        """Report progress, see :data:`normscope.runtime.progress.Progress`."""
         from tqdm.auto import tqdm
 
         if is_one_step(stage):

@@ -94,7 +94,6 @@ def _values(records: Iterable[Any], name: str) -> list[Any]:
 
 
 def _those(records: Iterable[R], name: str, value: str) -> list[R]:
-    """Select the records whose attribute ``name`` is ``value``; UsageError if there is none."""
     chosen = [record for record in records if getattr(record, name, None) == value]
     if not chosen:
         raise UsageError(unknown(name, value, [str(choice) for choice in _values(records, name)]))

@@ -52,14 +52,8 @@ def read_checked(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read header and tensors as :func:`write_checked` wrote them, to the bit.
 
-    Args:
-        path: the file.
-        form: the ``format`` of its header.
-        versions: accepted versions.
-        again: the advice that ends each error message.
-
-    Raises:
-        DataError: if the file is missing, damaged, of another kind or of another version.
+    ``form`` is the ``format`` of the header, and ``again`` the advice that ends each error message. DataError if the
+    file is missing, damaged, of another kind or of another version.
     """
     kind = form.removeprefix("normscope-")
     if path.is_dir():  # which the system explains by a missing device
@@ -69,11 +63,10 @@ def read_checked(
             sealed = (file.metadata() or {}).get(HEADER, "null")
             header = json.loads(sealed)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except SafetensorError as error:
-        reason = f"it is incomplete, damaged, or no safetensors file ({error})"
+    except (SafetensorError, OSError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
+        no_tensors = isinstance(error, SafetensorError)
+        reason = f"it is incomplete, damaged, or no safetensors file ({error})" if no_tensors else error
         raise DataError(f"Cannot read the {kind} {path}: {reason}; {again}.") from error
-    except (OSError, ValueError, RecursionError, KeyError, AttributeError, RuntimeError) as error:
-        raise DataError(f"Cannot read the {kind} {path}: {error}; {again}.") from error
     if not isinstance(header, dict) or header.get("format") != form:
         raise DataError(f"{path} is a safetensors file, but no {kind}; {again}.")
     if header.get("version") not in versions:

@@ -34,7 +34,6 @@ class Tables:
     """Tables below one another: text in a terminal, HTML in a notebook, and rich's own in ``tables``."""
 
     def __init__(self, tables: Iterable[Table]) -> None:
-        """Keep the tables."""
         self.tables = list(tables)
 
     def __repr__(self) -> str:
@@ -104,7 +103,6 @@ def _html(table: Table) -> str:
 
 
 def _greek(letter: str) -> str:
-    """Return a letter's name in LaTeX, capitalized for a capital letter."""
     _, size, _, name = unicodedata.name(letter).replace("LAMDA", "LAMBDA").split()
     return f"\\{name.capitalize() if size == 'CAPITAL' else name.lower()}"
 

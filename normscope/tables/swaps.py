@@ -115,8 +115,8 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
 def _calibrated(reports: Sequence[DriftReport]) -> list[str]:
     """Describe the inputs of calibrated rows."""
-    calibrations = (report.calibration for report in reports)
-    return list(dict.fromkeys(f"{CALIBRATED}: each row {found.in_words}" for found in calibrations if found))
+    inputs = [report.calibration.in_words for report in reports if report.calibration]
+    return [f"{CALIBRATED}: each row {text}" for text in dict.fromkeys(inputs)]
 
 
 def _near(report: DriftReport) -> str:
@@ -145,7 +145,6 @@ def _distance(value: float | None) -> str:
 
 
 def _spoilt(rows: Sequence[Drift]) -> Column[Swap]:
-    """Declare the column of inputs that gave a NaN or an infinity."""
     return Column(
         "not finite",
         lambda swap: f"{swap[1].nonfinite} of {swap[1].inputs}" if swap[1].nonfinite else "",
@@ -178,15 +177,14 @@ def healing_table(report: HealReport) -> Table:
     return table_of(report.drifts, columns, caption=caption)
 
 
-def quality_table(found: Mapping[tuple[str, str], Quality]) -> Table:
+def quality_table(qualities: Mapping[tuple[str, str], Quality]) -> Table:
     """Make a table with one line per network: its quality, the original's first.
 
-    Args:
-        found: quality by function and init; all share the original's score.
+    ``qualities`` are by function and init; all share the original's score.
     """
-    first = next(iter(found.values()))
+    first = next(iter(qualities.values()))
     networks = {("original", ""): first.scores["original"]}
-    for (func, init), quality in found.items():
+    for (func, init), quality in qualities.items():
         networks[func, init] = quality.scores["swapped"]
         if healed := quality.scores.get("healed"):
             networks[f"{func}, healed", init] = healed

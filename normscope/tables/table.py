@@ -103,9 +103,9 @@ def table_of(
     """
     columns = [column for column in columns if column.shown]
     table = AdaptiveTable(columns)
-    own = DEFINITIONS.get(about, {})
-    defined = [Explanation(f"{name}: {own[name]}", (name,)) for name in dict.fromkeys(table.headings) if name in own]
-    table.explain([*caption, *defined])
+    definitions = DEFINITIONS.get(about, {})
+    defined = [name for name in dict.fromkeys(table.headings) if name in definitions]
+    table.explain([*caption, *(Explanation(f"{name}: {definitions[name]}", (name,)) for name in defined)])
     above: list[str] = []
     for number_of_row, row in enumerate(rows):
         text = remark(row)
@@ -170,7 +170,6 @@ class AdaptiveTable(Table):
     """
 
     def __init__(self, columns: Sequence[Column[Any]]) -> None:
-        """Make a table without rows."""
         super().__init__(box=None, pad_edge=False)
         self.declared = columns
         self.spans: dict[int, int] = {}
@@ -193,8 +192,8 @@ class AdaptiveTable(Table):
         Args:
             names: headings, as :func:`normscope.tables.glossary.typed` returns them; others are ignored.
         """
-        known = list(map(typed, self.headings))
-        places = [place for name in names for place, heading in enumerate(known) if name == heading]
+        headings = list(map(typed, self.headings))
+        places = [place for name in names for place, heading in enumerate(headings) if name == heading]
         table = AdaptiveTable([replace(self.declared[place], drop=0) for place in places])
         table.title = self.title
         table.explain([part for part in self._explanations if not part.of or set(part.of) & set(table.headings)])
@@ -242,7 +241,7 @@ class AdaptiveTable(Table):
         yield from _lines([rest], columns, widths) if rest else ()
         below = [self._explained([self.headings[number] for number in kept])]
         if dropped := [heading for number, heading in enumerate(self.headings) if number not in kept]:
-            needed = _across([column.wanted for column in every])
+            needed = _across([column.comfortable for column in every])
             left_out = ", ".join(dropped).rstrip(".")
             below.append(f"Left out at a width of {options.max_width} (all columns take {needed}): {left_out}.")
         for text in filter(None, below):
@@ -260,7 +259,7 @@ class AdaptiveTable(Table):
 
     def _kept(self, columns: Sequence[_ColumnTexts], width: int) -> list[int]:
         kept = list(range(len(columns)))
-        while _across([columns[number].wanted for number in kept]) > width:
+        while _across([columns[number].comfortable for number in kept]) > width:
             last = max(kept, key=lambda number: (self.declared[number].drop, number))
             if not self.declared[last].drop:
                 break
@@ -279,7 +278,7 @@ class _ColumnTexts:
         widths = [_longest_piece(_pieces(cell)) if folds else cell_len(cell) for cell in unspanned]
         self.least = max([column.min_width or 0, _longest_piece(self.heading.split(" ")), *widths])
         self.natural = max([self.least, cell_len(self.heading), *map(cell_len, unspanned)])
-        self.wanted = max(self.least, min(self.natural, _COMFORTABLE)) if folds else self.least
+        self.comfortable = max(self.least, min(self.natural, _COMFORTABLE)) if folds else self.least
 
 
 def _across(widths: Sequence[int]) -> int:
@@ -289,7 +288,7 @@ def _across(widths: Sequence[int]) -> int:
 def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
     """Divide the width among columns; the remainder goes to the columns that lack most."""
     room = width - len(_GAP) * (len(columns) - 1)
-    widths = [column.wanted for column in columns]
+    widths = [column.comfortable for column in columns]
     if sum(widths) > room:
         widths = [column.least for column in columns]
     for _ in range(room - sum(widths) if columns else 0):
@@ -403,7 +402,6 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def curves_table(curves: Sequence[Curve]) -> Table:
-    """Make a table with the names, formula and source of each curve."""
     columns: list[Column[Curve]] = [
         names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
         names("f(u), u = αx + s", lambda curve: curve.formula),

@@ -60,7 +60,6 @@ MISTAKES = [
     ("merge seen.safetensors copy.safetensors -o notes.txt", 2, "Cannot write notes.txt: it exists, and is not a cap"),
     ("capture demo_vit -o seen.safetensors --raw", 2, "seen-raw exists already"),
     ("capture demo_vit -o new --raw --resume", 2, "--raw writes all pairs in one go, so there is nothing to resume;"),
-    ("fit demo_vit --csv", 2, "There is no --csv; -o FILE.csv writes the rows"),
     ("swap demo_vit -o new --device-map auto", 2, "A network on several devices cannot be swapped"),
     ("fit demo_vit --columns site,alhpa", 2, "There is no column 'alhpa'. Did you mean 'alpha'?"),
     *(

@@ -142,16 +142,6 @@ def test_under_torchrun_a_second_signal_is_an_echo(monkeypatch):
         assert stopping() and said == ["Finishing the batch."]
 
 
-@pytest.mark.usefixtures("interruptible")
-def test_signals_are_left_where_nothing_would_be_kept():
-    before = signal.getsignal(signal.SIGINT)
-    with stopping_between_chunks(print, never=True) as stopping:
-        assert signal.getsignal(signal.SIGINT) is before
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        assert not stopping()
-
-
 CAPTURED = "capture demo_vit --limit 3 --layers 1 -o seen.safetensors"
 
 

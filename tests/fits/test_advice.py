@@ -12,7 +12,16 @@ from torch import nn
 
 import normscope
 from normscope.curves.known import CURVES
-from normscope.fits.advice import BY_WIDTH, Published, StartingValue, advise, feeds_of, layerwise, published
+from normscope.fits.advice import (
+    BY_WIDTH,
+    Published,
+    StartingValue,
+    advise,
+    feeds_of,
+    layerwise,
+    published,
+    token_slopes,
+)
 from normscope.fits.curve_fit import CurveFit
 from normscope.pairs.norms.sites import NormSite
 from normscope.tables.fit import advice_table
@@ -176,7 +185,7 @@ def tokens(count=400, d=64, seed=0):
 
 def test_slopes_of_tokens_are_those_of_their_lines():
     x = tokens()
-    [found] = normscope.token_slopes(normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x]))
+    [found] = token_slopes(normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x]))
     slopes = 1 / np.sqrt(x.double().var(-1, correction=0).numpy() + 1e-5)
     for share, slope in found.slopes.items():
         # A bin of the histogram is an eighth of an octave, 9 %, wide.
@@ -188,7 +197,7 @@ def test_slopes_of_tokens_are_those_of_their_lines():
 
 
 def test_a_site_without_tokens_has_no_slopes():
-    [found] = normscope.token_slopes(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((4, 8), np.nan)]))
+    [found] = token_slopes(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((4, 8), np.nan)]))
     shown = found.as_dict()
     assert shown["n_tokens"] == 0 and shown["slope_50"] is None and shown["ratio"] is None
 

@@ -14,7 +14,8 @@ from torch import nn
 import normscope
 from normscope.curves.known import CURVES
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import as_batches
+from normscope.fits.advice import layerwise
+from normscope.inputs.batch import Sample, as_batches
 from normscope.pairs.sums.sampling import SourcesSeen
 
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.sqrt(1 + u * u)}
@@ -225,7 +226,7 @@ def test_a_curve_of_ones_own_is_fitted_like_any_other(observed):
 def test_captures_merged_in_any_order_fit_the_same():
     model = nn.Sequential(nn.LayerNorm(128))
     x = torch.cat(heavy_tailed_batches(3, seed=5))
-    samples = [normscope.Sample(f"source {i}", i, i, "made") for i in range(len(x))]
+    samples = [Sample(f"source {i}", i, i, "made") for i in range(len(x))]
 
     def captured(part):
         batch = normscope.Batch((x[part],), {}, tuple(samples[part]))
@@ -398,11 +399,11 @@ def test_best_and_layerwise_means_are_of_equal_freedom(embedded):
         assert found.parameters == (2 if found.curve == "linear" else 3)
         assert found.best == (found.curve != "linear")
     fits = normscope.fit(seen, "tanh,isru,linear")
-    means = normscope.layerwise(fits)
+    means = layerwise(fits)
     assert (means.curves, means.parameters) == (2, 3)
     by_site = [[f.r2 for f in fits if f.site == site.name and f.curve in ("tanh", "isru")] for site in seen.sites]
     assert means.r2_best == pytest.approx(np.mean([max(own) for own in by_site]), rel=1e-12)
-    assert normscope.layerwise(normscope.fit(seen, "tanh,linear")) is None
+    assert layerwise(normscope.fit(seen, "tanh,linear")) is None
 
 
 MINE = "mine=x/(1+abs(x)**3)**(1/3)"

@@ -18,6 +18,7 @@ from normscope.errors import DataError
 from normscope.figures.gradient import plot_gradient
 from normscope.fits.gradient import gradient, jacobians
 from normscope.fits.jackknife import interval
+from normscope.inputs.batch import Sample
 from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
 
 D = 24
@@ -176,7 +177,7 @@ def test_r2_is_over_all_tokens_whichever_are_drawn(norm):
 def test_intervals_leave_one_fold_of_raw_tokens_out():
     x = heavy_tailed(600)
     batches = [
-        normscope.Batch((part,), samples=tuple(normscope.Sample(f"{n}", n // 3, n) for n in range(at, at + len(part))))
+        normscope.Batch((part,), samples=tuple(Sample(f"{n}", n // 3, n) for n in range(at, at + len(part))))
         for at, part in zip(range(0, 600, 100), x.split(100), strict=True)
     ]
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(D, eps=1e-2)), batches, diagonal=True)

@@ -15,11 +15,6 @@ def test_only_tensors_of_samples_are_narrowed():
     assert first.samples == samples[:1]
 
 
-def test_only_floating_tensors_change_their_dtype():
-    batch = next(as_batches([(torch.zeros(2), torch.arange(2))])).to(torch.device("cpu"), torch.bfloat16)
-    assert [tensor.dtype for tensor in batch.args] == [torch.bfloat16, torch.int64]
-
-
 def test_an_axis_of_one_serves_every_sample():
     (batch,) = as_batches([{"position_ids": torch.arange(5)[None], "x": torch.zeros(8, 5, 16)}])
     assert len(batch.samples) == 8

@@ -18,7 +18,7 @@ MINE = """
 import torch
 from torch import nn
 import helper
-from normscope import Batch, Sample
+from normscope.inputs.batch import Batch, Sample
 
 print("a print of the user's")
 

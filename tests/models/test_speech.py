@@ -207,9 +207,9 @@ def test_file_of_another_network(tiny_bundle, tmp_path):
         ("WAV2VEC2_BSE", "no torchaudio bundle 'WAV2VEC2_BSE'. Did you mean 'WAV2VEC2_BASE'"),
         ("hubert_base", "There is no model 'torchaudio:hubert_base'. Did you mean 'torchaudio:HUBERT_BASE'?"),
         ("Wav2Vec2Bundle", "There is no torchaudio bundle 'Wav2Vec2Bundle'. There are: WAV2VEC2_BASE, "),
-        ("TACOTRON2_WAVERNN_CHAR_LJSPEECH", "_LJSPEECH takes text, and normscope runs "),
-        ("EMFORMER_RNNT_BASE_LIBRISPEECH", "takes features and the tokens before them"),
-        ("SQUIM_SUBJECTIVE", "takes two waveforms"),
+        ("TACOTRON2_WAVERNN_CHAR_LJSPEECH", "_LJSPEECH does not take one waveform, as "),
+        ("EMFORMER_RNNT_BASE_LIBRISPEECH", "does not take one waveform"),
+        ("SQUIM_SUBJECTIVE", "does not take one waveform"),
     ],
 )
 def test_bundles_that_are_not_there_or_take_no_waveform(architecture, sentence):

@@ -34,6 +34,12 @@ def test_weights_that_are_on_no_hub():
         load("timm:gcvit_xxtiny", device="cpu")
 
 
+def test_a_name_that_timm_has_changed_is_that_of_the_same_network():
+    names = ("timm:vit_tiny_patch16_224_in21k", "timm:vit_tiny_patch16_224.augreg_in21k")
+    old, new = (load(name, weights="random", device="cpu", limit=1).module for name in names)
+    assert torch.equal(parameters(old), parameters(new)) and old.pretrained_cfg == new.pretrained_cfg
+
+
 @pytest.mark.slow
 def test_vit_b16_at_full_size():
     model = load("vit_b16", weights="random", device="cpu", limit=2)

@@ -312,7 +312,7 @@ def test_compiled_and_scripted_models():
 
 def test_samples_of_different_length_merge():
     model = nn.Sequential(nn.LayerNorm(8))
-    names = {n: tuple(normscope.Sample(f"{n} tokens", n, 10 * n + i) for i in (0, 1)) for n in (5, 7)}
+    names = {n: tuple(Sample(f"{n} tokens", n, 10 * n + i) for i in (0, 1)) for n in (5, 7)}
     a, b = (
         normscope.capture(model, [normscope.Batch((torch.randn(2, n, 8),), samples=samples)])
         for n, samples in names.items()

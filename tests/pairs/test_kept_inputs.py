@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError, NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
@@ -241,11 +241,11 @@ def test_a_run_that_was_stopped_goes_on_with_what_it_kept(tmp_path, seen):
     summing = Summing(keep_inputs=2)
     order = [4, 1, 5, 0, 2, 3, 6]
     folder = tmp_path / "kept"
-    with pytest.raises(normscope.NormscopeError, match="Stopped"):
+    with pytest.raises(NormscopeError, match="Stopped"):
         captured(Network(), Pictures(order), summing, checkpoints=Checkpoints(folder, 0, False, lambda: next(left)))
     gone_on = captured(Network(), Pictures(order), summing, checkpoints=Checkpoints(folder, 1e9, True))
     same(gone_on.inputs, seen.inputs)
-    with pytest.raises(normscope.NormscopeError, match="keep_inputs is 2, not 1"):
+    with pytest.raises(NormscopeError, match="keep_inputs is 2, not 1"):
         captured(Network(), Pictures(order), Summing(keep_inputs=1), checkpoints=Checkpoints(folder, 1e9, True))
 
 

@@ -421,7 +421,7 @@ def plain_norm():
 def word(number, data="words"):
     """One source of ``number + 1`` tokens, so that the counts of a fold tell its sources."""
     x = 3 * torch.randn(1, number + 1, D, generator=torch.Generator().manual_seed(number))
-    return normscope.Batch((x,), samples=(normscope.Sample(f"word {number}", number, number, data),))
+    return normscope.Batch((x,), samples=(Sample(f"word {number}", number, number, data),))
 
 
 def without_assignment(header):

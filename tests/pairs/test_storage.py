@@ -12,6 +12,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError
+from normscope.inputs.batch import Sample
 from normscope.pairs.storage import load_capture, pack, save_capture
 from normscope.runtime.sealed_files import read_checked, write_checked
 
@@ -26,7 +27,7 @@ def seen():
     batches = [
         normscope.Batch(
             (torch.randn(count, length, 4),),
-            samples=tuple(normscope.Sample(f"sample {i}", i, i) for i in range(first, first + count)),
+            samples=tuple(Sample(f"sample {i}", i, i) for i in range(first, first + count)),
             part=part,
         )
         for part, first, count, length in (("early", 0, 6, 8), ("late", 6, 3, 5))

@@ -13,6 +13,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
+from normscope.inputs.batch import Sample
 from normscope.pairs import storage
 
 
@@ -125,7 +126,7 @@ def test_one_of_many_inputs_shows_in_the_pairs_alone():
     model = nn.Sequential(nn.LayerNorm(32))
     inputs = torch.randn(800, 1, 4, 32)
     inputs[400] /= 4  # none of its tokens is among the largest
-    batches = [normscope.Batch((x,), samples=(normscope.Sample(f"{i}", i, i),)) for i, x in enumerate(inputs)]
+    batches = [normscope.Batch((x,), samples=(Sample(f"{i}", i, i),)) for i, x in enumerate(inputs)]
     one, other = normscope.capture(model, batches[:401]), normscope.capture(model, batches[400:])
     for drawn in ("tokens", "largest"):
         mine, theirs = (getattr(seen.stats["0"], drawn).key for seen in (one, other))

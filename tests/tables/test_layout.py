@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import nn
 
 import normscope
+from normscope.fits.advice import advise, token_slopes
 from normscope.tables.card import constants_table, jacobians_table, scale_table, tails_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
 from normscope.tables.glossary import unknown_column
@@ -147,8 +148,8 @@ def tables():
     return {
         "fit": fits_table(fits),
         "channels": channels_table(normscope.fit(seen, per="channel")),
-        "slopes": slopes_table(normscope.token_slopes(seen)),
-        "advice": advice_table(normscope.advise(normscope.fit(seen), seen.sites)),
+        "slopes": slopes_table(token_slopes(seen)),
+        "advice": advice_table(advise(normscope.fit(seen), seen.sites)),
         "scale": scale_table(cards),
         "tails": tails_table(cards),
         "jacobians": jacobians_table(views),

@@ -12,6 +12,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
+from normscope.fits.advice import advise, token_slopes
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def records(network, seen, fits):
         "fits": fits,
         "cards": normscope.norm_cards(seen),
         "views": normscope.gradient(seen, fits),
-        "slopes": normscope.token_slopes(seen),
-        "advice": normscope.advise(fits, seen.sites),
+        "slopes": token_slopes(seen),
+        "advice": advise(fits, seen.sites),
         "compared": normscope.compare([seen, seen]),
         "a drift": normscope.drift(network, replacements=modules),
         "a bench": normscope.bench(network, curves="dyt", budget=0.01),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,9 @@ def capture(
         network = run.load(model, say)
         if pairs:
             _announce(pairs, network, layers, run.sample, say)
-        with run.joined() as ranks, stopping_between_chunks(say.warn, never=raw) as kept.stopping:
+        # A signal stops at once where nothing would be kept.
+        stopping = nullcontext(lambda: False) if raw else stopping_between_chunks(say.warn)
+        with run.joined() as ranks, stopping as kept.stopping:
             seen = run.capture(network, layers, say, ranks, None if raw else kept, **sums)
         if not place.speaks:
             raise typer.Exit

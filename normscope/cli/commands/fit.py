@@ -40,7 +40,7 @@ def fit(
     say: Output,
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95 % intervals."""
-    from normscope.fits.advice import NOTE
+    from normscope.fits import advice
     from normscope.fits.fit import check_fit
     from normscope.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
 
@@ -72,19 +72,19 @@ def fit(
                 if site.pointwise is not None:
                     say.remark(f"left out {site.name} ({site.kind}): a point-wise function, which normalizes no token")
         if of_tokens:
-            slopes = normscope.token_slopes(capture)
+            slopes = advice.token_slopes(capture)
             say.table(slopes_table(slopes))
             rows += [row.as_dict() for row in slopes]
             continue
         fits = normscope.fit(capture, func, **how)
         if advise:
-            advice = normscope.advise(fits, capture.sites, family=family_of(capture))
-            say.table(advice_table(advice))
-            rows += [row.as_dict() for row in advice]
+            starts = advice.advise(fits, capture.sites, family=family_of(capture))
+            say.table(advice_table(starts))
+            rows += [row.as_dict() for row in starts]
             continue
         say.table(channels_table(fits) if per == "channel" else fits_table(fits))
         rows += [fit.as_dict() for fit in fits]
-        summary = normscope.layerwise(fits) if per == "site" and pool is None else None
+        summary = advice.layerwise(fits) if per == "site" and pool is None else None
         if summary is not None and summary.sites > 1:
             say.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
@@ -97,5 +97,5 @@ def fit(
     if of_tokens:
         document = {"slopes": rows}
     elif advise:
-        document = {"note": NOTE, "advice": rows}
+        document = {"note": advice.NOTE, "advice": rows}
     say.document({**document, "skipped": skipped_as_json(seen)}, rows)

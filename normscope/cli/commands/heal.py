@@ -119,7 +119,7 @@ def heal(
     title = f"{network.name} · {func}"
     titled = replace(look, title=title if look.title is None else look.title)
     figure = normscope.figures.plot_healing(report, **titled.of_figure)
-    normscope.save_figure(figure, drawn, whole)
+    normscope.figures.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
     if choice is not None:
@@ -135,7 +135,6 @@ def heal(
 
 
 def _remark_on(check: TrainingCheck, say: Output) -> None:
-    """Print the loss and the drift of a check during training."""
     values = {"loss": check.loss, "drift": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
     say.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['an earlier state was better']))}")

@@ -15,7 +15,6 @@ from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.errors import DeviceError, UsageError, count
-from normscope.models import registry
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 _MANY_CALIBRATIONS = 8
 _PUBLISHED = "llama_7b"
+# Models with the norms of the embedded ones, in full size. LV60K is pre-norm, with LayerNorms before its encoder.
+_FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "demo_dit": "dit_xl"}
 
 
 @declared(
@@ -164,7 +165,7 @@ def _speed(
     from normscope.swaps.bench.bench import BUDGET
     from normscope.tables.swaps import speed_tables
 
-    if sibling := registry.find(network.name).sibling:
+    if sibling := _FULL_SIZE.get(network.name):
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
         size = int(RunOptions.batch_size if run.batch_size == "auto" else run.batch_size)
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)

@@ -47,7 +47,9 @@ class VisionTransformer(nn.Module):
         init_values: float,
     ) -> None:
         """Draw fresh weights; the arguments are timm's of these names."""
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
+        self.arguments = arguments
         self.num_classes = num_classes
         self.patch_embed = _Patches(in_chans, embed_dim, patch_size)
         self.pos_embed = nn.Parameter(torch.empty(1, (img_size // patch_size) ** 2, embed_dim))

@@ -28,17 +28,11 @@ _LARGEST_FILTER = 50_000_000
 
 @dataclass(frozen=True)
 class AudioFormat:
-    """The format in which a network takes a recording.
+    """The format in which a network takes a recording."""
 
-    Attributes:
-        sample_rate: in Hz.
-        shortest: the smallest number of samples that it can work on.
-        channels: of a sample ``(channels, samples)``; None for a mono sample ``(samples,)``.
-    """
-
-    sample_rate: int
-    shortest: int
-    channels: int | None = None
+    sample_rate: int  # in Hz
+    shortest: int  # smallest number of samples that it can work on
+    channels: int | None = None  # of a recording (channels, samples); None for a mono one, (samples,)
 
 
 def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:

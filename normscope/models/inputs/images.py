@@ -57,7 +57,6 @@ def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
 
 
 def suffixes() -> frozenset[str]:
-    """Return the suffixes of image files; a folder's other files are not opened."""
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in _formats())
 
 
@@ -103,7 +102,6 @@ def _photograph() -> Path:
 
 
 def _square_in(size: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Choose a square (left, upper, right, lower) inside an image of (width, height)."""
     scale, x, y = torch.rand(3, generator=generator).tolist()
     side = round(min(size) * (SMALLEST_CROP + (1 - SMALLEST_CROP) * scale))
     left, upper = round((size[0] - side) * x), round((size[1] - side) * y)
@@ -135,12 +133,7 @@ def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
     """Label images by their sub-folders, and return top-1 as the task; or the reason why there are no labels.
 
     All sub-folders have to be named like classes of the network, or by the numbers of classes, counted from 0; or they
-    are WordNet ids, as many as there are classes, which ImageNet sorts.
-
-    Args:
-        inputs: of the network; the samples of files get their labels here.
-        number: of classes.
-        names: of the classes, in order, if known.
+    are WordNet ids, as many as there are classes, which ImageNet sorts. ``names`` are those of the classes, in order.
     """
     if not isinstance(inputs, Files):
         return Task(
@@ -162,9 +155,9 @@ def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
 
 def _numbered(folders: Sequence[str], number: int, names: Sequence[str]) -> dict[str, int] | None:
     """Return the class of each folder; None where it would be a guess."""
-    known = {name: index for index, name in enumerate(names)}
-    if len(known) == len(names) == number and all(folder in known for folder in folders):
-        return {folder: known[folder] for folder in folders}
+    by_name = {name: index for index, name in enumerate(names)}
+    if len(by_name) == len(names) == number and all(folder in by_name for folder in folders):
+        return {folder: by_name[folder] for folder in folders}
     if all(_NUMBER.fullmatch(folder) and int(folder) < number for folder in folders):
         return {folder: int(folder) for folder in folders}
     if len(folders) == number and all(map(_WORDNET_ID.fullmatch, folders)):

@@ -6,12 +6,10 @@ import hashlib
 import multiprocessing
 import os
 import signal
-import threading
 import warnings
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -54,16 +52,10 @@ def read_ahead(
 ) -> Iterator[Chunk]:
     """Yield the chunk that ``read`` makes of each list of numbers in ``plan``, in order.
 
-    Args:
-        read: returns a chunk on the CPU; runs in forked processes if there are ``workers``.
-        plan: numbers of the inputs of each chunk.
-        workers: processes, each of which reads two chunks ahead; 0 reads in this one, when a chunk is requested.
-        device: that the chunks go to next; for CUDA they are in pinned memory.
-
-    Raises:
-        DataError: if a worker ends early.
+    Each of the ``workers``, forked processes, reads two chunks ahead, on the CPU; 0 reads in this process, when a chunk
+    is requested. If the next ``device`` is CUDA, chunks are in pinned memory. DataError if a worker ends early.
     """
-    with _signals_as_they_were(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, as was asked for
         loader = DataLoader(
             _Chunks(read),
@@ -100,19 +92,6 @@ def _ignore_signals(worker: int) -> None:
     """Let the main process end its workers: terminals and batch systems signal all processes at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@contextmanager
-def _signals_as_they_were() -> Iterator[None]:
-    """Undo torch's handler for dead children, which raises anywhere; the next chunk reports them too."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        yield
-        return
-    before = signal.getsignal(signal.SIGCHLD)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, before)
 
 
 class NumberedInputs(Inputs):
@@ -164,12 +143,10 @@ class NumberedInputs(Inputs):
 
     @property
     def n_inputs(self) -> int:
-        """Number of selected inputs."""
         return len(self.order)
 
     @property
     def n_samples(self) -> int:
-        """Number of samples to try."""
         return len(self.order)
 
     @property
@@ -182,20 +159,17 @@ class NumberedInputs(Inputs):
         return at + self._taken_of(self._of) + (f" ({remarks})" if remarks else "")
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of all inputs; DataError at the end if not one input could be read."""
         yield from super().__iter__()
         if len(self.left_out.unreadable) == len(self.order):
             raise self._none_readable(self.left_out)
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield the chunks of one process's share, and note in ``left_out`` what of them could not be read."""
         self.left_out = left_out = LeftOut()
         for chunk in self._in_turn(share.of(in_pieces(share.left(self.order), self._at_once()))):
             left_out.add(chunk)
             yield chunk
 
     def first_sample(self) -> Batch:
-        """Return the first sample that can be read, in any process's share; DataError if there is none."""
         left_out = LeftOut()
         for number in self.order:
             chunk = self._placed(self.read([number]))
@@ -274,8 +248,8 @@ class Prepared:
 def alike_together(samples: Sequence[tuple[Sample, Prepared]]) -> list[Batch]:
     """Put inputs of one shape into one batch, so that none is padded.
 
-    >>> made = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
-    >>> batches = alike_together([(Sample("a", 0, i), prepared) for i, prepared in enumerate(made)])
+    >>> prepared = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
+    >>> batches = alike_together([(Sample("a", 0, i), each) for i, each in enumerate(prepared)])
     >>> [len(batch.samples) for batch in batches]
     [2, 1]
     """
@@ -309,11 +283,9 @@ class TensorInputs(NumberedInputs):
         self._tensors, self._samples = tensors, samples
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Stack the tensors of some samples."""
         return _chunk(numbers, [(self._samples[i], self._tensors[i]) for i in numbers], {})
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield the samples that are taken."""
         return (self._samples[number] for number in self.order)
 
 
@@ -369,7 +341,6 @@ class Files(NumberedInputs):
         self._read_as = f" as {'an' if kind.noun[0] in 'aeiou' else 'a'} {kind.noun}"
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Open some files, and stack what can be read of them."""
         samples, unreadable = [], {}
         for number in numbers:
             try:
@@ -396,7 +367,6 @@ def files_or(
     normalized_by: Normalized | None = None,
     words: Words | None = None,
 ) -> Files | TensorInputs:
-    """Return the files at ``options.data``, or by default :class:`TensorInputs` of what ``default`` returns."""
     inputs: Files | TensorInputs
     if options.data is None:
         inputs = TensorInputs(*default(), options, one_by_one=one_by_one, cut_to=kind.cut_to)
@@ -449,18 +419,16 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
         return [root], 0
     if not root.is_dir():
         raise DataError(f"There is no file or folder {str(root)!r} to read {noun}s from.")
-    files = sorted(
-        (path for path in root.rglob("*") if not path.is_dir() and not _passing(root, path)), key=Path.as_posix
-    )
+
+    def passing(path: Path) -> bool:
+        return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.relative_to(root).parts)
+
+    files = sorted((path for path in root.rglob("*") if not path.is_dir() and not passing(path)), key=Path.as_posix)
     matching = [path for path in files if path.suffix.lower() in suffixes]
     others = len(files) - len(matching)
     if not matching:
         raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(others, 'other file')}.")
     return matching, others
-
-
-def _passing(root: Path, path: Path) -> bool:
-    return any(part.startswith(".") or part.endswith(CHECKPOINT) for part in path.relative_to(root).parts)
 
 
 def name_in(root: Path, path: Path) -> str:

@@ -70,14 +70,14 @@ def load_processor(library: Any, name: str, repository: Repository, automatic: A
         raise repository.failure(f"The processor of {name} cannot be loaded", error) from error
 
 
-def arguments(made: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
+def arguments(processed: Mapping[str, Any], module: nn.Module) -> dict[str, Tensor]:
     """Return what of a processor's output the network takes, by name."""
     taken = inspect.signature(module.forward).parameters
-    found = {name: value for name, value in made.items() if name in taken and isinstance(value, Tensor)}
-    if "pixel_attention_mask" in found and found["pixel_values"].ndim == 3:  # a row of patches, padded behind
-        patches = int(found["pixel_attention_mask"].sum())
-        found |= {name: found[name][:, :patches] for name in ("pixel_values", "pixel_attention_mask")}
-    return found
+    tensors = {name: value for name, value in processed.items() if name in taken and isinstance(value, Tensor)}
+    if "pixel_attention_mask" in tensors and tensors["pixel_values"].ndim == 3:  # a row of patches, padded behind
+        patches = int(tensors["pixel_attention_mask"].sum())
+        tensors |= {name: tensors[name][:, :patches] for name in ("pixel_values", "pixel_attention_mask")}
+    return tensors
 
 
 def masks(config: Any) -> bool:
@@ -91,9 +91,9 @@ def processed_images(processor: Any, module: nn.Module, config: Any, options: Lo
     remarks = ("padded to squares, and what pads them counts",) if pads else ()
 
     def prepared(image: Image.Image) -> Prepared:
-        made = processor(images=image, return_tensors="pt")
-        kwargs = arguments(made, module)
-        mask = made.get("pixel_mask")
+        processed = processor(images=image, return_tensors="pt")
+        kwargs = arguments(processed, module)
+        mask = processed.get("pixel_mask")
         if mask is not None and not bool(mask.all()):
             raise DataError("the model's processor pads it, and which tokens are padding cannot be told")
         if masks(config):
@@ -184,8 +184,8 @@ def _pairs(
 
     def with_lines() -> tuple[list[Prepared], list[Sample], str]:
         crops, samples, total = crops_of_photograph("RGB", options)
-        made = [prepared(*pair) for pair in zip(crops, lines_of_page(len(crops)), strict=True)]
-        return made, samples, f"{total}, each with a line of normscope's page"
+        pairs = [prepared(*pair) for pair in zip(crops, lines_of_page(len(crops)), strict=True)]
+        return pairs, samples, f"{total}, each with a line of normscope's page"
 
     def read(path: Path) -> Prepared:
         text = text_beside(path)
@@ -231,9 +231,9 @@ class Hearing:
 
     def prepared(self, waveform: Tensor, transcript: str | None) -> Prepared:
         """Make one recording ready, float32 ``(samples,)``; without a transcript a decoder reads its start alone."""
-        made = self._made(self.extractor, waveform)
-        kwargs = arguments({name: value for name, value in made.items() if name != "attention_mask"}, self.module)
-        mask = made.get("attention_mask")
+        features = self._extracted(self.extractor, waveform)
+        kwargs = arguments({name: value for name, value in features.items() if name != "attention_mask"}, self.module)
+        mask = features.get("attention_mask")
         cut = len(waveform) > getattr(self.extractor, "n_samples", len(waveform))
         valid = None
         if self._of_patches:
@@ -250,7 +250,7 @@ class Hearing:
         within = {} if valid is None else {path: valid}
         return Prepared(Batch(kwargs=kwargs | written, valid_within=within), cut)
 
-    def _made(self, extractor: Any, waveform: Tensor) -> Any:
+    def _extracted(self, extractor: Any, waveform: Tensor) -> Any:
         return extractor(
             waveform.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt", return_attention_mask=True
         )
@@ -274,16 +274,16 @@ class Hearing:
         """Mark the tokens that see part of the recording, bool ``(1, tokens)``, and report truncation."""
         longer = copy.copy(self.extractor)
         longer.max_length += 1
-        rows = self._made(longer, waveform)["input_values"][0]
+        rows = self._extracted(longer, waveform)["input_values"][0]
         nothing = torch.zeros(1, dtype=rows.dtype)
         padding = longer.normalize(nothing.numpy()).item() if longer.do_normalize else 0.0
-        heard = int((rows != padding).any(1).nonzero().max()) + 1
+        length = int((rows != padding).any(1).nonzero().max()) + 1
         network = getattr(self.module, self.module.base_model_prefix, self.module)
         across, along = network.embeddings.get_shape(self.config)  # mel bins, time
-        seen = torch.arange(along) * self.config.time_stride < heard
+        seen = torch.arange(along) * self.config.time_stride < length
         special = network.embeddings.position_embeddings.shape[1] - across * along
         valid = torch.cat([torch.ones(special, dtype=torch.bool), seen.repeat(across)])
-        return valid[None], heard > self.extractor.max_length
+        return valid[None], length > self.extractor.max_length
 
     def _written(self, transcript: str | None) -> Tensor:
         """Return what the decoder reads, int64 ``(1, tokens)``: its start, then the transcript without its end."""
@@ -312,8 +312,8 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
 
     def synthetic() -> tuple[list[Prepared], list[Sample], str]:
         samples, waveforms, transcripts, total = utterances(taken)
-        heard = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
-        return heard, samples, total + (", each with what it says" if writes else "")
+        recordings = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
+        return recordings, samples, total + (", each with what it says" if writes else "")
 
     kind = FileKind(
         "recording",

@@ -80,7 +80,6 @@ class _Tokenized(NumberedInputs):
         return Chunk(numbers, batches, unreadable, n_cut)
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield the samples of each selected input, readable or not."""
         return (sample for number in self.order for sample in self._samples(number))
 
     @abstractmethod
@@ -112,14 +111,8 @@ class Texts(_Tokenized):
     ) -> None:
         """Find the beginning of each text; DataError if there is none.
 
-        Args:
-            name: of all documents, in the description.
-            documents: each with its name; UTF-8.
-            reading: from texts to batches.
-            options: of selection and batching.
-            data: identity of the data set, see :class:`normscope.inputs.batch.Sample`.
-            source_is_line: True if each line is a source of its own, False for each document.
-            besides: remarks on other files.
+        ``documents`` are names and UTF-8 files; ``data`` identifies them, see :class:`normscope.inputs.batch.Sample`.
+        Each document is a source, or each of its lines if ``source_is_line``.
         """
         self._documents, self._data, self._source_is_line = documents, data, source_is_line
         self._where = array("q"), array("q"), array("q")  # document, offset in bytes, number of the line
@@ -264,17 +257,15 @@ def reading_of(module: Any, config: Any, tokenizer: Any) -> Reading:
         pad_id=pad_id if pad_id is not None and (vocabulary is None or pad_id < vocabulary) else 0,
         multiple=max(window) if isinstance(window, list) else window,
         remarks=tuple(remarks),
-        words=_byte_words if tokenizer is None else partial(words_of, tokenizer),
+        words=partial(words_of, tokenizer),
     )
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Decode each token id by itself."""
+    """Decode each token id by itself; bytes where ``tokenizer`` is None."""
+    if tokenizer is None:
+        return [chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in ids]
     return [str(tokenizer.decode([token])) for token in ids]
-
-
-def _byte_words(ids: Sequence[int]) -> list[str]:
-    return [chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in ids]
 
 
 def _vocabulary(module: Any) -> int | None:
@@ -344,7 +335,6 @@ class SentencePairs(_Tokenized):
 
     @property
     def n_samples(self) -> int:
-        """Number of sentences."""
         return 2 * len(self.order)
 
     def _texts(self, numbers: Sequence[int]) -> Sequence[Sequence[str] | Exception]:

@@ -95,17 +95,11 @@ _TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a si
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """The latents and classes that a class-conditional DiT takes.
-
-    Attributes:
-        channels: of a latent.
-        size: height and width of a latent.
-        classes: their number, which is also the label of no class.
-    """
+    """The latents and classes that a class-conditional DiT takes."""
 
     channels: int
-    size: int
-    classes: int
+    size: int  # height and width
+    classes: int  # their number, which is also the label of no class
 
 
 @dataclass
@@ -158,7 +152,6 @@ class Trajectories(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Describe the number and kind of the trajectories, and their timesteps."""
         guidance = "no guidance" if self._guidance == 1 else f"guidance {self._guidance:g}"
         shuffled = "shuffled" if self._options.shuffle else ""
         about = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
@@ -168,11 +161,9 @@ class Trajectories(NumberedInputs):
 
     @property
     def n_samples(self) -> int:
-        """Number of samples: timesteps of trajectories, twice with guidance."""
         return len(self.order) * len(self.timesteps) * self._runs
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each timestep of each trajectory, two with guidance."""
         each = itertools.product(self.order, self.timesteps, range(self._runs))
         return itertools.starmap(self._sample, each)
 
@@ -225,11 +216,11 @@ class Trajectories(NumberedInputs):
     def _taken(self, numbers: Sequence[int], given: _Given, progress: StageProgress | None) -> Iterator[Batch]:
         """Yield some trajectories at each of the timesteps, walking on as they are requested."""
         for timestep in self.timesteps:
-            if not self._knows(numbers, timestep):
+            if not self._has_latents(numbers, timestep):
                 for walk in self._walks([numbers]):
                     self._walk_on(walk, timestep, given if list(walk) == list(numbers) else _Given(), progress)
             given.timestep, given.output = timestep, None
-            yield self._batch(numbers, timestep, self._known(numbers, timestep))
+            yield self._batch(numbers, timestep, self._latents_at(numbers, timestep))
 
     def _hear(self, given: _Given, module: nn.Module, output: Any) -> None:
         """Record the module's output for the last batch, which serves the next step as its own pass."""
@@ -244,7 +235,7 @@ class Trajectories(NumberedInputs):
         steps = self._steps_to(timestep, numbers)
         if steps[0] == self._visited[0]:
             self._latest = {}
-        latents = self._known(numbers, steps[0])
+        latents = self._latents_at(numbers, steps[0])
         for step in steps:
             latents = self._denoised(latents, step, numbers, given.output if step == given.timestep else None)
             if progress is not None:
@@ -256,15 +247,15 @@ class Trajectories(NumberedInputs):
 
     def _steps_to(self, timestep: int, numbers: Sequence[int]) -> list[int]:
         """Return the timesteps at which steps lead to the latents at ``timestep``."""
-        known = [earlier for earlier in self.timesteps if self._knows(numbers, earlier)]
-        begin = max(map(self._visited.index, known), default=0)
+        walked = [earlier for earlier in self.timesteps if self._has_latents(numbers, earlier)]
+        begin = max(map(self._visited.index, walked), default=0)
         return self._visited[begin : self._visited.index(timestep)]
 
-    def _knows(self, numbers: Sequence[int], timestep: int) -> bool:
+    def _has_latents(self, numbers: Sequence[int], timestep: int) -> bool:
         keys = [(number, timestep) for number in numbers]
         return timestep == self._visited[0] or all(key in self._kept or key in self._latest for key in keys)
 
-    def _known(self, numbers: Sequence[int], timestep: int) -> Tensor:
+    def _latents_at(self, numbers: Sequence[int], timestep: int) -> Tensor:
         if timestep == self._visited[0]:
             return self.noise[list(numbers)]
         keys = [(number, timestep) for number in numbers]
@@ -312,14 +303,8 @@ def from_noise(
     Their labels go through all classes, in a random order, before one recurs. Their noise is what DiTPipeline draws
     for each image from one generator of that seed.
 
-    Args:
-        space: of the latents.
-        scheduler: of training.
-        options: ``seed``, ``limit``, ``guidance``, ``timesteps`` and those of batching; UsageError if one is wrong.
-        guidance: default of ``options.guidance``.
-        trajectories: number of them before ``options.limit``.
-        steps: numbers of steps; the first that visits the requested timesteps is taken.
-        remark: for the description.
+    ``guidance`` is the default of ``options.guidance``, ``trajectories`` their number before ``options.limit``. Of the
+    numbers of ``steps``, the first that visits the requested timesteps is taken. UsageError if an option is wrong.
     """
     guidance = guidance if options.guidance is None else float(options.guidance)
     if not (math.isfinite(guidance) and guidance >= 1):
@@ -396,17 +381,14 @@ class NoisedLatents(NumberedInputs):
 
     @property
     def description(self) -> str:
-        """Describe the latents and the timesteps of their noise."""
         latents, seed = self._taken_of(count(self._total, "latent")), self._options.seed
         return f"{self._path}: {latents} with noise (seed {seed}, {self._remark}), {listed(self.timesteps)}"
 
     @property
     def n_samples(self) -> int:
-        """Number of samples: each latent at each timestep."""
         return len(self.order) * len(self.timesteps)
 
     def read(self, numbers: Sequence[int]) -> Chunk:
-        """Noise some latents to each of the timesteps."""
         which = list(numbers)
         clean = self._latents[which].float()
         noise = torch.stack([self._noise(number) for number in which])
@@ -433,7 +415,6 @@ class NoisedLatents(NumberedInputs):
         return by_name[self._scheduler.config["prediction_type"]]
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each timestep of each latent that is taken."""
         return (self._sample(number, timestep) for number in self.order for timestep in self.timesteps)
 
     def _noise(self, number: int) -> Tensor:

@@ -25,7 +25,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def dtypes_by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.dtype]:
-    """Return the dtype of each floating-point tensor."""
     return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}
 
 
@@ -83,7 +82,6 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
 
 
 def provenance_of_file(path: Path) -> Provenance:
-    """Identify a file by its name and content."""
     return Provenance("file", f"file {path.name} (sha256 {sha256_of([path])[:12]})")
 
 
@@ -155,13 +153,9 @@ def with_weights(
 ) -> tuple[nn.Module, Provenance]:
     """Make the module with the weights that ``options.weights`` asks for.
 
-    Args:
-        name: of the model in error messages.
-        options: of loading.
-        build: makes the module with fresh weights.
-        pretrained: makes it with the published ones, and names them.
-        from_file: loads a file's weights into a fresh module.
-        on_gpu: draw random weights on the requested GPU, which differ from the CPU's: billions take minutes there.
+    ``build`` makes it with fresh weights, ``pretrained`` with the published ones, and ``from_file`` loads a file's into
+    a fresh module. With ``on_gpu``, random weights are drawn there if a GPU is requested: billions take minutes on the
+    CPU, whose numbers differ.
     """
     with seeded(options.seed):
         match options.weights:

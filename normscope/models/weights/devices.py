@@ -113,15 +113,10 @@ _LAST = ("cpu", "disk")
 
 
 def spread(module: nn.Module, device: torch.device, room: Mapping[int | str, int] | None = None) -> nn.Module:
-    """Spread a network as accelerate finds room for it, in place; its repeated blocks stay whole.
+    """Spread a network from the CPU as accelerate finds room for it, in place; its repeated blocks stay whole.
 
-    Args:
-        module: in its dtype, on the CPU.
-        device: where its inputs are.
-        room: how many bytes to use of each GPU (its number) and of ``cpu``; None for what is free.
-
-    Raises:
-        ModelError: if memory has no room for any part of it, or the disk none for the rest.
+    ``device`` is that of the inputs; ``room`` has the bytes to use of each GPU (its number) and of ``cpu``, by default
+    all that are free. ModelError if memory has no room for any part of it, or the disk none for the rest.
     """
     import accelerate
 

@@ -115,7 +115,6 @@ class Repository:
 
     @property
     def is_folder(self) -> bool:
-        """True if the files are in a folder of this machine."""
         return Path(self.name).is_dir()
 
     def file(self, filename: str) -> Path | None:
@@ -217,7 +216,6 @@ def refuse_code(name: str, filename: str, content: Any) -> None:
 
 
 def _items(content: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of nested JSON."""
     if isinstance(content, dict):
         yield from content.items()
         content = list(content.values())

@@ -21,7 +21,6 @@ PENALTIES = (1e-5, 0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # λ /
 _FIRST_TRIED = 0.1
 _LARGER = 10.0  # factor of a λ that rounding makes too small
 _CHANNELS = 128  # of a layer, for the choice of λ
-_COLUMNS = 256  # of HᵀH that are computed at once
 _NONE = torch.zeros(0)  # sums before the first token
 BLOCK = 4096  # tokens whose products are summed in float32, before they are added in float64
 _SEARCH_STEPS = 20
@@ -61,7 +60,7 @@ class LayerSums:
             h = (h[:, None] if h.ndim == 2 else h).movedim(0, 1)
             t = torch.stack([target[rows : rows + BLOCK].float() for target in targets])
             self.count += h.shape[1]
-            self._add(features=h.sum(1), gram=_gram(h))
+            self._add(features=h.sum(1), gram=h.mT @ h)
             of_groups = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
             products = torch.stack([(target * t).sum(1) for target in t])
             self._add(targets=t.sum(1), cross=h.mT @ of_groups, products=products)
@@ -253,17 +252,6 @@ def _spread(centred: LayerSums) -> float:
 
 def _outer(features: Tensor, channels: Tensor) -> Tensor:
     return features[..., :, None] * channels[..., None, :]
-
-
-def _gram(h: Tensor) -> Tensor:
-    """Return HᵀH of each group; of large ones only the upper half is computed."""
-    size = h.shape[-1]
-    if size < 2 * _COLUMNS:
-        return h.mT @ h
-    whole = h.new_zeros(len(h), size, size)
-    for first in range(0, size, _COLUMNS):
-        whole[:, first : first + _COLUMNS, first:] = h[..., first : first + _COLUMNS].mT @ h[..., first:]
-    return whole.triu() + whole.triu(1).mT
 
 
 def least_squares(function: PointwiseFunction, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -50,39 +50,24 @@ class NextNorm:
 
 @dataclass(frozen=True)
 class CalledModule:
-    """Norm or linear layer, in the order of calls.
-
-    Attributes:
-        path: of the module.
-        is_norm: True for a norm.
-        channel_axis: axis of the channels in its output.
-        feeds: norm that the output of a layer goes into.
-        modulated: layer that scales and shifts the output of a norm.
-    """
+    """Norm or linear layer, in the order of calls."""
 
     path: str
     is_norm: bool
-    channel_axis: int = -1
-    feeds: NextNorm | None = None
-    modulated: Modulation | None = None
+    channel_axis: int = -1  # in its output
+    feeds: NextNorm | None = None  # norm that the output of a layer goes into
+    modulated: Modulation | None = None  # by the layer that scales and shifts the output of a norm
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Modules that a calibration visits.
-
-    Attributes:
-        called_modules: norms and linear layers in the order of calls.
-        left: reason why a linear layer beside a swapped norm is left as it is, by path.
-        bytes_per_input_byte: estimated memory of a batch's waiting passes through both networks.
-    """
+    """Modules that a calibration visits."""
 
     called_modules: Sequence[CalledModule]
-    left: dict[str, str]
-    bytes_per_input_byte: float
+    left: dict[str, str]  # reason why a linear layer beside a swapped norm is left as it is, by path
+    bytes_per_input_byte: float  # estimated memory of a batch's waiting passes through both networks
 
     def bytes_of(self, batches: Iterable[Batch]) -> int:
-        """Estimate the memory of waiting passes."""
         return round(self.bytes_per_input_byte * sum(map(_size, batches)))
 
 
@@ -343,7 +328,6 @@ class LinearLayer:
 
     @property
     def offset(self) -> Tensor | None:
-        """The bias, ``(channels,)``; None where there is none."""
         return None if self.bias is None else self.module.get_parameter(self.bias)
 
     @property

@@ -309,18 +309,15 @@ def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
 
 
 def parameter_values(module: nn.Module) -> dict[str, Tensor]:
-    """Copy a module's parameters, by name."""
     return copies(dict(module.named_parameters()))
 
 
 def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors, by name."""
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 @torch.no_grad()
 def put_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Copy values into a module's parameters, by name."""
     for name, value in values.items():
         module.get_parameter(name).copy_(value)
 
@@ -407,12 +404,8 @@ def paused_passes(
 ) -> Iterator[list[PausedPass]]:
     """Begin a pass of each batch that pauses at some modules; all passes end with the block.
 
-    Args:
-        network: run by these passes alone.
-        batches: one for each pass.
-        paths: modules to pause at.
-        behind: pause behind the modules; otherwise in front of them.
-        kept: modules whose outputs the passes keep.
+    Nothing else runs the network. Passes pause in front of the modules, or ``behind`` them, and keep the outputs of
+    those in ``kept``.
     """
 
     def pausing(path: str) -> Callable[..., None]:

@@ -308,7 +308,6 @@ class _Healing:
         training.train(*schedule, gradients, self._drift, saved, self.progress, checked)
 
     def _trained_names(self) -> list[str]:
-        """Names of the parameters that are trained."""
         train = self.options["train"]
         if train == ALL:
             embeddings = {id(module.weight) for module in self.swapped.modules() if isinstance(module, _EMBEDDINGS)}

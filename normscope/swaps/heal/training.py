@@ -171,16 +171,9 @@ def train(
     the drift is measured, and the state kept if it is the best so far. Training never stops early, since much of the
     gain comes at the end of the schedule. With a budget of seconds, rate and checks follow its elapsed share.
 
-    Args:
-        state: updated in place.
-        trained: the parameters.
-        width: of the norms, see :func:`rate_for`.
-        steps: of the whole schedule; None with ``state.budget``.
-        gradients: adds the gradients of a step to the network's parameters, and returns the loss.
-        drift: returns its median and 90th percentile, on the inputs that decide.
-        saved: called after every check.
-        progress: called after every step with the steps or seconds done, and their total.
-        checked: called with each check.
+    ``width`` is that of the norms, see :func:`rate_for`; ``steps`` are those of the whole schedule, None with
+    ``state.budget``. ``gradients`` adds the gradients of a step to the network's parameters, and returns the loss;
+    ``drift`` returns its median and 90th percentile. ``saved`` and ``checked`` are called after every check.
     """
     optimizer = torch.optim.AdamW(trained.tensors.values(), lr=MOST_RATE, weight_decay=0.0, fused=True)
     if state.tensors["trained"]:
@@ -277,7 +270,6 @@ class TrainedParameters:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Set the network's parameters from the tensors."""
         for prefix, start in self._starts:
             weight, alpha, shift = (f"{prefix}{name}" for name in ("weight", "alpha", "shift"))
             self.parameters[alpha].copy_(start * self.tensors[alpha].exp())
@@ -287,7 +279,6 @@ class TrainedParameters:
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Set the tensors, and the network's parameters from them."""
         for name, value in values.items():
             self.tensors[name].copy_(value)
         self.put()
@@ -310,7 +301,6 @@ class TrainedParameters:
             self.tensors[f"{prefix}alpha"].grad = of_log
 
     def clear_gradients(self) -> None:
-        """Remove the gradients of the network and of the tensors."""
         for tensor in (*self.parameters.values(), *self.tensors.values()):
             tensor.grad = None
 

@@ -35,7 +35,6 @@ class Tiling:
 
     @property
     def options(self) -> dict[str, int | None]:
-        """Compiler options of a kernel."""
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
 

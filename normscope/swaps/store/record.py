@@ -10,7 +10,6 @@ import ast
 import contextlib
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -109,14 +108,12 @@ class SwapRecord:
 
     @property
     def description(self) -> str:
-        """Summary in a few words."""
         healed = f", healed in {count(self.healed, 'step')}" if self.healed else ""
         place = f"{self.func} in place of {count(len(self.sites), 'norm')}"
         kept = f", {count(len(self.kept), 'norm')} kept" if self.kept else ""
         return f"{place}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
 
     def as_json(self) -> str:
-        """Return the content of swap.json."""
         document = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
         return json.dumps(sealed(document), indent=2, allow_nan=False) + "\n"
 
@@ -322,18 +319,11 @@ def _of_torchaudio(name: str) -> _Origin | None:
 
 
 def _of_demo_vit(model: Any) -> _Origin:
-    patch, positions = model.patch_embed.proj.kernel_size[0], model.pos_embed.shape[1]
-    image, channels = patch * math.isqrt(positions), model.patch_embed.proj.in_channels
-    width, depth, heads = model.pos_embed.shape[2], len(model.blocks), model.blocks[0].attn.num_heads
+    arguments = model.arguments | {"class_token": False, "global_pool": "avg", "fc_norm": False}
     return (
         "The VisionTransformer of timm gives the same bits as normscope's own of that name.",
         ["from timm.models.vision_transformer import VisionTransformer"],
-        [
-            f"network = VisionTransformer(img_size={image}, patch_size={patch}, in_chans={channels}, "
-            f"num_classes={model.num_classes}, embed_dim={width}, depth={depth}, num_heads={heads},",
-            '    init_values=1.0, class_token=False, global_pool="avg", fc_norm=False)',
-            "network = swapped(network)",
-        ],
+        [f"network = swapped(VisionTransformer(**{arguments}))"],
         None,
     )
 

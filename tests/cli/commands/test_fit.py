@@ -5,6 +5,7 @@ import yaml
 from command_line import document, invoke, words
 
 import normscope
+from normscope.fits.advice import advise, layerwise, token_slopes
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +59,14 @@ def test_the_tables_say_what_was_fitted_and_how_sure_it_is(folder):
 
 def test_other_views_are_those_of_python(folder, seen):
     slopes = document("fit seen.safetensors --per token", cwd=folder)["slopes"]
-    assert slopes == [found.as_dict() for found in normscope.token_slopes(seen)]
-    layerwise = document("fit seen.safetensors --layers 3", cwd=folder)["layerwise"]
-    assert layerwise == [{"model": "demo_vit", **normscope.layerwise(normscope.fit(seen.only(3))).as_dict()}]
+    assert slopes == [found.as_dict() for found in token_slopes(seen)]
+    means = document("fit seen.safetensors --layers 3", cwd=folder)["layerwise"]
+    assert means == [{"model": "demo_vit", **layerwise(normscope.fit(seen.only(3))).as_dict()}]
     shown = invoke("fit seen.safetensors --advise", cwd=folder, COLUMNS="1000").stdout
     assert "blocks.*.norm1" in shown and "0.5 (all but language" in shown
     invoke("fit seen.safetensors --advise -o advice.yaml", cwd=folder)
     advice = yaml.safe_load((folder / "advice.yaml").read_text())["advice"]
-    expected = normscope.advise(normscope.fit(seen, shift=False), seen.sites, family="vision")
+    expected = advise(normscope.fit(seen, shift=False), seen.sites, family="vision")
     assert advice == [found.as_dict() for found in expected]
 
 

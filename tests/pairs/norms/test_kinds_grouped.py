@@ -11,6 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, ModelError
+from normscope.inputs.batch import Sample
 from normscope.pairs.norms.recognition import kind_of
 from normscope.pairs.storage import pack_sums
 from normscope.pairs.sums.sampling import GROUPED_WIDTH
@@ -125,8 +126,8 @@ def test_a_grouped_capture_survives_a_file(tmp_path):
     assert_same(read.stats["0"].merge(seen.stats["0"]), seen.stats["0"].merge(seen.stats["0"]))
 
 
-def samples(batch: int) -> tuple[normscope.Sample, ...]:
-    return tuple(normscope.Sample(f"speaker {i}", i, i) for i in (2 * batch, 2 * batch + 1))
+def samples(batch: int) -> tuple[Sample, ...]:
+    return tuple(Sample(f"speaker {i}", i, i) for i in (2 * batch, 2 * batch + 1))
 
 
 def assert_same(one: PairStats, other: PairStats) -> None:
@@ -165,7 +166,7 @@ def test_each_channel_of_a_batch_norm_is_one_line():
 def test_an_instance_norm_takes_an_input_without_an_axis_of_samples(affine):
     module = nn.InstanceNorm2d(CHANNELS, affine=affine, eps=1e-3)
     x = torch.randn(CHANNELS, 5, 4, generator=torch.Generator().manual_seed(0))
-    one = normscope.Sample("picture", 0, 0)
+    one = Sample("picture", 0, 0)
     seen = normscope.capture(nn.Sequential(module), [normscope.Batch((x,), {}, (one,))], verify=True)
     stats, site = seen.stats["0"], seen.sites[0]
     assert (stats.n_tokens, site.channels, site.normalized_shape) == (CHANNELS, CHANNELS, (1, 5, 4))

@@ -12,6 +12,7 @@ from torch.func import jacrev, vmap
 
 import normscope
 from normscope.errors import DataError
+from normscope.inputs.batch import Sample
 from normscope.pairs.capture import captured as observed
 from normscope.pairs.norms.formulas import root_mean_square, std_norm
 from normscope.pairs.recorder import Summing
@@ -61,7 +62,7 @@ def registered():
 
 
 def samples(numbers):
-    return tuple(normscope.Sample(f"photo {number // 2}", number // 2, number, "noise") for number in numbers)
+    return tuple(Sample(f"photo {number // 2}", number // 2, number, "noise") for number in numbers)
 
 
 def batch(*numbers, part="", valid=None):
@@ -136,7 +137,7 @@ def test_a_clamped_norm_is_clamped_at_some_tokens():
 
 
 def test_folds_of_one_source_become_one_beside_another():
-    crops = [dataclasses.replace(batch(number), samples=(normscope.Sample("photo", 3, number),)) for number in (0, 1)]
+    crops = [dataclasses.replace(batch(number), samples=(Sample("photo", 3, number),)) for number in (0, 1)]
     one = captured(crops)
     assert int((one.stats["layer"].diagonal_moments[:, 0].sum(1) > 0).sum()) == 2
     both = one.merge(captured([batch(4)]))

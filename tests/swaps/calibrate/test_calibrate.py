@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import normscope
-from normscope.errors import UsageError
+from normscope.errors import NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.held_out import Pool, divided
 from normscope.inputs.loaded_model import Outputs
@@ -323,7 +323,7 @@ def test_a_swap_that_fails_leaves_the_network_as_it_was(swappable, init):
 
     learn = [x[0], "no batch"] if init == "calibrated" else x
     init_asked = "fit" if init == "fit" else "calibrated"  # which takes no inputs to learn from
-    with pytest.raises((normscope.NormscopeError, KeyboardInterrupt)):
+    with pytest.raises((NormscopeError, KeyboardInterrupt)):
         normscope.swap(model, "dyt", seen, init=init_asked, learn=learn, progress=stop)
     assert same(values_of(model), before) and isinstance(model.norms[0], nn.LayerNorm)
     assert (stages[-1:] == [2]) == (init == "interrupted")

@@ -482,7 +482,7 @@ def test_a_loaded_model_learns_from_its_calibration():
 
 def test_without_calibration_a_fourth_of_the_sources_is_measured_on():
     loaded = normscope.load("demo_vit", limit=32, batch_size=16, device="cpu")
-    alone = normscope.LoadedModel(**{**vars(loaded), "calibration": None})
+    alone = replace(loaded, calibration=None)
     seen = normscope.capture(alone, by_gamma=True)
     modules = normscope.replacements(alone, "dyt", seen, layers="final")
     report = normscope.drift(alone, replacements=modules, init="calibrated", one_at_a_time=False, cumulative=False)

@@ -191,4 +191,4 @@ def test_the_choice_is_saved_shown_and_drawn(tmp_path):
     assert ax.lines[2].get_ydata() == [medians[2]]  # the calibrated swap on held-out inputs
     assert list(quality.lines[0].get_ydata()) == [report.quality.scores[f"{kept} kept"].value for kept in range(3)]
     plt.close(figure)
-    normscope.save_figure(figure, Path(tmp_path, "keep.png"), report.about)
+    normscope.figures.save_figure(figure, Path(tmp_path, "keep.png"), report.about)

@@ -16,7 +16,7 @@ import normscope
 from normscope import PointwiseFunction, Swap, capture, load_swapped, save_swapped, swap
 from normscope.curves.expressions import _FUNCTIONS, curve_from
 from normscope.curves.known import CURVES
-from normscope.errors import UsageError
+from normscope.errors import NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps.kernels.choice import plain_torch
@@ -238,5 +238,5 @@ def test_a_download_is_not_taken_for_a_swap(tmp_path):
         (folder / name).write_text("theirs")
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     Swap(model, {"1": PointwiseFunction("tanh", 8)})
-    with pytest.raises(normscope.NormscopeError, match=r"config\.json in it would be lost"):
+    with pytest.raises(NormscopeError, match=r"config\.json in it would be lost"):
         save_swapped(model, folder)
