@@ -22,7 +22,7 @@ from normscope.runtime.network import uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
-from normscope.swaps.standalone import RMSNorm
+from normscope.swaps.standalone import RMSNorm, make_room
 from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.record import (
     ALSO,
@@ -130,6 +130,7 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
     model = uncompiled(model)
     where = model_tensor(model)
     swap = Swap(model, {site.name: _module(model, site, tensors, where, folder) for site in record.sites})
+    make_room(model, tensors.keys() - record.tied.keys())
     try:
         _load(model, tensors, folder)
     except BaseException:
