@@ -22,6 +22,7 @@ from normscope.cli.commands.layers import layers
 from normscope.cli.commands.models import models
 from normscope.cli.commands.plot import plot
 from normscope.cli.commands.report import report
+from normscope.cli.commands.simplify import simplify
 from normscope.cli.commands.stats import stats
 from normscope.cli.commands.swap import swap
 from normscope.cli.commands.swap_bench import swap_bench
@@ -35,7 +36,7 @@ _OF_TYPER = 1  # exit status of Typer and rich where the reader of the output ha
 _NO_CSV = "There is no --csv; -o FILE.csv writes the rows of the table."
 _NO_MAP = "A network on several devices cannot be swapped; leave --device-map out, or use --device."
 # Options that commands lack, and a sentence.
-_LACKING = [("--csv", None, _NO_CSV), *(("--device-map", name, _NO_MAP) for name in ("swap", "swap-bench", "heal"))]
+_LACKING = [("--csv", None, _NO_CSV), *(("--device-map", name, _NO_MAP) for name in ("swap", "swap-bench", "heal", "simplify"))]
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -101,7 +102,7 @@ app = typer.Typer(
     epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe.",
 )
 for _command in (
-    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal),
+    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal, simplify),
     *(capture, merge, layers, curves, models),
 ):
     app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.epilog)(_command)  # type: ignore[attr-defined]

@@ -27,6 +27,7 @@ from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.record import (
     ALSO,
     FILES,
+    FOLDED,
     RECORD,
     TENSORS,
     KeptNorm,
@@ -87,7 +88,7 @@ def save_swapped(
         for path, module in model.named_modules()
         if isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of
     )
-    if not sites:
+    if not sites and func != FOLDED:
         raise ModelError(
             f"Nothing was swapped in this {type(model).__name__}, or the swap was undone: call "
             "normscope.swap(model, curve, fits) first."
