@@ -38,7 +38,7 @@ _LINEAR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}  # num
 
 @dataclass(eq=False)
 class Value:
-    """A floating-point tensor of the pass.
+    """A tensor of the pass that is computed from floating-point tensors.
 
     Attributes:
         operator: that computed it; or ``parameter``, ``buffer``, ``input``, ``norm``.
@@ -218,6 +218,8 @@ class DataFlow:
                 raise BlockedError("the network returns its stream")
             for reader in value.readers:
                 onward = self._onward(value, axis, reader)
+                if reader.operator in _REARRANGED and not (reader.readers or reader.returned):
+                    continue  # only its shape matters
                 if not onward and not self._subtracts_mean(reader, value, axis):
                     raise BlockedError(f"{reader.in_words} reads its stream")
                 left.extend(set(onward) - places)
@@ -279,7 +281,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         operator = func.overloadpacket.__name__.rstrip("_")
         for number, tensor in enumerate(tensors_of([result])):
-            if tensor.is_floating_point():
+            if operands:
                 where = self._path[-1] if self._path else ""
                 self._add(Value(operator, where, tensor, operands, (func, args, kwargs, number)))
         return result
