@@ -36,7 +36,10 @@ _OF_TYPER = 1  # exit status of Typer and rich where the reader of the output ha
 _NO_CSV = "There is no --csv; -o FILE.csv writes the rows of the table."
 _NO_MAP = "A network on several devices cannot be swapped; leave --device-map out, or use --device."
 # Options that commands lack, and a sentence.
-_LACKING = [("--csv", None, _NO_CSV), *(("--device-map", name, _NO_MAP) for name in ("swap", "swap-bench", "heal", "simplify"))]
+_LACKING = [
+    ("--csv", None, _NO_CSV),
+    *(("--device-map", name, _NO_MAP) for name in ("swap", "swap-bench", "heal", "simplify")),
+]
 
 
 def _without_types(params: list[Any]) -> list[Any]:

@@ -435,8 +435,7 @@ class SimplifiedNorm(Record):
     Attributes:
         site: path of the norm.
         kind: its name in the table of norms.
-        exact: True if an RMSNorm has taken the place of the LayerNorm.
-        blocked: reason why none has, or empty.
+        blocked: reason why no RMSNorm has taken its place, or empty.
         folded: ``γ``, ``γ and β`` or empty: parameters that the linear layers behind the norm contain now.
         unfolded: reason why none was folded, or empty.
         change: relative L2 of the norm's output in float64, before γ and β moved; None if it could not be compared.
@@ -444,11 +443,17 @@ class SimplifiedNorm(Record):
 
     site: str
     kind: str
-    exact: bool
     blocked: str
     folded: str
     unfolded: str
-    change: float | None
+    change: float | None = None
+
+    _properties: ClassVar[tuple[str, ...]] = ("exact",)
+
+    @property
+    def exact(self) -> bool:
+        """True if an RMSNorm has taken the place of the LayerNorm."""
+        return not self.blocked
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,14 +1,13 @@
 """Data flow of one forward pass: from each norm back to the parameters that write its input, and on to its readers.
 
-A dispatch mode records the ATen operators, into which every library's layers are decomposed; a norm site is one
-operator. A *place* is a value and the axis that numbers its channels. The mean of a value over its channels is a
-linear function of the means at its sources, if :meth:`DataFlow.sources` contains no reason against it.
+A dispatch mode records the ATen operators that every library's layers consist of; a norm site counts as one operator.
+A *place* is a value and the axis of its channels. The mean of a value over its channels is computed from the means at
+other places, its sources. Sources are found by running linear operators again on chosen values.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,20 +24,37 @@ from normscope.runtime.network import left_as_found, run
 
 PARAMETER, BUFFER, INPUT, NORM = "parameter", "buffer", "input", "norm"
 _LEAVES = (PARAMETER, BUFFER)
-# Operators that rearrange or average positions and leave the channels as they are.
-_REARRANGED = {
-    *("view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "masked_fill", "constant_pad_nd"),
-    *("expand", "repeat", "select", "slice", "split", "split_with_sizes", "unbind", "cat", "stack", "index"),
-    *("index_select", "flip", "roll", "clone", "_to_copy", "detach", "alias", "lift_fresh", "mean", "avg_pool2d"),
-    *("_adaptive_avg_pool2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bicubic2d_aa"),
+# Operators that rearrange or average positions.
+_REARRANGING = {
+    *("view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "repeat", "select"),
+    *("slice", "split", "split_with_sizes", "unbind", "index", "index_select", "flip", "roll", "clone", "_to_copy"),
+    *("detach", "alias", "mean", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_bicubic2d", "upsample_bilinear2d"),
 }
-_ZEROING = {"masked_fill", "constant_pad_nd"}  # of some positions, behind which β is not the same everywhere
-_LINEAR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "convolution": 0}  # number of the operand that is the input
+_PRODUCTS = {"mm", "bmm", "addmm", "convolution"}
+# Operators that are linear in each operand, or affine.
+_LINEAR = {
+    *(*_REARRANGING, *_PRODUCTS, "add", "sub", "mul", "div", "neg", "cat", "stack", "embedding"),
+    *("masked_fill", "constant_pad_nd"),
+}
+
+Writer = tuple[str, int]  # name of a parameter or buffer, and its axis of channels
+
+
+class Reader(NamedTuple):
+    """Linear layer that reads a norm: name of its weight, the weight's axis of inputs, and whether a bias can hold β."""
+
+    weight: str
+    axis: int
+    takes_offset: bool
+
+
+class BlockedError(Exception):
+    """Raised with the reason why a norm cannot be rewritten."""
 
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the pass that is computed from floating-point tensors.
+    """A tensor of the pass that is computed from floating-point tensors, or one of these.
 
     Attributes:
         operator: that computed it; or ``parameter``, ``buffer``, ``input``, ``norm``.
@@ -60,210 +76,173 @@ class Value:
 
     @property
     def in_words(self) -> str:
-        """Its operator and module, or its name."""
-        if self.operator == INPUT:
-            return "the network's input"
-        if self.operator in (*_LEAVES, NORM):
-            return f"the {self.operator} {self.name}"
-        return f"{self.operator} in {self.name or 'the network itself'}"
+        """Its name, or its operator and module."""
+        named = f"the {self.operator} {self.name}" if self.call is None else f"{self.operator} in {self.name}"
+        return named if self.name else f"{self.operator} of the network"
+
+    @torch.no_grad()
+    def again(self, changed: Mapping[Value, Tensor]) -> Tensor:
+        """Run the operator again, with other tensors in the places of some operands."""
+        func, args, kwargs, number = self.call  # type: ignore[misc]
+        tensors = {id(operand.tensor): tensor for operand, tensor in changed.items()}
+
+        def substitute(part: Any) -> Any:
+            return tensors.get(id(part), part).clone() if isinstance(part, Tensor) else part  # it may work in place
+
+        return tensors_of([func(*tree_map(substitute, args), **tree_map(substitute, kwargs))])[number]
 
 
 Place = tuple[Value, int]
 
 
-class Reader(NamedTuple):
-    """Linear layer that reads a norm: the name of its weight, the weight's axis of inputs, and zero padding."""
-
-    weight: str
-    axis: int
-    padded: bool
-
-
-class BlockedError(Exception):
-    """Raised with the reason why a norm cannot be rewritten."""
-
-
 class DataFlow:
-    """Operators of one forward pass of a network, and the rules along which they pass means over channels.
+    """Operators of one forward pass of a network, and the means over channels that they pass on.
 
     Attributes:
-        scales: places of the writers behind each layer scale, by the name of its parameter.
+        scales: writers that each layer scale multiplies, by the name of its parameter.
     """
 
     def __init__(self, network: nn.Module, sites: Sequence[NormSite], batch: Batch) -> None:
         """Run the network on a batch, of which one sample is enough."""
+        self.scales: dict[str, frozenset[Writer]] = {}
         self._sites = {site.name: site for site in sites}
-        self._recorder = _Recorder(network)
-        self._sources: dict[Place, list[Place | str]] = {}
-        self.scales: dict[str, frozenset[Place]] = {}
-        with left_as_found(network), self._recorder.watching(network, self._sites):
+        self._sources: dict[Place, tuple[list[Place], str]] = {}
+        recorder = _Recorder(network)
+        with left_as_found(network), recorder.watching(network, self._sites):
             output = run(network, batch)
         for tensor in tensors_of(output):
-            if tensor.is_floating_point():
-                self._recorder.of(tensor).returned = True
+            recorder.of(tensor).returned = True
+        self._calls = recorder.norms
 
-    def writers(self, site: NormSite) -> frozenset[Place]:
-        """Return the parameters and buffers that write the input of a norm, each with its axis of channels.
+    def writers(self, site: NormSite) -> frozenset[Writer]:
+        """Return the parameters and buffers that write the input of a norm.
 
         Raises:
-            BlockedError: if anything else writes it, or if anything but centring norms reads what they write.
+            BlockedError: if anything else writes it, or if anything but norms that subtract the mean reads the stream.
         """
-        writers: set[Place] = set()
-        for call in self._recorder.norms[site.name]:
-            axis = self._channel_axis(site, call)
-            writers |= self._written_by((call.operands[0], axis))[0]
-        for place in writers:
+        places: set[Place] = set()
+        for call in self._calls[site.name]:
+            places |= self._behind((call.operands[0], self._channel_axis(site, call)))
+        for place in _leaves(places):
             self._check_readers(place)
-        return frozenset(writers)
+        return _named(places)
 
     def linear_readers(self, site: NormSite) -> list[Reader]:
         """Return the linear layers that read the output of a norm.
 
         Raises:
-            BlockedError: if anything else reads it, or one of them also reads anything else.
+            BlockedError: if anything else reads it, or if one of them also reads other values.
         """
-        calls = self._recorder.norms[site.name]
-        left = deque((call, self._channel_axis(site, call)) for call in calls)
-        layers: dict[Value, tuple[Value, int]] = {}
-        while left:
-            value, axis = left.popleft()
+        left = [(call, self._channel_axis(site, call)) for call in self._calls[site.name]]
+        found: dict[Value, Place] = {}
+        for value, axis in left:
             if value.returned:
                 raise BlockedError("the network returns its output")
             for reader in value.readers:
-                if weight := _contracted(reader, value, axis):
-                    layers[reader] = self._parameter(*weight)
-                    continue
-                onward = self._onward(value, axis, reader)
-                if reader.operator not in _REARRANGED - _ZEROING or len(reader.operands) > 1 or not onward:
+                if weight := _weight_of(reader, value, axis):
+                    found[reader] = weight
+                elif onward := self._onward(value, axis, reader) if reader.operator in _REARRANGING else None:
+                    left += onward
+                else:
                     raise BlockedError(f"{reader.in_words} reads its output")
-                left.extend(onward)
-        for weight, _ in layers.values():
-            if not set(_uses(weight)) <= layers.keys():
-                raise BlockedError(f"{weight.name} also reads other values")
-        found = {Reader(weight.name, axis, _is_padded(reader)) for reader, (weight, axis) in layers.items()}
-        return sorted(found)
+        readers = set()
+        for layer, weight in found.items():
+            [(parameter, axis)] = _leaves(self._behind(weight)) or [weight]
+            if parameter.operator != PARAMETER or not set(_uses(parameter)) <= found.keys():
+                raise BlockedError(f"{layer.in_words} reads its output, and its weight is not for that alone")
+            padding = layer.call[1][4] if layer.operator == "convolution" else ()  # type: ignore[index]
+            takes_offset = not any(padding) and (axis == 1 or parameter.tensor.ndim == 2)
+            readers.add(Reader(parameter.name, axis, takes_offset))
+        return sorted(readers)
 
-    def sources(self, value: Value, axis: int) -> list[Place | str]:
-        """Return the places whose means over channels make the mean of a value, and reasons why it has others."""
-        if (value, axis) not in self._sources:
-            self._sources[value, axis] = self._sources_of(value, axis)
-        return self._sources[value, axis]
-
-    def _sources_of(self, value: Value, axis: int) -> list[Place | str]:
-        operands, size, behind = value.operands, value.tensor.shape[axis], axis - value.tensor.ndim
-        aligned = [(each, each.tensor.ndim + behind) for each in operands if _spans(each, behind, size)]
-        other: list[Place | str] = [f"{value.in_words} writes to its stream"]
-        if value.operator in _LEAVES:
-            return []
-        if value.operator in ("add", "sub"):
-            same = f"{value.in_words} adds the same number to every channel"
-            return [*aligned, *([same] if len(aligned) < 2 else [])]
-        if value.operator in ("mul", "div"):
-            if len(aligned) == 1 and (value.operator == "mul" or aligned[0][0] is operands[0]):
-                return [*aligned]
-            scaled = self._scaled(aligned) if value.operator == "mul" and len(aligned) == 2 else None
-            return [scaled] if scaled else [f"{value.in_words} multiplies each channel by another factor, as adaLN does"]
-        if value.operator in ("mm", "bmm", "addmm", "baddbmm"):
-            first = _LINEAR[value.operator]
-            bias: list[Place | str] = [*aligned[:1]] if first and _spans(operands[0], behind, size) else []
-            product = {-1: operands[first + 1], -2: operands[first]}.get(behind)
-            return [*bias, (product, axis)] if product else other
-        if value.operator == "convolution":
-            _, weight, *bias_of = operands
-            is_whole = axis == 1 and _groups(value) == 1
-            return [(weight, int(_is_transposed(value))), *((part, 0) for part in bias_of)] if is_whole else other
-        if value.operator == "embedding":
-            return [(operands[0], 1)] if behind == -1 else other
-        if value.operator in _REARRANGED:
-            carried = [
-                (each, a) for each in operands for a in range(each.tensor.ndim) if _carried(value, each, a) == axis
-            ]
-            whole = {each for each, _ in carried} == {*operands}
-            return [*carried] if whole else [f"{value.in_words} takes some of the channels"]
-        return other
-
-    def _scaled(self, factors: Sequence[Place]) -> Place | None:
-        """Return the place that a layer scale multiplies, if nothing but the scale reads it and its writers."""
-        for (scale, _), scaled in (factors, factors[::-1]):
-            vector = scale
-            while vector.operator in _REARRANGED and len(vector.operands) == 1:
-                vector = vector.operands[0]
-            if vector.operator != PARAMETER or vector.tensor.numel() != scaled[0].tensor.shape[scaled[1]]:
-                continue
-            with contextlib.suppress(BlockedError):
-                writers, places = self._written_by(scaled)
-                if all(len(value.readers) == 1 and not value.returned for value, _ in (*places, (vector, 0))):
-                    self.scales[vector.name] = writers
-                    return scaled
-        return None
-
-    def _written_by(self, place: Place) -> tuple[frozenset[Place], set[Place]]:
-        """Walk back from a place; return the parameters and buffers that write it, and all places on the way."""
-        left, places = deque([place]), {place}
-        while left:
-            for source in self.sources(*left.popleft()):
-                if isinstance(source, str):
-                    raise BlockedError(source)
-                if source not in places:
-                    places.add(source)
-                    left.append(source)
-        return frozenset(place for place in places if place[0].operator in _LEAVES), places
+    def _behind(self, place: Place) -> set[Place]:
+        """Walk back from a place to parameters and buffers; return all places on the way, or raise BlockedError."""
+        left, places = [place], {place}
+        for value, axis in left:
+            sources, reason = self._sources_of(value, axis)
+            if reason:
+                raise BlockedError(reason)
+            left += [source for source in sources if source not in places]
+            places.update(sources)
+        return places
 
     def _check_readers(self, place: Place) -> None:
-        """Walk on from a writer to every norm that subtracts its mean; BlockedError at any other reader."""
-        left, places = deque([place]), {place}
-        while left:
-            value, axis = left.popleft()
+        """Walk on from a writer to norms that subtract its mean; raise BlockedError at any other reader."""
+        left, places = [place], {place}
+        for value, axis in left:
             if value.returned:
                 raise BlockedError("the network returns its stream")
             for reader in value.readers:
+                is_shape_alone = reader.operator in _REARRANGING and not (reader.readers or reader.returned)
                 onward = self._onward(value, axis, reader)
-                if reader.operator in _REARRANGED and not (reader.readers or reader.returned):
-                    continue  # only its shape matters
-                if not onward and not self._subtracts_mean(reader, value, axis):
+                if not (onward or is_shape_alone or self._subtracts_mean(reader, value, axis)):
                     raise BlockedError(f"{reader.in_words} reads its stream")
-                left.extend(set(onward) - places)
+                left += [following for following in onward if following not in places]
                 places.update(onward)
 
     def _onward(self, value: Value, axis: int, reader: Value) -> list[Place]:
         """Return the places of a reader to which the mean over channels of a value passes."""
-        size, shape = value.tensor.shape[axis], reader.tensor.shape
-        return [(reader, n) for n in range(len(shape)) if shape[n] == size and (value, axis) in self.sources(reader, n)]
+        following = [(reader, n) for n in range(reader.tensor.ndim)]
+        return [place for place in following if (value, axis) in self._sources_of(*place)[0]]
+
+    def _sources_of(self, value: Value, axis: int) -> tuple[list[Place], str]:
+        """Return the sources of a place, and the reason why there are others, or nothing."""
+        if (value, axis) not in self._sources:
+            self._sources[value, axis] = self._found(value, axis)
+        return self._sources[value, axis]
+
+    def _found(self, value: Value, axis: int) -> tuple[list[Place], str]:
+        if value.operator in _LEAVES:
+            return [], ""
+        if value.operator in _LINEAR:
+            places = [(each, n) for each in dict.fromkeys(value.operands) for n in _carried(each, value, axis)]
+            places = places or self._scaled(value, axis)
+            without = value.again({each: torch.zeros_like(each.tensor) for each, _ in places})
+            if places and (value.operator == "mul" or not bool(without.any())):
+                return places, ""
+            if value.operator == "mul":
+                return [], f"{value.in_words} multiplies channels by different factors, as adaLN does"
+            return places, f"{value.in_words} adds to the mean of its stream or takes some of the channels"
+        return [], f"{value.in_words} writes to its stream"
+
+    def _scaled(self, product: Value, axis: int) -> list[Place]:
+        """Return the place that a layer scale multiplies, if nothing else reads the scale, the place and its writers."""
+        behind = axis - product.tensor.ndim
+        factors = product.operands if product.operator == "mul" else ()
+        for scale, scaled in (factors, factors[::-1]) if len(factors) == 2 else ():
+            vector, size = scale, product.tensor.shape[axis]
+            while vector.operator in _REARRANGING:
+                vector = vector.operands[0]
+            if vector.operator == PARAMETER and vector.tensor.numel() == size == scaled.tensor.shape[behind]:
+                place = (scaled, scaled.tensor.ndim + behind)
+                with contextlib.suppress(BlockedError):
+                    places = self._behind(place)
+                    if all(len(each.readers) == 1 and not each.returned for each in (vector, *(v for v, _ in places))):
+                        self.scales[vector.name] = _named(places)
+                        return [place]
+        return []
 
     def _subtracts_mean(self, reader: Value, value: Value, axis: int) -> bool:
         if reader.operator == "native_layer_norm":
-            return reader.operands[0] is value and axis == value.tensor.ndim - 1 and len(reader.call[1][1]) == 1  # type: ignore[index]
-        if reader.operator != NORM:
-            return False
-        site = self._sites[reader.name]
-        token = site.form is not None and site.centred and not site.grouped and isinstance(site.channel_axis, int)
-        return token and self._channel_axis(site, reader) == axis
+            return reader.operands[0] is value and value.tensor.shape[axis:] == tuple(reader.call[1][1])  # type: ignore[index]
+        site = self._sites[reader.name] if reader.operator == NORM else None
+        token = site is not None and site.form == "layer_norm" and not site.grouped
+        return token and self._channel_axis(site, reader) == axis  # type: ignore[arg-type]
 
     def _channel_axis(self, site: NormSite, call: Value) -> int:
         if not isinstance(site.channel_axis, int):
             raise BlockedError("it normalizes over several axes")
-        return site.channel_axis % call.operands[0].tensor.ndim
-
-    def _parameter(self, value: Value, axis: int) -> tuple[Value, int]:
-        """Return the parameter that a weight is a view of, and its axis."""
-        while value.operator in _REARRANGED and len(value.operands) == 1:
-            source = self.sources(value, axis)[0]
-            if isinstance(source, str):
-                raise BlockedError(source)
-            value, axis = source
-        if value.operator != PARAMETER:
-            raise BlockedError(f"{value.in_words} reads its output")
-        return value, axis
+        return site.channel_axis % call.tensor.ndim
 
 
 class _Recorder(TorchDispatchMode):
     """Records every operator on floating-point tensors; those within a norm site as one."""
 
     def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.norms: dict[str, list[Value]] = {}
         self._values: dict[int, Value] = {}
-        self._path: list[str] = []  # of the running modules
+        self._path = [""]  # of the running modules
         self._within = 0  # number of running norms
         for kind, named in ((PARAMETER, network.named_parameters()), (BUFFER, network.named_buffers())):
             for name, tensor in named:
@@ -275,21 +254,17 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._within:
-            return func(*args, **kwargs)
-        operands = [self.of(tensor) for tensor in tensors_of([args, kwargs]) if tensor.is_floating_point()]
+        tensors = () if self._within else tensors_of([args, kwargs])
+        operands = [self.of(tensor) for tensor in tensors if tensor.is_floating_point()]
         result = func(*args, **kwargs)
-        operator = func.overloadpacket.__name__.rstrip("_")
-        for number, tensor in enumerate(tensors_of([result])):
-            if operands:
-                where = self._path[-1] if self._path else ""
-                self._add(Value(operator, where, tensor, operands, (func, args, kwargs, number)))
+        for number, tensor in enumerate(tensors_of([result]) if operands else ()):
+            operator = func.overloadpacket.__name__.rstrip("_")
+            self._add(Value(operator, self._path[-1], tensor, operands, (func, args, kwargs, number)))
         return result
 
     @contextlib.contextmanager
-    def watching(self, network: nn.Module, sites: Iterable[str]) -> Iterator[None]:
+    def watching(self, network: nn.Module, norms: Iterable[str]) -> Iterator[None]:
         """Record the operators of the block."""
-        norms = set(sites)
 
         def enter(name: str) -> Any:
             def hook(module: nn.Module, args: Any) -> None:
@@ -303,8 +278,8 @@ class _Recorder(TorchDispatchMode):
                 self._path.pop()
                 self._within -= name in norms
                 if name in norms and not self._within:
-                    value = self._add(Value(NORM, name, output, [self.of(input_of(args, kwargs))]))  # type: ignore[arg-type]
-                    self.norms.setdefault(name, []).append(value)
+                    call = Value(NORM, name, output, [self.of(input_of(args, kwargs))])  # type: ignore[arg-type]
+                    self.norms.setdefault(name, []).append(self._add(call))
 
             return hook
 
@@ -312,8 +287,8 @@ class _Recorder(TorchDispatchMode):
             for name, module in network.named_modules():
                 hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
                 hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
-            with self:
-                yield
+            hooks.enter_context(self)
+            yield
 
     def _add(self, value: Value) -> Value:
         self._values[id(value.tensor)] = value
@@ -322,65 +297,59 @@ class _Recorder(TorchDispatchMode):
         return value
 
 
-def _spans(value: Value, behind: int, size: int) -> bool:
-    """True if a value has channels at an axis counted from the end, and is not broadcast there."""
-    return value.tensor.ndim >= -behind and value.tensor.shape[behind] == size
-
-
-def _carried(value: Value, operand: Value, axis: int) -> int | None:
-    """Return the axis along which a rearranged value has the channels of an operand, by running it on their numbers."""
-    func, args, kwargs, number = value.call  # type: ignore[misc]
-    size = operand.tensor.shape[axis]
-    if size not in value.tensor.shape:
-        return None
+def _carried(operand: Value, value: Value, axis: int) -> list[int]:
+    """Return the axis of an operand whose numbers an operator carries, each times the same factor, to an axis."""
 
     def numbers(tensor: Tensor, axis: int) -> Tensor:
-        behind = tensor.ndim - axis - 1
-        return torch.arange(1, size + 1, dtype=tensor.dtype, device=tensor.device).view(size, *[1] * behind)
+        size = tensor.shape[axis]
+        return torch.arange(1, size + 1, dtype=tensor.dtype, device=tensor.device).view(
+            [size if n == axis % tensor.ndim else 1 for n in range(tensor.ndim)]
+        )
 
-    def substitute(part: Any) -> Any:
-        if not isinstance(part, Tensor) or not part.is_floating_point():
-            return part
-        filled = torch.zeros(part.shape, dtype=part.dtype, device=part.device)
-        return filled + numbers(part, axis) if part is operand.tensor else filled
+    tensor, size = operand.tensor, value.tensor.shape[axis]
+    noise = torch.rand(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(tensor)
+    base = None
+    for n in range(tensor.ndim):
+        if tensor.shape[n] == size > 1:
+            base = value.again({operand: torch.zeros_like(tensor)}) if base is None else base
+            response = value.again({operand: noise.narrow(n, 0, 1) * numbers(tensor, n)}) - base
+            factors = response / numbers(response, axis)
+            unequal, largest = (factors - factors.narrow(axis, 0, 1)).abs().max(), factors.abs().max()
+            if 0 < largest and unequal <= largest * torch.finfo(factors.dtype).eps ** 0.5:
+                return [n]
+    return []
 
-    with torch.no_grad():
-        result = tensors_of([func(*tree_map(substitute, args), **tree_map(substitute, kwargs))])[number]
-    for place, length in enumerate(result.shape):
-        if length == size > 1 and bool(((result == 0) | torch.isclose(result, numbers(result, place))).all()):
-            return place
+
+def _weight_of(layer: Value, value: Value, axis: int) -> Place | None:
+    """Return the place of a linear layer's weight whose channels can be divided by factors that multiply the input."""
+    size = value.tensor.shape[axis]
+    for weight in layer.operands if layer.operator in _PRODUCTS else ():
+        for n in range(weight.tensor.ndim):
+            if weight is not value and weight.tensor.shape[n] == size:
+                factors = torch.linspace(0.5, 2, size).to(value.tensor)
+                multiplied = value.tensor * along(factors, axis, value.tensor.ndim)
+                changed = layer.again(
+                    {value: multiplied, weight: weight.tensor / along(factors, n, weight.tensor.ndim)}
+                )
+                if torch.allclose(changed, layer.again({})):
+                    return weight, n
     return None
-
-
-def _contracted(reader: Value, value: Value, axis: int) -> Place | None:
-    """Return the weight of a linear layer that sums over the channels of its input, and the axis that it sums over."""
-    if reader.operator not in _LINEAR:
-        return None
-    first = _LINEAR[reader.operator]
-    if reader.operands[first] is not value:
-        return None
-    weight = reader.operands[first + 1]
-    if reader.operator == "convolution":
-        return (weight, 1 - _is_transposed(reader)) if axis == 1 and _groups(reader) == 1 else None
-    return (weight, weight.tensor.ndim - 2) if axis == value.tensor.ndim - 1 else None
 
 
 def _uses(value: Value) -> Iterator[Value]:
     """Yield the readers of a value, behind all rearrangements."""
     for reader in value.readers:
-        if reader.operator in _REARRANGED:
-            yield from _uses(reader)
-        else:
-            yield reader
+        yield from _uses(reader) if reader.operator in _REARRANGING else [reader]
 
 
-def _groups(convolution: Value) -> int:
-    return int(convolution.call[1][8])  # type: ignore[index]
+def _leaves(places: Iterable[Place]) -> list[Place]:
+    return [place for place in places if place[0].operator in _LEAVES]
 
 
-def _is_transposed(convolution: Value) -> bool:
-    return bool(convolution.call[1][6])  # type: ignore[index]
+def _named(places: Iterable[Place]) -> frozenset[Writer]:
+    return frozenset((value.name, axis) for value, axis in _leaves(places))
 
 
-def _is_padded(layer: Value) -> bool:
-    return layer.operator == "convolution" and any(layer.call[1][4])  # type: ignore[index]
+def along(vector: Tensor, axis: int, ndim: int) -> Tensor:
+    """Return a vector as a tensor that broadcasts along one of ``ndim`` axes."""
+    return vector.reshape([-1 if n == axis else 1 for n in range(ndim)])
