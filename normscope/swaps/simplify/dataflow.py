@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,14 +38,7 @@ _LINEAR = {
 }
 
 Writer = tuple[str, int]  # name of a parameter or buffer, and its axis of channels
-
-
-class Reader(NamedTuple):
-    """Linear layer that reads a norm: name of its weight, the weight's axis of inputs, and whether a bias can hold β."""
-
-    weight: str
-    axis: int
-    takes_offset: bool
+Reader = tuple[str, int, bool]  # name of a linear layer's weight, its axis of inputs, and whether a bias can hold β
 
 
 class BlockedError(Exception):
@@ -151,8 +144,7 @@ class DataFlow:
             if parameter.operator != PARAMETER or not set(_uses(parameter)) <= found.keys():
                 raise BlockedError(f"{layer.in_words} reads its output, and its weight is not for that alone")
             padding = layer.call[1][4] if layer.operator == "convolution" else ()  # type: ignore[index]
-            takes_offset = not any(padding) and (axis == 1 or parameter.tensor.ndim == 2)
-            readers.add(Reader(parameter.name, axis, takes_offset))
+            readers.add((parameter.name, axis, not any(padding)))
         return sorted(readers)
 
     def _behind(self, place: Place) -> set[Place]:
@@ -197,16 +189,16 @@ class DataFlow:
         if value.operator in _LINEAR:
             places = [(each, n) for each in dict.fromkeys(value.operands) for n in _carried(each, value, axis)]
             places = places or self._scaled(value, axis)
-            without = value.again({each: torch.zeros_like(each.tensor) for each, _ in places})
-            if places and (value.operator == "mul" or not bool(without.any())):
+            none = {each: torch.zeros_like(each.tensor) for each, _ in places}
+            if places and not bool(value.again(none).any()):
                 return places, ""
-            if value.operator == "mul":
-                return [], f"{value.in_words} multiplies channels by different factors, as adaLN does"
-            return places, f"{value.in_words} adds to the mean of its stream or takes some of the channels"
+            different = value.operator == "mul"
+            what = "multiplies channels by different factors" if different else "does not keep the mean over channels"
+            return places, f"{value.in_words} {what}"
         return [], f"{value.in_words} writes to its stream"
 
     def _scaled(self, product: Value, axis: int) -> list[Place]:
-        """Return the place that a layer scale multiplies, if nothing else reads the scale, the place and its writers."""
+        """Return the place that a layer scale multiplies, if nothing else reads the scale or anything behind it."""
         behind = axis - product.tensor.ndim
         factors = product.operands if product.operator == "mul" else ()
         for scale, scaled in (factors, factors[::-1]) if len(factors) == 2 else ():
@@ -315,24 +307,19 @@ def _carried(operand: Value, value: Value, axis: int) -> list[int]:
             response = value.again({operand: noise.narrow(n, 0, 1) * numbers(tensor, n)}) - base
             factors = response / numbers(response, axis)
             unequal, largest = (factors - factors.narrow(axis, 0, 1)).abs().max(), factors.abs().max()
-            if 0 < largest and unequal <= largest * torch.finfo(factors.dtype).eps ** 0.5:
+            if largest > 0 and unequal <= largest * torch.finfo(factors.dtype).eps ** 0.5:
                 return [n]
     return []
 
 
 def _weight_of(layer: Value, value: Value, axis: int) -> Place | None:
-    """Return the place of a linear layer's weight whose channels can be divided by factors that multiply the input."""
-    size = value.tensor.shape[axis]
-    for weight in layer.operands if layer.operator in _PRODUCTS else ():
-        for n in range(weight.tensor.ndim):
-            if weight is not value and weight.tensor.shape[n] == size:
-                factors = torch.linspace(0.5, 2, size).to(value.tensor)
-                multiplied = value.tensor * along(factors, axis, value.tensor.ndim)
-                changed = layer.again(
-                    {value: multiplied, weight: weight.tensor / along(factors, n, weight.tensor.ndim)}
-                )
-                if torch.allclose(changed, layer.again({})):
-                    return weight, n
+    """Return the weight of a linear layer, and its axis that is summed with the channels of the layer's input."""
+    if layer.operator == "convolution":
+        weight, is_transposed = layer.operands[1], layer.call[1][6]  # type: ignore[index]
+        is_summed = axis == 1 and weight.tensor.shape[1] == value.tensor.shape[1] and not is_transposed  # one group
+        return (weight, 1) if is_summed and layer.operands[0] is value else None
+    if layer.operator in _PRODUCTS and layer.operands[-2] is value and axis == value.tensor.ndim - 1:
+        return layer.operands[-1], value.tensor.ndim - 2
     return None
 
 

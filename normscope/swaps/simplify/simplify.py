@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
-from normscope.pairs.norms.formulas import channel_vectors, scale_and_shift
+from normscope.pairs.norms.formulas import channel_vectors, layer_norm, scale_and_shift
 from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
@@ -26,7 +27,7 @@ from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
 from normscope.swaps.simplify.dataflow import BlockedError, DataFlow, Reader, Writer, along
 from normscope.swaps.standalone import RMSNorm, tied_heads, untie
 
-MOST_SAMPLES = 16  # on which the rewrites are proved
+_BATCHES = 4  # on which the rewrites are proved
 MOST_OF_NORM, MOST_OF_OUTPUT = 1e-12, 1e-9  # relative change in float64
 _GAIN, _BOTH = "γ", "γ and β"
 
@@ -40,7 +41,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     - *Fold*: γ and β of a norm that linear layers alone read move into these. Where a layer has no bias, or pads with
       zeros, the norm keeps β/γ.
 
-    A traced pass shows what reads and writes, and at most 16 samples prove the result on a copy in float64. A norm
+    A traced pass shows what reads and writes, and the first four batches prove the result on a copy in float64. A norm
     whose output changes there by more than 1e-12 (relative L2) stays as it is. All of this is for eval mode: dropout
     between a centred parameter and its norm breaks the equality.
 
@@ -61,7 +62,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     module, inputs, about, outputs = unpacked(model, batches)
     network = uncompiled(module)
     check_whole(network)
-    few = _first_samples(inputs)
+    few = list(itertools.islice(inputs, _BATCHES))
     found = find_norms(network, few[0].first_sample())
     reference = copy.deepcopy(network).cpu().double()
     heads = tied_heads(reference)
@@ -95,33 +96,31 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
 
 
 class _Norm:
-    """A norm with its rewrites so far; the attributes of :class:`SimplifiedNorm`, and what they are made of."""
+    """A norm with its rewrites so far: the fields of :class:`SimplifiedNorm`, and what they are made of."""
 
-    def __init__(self, site: NormSite, network: nn.Module, flow: DataFlow) -> None:
+    def __init__(self, norm: NormSite, network: nn.Module, flow: DataFlow) -> None:
         """Find the rewrites that the data flow allows."""
-        self.norm, self.site, self.kind = site, site.name, site.kind
+        self.norm, self.site, self.kind = norm, norm.name, norm.kind
         self.writers: frozenset[Writer] = frozenset()
         self.readers: Sequence[Reader] = ()
         self.blocked = self.folded = self.unfolded = ""
         self.change: float | None = None
-        kind = kind_at(network.get_submodule(site.path), site)
-        if isinstance(kind, str) or kind.activation is not None or site.grouped or not site.replaceable:
-            self.block(
-                f"a {site.kind} is no LayerNorm or RMSNorm" if site.replaceable else "it is called as a function"
-            )
-            return
-        try:
-            if site.form != "layer_norm":
-                raise BlockedError("it is no LayerNorm")
-            self.writers = flow.writers(site)
-        except BlockedError as error:
-            self.blocked = str(error)
-        try:
-            if site.affine and kind.affine is not scale_and_shift:
-                raise BlockedError("its affine step is not γ·y + β")
-            self.readers, self.folded = self._foldable(network, flow)
-        except BlockedError as error:
-            self.unfolded = str(error)
+        kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else "it is called as a function"
+        if isinstance(kind, str):
+            self.block(kind)
+        elif norm.grouped or kind.form is None or kind.activation or kind.affine is not scale_and_shift:
+            self.block("it is no LayerNorm or RMSNorm with γ·y + β")
+        else:
+            try:
+                if kind.form is not layer_norm:
+                    raise BlockedError("it subtracts no mean")
+                self.writers = flow.writers(norm)
+            except BlockedError as error:
+                self.blocked = str(error)
+            try:
+                self.readers, self.folded = self._foldable(network, flow)
+            except BlockedError as error:
+                self.unfolded = str(error)
 
     def block(self, reason: str) -> None:
         """Leave the norm as it is."""
@@ -132,11 +131,11 @@ class _Norm:
         return [part.detach().flatten().clone() for part in channel_vectors(network.get_submodule(self.site))]
 
     def _foldable(self, network: nn.Module, flow: DataFlow) -> tuple[list[Reader], str]:
-        gain, *offset = self.vectors(network) or [None]
-        if gain is None:
+        if not (vectors := self.vectors(network)):
             raise BlockedError("it has no weight")
+        gain, *offset = vectors
         readers, parameters = flow.linear_readers(self.norm), dict(network.named_parameters())
-        if offset and all(reader.takes_offset and _bias_of(reader) in parameters for reader in readers):
+        if offset and all(takes_offset and _bias_of(weight) in parameters for weight, _, takes_offset in readers):
             return readers, _BOTH
         if offset and bool(((gain == 0) & (offset[0] != 0)).any()):
             raise BlockedError("a layer that reads it has no bias for β, and β/γ is infinite where γ is 0")
@@ -145,16 +144,17 @@ class _Norm:
     def fold(self, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Multiply γ into the linear layers behind the norm, and add β to their biases."""
         gain, *offset = self.vectors(network)
-        weight, *bias = channel_vectors(network.get_submodule(self.site))
-        for reader in self.readers:
-            matrix = tensors[reader.weight]
+        for name, axis, _ in self.readers:
+            matrix = tensors[name]
             if self.folded == _BOTH:
-                added = matrix * along(offset[0], reader.axis, matrix.ndim)
-                tensors[_bias_of(reader)].add_(added.sum([n for n in range(matrix.ndim) if n != 1 - reader.axis]))
-            matrix.mul_(along(gain, reader.axis, matrix.ndim))
+                added = matrix * along(offset[0], axis, matrix.ndim)
+                tensors[_bias_of(name)].add_(added.sum([n for n in range(matrix.ndim) if n != 1 - axis]))
+            matrix.mul_(along(gain, axis, matrix.ndim))
+        weight, *bias = channel_vectors(network.get_submodule(self.site))
         weight.fill_(1)
         for part in bias:
-            part.copy_(torch.zeros_like(part) if self.folded == _BOTH else (part / gain.view(part.shape)).nan_to_num())
+            left = torch.zeros_like(part) if self.folded == _BOTH else part / gain.view(part.shape)
+            part.copy_(left.nan_to_num())  # 0/0, where γ and β are 0
 
     def unfolded_output(self, y: Tensor, network: nn.Module) -> Tensor:
         """Return a folded norm's output as it was with γ and β."""
@@ -269,17 +269,5 @@ def _changes(
     return {path: math.sqrt(error / (length or 1)) for path, (error, length) in squares.items()}
 
 
-def _first_samples(batches: Iterable[Batch]) -> list[Batch]:
-    few: list[Batch] = []
-    for batch in batches:
-        left = MOST_SAMPLES - sum(len(each.samples) for each in few)
-        few.append(batch if len(batch.samples) <= left or not batch.divisible else batch.first(left))
-        if len(batch.samples) >= left:
-            break
-    if not few:
-        raise ModelError("There is no batch to prove the rewrites on.")
-    return few
-
-
-def _bias_of(reader: Reader) -> str:
-    return reader.weight.removesuffix("weight") + "bias"
+def _bias_of(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
