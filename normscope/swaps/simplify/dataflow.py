@@ -192,8 +192,9 @@ class DataFlow:
             none = {each: torch.zeros_like(each.tensor) for each, _ in places}
             if places and not bool(value.again(none).any()):
                 return places, ""
-            different = value.operator == "mul"
-            what = "multiplies channels by different factors" if different else "does not keep the mean over channels"
+            what = "does not keep the mean over channels"
+            if value.operator == "mul":
+                what = "multiplies channels by different factors, as gates and adaLN do"
             return places, f"{value.in_words} {what}"
         return [], f"{value.in_words} writes to its stream"
 
