@@ -1,6 +1,7 @@
 """Exact rewrites, against the libraries' own outputs in float64."""
 
 import copy
+import json
 
 import diffusers
 import pytest
@@ -8,13 +9,15 @@ import timm
 import torch
 import torchaudio
 import transformers
-from networks import PostNorm, PreNorm, State, network_of
+from networks import PostNorm, PreNorm, State, loaded_from, network_of
 from torch import nn
 
 import normscope
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.swaps.standalone import RMSNorm
+from normscope.swaps.store.record import EXACT, FOLDED, read_record
+from normscope.swaps.store.store import restored, save_swapped
 
 TWO = (Sample("a", 0, 0), Sample("b", 1, 1))
 GAIN, BOTH = "γ", "γ and β"
@@ -242,6 +245,46 @@ def test_a_constant_table_is_centred_and_saved(tmp_path):
     [norm] = checked(network, batch_of(values(2, 5, 4))).norms
     assert norm.exact and norm.folded == BOTH
     assert "table" in network.state_dict() and float(network.table.mean(1).abs().max()) < 1e-14
+    assert_loads(network, WithTable, batch_of(values(2, 5, 4)), save_swapped(network, tmp_path / "exact"))
+
+
+def assert_loads(network, make, batch, folder):
+    """A fresh network gets the folder's outputs to the bit, with normscope and by pointwise.py."""
+    expected = output_of(network, batch)
+    torch.manual_seed(5)
+    fresh = make().double().eval()
+    restored(fresh, folder)
+    assert torch.equal(output_of(fresh, batch), expected)
+    assert torch.equal(output_of(loaded_from(folder).swapped(make()), batch), expected)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_a_head_of_its_own_is_saved_and_a_tied_one_stays_tied(make, tmp_path):
+    network, batch = make()
+    normscope.simplify(randomized(network), [batch])
+    func = EXACT if make is gpt2 else FOLDED
+    folder = save_swapped(network, tmp_path / "exact", func=func)
+    assert_loads(network, lambda: make()[0], batch, folder)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+    description = "exact rmsnorm in place of 9 norms, of not named" if make is gpt2 else "folded weights, of not named"
+    assert read_record(folder).description.startswith(description)
+    tied, _ = make()
+    normscope.swap(tied, "rmsnorm", normscope.find_norms(tied, batch).sites)
+    again, _ = make()
+    restored(again, save_swapped(tied, tmp_path / "tied"))
+    assert again.lm_head.weight is again.get_input_embeddings().weight
+
+
+def test_a_network_with_its_own_classes_is_loaded_by_its_library(tmp_path):
+    network, batch = llama()
+    normscope.simplify(randomized(network), [batch])
+    folder = save_swapped(network, tmp_path / "folded", func=FOLDED)
+    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    assert type(again) is transformers.LlamaForCausalLM
+    assert torch.equal(output_of(again, batch), output_of(network, batch))
+    assert 'LlamaForCausalLM.from_pretrained("FOLDER")' in (folder / "pointwise.py").read_text()
+    with pytest.raises(ModelError, match="Nothing was swapped"):
+        save_swapped(network, tmp_path / "swapped")
 
 
 # A network, and the reasons why its norm becomes no RMSNorm and why nothing is folded.
