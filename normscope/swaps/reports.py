@@ -1,4 +1,4 @@
-"""Records of drift, healing, the choice of norms to keep, and speed."""
+"""Records of drift, healing, the choice of norms to keep, exact rewrites, and speed."""
 
 from __future__ import annotations
 

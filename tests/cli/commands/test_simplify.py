@@ -35,7 +35,6 @@ def test_the_table_names_reasons(tmp_path):
     assert "--weights exact takes it in every command" in done.stderr
     told = document("layers demo_dit --weights exact", cwd=tmp_path)
     assert [site["kind"] for site in told["sites"]] == ["RMSNorm"] + ["LayerNorm"] * 16
-    invoke("simplify demo_dit --limit 1 --columns site,change --device cpu -o exact", cwd=tmp_path)
 
 
 def test_what_it_does_not_take(tmp_path):
