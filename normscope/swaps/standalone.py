@@ -217,7 +217,8 @@ def _module(site: dict[str, Any]) -> nn.Module:
 def tied_heads(network: nn.Module) -> dict[str, str]:
     """Return the path of the embedding whose weight a linear layer shares, by the path of the layer."""
     modules = dict(network.named_modules())
-    embeddings = {id(module.weight): path for path, module in modules.items() if isinstance(module, nn.Embedding)}
+    first_last = reversed(modules.items())  # so that the first of several embeddings is named, as in a saved file
+    embeddings = {id(module.weight): path for path, module in first_last if isinstance(module, nn.Embedding)}
     heads = {path: id(module.weight) for path, module in modules.items() if isinstance(module, nn.Linear)}
     return {path: embeddings[weight] for path, weight in heads.items() if weight in embeddings}
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError
+from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.formulas import channel_vectors, layer_norm, scale_and_shift
@@ -50,6 +50,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
         batches: inputs, as :func:`normscope.capture` takes them; by default those of the loaded model.
 
     Raises:
+        DataError: if there is no batch.
         ModelError: if the output in float64 changes by more than 1e-9, in which case the network stays as it is; or if
             it calls no norms, is spread over devices, or raises.
         UsageError: if a module comes without batches.
@@ -62,13 +63,15 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     module, inputs, about, outputs = unpacked(model, batches)
     network = uncompiled(module)
     check_whole(network)
-    few = list(itertools.islice(inputs, _BATCHES))
+    if not (few := list(itertools.islice(inputs, _BATCHES))):
+        raise DataError("There is no batch to prove the rewrites on.")
     found = find_norms(network, few[0].first_sample())
     reference = copy.deepcopy(network).cpu().double()
     heads = tied_heads(reference)
     untie(reference, heads)
     in_double = [batch.to(torch.device("cpu"), torch.float64) for batch in few]
-    plan = _Plan.of(reference, found.sites, in_double[0].first_sample())
+    flow = DataFlow(reference, [site for site in found.sites if site.replaceable], in_double[0].first_sample())
+    plan = _Plan([_Norm(site, reference, flow) for site in found.sites], flow.scales)
     rewritten, changed = plan.proved(reference, in_double, outputs)
     weights = {path: rewritten.get_parameter(f"{path}.weight") for path in (*heads, *heads.values())}
     untied = tuple(head for head, embedding in heads.items() if not torch.equal(weights[head], weights[embedding]))
@@ -105,7 +108,7 @@ class _Norm:
         self.readers: Sequence[Reader] = ()
         self.blocked = self.folded = self.unfolded = ""
         self.change: float | None = None
-        kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else "it is called as a function"
+        kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else "it is no norm module"
         if isinstance(kind, str):
             self.block(kind)
         elif norm.grouped or kind.form is None or kind.activation or kind.affine is not scale_and_shift:
@@ -181,12 +184,6 @@ class _Plan:
 
     norms: Sequence[_Norm]
     scales: Mapping[str, frozenset[Writer]]
-
-    @classmethod
-    def of(cls, network: nn.Module, sites: Sequence[NormSite], sample: Batch) -> _Plan:
-        """Find the rewrites that the data flow allows."""
-        flow = DataFlow(network, [site for site in sites if site.replaceable], sample)
-        return cls([_Norm(site, network, flow) for site in sites], flow.scales)
 
     @property
     def centred(self) -> set[Writer]:

@@ -12,7 +12,7 @@ from networks import PostNorm, PreNorm, State, loaded_from, network_of
 from torch import nn
 
 import normscope
-from normscope.errors import ModelError, UsageError
+from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.swaps.standalone import RMSNorm
 from normscope.swaps.store.record import EXACT, FOLDED, read_record
@@ -90,6 +90,14 @@ def albert():
     return words(transformers.AlbertModel(transformers.AlbertConfig(**SIZES, embedding_size=16)))
 
 
+def mbart():
+    sizes = {f"{part}_{size}": 1 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    sizes |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "d_model": 32, "max_position_embeddings": 16}
+    network = transformers.MBartForConditionalGeneration(transformers.MBartConfig(vocab_size=40, **sizes))
+    tokens = torch.arange(20).reshape(2, 10) * 7 % 40
+    return network, batch_of(input_ids=tokens, decoder_input_ids=tokens.flip(1))
+
+
 def llama():
     return words(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)))
 
@@ -146,6 +154,7 @@ PLACEMENTS = [
     ("pre and tied", gpt2, 9, 9, 9),
     ("parallel and Conv1D", gptj, 3, 3, 3),
     ("post", bert, 5, 1, 0),
+    ("encoder and decoder", mbart, 9, 2, 6),
     ("shared", albert, 3, 1, 1),
     ("RMSNorm", llama, 5, 0, 5),
     ("adaLN", dit, 5, 1, 0),
@@ -257,15 +266,21 @@ def assert_loads(network, make, batch, folder):
     assert torch.equal(output_of(loaded_from(folder).swapped(make()), batch), expected)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-def test_a_head_of_its_own_is_saved_and_a_tied_one_stays_tied(make, tmp_path):
+@pytest.mark.parametrize(
+    ("make", "func", "description"),
+    [
+        (gpt2, EXACT, "exact rmsnorm in place of 9 norms, of not named"),
+        (llama, FOLDED, "folded weights, of not named"),
+        (mbart, EXACT, "exact rmsnorm in place of 2 norms, of not named"),  # three embeddings share one weight
+    ],
+)
+def test_a_head_of_its_own_is_saved_and_a_tied_one_stays_tied(make, func, description, tmp_path):
     network, batch = make()
-    normscope.simplify(randomized(network), [batch])
-    func = EXACT if make is gpt2 else FOLDED
+    report = normscope.simplify(randomized(network), [batch])
+    assert report.untied == ("lm_head",)
     folder = save_swapped(network, tmp_path / "exact", func=func)
     assert_loads(network, lambda: make()[0], batch, folder)
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
-    description = "exact rmsnorm in place of 9 norms, of not named" if make is gpt2 else "folded weights, of not named"
     assert read_record(folder).description.startswith(description)
     tied, _ = make()
     normscope.swap(tied, "rmsnorm", normscope.find_norms(tied, batch).sites)
@@ -388,3 +403,5 @@ def test_training_and_dropout_are_reported_and_half_precision_is_rounded():
 def test_a_module_needs_batches():
     with pytest.raises(UsageError, match="brings no batches"):
         normscope.simplify(PreNorm())
+    with pytest.raises(DataError, match="There is no batch"):
+        normscope.simplify(PreNorm(), [])
