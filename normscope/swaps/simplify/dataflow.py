@@ -8,6 +8,7 @@ other places, its sources. Sources are found by running linear operators again o
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,7 +100,7 @@ class DataFlow:
         """Run the network on a batch, of which one sample is enough."""
         self.scales: dict[str, frozenset[Writer]] = {}
         self._sites = {site.name: site for site in sites}
-        self._sources: dict[Place, tuple[list[Place], str]] = {}
+        self._sources_of = functools.cache(self._find_sources)
         recorder = _Recorder(network)
         with left_as_found(network), recorder.watching(network, self._sites):
             output = run(network, batch)
@@ -177,16 +178,11 @@ class DataFlow:
         following = [(reader, n) for n in range(reader.tensor.ndim)]
         return [place for place in following if (value, axis) in self._sources_of(*place)[0]]
 
-    def _sources_of(self, value: Value, axis: int) -> tuple[list[Place], str]:
+    def _find_sources(self, value: Value, axis: int) -> tuple[list[Place], str]:
         """Return the sources of a place, and the reason why there are others, or nothing."""
-        if (value, axis) not in self._sources:
-            self._sources[value, axis] = self._found(value, axis)
-        return self._sources[value, axis]
-
-    def _found(self, value: Value, axis: int) -> tuple[list[Place], str]:
         if value.operator in _LEAVES:
             return [], ""
-        if value.operator in _LINEAR:
+        if value.operator in _LINEAR and value.tensor.is_floating_point():
             places = [(each, n) for each in dict.fromkeys(value.operands) for n in _carried(each, value, axis)]
             places = places or self._scaled(value, axis)
             none = {each: torch.zeros_like(each.tensor) for each, _ in places}
@@ -248,7 +244,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = () if self._within else tensors_of([args, kwargs])
-        operands = [self.of(tensor) for tensor in tensors if tensor.is_floating_point()]
+        operands = [self.of(tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         result = func(*args, **kwargs)
         for number, tensor in enumerate(tensors_of([result]) if operands else ()):
             operator = func.overloadpacket.__name__.rstrip("_")

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,7 +43,8 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
 
     A traced pass shows what reads and writes, and the first four batches prove the result on a copy in float64. A norm
     whose output changes there by more than 1e-12 (relative L2) stays as it is. All of this is for eval mode: dropout
-    between a centred parameter and its norm breaks the equality.
+    between a centred parameter and its norm breaks the equality. So does a table of positions that the network computes
+    anew for inputs of another size.
 
     Args:
         model: the result of :func:`normscope.load`, or any module, which is changed in place.
@@ -81,12 +82,12 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
         network.config.tie_word_embeddings = False  # type: ignore[union-attr]
     plan.restructure(network)
     network.load_state_dict(rewritten.state_dict())
-    norms = [
-        SimplifiedNorm(**{each.name: getattr(norm, each.name) for each in fields(SimplifiedNorm)})
-        for norm in plan.norms
+    norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change) for n in plan.norms]
+    norms += [
+        SimplifiedNorm(skipped.name, skipped.kind, skipped.reason, "", skipped.reason) for skipped in found.skipped
     ]
     return SimplifyReport(
-        [*norms, *(SimplifiedNorm(norm.name, norm.kind, norm.reason, "", norm.reason) for norm in found.skipped)],
+        norms,
         changed,
         _changes(original, network, (), few, outputs)[""],
         str(model_tensor(network).dtype).removeprefix("torch."),
@@ -135,7 +136,7 @@ class _Norm:
 
     def _foldable(self, network: nn.Module, flow: DataFlow) -> tuple[list[Reader], str]:
         if not (vectors := self.vectors(network)):
-            raise BlockedError("it has no weight")
+            raise BlockedError("it has no weight per channel")
         gain, *offset = vectors
         readers, parameters = flow.linear_readers(self.norm), dict(network.named_parameters())
         if offset and all(takes_offset and _bias_of(weight) in parameters for weight, _, takes_offset in readers):

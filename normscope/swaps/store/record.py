@@ -295,10 +295,9 @@ def _of_transformers(model: Any) -> _Origin | None:
 
 def _of_plain_transformers(model: Any) -> _Origin | None:
     """Describe a network of transformers that has its own classes, and other weights than before."""
-    origin = _of_transformers(model)
-    if origin is None or origin[3] is None:
+    if (origin := _of_transformers(model)) is None:
         return None
-    remark, _, _, facts = origin
+    remark, facts = origin[0], dict(origin[3] or {})
     names = facts.pop("pointwise")
     facts |= {"model_type": model.config.model_type, "architectures": [names["model"]]}
     options = "".join(f", {option}={value}" for option, value in names["options"].items())

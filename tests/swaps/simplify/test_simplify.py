@@ -1,7 +1,9 @@
 """Exact rewrites, against the libraries' own outputs in float64."""
 
 import copy
+import itertools
 import json
+import re
 
 import diffusers
 import pytest
@@ -14,11 +16,16 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
+from normscope.models.weights.repository import copy_of
 from normscope.swaps.standalone import RMSNorm
 from normscope.swaps.store.record import EXACT, FOLDED, read_record
 from normscope.swaps.store.store import restored, save_swapped
 
 TWO = (Sample("a", 0, 0), Sample("b", 1, 1))
+WITH_MINILM = pytest.mark.skipif(
+    not copy_of("sentence-transformers/all-MiniLM-L6-v2").is_dir(),
+    reason="python scripts/fetch_minilm.py has not been run",
+)
 GAIN, BOTH = "γ", "γ and β"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
 
@@ -180,6 +187,7 @@ def test_the_output_of_libraries_stays_in_float64(placement, make, norms, exact,
         ("demo_vit", 17, 17, 17),
         ("demo_dit", 17, 1, 0),
         pytest.param("demo_wav2vec2", 26, 7, 18, marks=pytest.mark.slow),  # one is called as a function
+        pytest.param("minilm", 13, 1, 0, marks=[pytest.mark.slow, WITH_MINILM]),
     ],
 )
 def test_trained_networks_change_by_rounding_alone(name, norms, exact, folded):
@@ -301,41 +309,89 @@ def test_a_network_with_its_own_classes_is_loaded_by_its_library(tmp_path):
         save_swapped(network, tmp_path / "swapped")
 
 
-# A network, and the reasons why its norm becomes no RMSNorm and why nothing is folded.
+def scaled_twice(self, x):
+    return self.head(self.norm(self.first(x) * self.gamma)) * self.gamma.mean()
+
+
+def read_before_the_scale(self, x):
+    return self.head(self.norm((h := self.first(x)) * self.gamma)) + self.other(h)[..., :3]
+
+
+OTHER = {"other": nn.LayerNorm(8)}
+GAMMA = {"gamma": nn.Parameter(torch.ones(8)), **OTHER}
+F = nn.functional
+# A network, its parts, and the reasons why its norm becomes no RMSNorm and why nothing is folded.
 TRAPS = [
-    (lambda self, x: self.head(self.norm(self.first(x) * x[0, 0, 0])), "", ""),
-    (lambda self, x: self.head(self.norm(self.first(x)).flip(1)[:, 1:].mean(1)), "", ""),
-    (lambda self, x: self.head(self.norm(self.first(x).tanh())), "tanh of the network writes to its stream", ""),
-    (lambda self, x: self.head(self.norm(self.first(x) + 1)), "add of the network does not keep the mean", ""),
-    (lambda self, x: self.head(self.norm(self.first(x) + x[..., :1])), "add of the network does not keep the mean", ""),
-    (lambda self, x: self.head(self.norm(self.first(x) * x.tile(2))), "mul of the network multiplies channels by", ""),
-    (lambda self, x: self.head(self.norm(self.first(x)).relu()), "", "relu of the network reads its output"),
+    (lambda self, x: self.head(self.norm(self.first(x) * x[0, 0, 0])), {}, "", ""),
+    (lambda self, x: self.head(self.norm(self.first(x) * self.gamma)), GAMMA, "", ""),
+    (lambda self, x: self.head(self.norm(self.first(x)).flip(1)[:, 1:].mean(1)), {}, "", ""),
+    (lambda self, x: self.head(self.norm(self.first(x.mT).mT)), {"first": nn.ConvTranspose1d(4, 8, 3)}, "", ""),
+    (lambda self, x: self.head(self.norm(h := self.first(x))) + F.layer_norm(h, (8,))[..., :3], {}, "", ""),
+    (lambda self, x: self.head(self.norm(h := self.first(x))) + self.other(h)[..., :3], OTHER, "", ""),
+    (lambda self, x: self.head(self.norm(self.first(x))) + self.head(self.norm(self.first(-x))), {}, "", ""),
     (
-        lambda self, x: self.head(self.norm(self.first(x))) + self.head(x.tile(2)),
-        "",
-        "its weight is not for that alone",
-    ),
-    (lambda self, x: (self.head(self.norm(h := self.first(x))), h), "the network returns its stream", ""),
-    (lambda self, x: (self.head(y := self.norm(self.first(x))), y), "", "the network returns its output"),
-    (
-        lambda self, x: self.head(self.norm(h := self.first(x))) + h[..., :3],
-        "slice of the network reads its stream",
+        lambda self, x: self.head(self.norm(h := self.first(x))) + self.other(h)[..., :3],
+        {"other": nn.RMSNorm(8)},
+        "the norm other reads its stream",
         "",
     ),
-    (lambda self, x: self.head(self.norm(self.norm(self.first(x)))), "the norm norm writes to", "the norm norm reads"),
+    (
+        lambda self, x: self.head(self.norm(h := self.first(x))) + F.layer_norm(h, (5, 8))[..., :3],
+        {},
+        "native_layer_norm of the network reads its stream",
+        "",
+    ),
+    (scaled_twice, GAMMA, "mul of the network multiplies channels by different factors", ""),
+    (read_before_the_scale, GAMMA, "mul of the network multiplies channels by different factors", ""),
+    (
+        lambda self, x: self.head(self.norm(torch.cat([h := self.first(x), h], -1))),
+        {"norm": nn.LayerNorm(16), "head": nn.Linear(16, 3)},
+        "cat of the network does not keep the mean over channels",
+        "",
+    ),
+    (
+        lambda self, x: self.head(self.norm(self.first(x))),
+        {"norm": nn.LayerNorm((5, 8))},
+        "it normalizes over several axes",
+        "it has no weight per channel",
+    ),
+    (
+        lambda self, x: self.head(self.norm(self.first(x)).mT),
+        {"head": nn.ConvTranspose1d(8, 8, 3)},
+        "",
+        "convolution in head reads its output",
+    ),
+    (
+        lambda self, x: self.head(F.pad(self.norm(self.first(x)), (0, 0, 1, 0))),
+        {},
+        "",
+        "constant_pad_nd of the network",
+    ),
+    (lambda self, x: self.head(self.norm(self.first(x).tanh())), {}, "tanh of the network writes to its stream", ""),
+    (lambda self, x: self.head(self.norm(torch.fft.fft(self.first(x)).real)), {}, "writes to its stream", ""),
+    (lambda self, x: self.head(self.norm(self.first(x) + 1)), {}, "add of the network does not keep the mean", ""),
+    (lambda self, x: self.head(self.norm(self.first(x) + x[..., :1])), {}, "add of the network does not keep", ""),
+    (lambda self, x: self.head(self.norm(self.first(x) * x.tile(2))), {}, "mul of the network multiplies", ""),
+    (lambda self, x: self.head(self.norm(self.first(x)).relu()), {}, "", "relu of the network reads its output"),
+    (lambda self, x: self.head(self.norm(self.first(x))) + self.head(x.tile(2)), {}, "", "is not for that alone"),
+    (lambda self, x: (self.head(self.norm(h := self.first(x))), h), {}, "the network returns its stream", ""),
+    (lambda self, x: (self.head(y := self.norm(self.first(x))), y), {}, "", "the network returns its output"),
+    (lambda self, x: self.head(self.norm(h := self.first(x))) + h[..., :3], {}, "slice of the network reads its", ""),
+    (lambda self, x: self.head(self.norm(self.norm(self.first(x)))), {}, "the norm norm writes", "the norm norm reads"),
     (
         lambda self, x: self.head((h := self.first(x)) + self.norm(h)),
+        {},
         "addmm in head reads its stream",
         "add of the network reads its output",
     ),
 ]
 
 
-@pytest.mark.parametrize(("forward", "blocked", "unfolded"), TRAPS)
-def test_a_norm_is_blocked_with_its_reason(forward, blocked, unfolded):
-    network = one_norm(forward)
+@pytest.mark.parametrize(("forward", "parts", "blocked", "unfolded"), TRAPS)
+def test_a_norm_is_blocked_with_its_reason(forward, parts, blocked, unfolded):
+    network = one_norm(forward, **copy.deepcopy(parts))
     before = type(network.norm)
-    [norm] = checked(network, batch_of(values(2, 5, 4))).norms
+    norm = next(norm for norm in checked(network, batch_of(values(2, 5, 4))).norms if norm.site == "norm")
     assert blocked in norm.blocked and bool(blocked) == bool(norm.blocked)
     assert unfolded in norm.unfolded and bool(unfolded) == bool(norm.unfolded)
     assert (type(network.norm) is before) == bool(blocked)
@@ -379,6 +435,55 @@ def test_a_norm_whose_output_changes_is_left_with_the_number():
 
 def forward_alone(self, x):
     return self.head(self.norm(self.first(x))) + self.more(self.other(self.second(x)))
+
+
+class SinglePrecision(nn.LayerNorm):
+    def forward(self, x):
+        return F.layer_norm(x.float(), (8,), self.weight.float(), self.bias.float(), self.eps).to(x)
+
+
+def test_a_norm_that_computes_in_single_precision_is_left_with_the_number():
+    network = one_norm(lambda self, x: self.head(self.norm(self.first(x))), norm=SinglePrecision(8))
+    report = checked(network, batch_of(values(2, 5, 4)))
+    [norm] = report.norms
+    assert type(network.norm) is SinglePrecision and report.float64 == 0
+    for reason in (norm.blocked, norm.unfolded):
+        number = re.fullmatch(r"the output of norm changed by (.*) in float64", reason)[1]
+        assert 1e-9 < float(number) < 1e-6
+
+
+def test_the_norm_before_one_that_changes_is_left_where_that_was_not_rewritten():
+    """The layer behind the first norm reads something else, too, with more than one sample."""
+
+    def forward(self, x):
+        z = self.between(self.norm(self.first(x)))
+        return self.last((z + self.between(x.tile(2)) if len(x) > 1 else z).tanh())
+
+    network = one_norm(forward, between=nn.Linear(8, 8), last=nn.LayerNorm(8))
+    norm, last = checked(network, batch_of(values(2, 5, 4))).norms
+    assert norm.blocked == norm.unfolded and norm.blocked.startswith("the output of last changed by")
+    assert (last.blocked, last.unfolded) == (
+        "tanh of the network writes to its stream",
+        "the network returns its output",
+    )
+
+
+def test_a_network_that_gives_another_output_each_time_is_refused():
+    calls = itertools.count(1)
+
+    def forward(self, x):
+        return self.norm(self.first(x).tanh() + next(calls) * x.tile(2))
+
+    with pytest.raises(ModelError, match="Nothing can be proved: the output of norm changed by"):
+        normscope.simplify(one_norm(forward), [batch_of(values(2, 5, 4))])
+
+
+def test_a_tied_head_stays_tied_where_nothing_changes_it():
+    parts = {"first": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)}
+    network = one_norm(lambda self, x: self.norm(self.head(self.first(x)).tanh()), **parts)
+    network.head.weight = network.first.weight
+    report = checked(network, batch_of(torch.tensor([[1, 2], [3, 4]])))
+    assert not report.exact and report.untied == () and network.head.weight is network.first.weight
 
 
 def test_a_network_whose_output_changes_is_refused_and_stays():
