@@ -31,6 +31,7 @@ from .swaps.pointwise import DyT as DyT
 from .swaps.pointwise import PointwiseFunction as PointwiseFunction
 from .swaps.replace import Swap as Swap
 from .swaps.replace import replacements as replacements
+from .swaps.simplify.simplify import simplify as simplify
 from .swaps.store.store import save_swapped as save_swapped
 from .tables.markup import table as table
 

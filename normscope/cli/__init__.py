@@ -22,6 +22,7 @@ from normscope.cli.commands.layers import layers
 from normscope.cli.commands.models import models
 from normscope.cli.commands.plot import plot
 from normscope.cli.commands.report import report
+from normscope.cli.commands.simplify import simplify
 from normscope.cli.commands.stats import stats
 from normscope.cli.commands.swap import swap
 from normscope.cli.commands.swap_bench import swap_bench
@@ -32,7 +33,7 @@ from normscope.models.registry import is_diffusion
 
 _USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
 _OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
-_SWAPPING = ("swap", "swap-bench", "heal")
+_SWAPPING = ("swap", "swap-bench", "heal", "simplify")
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -95,7 +96,7 @@ app = typer.Typer(
     epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe.",
 )
 for _command in (
-    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal),
+    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal, simplify),
     *(capture, merge, layers, curves, models),
 ):
     app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.epilog)(_command)  # type: ignore[attr-defined]

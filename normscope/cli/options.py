@@ -34,7 +34,7 @@ _OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .parquet,
 _INITS = "; ".join(f"{name}, {init.help}" for name, init in INITS.items())
 # One row per parameter of a command, in the order of the help: its metavar, two spaces, and its help; flags have no
 # metavar. A row whose name begins with a command is for that command and for the commands that _LIKE maps to it.
-_LIKE = {"heal": "swap", "swap_bench": "swap", "gradient": "plot"}
+_LIKE = {"heal": "swap", "simplify": "swap", "swap_bench": "swap", "gradient": "plot"}
 _ROWS: dict[str, dict[str, str]] = {
     _ARGUMENTS: {
         "models": "MODEL|FILE  Models (`normscope models` lists them) or captures; by default the embedded models.",

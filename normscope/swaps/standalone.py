@@ -214,6 +214,30 @@ def _module(site: dict[str, Any]) -> nn.Module:
         return Pointwise(site, Table(*map(torch.zeros, parts)))
 
 
+def tied_heads(network: nn.Module) -> dict[str, str]:
+    """Return the path of the embedding whose weight a linear layer shares, by the path of the layer."""
+    modules = dict(network.named_modules())
+    first_last = reversed(modules.items())  # so that the first of several embeddings is named, as in a saved file
+    embeddings = {id(module.weight): path for path, module in first_last if isinstance(module, nn.Embedding)}
+    heads = {path: id(module.weight) for path, module in modules.items() if isinstance(module, nn.Linear)}
+    return {path: embeddings[weight] for path, weight in heads.items() if weight in embeddings}
+
+
+def untie(network: nn.Module, heads: Iterable[str]) -> None:
+    """Give linear layers that share a weight their own copy."""
+    for path in heads:
+        head: Any = network.get_submodule(path)
+        head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+
+
+def make_room(network: nn.Module, names: Iterable[str]) -> None:
+    """Prepare a network for tensors of exact rewrites: heads of their own, and buffers that its state did not have."""
+    names, heads = set(names), tied_heads(network)
+    untie(network, [head for head in heads if {f"{path}.weight" for path in (head, heads[head])} <= names])
+    for path, module in network.named_modules():
+        module._non_persistent_buffers_set -= {last for at, _, last in (n.rpartition(".") for n in names) if at == path}
+
+
 def put_in(network: nn.Module) -> nn.Module:
     """Replace a network's norms by these modules, in place; their weights are not loaded yet."""
     activated = {site["name"] for site in record()["sites"] if site["activated"]}
@@ -240,6 +264,7 @@ def swapped(network: nn.Module, weights: str | Path = WEIGHTS) -> nn.Module:
     Raises RuntimeError, or AttributeError, if it is of another architecture.
     """
     tensors = load_file(weights)
+    make_room(network, tensors)
     tensors |= {name: tensors[kept] for name, kept in record()["tied"].items()}
     put_in(network)
     for name, value in network.state_dict(keep_vars=True).items():
@@ -257,6 +282,8 @@ def register(library: Any) -> None:
     def initialize(self: Any, config: Any) -> None:
         base.__init__(self, config, **names["options"])
         put_in(self)
+        with safe_open(WEIGHTS, framework="pt") as tensors:
+            make_room(self, tensors.keys())
 
     config = type("PointwiseConfig", (getattr(library, names["config"]),), {"model_type": facts["model_type"]})
     base = getattr(library, names["model"])

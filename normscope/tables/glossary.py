@@ -181,6 +181,11 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "closed": "share of the start's median drift that is gone",
         "kept": "yes for the state that was written",
     },
+    "simplify": {
+        "RMSNorm": "exact where one has taken the norm's place; otherwise the reason why none has",
+        "folded": "parameters that the linear layers behind the norm contain now; or the reason for none",
+        "change": "relative L2 of the norm's output in float64, before γ and β moved",
+    },
     "curves": {
         "f(u), u = αx + s": "formula",
         "from": "where the curve comes from",

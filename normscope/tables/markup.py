@@ -19,10 +19,10 @@ from normscope.fits.comparison import Compared
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import GradientView
 from normscope.pairs.captures import Capture
-from normscope.swaps.reports import BenchReport, DriftReport, HealReport, KeepReport
+from normscope.swaps.reports import BenchReport, DriftReport, HealReport, KeepReport, SimplifyReport
 from normscope.tables.card import card_tables, gradient_tables
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
-from normscope.tables.swaps import drift_tables, healing_table, keep_table, quality_table, speed_tables
+from normscope.tables.swaps import drift_tables, healing_table, keep_table, quality_table, simplify_table, speed_tables
 from normscope.tables.table import layers_table
 
 # A table, and the line above it: model, weights and data.
@@ -84,6 +84,7 @@ _TABLES: dict[type, Callable[[Sequence[Any]], Iterable[Table]]] = {
     DriftReport: drift_tables,
     BenchReport: lambda reports: itertools.chain.from_iterable(map(speed_tables, reports)),
     KeepReport: lambda reports: map(keep_table, reports),
+    SimplifyReport: lambda reports: map(simplify_table, reports),
     HealReport: lambda reports: itertools.chain.from_iterable(map(_of_healing, reports)),
 }
 

@@ -25,6 +25,8 @@ from normscope.swaps.reports import (
     PublishedReport,
     Quality,
     Quantiles,
+    SimplifiedNorm,
+    SimplifyReport,
     Timing,
 )
 from normscope.tables.glossary import DEFINITIONS
@@ -240,6 +242,18 @@ def keep_table(report: KeepReport) -> Table:
         original = number(quality.scores["original"].value, form)
         caption.append(f"{quality.name} of the original: {original}, {quality.over}")
     return table_of(shown, columns, caption=caption, about="swap")
+
+
+def simplify_table(report: SimplifyReport) -> Table:
+    """Make a table with one line per norm: its exact rewrites, or the reasons against them."""
+    columns: list[Column[SimplifiedNorm]] = [
+        names("site", lambda norm: norm.site),
+        words("kind", lambda norm: norm.kind, 2),
+        names("RMSNorm", lambda norm: "exact" if norm.exact else norm.blocked),
+        names("folded", lambda norm: norm.folded or norm.unfolded),
+        Column("change", lambda norm: number(norm.change, ".1e"), drop=1),
+    ]
+    return table_of(report.norms, columns, caption=[f"on {count(report.samples, 'sample')}"], about="simplify")
 
 
 SCOPES = {"norm": "the norm alone", "model": "the whole network"}

@@ -30,6 +30,7 @@ FORMAT_VERSION = 2
 RECORD, TENSORS = "swap.json", "model.safetensors"
 FILES = (RECORD, TENSORS)
 CODE, CONFIG = "pointwise.py", "config.json"
+EXACT, FOLDED = "exact rmsnorm", "folded weights"  # functions of exact rewrites; the latter replaces no norm
 ALSO = (CODE, CONFIG)  # for those who load the network without normscope, which reads neither
 _MOST_AXES = 8
 
@@ -109,9 +110,13 @@ class SwapRecord:
     @property
     def description(self) -> str:
         healed = f", healed in {count(self.healed, 'step')}" if self.healed else ""
-        place = f"{self.func} in place of {count(len(self.sites), 'norm')}"
         kept = f", {count(len(self.kept), 'norm')} kept" if self.kept else ""
-        return f"{place}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
+        return f"{self.place}{kept}{healed}, of {self.weights}, sha256 {self.sha256[:12]}"
+
+    @property
+    def place(self) -> str:
+        """The function, and the number of norms that it replaces."""
+        return f"{self.func} in place of {count(len(self.sites), 'norm')}" if self.sites else self.func
 
     def as_json(self) -> str:
         document = {"format": FORMAT, "version": FORMAT_VERSION, **asdict(self)}
@@ -191,19 +196,19 @@ def _record(document: Mapping[str, Any]) -> SwapRecord:
             raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
         if site.curve not in (FREE, RMS_NORM):
             curve_named(site.curve)
-    if len({site.name for site in record.sites}) != len(record.sites) or not record.sites:
+    if len({site.name for site in record.sites}) != len(record.sites) or not (record.sites or record.func == FOLDED):
         raise ValueError("it names a site twice, or none")
     return record
 
 
 def export(model: nn.Module, record: SwapRecord) -> dict[str, str]:
     """Return the content of pointwise.py, and of config.json where the network's library reads one, by file name."""
-    remark, imported, network, config = _origin_of(model, record.model)
+    remark, imported, network, config = _origin_of(model, record)
     by_transformers = config is not None and "pointwise" in config
-    lines = ["import pointwise" if by_transformers else "from pointwise import swapped", *imported]
-    place = f"{in_docstring(record.func)} in place of {count(len(record.sites), 'norm')}"
+    by_swapped = ["from pointwise import swapped"] if any("swapped(" in line for line in network) else []
+    lines = [*(["import pointwise"] if by_transformers else by_swapped), *imported]
     head = _HEAD.format(
-        what=f"{place} of {in_docstring(record.model)}",
+        what=f"{in_docstring(record.place)} of {in_docstring(record.model)}",
         remark=remark,
         weights=in_docstring(record.weights),
         example="\n    ".join(lines) + "\n\n    " + "\n    ".join(network),
@@ -247,10 +252,11 @@ def in_torch(formula: str) -> str:
     return ast.unparse(_InTorch().visit(ast.parse(formula, mode="eval")))
 
 
-def _origin_of(model: nn.Module, name: str) -> _Origin:
+def _origin_of(model: nn.Module, record: SwapRecord) -> _Origin:
     """Describe how a network is made, by its class, its library's records on it and the name that load() took."""
-    library = type(model).__module__.partition(".")[0]
-    origins = {"transformers": _of_transformers, "timm": _of_timm, "diffusers": _of_diffusers}
+    library, name = type(model).__module__.partition(".")[0], record.model
+    of_transformers = _of_transformers if record.sites else _of_plain_transformers
+    origins = {"transformers": of_transformers, "timm": _of_timm, "diffusers": _of_diffusers}
     if type(model).__module__ == _DEMO_VIT:
         return _of_demo_vit(model)
     origin = _of_torchaudio(name) if library == "torchaudio" else origins.get(library, lambda model: None)(model)
@@ -282,6 +288,18 @@ def _of_transformers(model: Any) -> _Origin | None:
         ['network = AutoModel.from_pretrained("FOLDER")  # by the class that importing pointwise has registered'],
         facts,
     )
+
+
+def _of_plain_transformers(model: Any) -> _Origin | None:
+    """Describe a network of transformers that has its own classes, and other weights than before."""
+    if (origin := _of_transformers(model)) is None:
+        return None
+    remark, facts = origin[0], dict(origin[3] or {})
+    names = facts.pop("pointwise")
+    facts |= {"model_type": model.config.model_type, "architectures": [names["model"]]}
+    options = "".join(f", {option}={value}" for option, value in names["options"].items())
+    load = f'network = {names["model"]}.from_pretrained("FOLDER"{options})'
+    return remark, [f"from transformers import {names['model']}"], [load], facts
 
 
 def _of_timm(model: Any) -> _Origin | None:

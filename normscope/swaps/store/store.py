@@ -22,11 +22,12 @@ from normscope.runtime.network import uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
-from normscope.swaps.standalone import RMSNorm
+from normscope.swaps.standalone import RMSNorm, make_room
 from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.record import (
     ALSO,
     FILES,
+    FOLDED,
     RECORD,
     TENSORS,
     KeptNorm,
@@ -87,7 +88,7 @@ def save_swapped(
         for path, module in model.named_modules()
         if isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of
     )
-    if not sites:
+    if not sites and func != FOLDED:
         raise ModelError(
             f"Nothing was swapped in this {type(model).__name__}, or the swap was undone: call "
             "normscope.swap(model, curve, fits) first."
@@ -130,6 +131,7 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
     model = uncompiled(model)
     where = model_tensor(model)
     swap = Swap(model, {site.name: _module(model, site, tensors, where, folder) for site in record.sites})
+    make_room(model, tensors.keys() - record.tied.keys())
     try:
         _load(model, tensors, folder)
     except BaseException:

@@ -20,7 +20,7 @@ from normscope.errors import NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.runtime.network import run
 from normscope.swaps.kernels.choice import plain_torch
-from normscope.swaps.store.record import in_docstring, in_torch
+from normscope.swaps.store.record import EXACT, FOLDED, in_docstring, in_torch
 
 EVALUATED = {"torch": torch, "math": __import__("math"), "number": lambda value: torch.tensor(value).double()}
 
@@ -109,6 +109,26 @@ def test_timm_makes_the_network_of_the_folder_and_refuses_to_load_it_with_norms(
     assert torch.equal(in_another_process(tmp_path / "swap", batch), wanted)
     with pytest.raises(RuntimeError, match="Unexpected key"):
         timm.create_model(f"local-dir:{tmp_path / 'swap'}", pretrained=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_exact_rewrites_are_loaded_without_normscope(tied, tmp_path):
+    """An RMSNorm GPT-2 with a head of its own, by its own model type; and a Llama with other weights, by its own."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if tied:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)).eval()
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=32)).eval()
+    nn.init.normal_((model.transformer.ln_f if tied else model.model.norm).weight)
+    batch = Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
+    normscope.simplify(model, [batch])
+    save_swapped(model, tmp_path / "exact", func=EXACT if tied else FOLDED)
+    with torch.no_grad():
+        assert torch.equal(in_another_process(tmp_path / "exact", batch), run(model, batch).logits)
 
 
 @pytest.mark.slow

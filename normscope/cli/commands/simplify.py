@@ -1,0 +1,49 @@
+"""``normscope simplify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import normscope
+from normscope.cli import swapping
+from normscope.cli.options import declared
+from normscope.cli.output import Output
+from normscope.cli.running import RunOptions, check_models
+from normscope.errors import count
+from normscope.runtime.files import check_folder_writable
+
+
+@declared(
+    "normscope simplify demo_vit -o demo_vit-exact · normscope simplify minilm --limit 8 -o minilm-exact --json",
+    without=("sample", "device_map", "dtype", "batch_size", "verify", "columns"),
+)
+def simplify(model: str, output: Path, *, run: RunOptions, say: Output) -> None:
+    """Rewrite a model exactly: LayerNorms become RMSNorms, and γ and β move into linear layers."""
+    swapping.check_alone("Rewrites are proved")
+    check_models([model])
+    from normscope.swaps.store.record import ALSO, EXACT, FILES, FOLDED
+    from normscope.tables.swaps import simplify_table
+
+    check_folder_writable(output, FILES, ALSO)
+    network = run.load(model, say)
+    report = normscope.simplify(network)
+    say.heading(report.about)
+    say.table(simplify_table(report))
+    say.result(
+        f"{len(report.exact)} of {count(len(report.norms), 'norm')} became RMSNorms, {len(report.folded)} were folded: "
+        f"the output changed by {report.float64:.1e} in float64 and {report.own:.1e} in {report.dtype}"
+    )
+    if report.untied:
+        say.remark(f"{', '.join(report.untied)} no longer shares the embedding's weight")
+    if report.dropout:
+        say.warn(f"the rewrites are exact in eval mode; training drops values in {count(report.dropout, 'layer')}")
+    document = {**report.as_dict(), "folder": None}
+    if report.exact or report.folded:
+        func = EXACT if report.exact else FOLDED
+        normscope.save_swapped(network.module, output, report.about, func=func)
+        say.result(str(output))
+        swapping.remark_on_loading(model, output, say)
+        document["folder"] = str(output)
+    else:
+        say.warn("no norm could be rewritten, and nothing was written")
+    say.document(document)

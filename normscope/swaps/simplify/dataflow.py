@@ -1,0 +1,339 @@
+"""Data flow of one forward pass: from each norm back to the parameters that write its input, and on to its readers.
+
+A dispatch mode records the ATen operators that every library's layers consist of; a norm site counts as one operator.
+A *place* is a value and the axis of its channels. The mean of a value over its channels is computed from the means at
+other places, its sources. Sources are found by running linear operators again on chosen values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from normscope.inputs.batch import Batch, tensors_of
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.trace import input_of
+from normscope.runtime.network import left_as_found, run
+
+PARAMETER, BUFFER, INPUT, NORM = "parameter", "buffer", "input", "norm"
+_LEAVES = (PARAMETER, BUFFER)
+# Operators that rearrange or average positions.
+_REARRANGING = {
+    *("view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "repeat", "select"),
+    *("slice", "split", "split_with_sizes", "unbind", "index", "index_select", "flip", "roll", "clone", "_to_copy"),
+    *("detach", "alias", "mean", "avg_pool2d", "_adaptive_avg_pool2d", "upsample_bicubic2d", "upsample_bilinear2d"),
+}
+_PRODUCTS = {"mm", "bmm", "addmm", "convolution"}
+# Operators that are linear in each operand, or affine.
+_LINEAR = {
+    *(*_REARRANGING, *_PRODUCTS, "add", "sub", "mul", "div", "neg", "cat", "stack", "embedding"),
+    *("masked_fill", "constant_pad_nd"),
+}
+
+Writer = tuple[str, int]  # name of a parameter or buffer, and its axis of channels
+Reader = tuple[str, int, bool]  # name of a linear layer's weight, its axis of inputs, and whether a bias can hold β
+
+
+class BlockedError(Exception):
+    """Raised with the reason why a norm cannot be rewritten."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the pass that is computed from floating-point tensors, or one of these.
+
+    Attributes:
+        operator: that computed it; or ``parameter``, ``buffer``, ``input``, ``norm``.
+        name: of the parameter, buffer or norm site; otherwise the path of the module that called the operator.
+        tensor: kept alive, so that no other tensor has its identity.
+        operands: floating-point tensors among the operator's arguments.
+        call: the operator with its arguments, and the number of the value among its results.
+        readers: values computed from it.
+        returned: True if the network returns it.
+    """
+
+    operator: str
+    name: str
+    tensor: Tensor
+    operands: Sequence[Value] = ()
+    call: tuple[Any, tuple[Any, ...], Mapping[str, Any], int] | None = None
+    readers: list[Value] = field(default_factory=list)
+    returned: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """Its name, or its operator and module."""
+        named = f"the {self.operator} {self.name}" if self.call is None else f"{self.operator} in {self.name}"
+        return named if self.name else f"{self.operator} of the network"
+
+    @torch.no_grad()
+    def again(self, changed: Mapping[Value, Tensor]) -> Tensor:
+        """Run the operator again, with other tensors in the places of some operands."""
+        func, args, kwargs, number = self.call  # type: ignore[misc]
+        tensors = {id(operand.tensor): tensor for operand, tensor in changed.items()}
+
+        def substitute(part: Any) -> Any:
+            return tensors.get(id(part), part).clone() if isinstance(part, Tensor) else part  # it may work in place
+
+        return tensors_of([func(*tree_map(substitute, args), **tree_map(substitute, kwargs))])[number]
+
+
+Place = tuple[Value, int]
+
+
+class DataFlow:
+    """Operators of one forward pass of a network, and the means over channels that they pass on.
+
+    Attributes:
+        scales: writers that each layer scale multiplies, by the name of its parameter.
+    """
+
+    def __init__(self, network: nn.Module, sites: Sequence[NormSite], batch: Batch) -> None:
+        """Run the network on a batch, of which one sample is enough."""
+        self.scales: dict[str, frozenset[Writer]] = {}
+        self._sites = {site.name: site for site in sites}
+        self._sources_of = functools.cache(self._find_sources)
+        recorder = _Recorder(network)
+        with left_as_found(network), recorder.watching(network, self._sites):
+            output = run(network, batch)
+        for tensor in tensors_of(output):
+            recorder.of(tensor).returned = True
+        self._calls = recorder.norms
+
+    def writers(self, site: NormSite) -> frozenset[Writer]:
+        """Return the parameters and buffers that write the input of a norm.
+
+        Raises:
+            BlockedError: if anything else writes it, or if anything but norms that subtract the mean reads the stream.
+        """
+        places: set[Place] = set()
+        for call in self._calls[site.name]:
+            places |= self._behind((call.operands[0], self._channel_axis(site, call)))
+        for place in _leaves(places):
+            self._check_readers(place)
+        return _named(places)
+
+    def linear_readers(self, site: NormSite) -> list[Reader]:
+        """Return the linear layers that read the output of a norm.
+
+        Raises:
+            BlockedError: if anything else reads it, or if one of them also reads other values.
+        """
+        left = [(call, self._channel_axis(site, call)) for call in self._calls[site.name]]
+        found: dict[Value, Place] = {}
+        for value, axis in left:
+            if value.returned:
+                raise BlockedError("the network returns its output")
+            for reader in value.readers:
+                if weight := _weight_of(reader, value, axis):
+                    found[reader] = weight
+                elif onward := self._onward(value, axis, reader) if reader.operator in _REARRANGING else None:
+                    left += onward
+                else:
+                    raise BlockedError(f"{reader.in_words} reads its output")
+        readers = set()
+        for layer, weight in found.items():
+            [(parameter, axis)] = _leaves(self._behind(weight)) or [weight]
+            if parameter.operator != PARAMETER or not set(_uses(parameter)) <= found.keys():
+                raise BlockedError(f"{layer.in_words} reads its output, and its weight is not for that alone")
+            padding = layer.call[1][4] if layer.operator == "convolution" else ()  # type: ignore[index]
+            readers.add((parameter.name, axis, not any(padding)))
+        return sorted(readers)
+
+    def _behind(self, place: Place) -> set[Place]:
+        """Walk back from a place to parameters and buffers; return all places on the way, or raise BlockedError."""
+        left, places = [place], {place}
+        for value, axis in left:
+            sources, reason = self._sources_of(value, axis)
+            if reason:
+                raise BlockedError(reason)
+            left += [source for source in sources if source not in places]
+            places.update(sources)
+        return places
+
+    def _check_readers(self, place: Place) -> None:
+        """Walk on from a writer to norms that subtract its mean; raise BlockedError at any other reader."""
+        left, places = [place], {place}
+        for value, axis in left:
+            if value.returned:
+                raise BlockedError("the network returns its stream")
+            for reader in value.readers:
+                is_shape_alone = reader.operator in _REARRANGING and not (reader.readers or reader.returned)
+                onward = self._onward(value, axis, reader)
+                if not (onward or is_shape_alone or self._subtracts_mean(reader, value, axis)):
+                    raise BlockedError(f"{reader.in_words} reads its stream")
+                left += [following for following in onward if following not in places]
+                places.update(onward)
+
+    def _onward(self, value: Value, axis: int, reader: Value) -> list[Place]:
+        """Return the places of a reader to which the mean over channels of a value passes."""
+        following = [(reader, n) for n in range(reader.tensor.ndim)]
+        return [place for place in following if (value, axis) in self._sources_of(*place)[0]]
+
+    def _find_sources(self, value: Value, axis: int) -> tuple[list[Place], str]:
+        """Return the sources of a place, and the reason why there are others, or nothing."""
+        if value.operator in _LEAVES:
+            return [], ""
+        if value.operator in _LINEAR and value.tensor.is_floating_point():
+            places = [(each, n) for each in dict.fromkeys(value.operands) for n in _carried(each, value, axis)]
+            places = places or self._scaled(value, axis)
+            none = {each: torch.zeros_like(each.tensor) for each, _ in places}
+            if places and not bool(value.again(none).any()):
+                return places, ""
+            what = "does not keep the mean over channels"
+            if value.operator == "mul":
+                what = "multiplies channels by different factors, as gates and adaLN do"
+            return places, f"{value.in_words} {what}"
+        return [], f"{value.in_words} writes to its stream"
+
+    def _scaled(self, product: Value, axis: int) -> list[Place]:
+        """Return the place that a layer scale multiplies, if nothing else reads the scale or anything behind it."""
+        behind = axis - product.tensor.ndim
+        factors = product.operands if product.operator == "mul" else ()
+        for scale, scaled in (factors, factors[::-1]) if len(factors) == 2 else ():
+            vector, size = scale, product.tensor.shape[axis]
+            while vector.operator in _REARRANGING:
+                vector = vector.operands[0]
+            if vector.operator == PARAMETER and vector.tensor.numel() == size == scaled.tensor.shape[behind]:
+                place = (scaled, scaled.tensor.ndim + behind)
+                with contextlib.suppress(BlockedError):
+                    places = self._behind(place)
+                    if all(len(each.readers) == 1 and not each.returned for each in (vector, *(v for v, _ in places))):
+                        self.scales[vector.name] = _named(places)
+                        return [place]
+        return []
+
+    def _subtracts_mean(self, reader: Value, value: Value, axis: int) -> bool:
+        if reader.operator == "native_layer_norm":
+            return reader.operands[0] is value and value.tensor.shape[axis:] == tuple(reader.call[1][1])  # type: ignore[index]
+        site = self._sites[reader.name] if reader.operator == NORM else None
+        token = site is not None and site.form == "layer_norm" and not site.grouped
+        return token and self._channel_axis(site, reader) == axis  # type: ignore[arg-type]
+
+    def _channel_axis(self, site: NormSite, call: Value) -> int:
+        if not isinstance(site.channel_axis, int):
+            raise BlockedError("it normalizes over several axes")
+        return site.channel_axis % call.tensor.ndim
+
+
+class _Recorder(TorchDispatchMode):
+    """Records every operator on floating-point tensors; those within a norm site as one."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.norms: dict[str, list[Value]] = {}
+        self._values: dict[int, Value] = {}
+        self._path = [""]  # of the running modules
+        self._within = 0  # number of running norms
+        for kind, named in ((PARAMETER, network.named_parameters()), (BUFFER, network.named_buffers())):
+            for name, tensor in named:
+                self._add(Value(kind, name, tensor))
+
+    def of(self, tensor: Tensor) -> Value:
+        """Return the value of a tensor; a tensor that no operator made is the network's input."""
+        return self._values.get(id(tensor)) or self._add(Value(INPUT, "", tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = () if self._within else tensors_of([args, kwargs])
+        operands = [self.of(tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        result = func(*args, **kwargs)
+        for number, tensor in enumerate(tensors_of([result]) if operands else ()):
+            operator = func.overloadpacket.__name__.rstrip("_")
+            self._add(Value(operator, self._path[-1], tensor, operands, (func, args, kwargs, number)))
+        return result
+
+    @contextlib.contextmanager
+    def watching(self, network: nn.Module, norms: Iterable[str]) -> Iterator[None]:
+        """Record the operators of the block."""
+
+        def enter(name: str) -> Any:
+            def hook(module: nn.Module, args: Any) -> None:
+                self._path.append(name)
+                self._within += name in norms
+
+            return hook
+
+        def leave(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+                self._path.pop()
+                self._within -= name in norms
+                if name in norms and not self._within:
+                    call = Value(NORM, name, output, [self.of(input_of(args, kwargs))])  # type: ignore[arg-type]
+                    self.norms.setdefault(name, []).append(self._add(call))
+
+            return hook
+
+        with contextlib.ExitStack() as hooks:
+            for name, module in network.named_modules():
+                hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
+                hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+            hooks.enter_context(self)
+            yield
+
+    def _add(self, value: Value) -> Value:
+        self._values[id(value.tensor)] = value
+        for operand in dict.fromkeys(value.operands):
+            operand.readers.append(value)
+        return value
+
+
+def _carried(operand: Value, value: Value, axis: int) -> list[int]:
+    """Return the axis of an operand whose numbers an operator carries, each times the same factor, to an axis."""
+
+    def numbers(tensor: Tensor, axis: int) -> Tensor:
+        size = tensor.shape[axis]
+        return torch.arange(1, size + 1, dtype=tensor.dtype, device=tensor.device).view(
+            [size if n == axis % tensor.ndim else 1 for n in range(tensor.ndim)]
+        )
+
+    tensor, size = operand.tensor, value.tensor.shape[axis]
+    noise = torch.rand(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(tensor)
+    base = None
+    for n in range(tensor.ndim):
+        if tensor.shape[n] == size > 1:
+            base = value.again({operand: torch.zeros_like(tensor)}) if base is None else base
+            response = value.again({operand: noise.narrow(n, 0, 1) * numbers(tensor, n)}) - base
+            factors = response / numbers(response, axis)
+            unequal, largest = (factors - factors.narrow(axis, 0, 1)).abs().max(), factors.abs().max()
+            if largest > 0 and unequal <= largest * torch.finfo(factors.dtype).eps ** 0.5:
+                return [n]
+    return []
+
+
+def _weight_of(layer: Value, value: Value, axis: int) -> Place | None:
+    """Return the weight of a linear layer, and its axis that is summed with the channels of the layer's input."""
+    if layer.operator == "convolution":
+        weight, is_transposed = layer.operands[1], layer.call[1][6]  # type: ignore[index]
+        is_summed = axis == 1 and weight.tensor.shape[1] == value.tensor.shape[1] and not is_transposed  # one group
+        return (weight, 1) if is_summed and layer.operands[0] is value else None
+    if layer.operator in _PRODUCTS and layer.operands[-2] is value and axis == value.tensor.ndim - 1:
+        return layer.operands[-1], value.tensor.ndim - 2
+    return None
+
+
+def _uses(value: Value) -> Iterator[Value]:
+    """Yield the readers of a value, behind all rearrangements."""
+    for reader in value.readers:
+        yield from _uses(reader) if reader.operator in _REARRANGING else [reader]
+
+
+def _leaves(places: Iterable[Place]) -> list[Place]:
+    return [place for place in places if place[0].operator in _LEAVES]
+
+
+def _named(places: Iterable[Place]) -> frozenset[Writer]:
+    return frozenset((value.name, axis) for value, axis in _leaves(places))
+
+
+def along(vector: Tensor, axis: int, ndim: int) -> Tensor:
+    """Return a vector as a tensor that broadcasts along one of ``ndim`` axes."""
+    return vector.reshape([-1 if n == axis else 1 for n in range(ndim)])

@@ -1,0 +1,271 @@
+"""Exact rewrites of a network: LayerNorms become RMSNorms, and their weights and biases move into linear layers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import DataError, ModelError
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.pairs.norms.formulas import channel_vectors, layer_norm, scale_and_shift
+from normscope.pairs.norms.recognition import kind_at
+from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.streams import unpacked
+from normscope.pairs.norms.trace import find_norms
+from normscope.runtime.network import check_whole, left_as_found, run, uncompiled
+from normscope.swaps.replace import Swap, model_tensor, outputs_at
+from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
+from normscope.swaps.simplify.dataflow import BlockedError, DataFlow, Reader, Writer, along
+from normscope.swaps.standalone import RMSNorm, tied_heads, untie
+
+_BATCHES = 4  # on which the rewrites are proved
+MOST_OF_NORM, MOST_OF_OUTPUT = 1e-12, 1e-9  # relative change in float64
+_GAIN, _BOTH = "γ", "γ and β"
+
+
+def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = None) -> SimplifyReport:
+    """Rewrite a network in place so that nothing but rounding changes: centre what norms read, and fold their weights.
+
+    - *Centre*: a parameter that writes to LayerNorms alone is centred over channels. A LayerNorm that nothing else
+      writes to becomes an RMSNorm (arXiv 2305.14858). Layer scales in between are multiplied into the parameter, and
+      a head that shares an embedding's weight gets its own copy.
+    - *Fold*: γ and β of a norm that linear layers alone read move into these. Where a layer has no bias, or pads with
+      zeros, the norm keeps β/γ.
+
+    A traced pass shows what reads and writes, and the first four batches prove the result on a copy in float64. A norm
+    whose output changes there by more than 1e-12 (relative L2) stays as it is. All of this is for eval mode: dropout
+    between a centred parameter and its norm breaks the equality. So does a table of positions that the network computes
+    anew for inputs of another size.
+
+    Args:
+        model: the result of :func:`normscope.load`, or any module, which is changed in place.
+        batches: inputs, as :func:`normscope.capture` takes them; by default those of the loaded model.
+
+    Raises:
+        DataError: if there is no batch.
+        ModelError: if the output in float64 changes by more than 1e-9, in which case the network stays as it is; or if
+            it calls no norms, is spread over devices, or raises.
+        UsageError: if a module comes without batches.
+
+    >>> network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    >>> report = simplify(network, [torch.randn(16, 4)])
+    >>> report.norms[0].exact, report.norms[0].folded, network[1]
+    (True, 'γ and β', RMSNorm(8, eps=1e-05))
+    """
+    module, inputs, about, outputs = unpacked(model, batches)
+    network = uncompiled(module)
+    check_whole(network)
+    if not (few := list(itertools.islice(inputs, _BATCHES))):
+        raise DataError("There is no batch to prove the rewrites on.")
+    found = find_norms(network, few[0].first_sample())
+    reference = copy.deepcopy(network).cpu().double()
+    heads = tied_heads(reference)
+    untie(reference, heads)
+    in_double = [batch.to(torch.device("cpu"), torch.float64) for batch in few]
+    flow = DataFlow(reference, [site for site in found.sites if site.replaceable], in_double[0].first_sample())
+    plan = _Plan([_Norm(site, reference, flow) for site in found.sites], flow.scales)
+    rewritten, changed = plan.proved(reference, in_double, outputs)
+    weights = {path: rewritten.get_parameter(f"{path}.weight") for path in (*heads, *heads.values())}
+    untied = tuple(head for head, embedding in heads.items() if not torch.equal(weights[head], weights[embedding]))
+    original = copy.deepcopy(network)
+    untie(network, untied)
+    if untied and hasattr(network, "config"):
+        network.config.tie_word_embeddings = False  # type: ignore[union-attr]
+    plan.restructure(network)
+    network.load_state_dict(rewritten.state_dict())
+    norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change) for n in plan.norms]
+    norms += [
+        SimplifiedNorm(skipped.name, skipped.kind, skipped.reason, "", skipped.reason) for skipped in found.skipped
+    ]
+    return SimplifyReport(
+        norms,
+        changed,
+        _changes(original, network, (), few, outputs)[""],
+        str(model_tensor(network).dtype).removeprefix("torch."),
+        sum(len(batch.samples) for batch in few),
+        untied,
+        module.training,
+        sum(isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0 for part in network.modules()),
+        about,
+    )
+
+
+class _Norm:
+    """A norm with its rewrites so far: the fields of :class:`SimplifiedNorm`, and what they are made of."""
+
+    def __init__(self, norm: NormSite, network: nn.Module, flow: DataFlow) -> None:
+        """Find the rewrites that the data flow allows."""
+        self.norm, self.site, self.kind = norm, norm.name, norm.kind
+        self.writers: frozenset[Writer] = frozenset()
+        self.readers: Sequence[Reader] = ()
+        self.blocked = self.folded = self.unfolded = ""
+        self.change: float | None = None
+        kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else "it is no norm module"
+        if isinstance(kind, str):
+            self.block(kind)
+        elif norm.grouped or kind.form is None or kind.activation or kind.affine is not scale_and_shift:
+            self.block("it is no LayerNorm or RMSNorm with γ·y + β")
+        else:
+            try:
+                if kind.form is not layer_norm:
+                    raise BlockedError("it subtracts no mean")
+                self.writers = flow.writers(norm)
+            except BlockedError as error:
+                self.blocked = str(error)
+            try:
+                self.readers, self.folded = self._foldable(network, flow)
+            except BlockedError as error:
+                self.unfolded = str(error)
+
+    def block(self, reason: str) -> None:
+        """Leave the norm as it is."""
+        self.blocked, self.folded, self.unfolded = self.blocked or reason, "", self.unfolded or reason
+
+    def vectors(self, network: nn.Module) -> list[Tensor]:
+        """Return γ and β in a network, each ``(channels,)``, as far as the norm has them."""
+        return [part.detach().flatten().clone() for part in channel_vectors(network.get_submodule(self.site))]
+
+    def _foldable(self, network: nn.Module, flow: DataFlow) -> tuple[list[Reader], str]:
+        if not (vectors := self.vectors(network)):
+            raise BlockedError("it has no weight per channel")
+        gain, *offset = vectors
+        readers, parameters = flow.linear_readers(self.norm), dict(network.named_parameters())
+        if offset and all(takes_offset and _bias_of(weight) in parameters for weight, _, takes_offset in readers):
+            return readers, _BOTH
+        if offset and bool(((gain == 0) & (offset[0] != 0)).any()):
+            raise BlockedError("a layer that reads it has no bias for β, and β/γ is infinite where γ is 0")
+        return readers, _GAIN
+
+    def fold(self, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+        """Multiply γ into the linear layers behind the norm, and add β to their biases."""
+        gain, *offset = self.vectors(network)
+        for name, axis, _ in self.readers:
+            matrix = tensors[name]
+            if self.folded == _BOTH:
+                added = matrix * along(offset[0], axis, matrix.ndim)
+                tensors[_bias_of(name)].add_(added.sum([n for n in range(matrix.ndim) if n != 1 - axis]))
+            matrix.mul_(along(gain, axis, matrix.ndim))
+        weight, *bias = channel_vectors(network.get_submodule(self.site))
+        weight.fill_(1)
+        for part in bias:
+            left = torch.zeros_like(part) if self.folded == _BOTH else part / gain.view(part.shape)
+            part.copy_(left.nan_to_num())  # 0/0, where γ and β are 0
+
+    def unfolded_output(self, y: Tensor, network: nn.Module) -> Tensor:
+        """Return a folded norm's output as it was with γ and β."""
+        parts = [along(part, int(self.norm.channel_axis) % y.ndim, y.ndim) for part in self.vectors(network)]  # type: ignore[arg-type]
+        return y if not self.folded else y * parts[0] + (parts[1] if self.folded == _BOTH else 0)
+
+    def rms_norm(self, network: nn.Module) -> RMSNorm:
+        """Return an RMSNorm with the weight and bias that folding has left to a LayerNorm."""
+        parameters, like = channel_vectors(network.get_submodule(self.site)), model_tensor(network)
+        if self.folded == _BOTH or (self.folded and len(parameters) == 1):
+            parameters = []
+        options = {"elementwise_affine": bool(parameters), "bias": len(parameters) > 1, "eps": self.norm.eps}
+        module = RMSNorm(self.norm.normalized_shape, channel_axis=int(self.norm.channel_axis), **options)  # type: ignore[arg-type]
+        module.to(like.device, like.dtype)
+        with torch.no_grad():
+            for part, value in zip(module.parameters(), parameters, strict=True):
+                part.copy_(value.view(part.shape))
+        return module
+
+
+@dataclass
+class _Plan:
+    """Rewrites of all norms in the order of calls, and the writers behind each layer scale by its parameter's name."""
+
+    norms: Sequence[_Norm]
+    scales: Mapping[str, frozenset[Writer]]
+
+    @property
+    def centred(self) -> set[Writer]:
+        """Parameters and buffers to be centred."""
+        return {writer for norm in self.norms if not norm.blocked for writer in norm.writers}
+
+    @torch.no_grad()
+    def rewrite(self, network: nn.Module) -> None:
+        """Change the parameters of a network in float64, in place."""
+        tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+        for norm in self.norms:
+            if norm.folded:
+                norm.fold(network, tensors)
+        for scale, writers in self.scales.items():
+            if writers & self.centred:
+                for name, axis in writers:
+                    tensors[name].mul_(along(tensors[scale], axis, tensors[name].ndim))
+                tensors[scale].fill_(1)
+        for name, axis in self.centred:
+            tensors[name].sub_(tensors[name].mean(axis, keepdim=True))
+
+    def restructure(self, network: nn.Module) -> None:
+        """Put RMSNorms in, and let state dicts contain every centred buffer."""
+        for name, _ in self.centred:
+            path, _, last = name.rpartition(".")
+            network.get_submodule(path)._non_persistent_buffers_set.discard(last)
+        Swap(network, {norm.site: norm.rms_norm(network) for norm in self.norms if not norm.blocked})
+
+    def proved(self, reference: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> tuple[nn.Module, float]:
+        """Return a rewritten copy of a network in float64 and the change of its output; block what cannot be proved."""
+        while True:
+            rewritten = copy.deepcopy(reference)
+            self.rewrite(rewritten)
+            self.restructure(rewritten)
+            changes = _changes(reference, rewritten, self.norms, batches, outputs)
+            for norm in self.norms:
+                norm.change = changes.get(norm.site)
+            if all(norm.change is None or norm.change <= MOST_OF_NORM for norm in self.norms):
+                break
+            self._block_first()
+        if not changes[""] <= MOST_OF_OUTPUT:
+            raise ModelError(
+                f"The output of the rewritten {type(reference).__name__} differs by {changes['']:.1e} in float64, more "
+                f"than {MOST_OF_OUTPUT:g}, although no norm's output changed. The network stays as it was."
+            )
+        return rewritten, changes[""]
+
+    def _block_first(self) -> None:
+        """Leave the first norm whose output changed as it is, or the last rewritten one before it."""
+        last: _Norm | None = None
+        for norm in self.norms:
+            last = norm if norm.folded or not norm.blocked else last
+            if norm.change is not None and not norm.change <= MOST_OF_NORM:
+                break
+        reason = f"the output of {norm.site} changed by {norm.change:.1e} in float64"
+        if last is None:
+            raise ModelError(f"Nothing can be proved: {reason}, and nothing before it was rewritten.")
+        for other in self.norms if not last.blocked else ():
+            if other.writers & last.writers:
+                other.blocked = other.blocked or reason
+        last.block(reason)
+
+
+def _changes(
+    original: nn.Module, rewritten: nn.Module, norms: Sequence[_Norm], batches: Sequence[Batch], outputs: Outputs
+) -> dict[str, float]:
+    """Return the relative L2 between two networks at each norm, by its path, and at the output, by an empty path."""
+    squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    by_path = {norm.site: norm for norm in norms if norm.norm.replaceable}
+    for batch in batches:
+        pairs = []
+        for network in (original, rewritten):
+            with left_as_found(network), outputs_at(network, by_path) as at_norms:
+                pairs.append({**at_norms, "": [outputs.read(run(network, batch), batch)]})
+        for path, expected in pairs[0].items():
+            for y, again in zip(expected, pairs[1][path], strict=True):
+                again = by_path[path].unfolded_output(again, original) if path else again
+                squares[path][0] += float((again.double() - y.double()).square().sum())
+                squares[path][1] += float(y.double().square().sum())
+    return {path: math.sqrt(error / (length or 1)) for path, (error, length) in squares.items()}
+
+
+def _bias_of(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
