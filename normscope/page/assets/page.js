@@ -84,8 +84,8 @@ function keyed(event) {
     return;
   }
   // Arrows choose among radio buttons and scroll a table.
-  const own = event.key.startsWith("Arrow") && event.target.closest("[type=radio], .scrolls");
-  const action = own ? null : keyAction(event.key);
+  const local = event.key.startsWith("Arrow") && event.target.closest("[type=radio], .scrolls");
+  const action = local ? null : keyAction(event.key);
   if (!action) return;
   event.preventDefault();
   action();
