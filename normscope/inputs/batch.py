@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 # Remedy for entries that cannot become batches: lists of images, records, objects.
 BY_HAND = (
     "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
-    "normscope.Batch(args=(x,), samples=(Sample('image 7', source_index=7, index=7),)) calls forward(x) "
-    "(Sample is in normscope.inputs.batch). "
+    "normscope.Batch(args=(x,), samples=(normscope.inputs.batch.Sample('image 7', source_index=7, index=7),)) calls "
+    "forward(x). "
     "Or say how the model is run on what your loader gives: "
     "normscope.capture(model, loader, forward=lambda model, batch: …)."
 )
