@@ -169,7 +169,10 @@ def with_statistics(module):
 MEAN, VARIANCE, WEIGHT = torch.linspace(-1, 1, 6), torch.linspace(0.5, 2, 6), torch.linspace(0.2, 1, 6)
 FUNCTIONS = {
     "layer_norm": (lambda x: F.layer_norm(x, (6, 4)), nn.LayerNorm((6, 4), elementwise_affine=False)),
-    "torch.layer_norm": (lambda x: torch.layer_norm(x, [4], eps=1e-3), nn.LayerNorm(4, 1e-3, False)),
+    "torch.layer_norm": (
+        lambda x: torch.layer_norm(eps=1e-3, normalized_shape=[4], input=x),
+        nn.LayerNorm(4, 1e-3, False),
+    ),
     "rms_norm": (lambda x: F.rms_norm(x, [4], eps=1e-3), nn.RMSNorm(4, 1e-3, False)),
     "torch.rms_norm": (lambda x: torch.rms_norm(x, [4]), nn.RMSNorm(4, elementwise_affine=False)),
     "group_norm": (lambda x: F.group_norm(x, 2, eps=1e-3), nn.GroupNorm(2, 6, 1e-3, False)),
@@ -218,11 +221,8 @@ def test_functions_without_a_token_of_their_own_are_skipped():
 
 
 def test_calls_outside_of_the_network_and_inside_of_norms_are_no_sites():
-    class OwnNorm(nn.Module):
-        def forward(self, x):
-            return F.layer_norm(x, x.shape[-1:])
-
-    model = nn.Sequential(OwnNorm(), nn.Linear(6, 6))
+    own = network_of(lambda self, x: self.part(x), "OwnNorm", part=network_of(lambda self, x: norm(x)))
+    model = nn.Sequential(own, nn.Linear(6, 6))
     batches = [torch.randn(3, 6)]
     seen = normscope.capture(model, batches, forward=lambda model, x: F.rms_norm(model(norm(x)), (6,)), verify=True)
     assert [site.name for site in seen.sites] == ["0"] and not seen.skipped

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 
 import normscope
 from normscope.errors import UsageError
+from normscope.inputs.batch import as_batches
+from normscope.pairs.norms.trace import find_norms
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -128,6 +131,14 @@ def test_calls_of_norm_functions_in_threads_are_counted_likewise():
     seen = normscope.capture(model, [X, X])
     assert len(ran) == 3
     assert seen.stats["0.1:rms_norm.0"].n_pairs == 2 * X.numel()
+
+
+def test_a_thread_that_outlives_a_pass_is_no_longer_watched():
+    block = network_of(lambda self, x: F.rms_norm(x, (8,)))
+    with ThreadPoolExecutor(1) as pool:
+        model = network_of(lambda self, x: block(x) + pool.submit(self.block, x).result(), block=block)
+        assert [site.calls for site in find_norms(model, next(as_batches([X]))).sites] == [2]
+        assert pool.submit(torch._C._len_torch_function_stack).result() == 0
 
 
 def test_a_second_capture_of_the_same_network_is_refused():

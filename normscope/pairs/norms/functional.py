@@ -147,7 +147,7 @@ class FunctionWatch(TorchFunctionMode):
         super().__init__()
         self._norms, self._lock, self._here = norms, lock, _OfThread()
 
-    def called(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def called(self, name: str, norm_of_call: Callable[[], CalledNorm], x: Tensor, output: Any) -> None:
         """Receive a call of a norm function, by the name of its site."""
 
     def left(self, frame: Frame) -> None:
@@ -200,7 +200,8 @@ class FunctionWatch(TorchFunctionMode):
             frame, function = self.frames[-1], _name(func)
             name = f"{frame.path or '(model)'}:{function}.{len(frame.functions)}"
             frame.functions.append(function)
-            self.called(name, func, args, kwargs, result)
+            x = args[0] if args else kwargs["input"]
+            self.called(name, partial(CalledNorm, func, args, kwargs), x, result)
         return result
 
 
@@ -212,11 +213,10 @@ class ExpectedCalls(FunctionWatch):
         super().__init__(norms, lock)
         self._sequences, self._adders = sequences, adders
 
-    def called(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def called(self, name: str, norm_of_call: Callable[[], CalledNorm], x: Tensor, output: Any) -> None:
         """Pass a call on, as a norm with its input and output."""
         if (add := self._adders.get(name)) is not None:
-            norm = CalledNorm(func, args, kwargs)
-            x = args[0] if args else kwargs["input"]
+            norm = norm_of_call()
             add(norm, norm.laid_out(x), norm.laid_out(output))
 
     def left(self, frame: Frame) -> None:

@@ -262,7 +262,7 @@ def _times(kind: NormKind, module: nn.Module, rows: Tensor, truth: Tensor) -> Te
 
 # Trial of unknown modules.
 _AFFINES = (scale_and_shift, unit_offset, unit_length)
-_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3)
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 2**-23)  # the last is that of F.rms_norm(x, shape)
 _NO_ROOT_EPS = 1e-12  # the default of F.normalize, which modules do not store
 # (mean, σ) of noise: an offset that reveals centring, and scales whose squares are near the usual eps.
 _PROBES = ((0.0, 1.0), (3.0, 1.0), (0.0, 1e-3), (0.0, 1e-5))

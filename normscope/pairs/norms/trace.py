@@ -247,17 +247,16 @@ class _TraceWatch(FunctionWatch):
             del self.calls[name]
         del self.additions[mark[1] :]
 
-    def called(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def called(self, name: str, norm_of_call: Callable[[], CalledNorm], x: Tensor, output: Any) -> None:
         """Record a call of a norm function, unless on weights."""
-        x = input_of(args, kwargs)
-        assert x is not None  # noqa: S101 - every norm function takes one
         if self.is_weight(x):
             self.weights_normed.add(self.frames[-1].path)
         elif name in self.calls:
             self.calls[name].calls += 1
         else:
-            norm = CalledNorm(func, args, kwargs)
-            x, output = norm.laid_out(x), norm.laid_out(output)
+            norm = norm_of_call()
+            x = norm.laid_out(x)
+            output = norm.laid_out(output) if isinstance(output, Tensor) else x  # native_layer_norm returns three
             self.calls[name] = _FirstCall(next(self.order), name, norm, x, output, norm.kind, len(self.additions))
 
     def left(self, frame: Frame) -> None:
