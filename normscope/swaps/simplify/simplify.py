@@ -242,7 +242,7 @@ class _Plan:
         reason = f"the output of {norm.site} changed by {norm.change:.1e} in float64"
         if last is None:
             raise ModelError(f"Nothing can be proved: {reason}, and nothing before it was rewritten.")
-        for other in self.norms if not last.blocked else ():
+        for other in self.norms if not last.blocked else ():  # centring for them would change its input, too
             if other.writers & last.writers:
                 other.blocked = other.blocked or reason
         last.block(reason)

@@ -443,11 +443,13 @@ class SinglePrecision(nn.LayerNorm):
 
 
 def test_a_norm_that_computes_in_single_precision_is_left_with_the_number():
-    network = one_norm(lambda self, x: self.head(self.norm(self.first(x))), norm=SinglePrecision(8))
-    report = checked(network, batch_of(values(2, 5, 4)))
-    [norm] = report.norms
-    assert type(network.norm) is SinglePrecision and report.float64 == 0
-    for reason in (norm.blocked, norm.unfolded):
+    def forward(self, x):
+        return self.head(self.norm(h := self.first(x))) + self.other(h)[..., :3]
+
+    network = one_norm(forward, norm=SinglePrecision(8), other=nn.LayerNorm(8))
+    norm, other = checked(network, batch_of(values(2, 5, 4))).norms
+    assert type(network.norm) is SinglePrecision and type(network.other) is nn.LayerNorm
+    for reason in (norm.blocked, norm.unfolded, other.blocked):  # whose input would be centred for both
         number = re.fullmatch(r"the output of norm changed by (.*) in float64", reason)[1]
         assert 1e-9 < float(number) < 1e-6
 
