@@ -167,7 +167,8 @@ def test_without_a_fold_a_shifted_curve_is_fitted_anew(solved, by_scipy, name):
         amplitude, alpha, s = by_scipy(f, x[~held], y[~held], shifted=True)
         left += np.sum((y[held] - amplitude * f(alpha * x[held] + s)) ** 2)
     found = solved(x, y, name, FitForm(), folds=folds)
-    assert found.r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=2e-4)
+    # With kinks several minima are equally deep to a millionth, and predict the fold left out differently.
+    assert found.r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=1e-5 if name == "tanh" else 3e-4)
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
