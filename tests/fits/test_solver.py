@@ -214,6 +214,18 @@ def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(name):
     assert sum(sizes) < 35 * nodes.x.numel()
 
 
+@pytest.mark.parametrize(("name", "most"), [("tanh", 60), ("sigmoid", 90), ("hardtanh", 1200)])
+def test_a_fit_with_a_shift_evaluates_the_curve_a_few_times_at_all_nodes(name, most):
+    """Also if s has no optimum in the limit of small α, as that of sigmoid, which is then a constant."""
+    x, generator = heavy_tailed(200_000, 4)
+    moments = moments_of(x + 0.4, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
+    nodes, coarse = nodes_of(moments), nodes_of(joined(moments, 32))
+    noting, sizes = counted(CURVES[name])
+    found, expected = (least_squares(Objective(nodes, own, shifted=True), coarse) for own in (noting, CURVES[name]))
+    assert float(found.alpha) == float(expected.alpha)
+    assert sum(sizes) < most * nodes.x.numel()
+
+
 def test_a_line_is_not_searched_again_without_each_fold():
     x, generator = heavy_tailed(5_000, 5)
     y = 3 * x + 0.1 * generator.standard_normal(x.size)
