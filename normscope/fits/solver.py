@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,18 +108,17 @@ class Objective:
         return dot(self.nodes.weight * self.nodes.y, self.nodes.y)
 
     def of(self, problems: Tensor) -> Objective:
-        fixed = (None if value is None else value.index_select(0, problems) for value in self._fixed)
-        return Objective(self.nodes.of(problems), self.curve, *fixed, self.shifted)
+        return self._with(self.nodes.of(problems), lambda fixed: fixed.index_select(0, problems))
 
     def on(self, nodes: Nodes) -> Objective:
         """Replace the nodes by n variants of the first problem, n of the next, and so on."""
         variants = len(nodes) // len(self.nodes)
-        fixed = (None if value is None else value.repeat_interleave(variants) for value in self._fixed)
-        return Objective(nodes, self.curve, *fixed, self.shifted)
+        return self._with(nodes, lambda fixed: fixed.repeat_interleave(variants))
 
-    @property
-    def _fixed(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.fixed_amplitude, self.fixed_alpha
+    def _with(self, nodes: Nodes, selected: Callable[[Tensor], Tensor]) -> Objective:
+        fixed = self.fixed_amplitude, self.fixed_alpha
+        amplitude, alpha = (None if value is None else selected(value) for value in fixed)
+        return Objective(nodes, self.curve, amplitude, alpha, self.shifted)
 
     def amplitude(self, products: Tensor, squares: Tensor, alpha: Tensor) -> Tensor:
         """Return the fixed or the best A from Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
