@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -438,7 +439,8 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_
         folds = _folds([panel for panel in with_fits if panel.fits[0].r2_cv is not None])
         lines.append(f"Above panels: R²{f' on held-out pairs, folds by {folds}' if folds else ''}")
         written = str([notes_of(panel, labels) for panel in with_fits])
-        lines[0] += "; ceiling: that of the best function of x" if "ceiling" in written else ""
+        mark = "ceiling:" if "ceiling" in written else "after /: the ceiling," if "'/ " in written else ""
+        lines[0] += f"; {mark} that of the best function of x" if mark else ""
         lines[0] += "; *: too low, as x repeats there, finer than bins resolve" if "*" in written else ""
     if others := best_of(fits)[1]:
         more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
@@ -480,7 +482,7 @@ def _result(fit: CurveFit) -> list[str]:
 
 
 def fits_in_line(panel: Panel, lead: str, value: Callable[[CurveFit], str], after: Sequence[str] = ()) -> list[Words]:
-    """Return one line of a number of every fit, in its colour; of what the panel has no room for, the last is left out.
+    """Return one line of a number of every fit, in its colour; on a narrow panel with fewer words and no leading zeros.
 
     What makes fits doubtful follows, such as ``straight``.
     """
@@ -492,8 +494,11 @@ def fits_in_line(panel: Panel, lead: str, value: Callable[[CurveFit], str], afte
     named = [(f"{fit.curve} {value(fit)}", colour) for fit, colour in zip(fits, colours, strict=True)]
     bare = [(value(fit), colour) for fit, colour in zip(fits, colours, strict=True)]
     begin, end = [(lead, ink)], [(text, ink) for text in after]
-    some: list[Words] = [[*begin, *named, *doubts], [*named, *doubts], [*begin, *bare, *doubts], [*bare, *doubts]]
-    lines = ([*begin, *named, *doubts, *end], *some)
+    slash = [(text.replace("ceiling", "/"), ink) for text in after]
+    some: list[Words] = [[*named, *doubts, *end], [*bare, *doubts, *end], [*bare, *doubts, *slash]] if after else []
+    some = [[(re.sub(r"\b0\.", ".", text), colour) for text, colour in line] for line in some]
+    lines: list[Words] = [[*begin, *named, *doubts, *end], *some]
+    lines += [[*first, *values, *doubts] for values in (named, bare) for first in (begin, [])]
     return [next((line for line in lines if words_inches(line) <= panel.room), bare)]
 
 

@@ -321,6 +321,7 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
     drawn = io.BytesIO()  # on a full disk matplotlib's PDF writer raises an error of zlib's
     with (
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "normscope", "pdf.fonttype": 42}),
+        matplotlib.rc_context(figure.math if isinstance(figure, Sheet) else {}),
         _laid_out(figure, kind, dpi),
     ):
         figure.savefig(drawn, dpi=dpi, format=kind, metadata={key: text, **dates})

@@ -88,6 +88,14 @@ class Style:
             colours[curve] = next((colour for colour in choice if colour not in colours.values()), usual)
         return {curve: (colours[curve], looks[curve][1]) for curve in curves}
 
+    def math(self) -> dict[Any, Any]:
+        """Return matplotlib parameters of formulas, whose letters are of a chosen font as well."""
+        if self.fonts == Style.fonts:
+            return {}
+        font = self.fonts[0]
+        letters = {"mathtext.rm": font, "mathtext.it": f"{font}:italic", "mathtext.cal": font}
+        return {"mathtext.fontset": "custom", "mathtext.fallback": "stix", **letters}
+
     def rc(self) -> dict[Any, Any]:
         """Return the theme as matplotlib parameters."""
         return {
@@ -97,6 +105,7 @@ class Style:
             ),
             "axes.linewidth": 0.6,
             "font.family": self.fonts,
+            **self.math(),
             "font.size": 7,
             "axes.titlesize": 7.5,
             "axes.labelsize": 7,
@@ -404,9 +413,15 @@ class Sheet(Figure):
 
     Attributes:
         caption: suffix and text of that file; None for no file.
+        math: matplotlib parameters of formulas, which matplotlib reads again when it draws.
     """
 
     caption: tuple[str, str] | None = None
+    math: dict[Any, Any]
+
+    def draw(self, renderer: Any) -> None:
+        with matplotlib.rc_context(self.math):
+            super().draw(renderer)
 
 
 @contextlib.contextmanager
@@ -450,6 +465,7 @@ def sheet_of(
         below_panels = () if caption else (*foot, origin)
         lines = [line for text in below_panels for line in wrapped(text, width - 0.2, NOTE)]
         figure = Sheet(figsize=(width, height))
+        figure.math = style.math()
         if caption:
             first, last = title_and_foot(None if title == NONE else title, usual, about, names)
             figure.caption = (
@@ -475,6 +491,7 @@ def sheet_of(
         for artist in figure.findobj() if style.fonts != Style.fonts else ():
             if isinstance(artist, Text):
                 artist.set_fontfamily(style.fonts)
+                artist.set_math_fontfamily("custom")
             elif isinstance(artist, Axes):
                 artist.tick_params(which="both", labelfontfamily=style.fonts)
 

@@ -245,11 +245,6 @@ class Nodes(Batched):
         off = self.y - predicted
         return dot(self.weight * off, off) + self.scatter.sum(-1)
 
-    def filled(self) -> Nodes:
-        """Drop the nodes at which no problem has pairs."""
-        filled = (self.weight > 0).any(0)
-        return Nodes(self.x[:, filled], self.y[:, filled], self.weight[:, filled], self.scatter[:, filled], self.total)
-
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Σ a·b over the last axis."""

@@ -82,10 +82,31 @@ def test_headings_have_a_name_and_a_line_of_r2(seen, fits, labels, width):
         assert ax.get_title(loc="left") == ("" if labels == "none" else f"{number}.norm")
         assert len({text.get_window_extent().y0 for text in above}) == (labels == "short")
         words = " ".join(text.get_text() for text in above)
-        assert all(r2 in words for r2 in of_site.values()) == (labels == "short")
+        ceiling = next(f"{fit.r2_ceiling:.3f}" for fit in fits if fit.site == NAMES[number])
+        numbers = [*of_site.values(), ceiling]
+        assert all(r2.lstrip("0") in words for r2 in numbers) == (labels == "short")
         if labels == "short" and width is None:
-            ceiling = next(fit.r2_ceiling for fit in fits if fit.site == NAMES[number])
-            assert words == f"R² tanh {of_site['tanh']} isru {of_site['isru']} ceiling {ceiling:.3f}"
+            assert words == f"R² tanh {of_site['tanh']} isru {of_site['isru']} ceiling {ceiling}"
+
+
+@pytest.mark.parametrize(
+    ("inches", "words"),
+    [
+        (3.0, "R² tanh {} isru {} ceiling {}"),
+        (1.7, "tanh {} isru {} ceiling {}"),
+        (1.25, "{} {} ceiling {}"),
+        (0.95, "{} {} / {}"),
+        (0.7, "R² {} {}"),
+    ],
+)
+def test_a_narrow_panel_keeps_the_ceiling_as_long_as_it_has_room(seen, fits, inches, words):
+    (panel,) = panels.panels_of(seen, seen.sites[:1], fits, STYLES["light"], inches=inches)
+    of_site = [fit for fit in fits if fit.site == NAMES[0]]
+    numbers = [f"{value:.3f}" for value in (*(fit.r2_cv for fit in of_site), of_site[0].r2_ceiling)]
+    expected = words.format(*(numbers if inches in (3.0, 0.7) else [number.lstrip("0") for number in numbers]))
+    (line,) = panels.notes_of(panel, "short")
+    assert " ".join(text for text, _ in line) == expected
+    assert ("after /: the ceiling, that of" in panels.remarks([panel], fits, "short")[0]) == ("/" in words)
 
 
 def test_full_labels_have_every_number(seen, fits):

@@ -1,11 +1,14 @@
 """Curves are told apart, however many there are, and one curve looks the same wherever it is drawn."""
 
+import re
 from itertools import combinations
 
 import matplotlib.colors
 import numpy as np
 import pytest
 
+from normscope.figures.depth import plot_curves
+from normscope.figures.scurves import save_figure
 from normscope.figures.style import STYLES
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0: what is left of linear RGB.
@@ -56,3 +59,11 @@ def test_a_curve_looks_the_same_beside_others():
     assert together["tanh"] == ("#D55E00", "-")
     colour, (_, dashes) = together["isru"]
     assert colour == "#0072B2" and len(dashes) == 2
+
+
+def test_formulas_are_of_the_font_also_where_they_are_drawn_later(tmp_path):
+    """Besides its letters an SVG names families of signs, such as roots, that few fonts have in every size."""
+    path = save_figure(plot_curves("tanh,isru", font="DejaVu Serif"), tmp_path / "curves.svg", {})
+    families = set(re.findall(r"font(?:-family)?: ([^;\"]*)", path.read_text(encoding="utf-8")))
+    assert any("Serif" in family for family in families)
+    assert {family for family in families if "Serif" not in family and "STIX" not in family} == set()

@@ -167,7 +167,8 @@ def test_without_a_fold_a_shifted_curve_is_fitted_anew(solved, by_scipy, name):
         amplitude, alpha, s = by_scipy(f, x[~held], y[~held], shifted=True)
         left += np.sum((y[held] - amplitude * f(alpha * x[held] + s)) ** 2)
     found = solved(x, y, name, FitForm(), folds=folds)
-    assert found.r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=2e-4)
+    # With kinks several minima are equally deep to a millionth, and predict the fold left out differently.
+    assert found.r2_cv == pytest.approx(1 - left / np.sum((y - y.mean()) ** 2), abs=1e-5 if name == "tanh" else 3e-4)
 
 
 @pytest.mark.parametrize("name", sorted(NUMPY))
@@ -211,6 +212,18 @@ def test_a_fit_evaluates_the_curve_a_few_times_at_all_nodes(name):
     one, sizes = counted(CURVES[name])
     torch.testing.assert_close(*(least_squares(Objective(nodes, own), coarse).alpha for own in (one, CURVES[name])))
     assert sum(sizes) < 35 * nodes.x.numel()
+
+
+@pytest.mark.parametrize(("name", "most"), [("tanh", 60), ("sigmoid", 90), ("hardtanh", 1200)])
+def test_a_fit_with_a_shift_evaluates_the_curve_a_few_times_at_all_nodes(name, most):
+    """Also if s has no optimum in the limit of small α, as that of sigmoid, which is then a constant."""
+    x, generator = heavy_tailed(200_000, 4)
+    moments = moments_of(x + 0.4, np.tanh(x) + 0.5 * generator.standard_normal(x.size))[None]
+    nodes, coarse = nodes_of(moments), nodes_of(joined(moments, 32))
+    noting, sizes = counted(CURVES[name])
+    found, expected = (least_squares(Objective(nodes, own, shifted=True), coarse) for own in (noting, CURVES[name]))
+    assert float(found.alpha) == float(expected.alpha)
+    assert sum(sizes) < most * nodes.x.numel()
 
 
 def test_a_line_is_not_searched_again_without_each_fold():
