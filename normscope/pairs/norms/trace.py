@@ -192,7 +192,7 @@ class _FirstCall:
     additions_before: int
     overwrites: bool
     of_weights: bool
-    pointwise: PointwiseParameters | None
+    pointwise: PointwiseParameters | None = None
     calls: int = 1
 
 
