@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import timm
 import torch
 from diffusers.models.autoencoders.autoencoder_same import DynamicTanh as SameTanh
 from networks import network_of
@@ -258,6 +259,14 @@ def test_functions_are_recognized_and_verified_in_other_precisions(dtype):
     model = trained(NETWORKS["DyT"]()).to(dtype)
     seen = normscope.capture(model, [noise(4, 3, 8, 8).to(dtype)], verify=True)
     assert [site.pointwise.curve for site in seen.sites] == ["tanh"] * 6
+
+
+def test_a_swapped_norm_with_an_activation_is_verified_with_it():
+    norm = timm.layers.LayerNormAct(D, act_layer=nn.ReLU)
+    model, x = nn.Sequential(nn.Linear(D, D), norm), noise(16, 5, D)
+    normscope.swap(model, "dyt", normscope.capture(model, [x]))
+    seen = normscope.capture(model, [x], verify=True)
+    assert seen.sites[0].pointwise.curve == "tanh" and float(seen.stats["1"].moments.sum((0, 2))[2]) != 0
 
 
 def test_verification_fails_for_another_function_than_at_first():
