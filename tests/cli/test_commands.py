@@ -189,7 +189,7 @@ def test_layers_as_json_and_as_a_table(folder):
     assert list(told) == ["model", "sites", "skipped"]
     assert told["sites"][-1] == {
         **{"index": 16, "name": "norm", "kind": "LayerNorm", "normalized_shape": [64], "channel_axis": -1},
-        **{"eps": 1e-6, "affine": True, "placement": "final", "calls": 1},
+        **{"eps": 1e-6, "affine": True, "placement": "final", "calls": 1, "pointwise": None},
     }
     assert "the true output of all 17 norms was reproduced" in done.stderr
 

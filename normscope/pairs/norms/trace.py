@@ -83,7 +83,7 @@ class NormReport:
 
 
 def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> NormReport:
-    """Run ``model`` once on ``batch`` and list its norms in the order of their first calls.
+    """Run ``model`` once on ``batch`` and list its norms, and point-wise functions in place of norms, by first call.
 
     Args:
         model: what :func:`normscope.load` returned, or any module; its training flags and buffers, grad mode and the
