@@ -418,7 +418,10 @@ def test_a_swap_replaces_the_norm_modules_and_leaves_the_calls():
     assert len(seen.sites) == 3
     modules = normscope.replacements(model, "dyt", seen)
     assert list(modules) == ["norm"]
-    assert list(normscope.replacements(model, "dyt", seen, layers=1)) == ["norm"]
+    last = network_of(lambda self, x: self.norm(norm(norm(x))), norm=nn.LayerNorm(8))
+    for layers in (1, "1", [2], "norm", "all", "0-2"):
+        chosen = normscope.replacements(last, "dyt", normscope.capture(last, batches), layers=layers, init="paper")
+        assert list(chosen) == ["norm"], layers
     drift = normscope.drift(model, batches, modules)
     assert drift.sites == ["norm"]
     swapped = copy.deepcopy(model)
