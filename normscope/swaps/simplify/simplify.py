@@ -112,7 +112,7 @@ class _Norm:
         kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else "it is no norm module"
         if isinstance(kind, str):
             self.block(kind)
-        elif norm.grouped or kind.form is None or kind.activation or kind.affine is not scale_and_shift:
+        elif kind.form is None or kind.activation or kind.affine is not scale_and_shift:
             self.block("it is no LayerNorm or RMSNorm with γ·y + β")
         else:
             try:

@@ -356,6 +356,12 @@ TRAPS = [
         "it has no weight per channel",
     ),
     (
+        lambda self, x: self.head(self.norm(self.first(x))),
+        {"norm": timm.layers.LayerNormAct(8)},
+        "it is no LayerNorm or RMSNorm with γ·y + β",
+        "it is no LayerNorm or RMSNorm with γ·y + β",
+    ),
+    (
         lambda self, x: self.head(self.norm(self.first(x)).mT),
         {"head": nn.ConvTranspose1d(8, 8, 3)},
         "",
