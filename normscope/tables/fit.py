@@ -11,6 +11,7 @@ from rich.table import Table
 
 from normscope.curves.known import FREE
 from normscope.errors import count
+from normscope.fits.saturation import formula
 from normscope.runtime.files import visible
 from normscope.tables.glossary import DEFINITIONS, TERMS
 from normscope.tables.table import (
@@ -41,9 +42,11 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
             return NONE
         return f"{fit.rank}{'≈' if fit.in_noise and fit.rank > 1 else ''}"
 
+    functions = {fit.site: formula(fit.norm.pointwise) for fit in fits if fit.norm and fit.norm.pointwise}
     columns: list[Column[CurveFit]] = [
         names("site", lambda fit: fit.site, once=True),
         words("curve", lambda fit: fit.curve + (" *" if fit.best else "")),
+        Column("module's f", lambda fit: functions.get(fit.site, NONE), bool(functions), "left", drop=3),
         *several(("params", "A", "α"), _shape, (9, 1, 0)),
         Column("s", lambda fit: _with_interval(fit, "shift") if fit.shift else NONE, _shifted(fits), drop=4),
         Column("slope", _slope, drop=6),
@@ -52,7 +55,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         Column("ceiling", _ceiling, drop=2),
         Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=7),
         Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=8),
-        Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=10),
+        Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=2 if functions else 10),
         Column("rank", rank, drop=5),
     ]
     return table_of(fits, columns, caption=_caption(fits), about="fit", remark=lambda fit: fit.nothing, named=2)
