@@ -248,7 +248,7 @@ def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figur
             points += [(functions[n].inverse_std, abs(functions[n].alpha.p50), look) for n in places]
             for share, colour in colours.items():
                 percent = 100 * np.array([getattr(functions[n], share) for n in places], float)  # None becomes NaN
-                shares.plot(places, percent, color=colour, marker=marker, ms=3, mew=0, lw=0.9)
+                shares.plot(places, percent, color=colour, marker=marker, ms=3, mew=0, lw=0.9, clip_on=False)
         _draw_spread(against, points, theme, 1.0)
         against.set(xlabel="1 / std of x", ylabel="α")
         shares.set(ylabel="share of pairs [%]", ylim=(0, None))

@@ -16,6 +16,7 @@ from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import check_fit, fit
 from normscope.fits.jackknife import Interval, interval, student
+from normscope.fits.saturation import Saturation, saturation
 from normscope.fits.targets import FitTarget, as_capture, fit_targets, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
@@ -166,6 +167,15 @@ class Comparison:
             for capture, lacking, sites in ((1, number, each.unmatched[0]), (number, 1, each.unmatched[1]))
             for site in sites
         ]
+
+    def functions(self) -> list[tuple[int, Saturation]]:
+        """List the point-wise functions by site of the first capture, each with the number of its capture."""
+        of_captures, rows = [{each.site: each for each in saturation(capture)} for capture in self.captures], []
+        for site in self.captures[0].sites:
+            names = [site.name, *(each.counterparts.get(site.name, "") for each in self.matches)]
+            pairs = enumerate(zip(of_captures, names, strict=True), 1)
+            rows += [(number, functions[name]) for number, (functions, name) in pairs if name in functions]
+        return rows
 
 
 def compare(
