@@ -319,7 +319,7 @@ class Recorder:
                 device,
                 grouped=site.grouped,
                 by_gamma=self.summing.by_gamma,
-                per_channel=self.summing.per_channel,
+                per_channel=self.summing.per_channel or site.channels_differ,
                 diagonal=self.summing.diagonal and site.has_diagonal,
             )
             stats.sources = SourcesSeen(assignment=self.assignment)

@@ -96,19 +96,21 @@ FORMS = {form.name: form for form in (layer_norm, rms_norm, root_mean_square, st
 
 @dataclass(frozen=True)
 class Lines:
-    """The line y = (x − shift) · rstd of each token: by a form, or given as numbers.
+    """The line y = (x − shift) · rstd of each token: by a form, or given as numbers; or y itself beside mean and 1/σ.
 
     Attributes:
         form: of the norm; None where the numbers are given.
         eps: of that form.
         shift: float64 ``(tokens,)``.
         rstd: float64 ``(tokens,)``.
+        explicit_y: y of a point-wise function, float64 ``(tokens, d)``, which is on no line of its token; else None.
     """
 
     form: Form | None = None
     eps: float = 0.0
     shift: Tensor | None = None
     rstd: Tensor | None = None
+    explicit_y: Tensor | None = None
 
     def of(self, x: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return shift and rstd, both ``(tokens, 1)``, of the tokens ``rows`` with the float64 elements ``x``."""
@@ -119,6 +121,8 @@ class Lines:
 
     def y(self, rows: Tensor) -> Tensor:
         """Return the summed y of all tokens ``(tokens, d)``: float64, from x rounded to float32."""
+        if self.explicit_y is not None:
+            return self.explicit_y
         x = rows.float().double()
         shift, rstd = self.of(x, slice(None))
         return (x - shift) * rstd

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from normscope.curves.known import Curve
 from normscope.pairs.norms.formulas import Form, Lines, Normalize, gain_and_shift, layer_norm, scale_and_shift, std_norm
+from normscope.pairs.norms.sites import PointwiseParameters
 
 Axes = Callable[[nn.Module, int], tuple[int, ...]]
 Groups = Callable[[nn.Module], int]
 OfModule = Callable[[nn.Module, Tensor], Tensor]
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
+_NEXT_TO_ZERO = 1e-30  # under the root of a token's σ that divides nothing: tokens of equal elements count too
 
 
 def token_axes(x: Tensor, axes: tuple[int, ...], batch_axis: int = 0) -> list[int]:
@@ -49,6 +52,7 @@ class NormKind:
         own_precision: whether the module computes in its input's precision, so that half precision rounds every step;
             otherwise it computes in float32.
         unbatched_axes: number of axes of an input without an axis of samples, for classes that accept such inputs.
+        curve: f of a point-wise function, whose y is f(αx + s); None for a norm.
     """
 
     name: str
@@ -63,6 +67,7 @@ class NormKind:
     eps: float | None = None
     own_precision: bool = False
     unbatched_axes: int | None = None
+    curve: Curve | None = None
 
     def rows(self, module: nn.Module, x: Tensor, batch_axis: int = 0) -> Tensor:
         """Lay the tokens of ``x`` out as rows ``(tokens, d)``, one sample after the other, in ``x``'s dtype.
@@ -91,6 +96,9 @@ class NormKind:
         """Return the lines of token rows: by their form, or as numbers where ``normalize`` has none."""
         if self.form is not None:
             return Lines(self.form, eps)
+        if self.curve is not None:
+            y, _ = self.normalize(module, rows.float().double(), eps)
+            return Lines(layer_norm, _NEXT_TO_ZERO, explicit_y=y)
         x = rows.double()
         y, rstd = self.normalize(module, x, eps)
         return Lines(shift=(x - y.double() / rstd.double()).mean(1), rstd=rstd.double().flatten())
@@ -125,6 +133,14 @@ class NormKind:
         offset = self.affine(module, zero)
         gain = self.affine(module, zero + 1) - offset
         return gain.detach().flatten().float(), offset.detach().flatten().float()
+
+    def pointwise(self, module: nn.Module) -> PointwiseParameters | None:
+        """Return the parameters of a point-wise function; None for a norm."""
+        if self.curve is None:
+            return None
+        gain, _ = gain_and_shift(module)
+        parts = (*_scale_and_shift_of_x(module), torch.ones(1) if gain is None else gain)
+        return PointwiseParameters(self.curve.name, *(tuple(part.detach().flatten().tolist()) for part in parts))
 
     def _batched(self, x: Tensor) -> Tensor:
         return x[None] if x.ndim == self.unbatched_axes else x
@@ -205,3 +221,21 @@ def running_norm(name: str, **options: Any) -> NormKind:
         return len(module.running_mean)
 
     return replace(group_norm(name, groups=channels, **options), normalize=normalize, form=None)
+
+
+def pointwise_function(name: str, curve: Curve, *, axes: Axes | tuple[int, ...], **options: Any) -> NormKind:
+    """Describe a point-wise function weight · f(αx + s) + bias; α and s are the module's ``alpha`` and ``shift``."""
+
+    def normalize(module: nn.Module, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        alpha, shift = (part.detach().flatten().to(rows) for part in _scale_and_shift_of_x(module))
+        y = curve.function(alpha * rows + shift)
+        return y, torch.ones_like(y[:, :1])
+
+    kind = token_norm(name, axes=axes, centred=False, eps=0.0, **options)
+    return replace(kind, normalize=normalize, form=None, bounded=curve.limit == 1, curve=curve)
+
+
+def _scale_and_shift_of_x(module: nn.Module) -> tuple[Tensor, Tensor]:
+    alpha: Any = module.alpha
+    shift: Any = getattr(module, "shift", None)
+    return alpha, torch.zeros(1) if shift is None else shift

@@ -13,7 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from normscope.pairs.norms.formulas import rms_norm, root_mean_square, std_norm, unit_length, unit_offset
-from normscope.pairs.norms.kinds import NormKind, group_norm, running_norm, token_norm, trailing_axes
+from normscope.pairs.norms.kinds import (
+    Axes,
+    NormKind,
+    group_norm,
+    pointwise_function,
+    running_norm,
+    token_norm,
+    trailing_axes,
+)
 
 Row = NormKind | str | Callable[[nn.Module], NormKind | str]
 
@@ -27,7 +35,6 @@ _FILTER_RESPONSE = (
 )
 _GLOBAL_RESPONSE = "it scales whole channels by their share in the norm of all, and adds its input"
 _LOCAL_RESPONSE = "it divides by the energy of neighbouring channels to a power, and has no statistic of a token"
-POINTWISE = "a point-wise function"
 _SECOND_INPUT = "its scale and shift are made from a second tensor that it is called with"
 
 
@@ -77,13 +84,13 @@ def _along(name: str, axis_name: str) -> Callable[[Any], NormKind]:
     return lambda module: token_norm(name, axes=(getattr(module, axis_name),), normalize=rms_norm, own_precision=True)
 
 
-def _swapped_rms_norm(module: Any) -> NormKind:
-    axes = (module.channel_axis,) if len(module.normalized_shape) == 1 else trailing_axes
-    return token_norm("RMSNorm", axes=axes, normalize=rms_norm)
+def _swapped_axes(module: Any) -> Axes | tuple[int, ...]:
+    return (module.channel_axis,) if len(module.normalized_shape) == 1 else trailing_axes
 
 
-def _pointwise(module: Any) -> str:
-    return f"{POINTWISE} ({module.curve.name}), no norm"
+def _pointwise(module: Any) -> NormKind:
+    axes, activation = _swapped_axes(module), module.activation
+    return pointwise_function("PointwiseFunction", module.curve, axes=axes, activation=activation)
 
 
 def _in(package: str, rows: dict[str, Row]) -> dict[str, Row]:
@@ -202,6 +209,8 @@ NORMS: dict[str, Row] = {
     "torchvision.ops.misc.FrozenBatchNorm2d": _batch_norm("FrozenBatchNorm2d", own_precision=True),
     "torchvision.transforms.transforms.Normalize": _NO_STATISTIC,
     "torchvision.transforms.v2._misc.Normalize": _NO_STATISTIC,
-    "normscope.swaps.standalone.RMSNorm": _swapped_rms_norm,
+    "normscope.swaps.standalone.RMSNorm": lambda module: token_norm(
+        "RMSNorm", axes=_swapped_axes(module), normalize=rms_norm
+    ),
     "normscope.swaps.pointwise.PointwiseFunction": _pointwise,
 }

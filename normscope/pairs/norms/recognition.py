@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from normscope.curves.known import CURVES
 from normscope.errors import ModelError, UsageError
 from normscope.pairs.norms.formulas import (
     FORMS,
@@ -32,6 +34,7 @@ from normscope.pairs.norms.kinds import (
     OfModule,
     group_norm,
     named_eps,
+    pointwise_function,
     running_norm,
     token_norm,
     trailing_axes,
@@ -45,6 +48,7 @@ __all__ = ["ancestor_kind", "is_norm", "kind_of", "layer_norm", "refusal", "regi
 _TABLE: dict[str, Row] = dict(NORMS)
 # The words of a class's name: "My" and "RMS" of MyRMS, "LN" of LN2d, "Channels" as one.
 _WORDS = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_CALLED_POINTWISE = re.compile("dynamic_?(tanh|erf|isru)|dyt|dyisru|derf|pointwise", re.IGNORECASE)
 _CALLED_A_NORM = re.compile("([nN]orm[^A-Z]*|RMS|Rms|rms|LN|Ln|ln)[0-9]*[dD]?$")
 
 
@@ -113,6 +117,7 @@ def refusal(module: nn.Module) -> str | None:
 def is_norm(module: nn.Module) -> bool:
     """True if a module is a norm by the table or by its name, which contains norm, or rms or ln as a word.
 
+    So is a module with α in the place of a norm, by a name such as DynamicTanh.
     Convolutions, linear layers and modules that contain a norm are no norms. Neither are modules with layers, unless
     their name ends in norm: RobertaPreLayerNormOutput is an output, AdaGroupNorm a norm, ConvMlpWithNorm an MLP.
 
@@ -123,6 +128,8 @@ def is_norm(module: nn.Module) -> bool:
         return True
     name = type(module).__name__
     words = {word.lower() for word in _WORDS.findall(name)}
+    if learns_alpha(module) and _CALLED_POINTWISE.search(name):
+        return True
     if "norm" not in name.lower() and not words & {"rms", "ln"}:
         return False
     if type(module).__module__.startswith("torch.nn.utils") or re.search("With_?Norm", name):
@@ -227,7 +234,8 @@ def _times(kind: NormKind, module: nn.Module, rows: Tensor, truth: Tensor) -> Te
     lines = kind.lines(module, rows, kind.eps_of(module, dtypes[0]))
     y = lines.y(rows)
     shift, rstd = lines.of(rows.float().double(), slice(None))
-    offset = (shift * rstd).abs()  # of the mean, in units of σ
+    # Of the mean, in units of σ; a point-wise function subtracts none.
+    offset = (shift * rstd).abs() if kind.curve is None else torch.zeros_like(rstd)
 
     def applied(step: OfModule, y: Tensor) -> Tensor:
         return step(module, y.to(device, torch.float32) if on_mps else y).to(y)
@@ -277,11 +285,14 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
         return "it does not take floating-point numbers and return as many"
     if sum(isinstance(value, Tensor) for value in (*call[0], *call[1].values())) > 1:
         return f"its output depends on a second tensor that it is called with; {_REGISTER}"
-    candidates = list(_candidates(module, x, ancestor))
+    pointwise = ancestor is None and learns_alpha(module)
+    if pointwise and not torch.any(module.alpha):  # type: ignore[arg-type]
+        return "its α is zero, so that its output is constant"
+    candidates = list(_pointwise_candidates(module, x) if pointwise else _candidates(module, x, ancestor))
     axes = {axis % x.ndim for kind in candidates for axis in kind.axes(module, x.ndim)}
     shape = [size if axis in axes else min(size, _MOST_POSITIONS) for axis, size in enumerate(x.shape)]
     try:
-        probes = _probed(module, call, x, shape)
+        probes = _probed(module, call, x, shape, _probes_of_alpha(module) if pointwise else _PROBES)
     except Exception as error:  # of code that is not ours, on inputs that it was not made for
         return f"it could not be tried on other inputs ({type(error).__name__}); {_REGISTER}"
     fitting = [kind for kind in candidates if all(_fits(kind, module, *probe) for probe in probes)]
@@ -292,12 +303,35 @@ def identified(module: nn.Module, call: _Call, x: Tensor, output: Tensor, ancest
         if fitting:
             largest = x.detach().abs().max()
             return f"its output is of no form on this input, whose largest |x| is {largest:.3g}: it may overflow there"
+        if pointwise:
+            return "no known curve f makes weight · f(αx + s) + bias of its input"
         differs = "no form that is known" if ancestor is None else f"neither {ancestor.name}'s nor another known form"
         return f"{differs} reproduces its output over any axis; {_REGISTER}"
     inputs = [*(probe for probe, _ in probes[:2]), x]
     if any(not _same_y(kinds[0], kind, module, each) for kind in kinds[1:] for each in inputs):
         return f"its output fits more than one form (weights of zero hide y); {_REGISTER}"
     return kinds[0]
+
+
+def learns_alpha(module: nn.Module) -> bool:
+    """True if a module learns α and one weight per channel, as a point-wise function in place of a norm does.
+
+    α, and s if there is one, are one number or one per channel.
+
+    >>> learns_alpha(nn.PReLU(8)), learns_alpha(nn.LayerNorm(8))
+    (False, False)
+    """
+    parameters = dict(module.named_parameters(recurse=False))
+    if "alpha" not in parameters or len(parameters) != len(list(module.parameters())):
+        return False
+    if any(map(is_lazy, parameters.values())):
+        return False
+    d = max(parameter.numel() for parameter in parameters.values())
+    gain, bias = gain_and_shift(module)
+    inside = [parameters[name].numel() for name in ("alpha", "shift") if name in parameters]
+    affine = [part.numel() for part in (gain, bias) if part is not None]
+    alike = {*inside} <= {1, d} and {*affine} == {d} and len(parameters) == len(inside) + len(affine)
+    return d > 1 and gain is not None and alike
 
 
 @torch.no_grad()
@@ -431,6 +465,30 @@ def _candidates(module: nn.Module, x: Tensor, ancestor: NormKind | None) -> Iter
                     yield replace(kind, eps=_NO_ROOT_EPS)
                 else:
                     yield from _with_eps(module, kind)
+
+
+def _pointwise_candidates(module: nn.Module, x: Tensor) -> Iterator[NormKind]:
+    """Yield weight · f(αx + s) + bias with each bounded curve f, over each axis that may number the channels.
+
+    softcap is left out, whose f is tanh; and linear, which makes a layer scale.
+    """
+    d = max(parameter.numel() for parameter in module.parameters())
+    axes = [each for each in _axes_of(module, x, None) if math.prod(x.shape[axis] for axis in each) == d]
+    if all(bool((part == part.flatten()[0]).all()) for part in module.parameters()):  # all axes make the same output
+        axes = axes[:1]
+    curves = [curve for curve in CURVES.values() if curve.bounded and not curve.amplitude_is_inverse_scale]
+    shifted = hasattr(module, "shift")
+    left_out = {curve.shift_of if shifted else curve.name for curve in curves if curve.shifted}  # erf, or derf
+    for curve in curves:
+        if curve.name not in left_out:
+            yield from (pointwise_function(type(module).__name__, curve, axes=each) for each in axes)
+
+
+def _probes_of_alpha(module: nn.Module) -> tuple[tuple[float, float], ...]:
+    """Return mean and σ of noise that reaches the bends and the tails of every curve f(αx + s)."""
+    alpha: Any = module.alpha
+    scale = float(alpha[alpha != 0].abs().median())
+    return tuple((0.0, u / scale) for u in (0.3, 1.0, 3.0, 30.0))
 
 
 def _with_eps(module: nn.Module, kind: NormKind) -> list[NormKind]:

@@ -53,7 +53,8 @@ class NormSite:
         calls: number of calls in one forward pass.
         tokens_per_sample: number of vectors that it normalizes for one sample, over all calls.
         centred: whether it subtracts the token's mean.
-        bounded: whether the statistics are the token's own, so that √d bounds |y|.
+        bounded: whether the statistics are the token's own, so that √d bounds |y|; of a point-wise function, whether 1
+            does.
         grouped: whether a token is a group of channels over all positions; its size may differ from input to input.
         form: key of the token's form in :data:`normscope.pairs.norms.formulas.FORMS`; None for running statistics and
             for a formula that the user registered.
@@ -98,9 +99,16 @@ class NormSite:
         return self.form is not None and not self.grouped and self.d > 1
 
     @property
+    def channels_differ(self) -> bool:
+        """True for a point-wise function with one α per channel, whose pairs show f channel by channel alone."""
+        return self.pointwise is not None and len(self.pointwise.alpha) > 1
+
+    @property
     def bound(self) -> float:
-        """Largest possible |y|: √(d−1) with centring, √d without, infinite if statistics are not the token's own."""
-        return math.sqrt(self.d - self.centred) if self.bounded else math.inf
+        """Largest possible |y|: √(d−1) with centring, √d without, 1 of a bounded point-wise function, else infinite."""
+        if not self.bounded:
+            return math.inf
+        return math.sqrt(self.d - self.centred) if self.pointwise is None else 1.0
 
 
 @dataclass(frozen=True)

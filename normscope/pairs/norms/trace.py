@@ -23,9 +23,16 @@ from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.pairs.norms.formulas import channel_vectors, gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
-from normscope.pairs.norms.known import POINTWISE
-from normscope.pairs.norms.recognition import ancestor_kind, identified, ignores_scale, is_norm, kind_of, refusal
-from normscope.pairs.norms.sites import NormSite, SkippedNorm, kind_of_site
+from normscope.pairs.norms.recognition import (
+    ancestor_kind,
+    identified,
+    ignores_scale,
+    is_norm,
+    kind_of,
+    learns_alpha,
+    refusal,
+)
+from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run
 
@@ -185,6 +192,7 @@ class _FirstCall:
     additions_before: int
     overwrites: bool
     of_weights: bool
+    pointwise: PointwiseParameters | None
     calls: int = 1
 
 
@@ -284,7 +292,7 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
             continue
         if is_norm(module):
             named[name] = module
-        elif channel_vectors(module):
+        elif channel_vectors(module) or learns_alpha(module):
             weighing[name] = module
     return named, weighing
 
@@ -345,7 +353,8 @@ def _calls_of(
                     # Now, while the input is what the norm saw: the network may go on to add to it in place.
                     with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                         kind = _resolve(module, own_args, own_kwargs, output)
-                    calls[name] = _FirstCall(name, module, x, output, kind, mark[1], overwrites, of_weights)
+                        pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
+                    calls[name] = _FirstCall(name, module, x, output, kind, mark[1], overwrites, of_weights, pointwise)
             if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
                 watch.forget_since(mark)
             return output[:1] if copy is not None and _lone_value(module, copy) else None
@@ -391,7 +400,7 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return f"{called} tokens cannot be told apart by sample"
     known = kind_of(module) or refusal(module)
     if known is None:
-        if not (is_norm(module) or ignores_scale(module, (args, kwargs), x)):
+        if not (is_norm(module) or learns_alpha(module) or ignores_scale(module, (args, kwargs), x)):
             return "it only weighs its input"
         return identified(module, (args, kwargs), x, output, ancestor_kind(module))
     if isinstance(known, NormKind) and known.groups is not None:
@@ -420,6 +429,7 @@ def _site(index: int, call: _FirstCall, kind: NormKind, placement: str | None) -
         bounded=kind.bounded,
         grouped=kind.groups is not None,
         form=None if kind.form is None else kind.form.name,
+        pointwise=call.pointwise,
     )
 
 
@@ -466,13 +476,6 @@ def _identity(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _no_sites(network: str, skipped: list[SkippedNorm], weights_normed: int) -> str:
-    replaced = [norm.reason for norm in skipped if norm.reason.startswith(POINTWISE)]
-    if replaced:
-        curves = ", ".join(dict.fromkeys(reason[reason.find("(") + 1 : reason.rfind(")")] for reason in replaced))
-        return (
-            f"All {count(len(replaced), 'norm')} of this {network} were replaced ({curves}), and none is left to "
-            "observe or to replace. Take the original's weights, or a swap of fewer sites."
-        )
     if not skipped:
         none = f"This {network} has no normalization of activations, so that there is nothing to observe or to replace."
         instead = f" It normalizes its weights instead, in {count(weights_normed, 'module')}."

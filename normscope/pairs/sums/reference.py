@@ -37,7 +37,7 @@ class _Pairs:
     bins: Tensor
     cells: Tensor  # fold and bin in one number, the one behind the last where a token does not count
     channel: Tensor
-    shift: Tensor  # (tokens, 1)
+    shift: Tensor | None  # (tokens, 1); None where y is on no line of its token
     rstd: Tensor  # (tokens, 1)
     valid: Tensor  # (tokens, 1)
     counted: Tensor  # (tokens, 1)
@@ -75,11 +75,13 @@ def _in_steps(stats: SiteSums, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]
         finite = torch.isfinite(x).all(1, keepdim=True) & torch.isfinite(shift * rstd)
         valid = torch.ones_like(finite) if tokens.valid is None else tokens.valid[rows, None]
         counted = valid & finite
-        y = ((x - shift) * rstd).where(counted, 0)
+        explicit_y = tokens.lines.explicit_y
+        y = ((x - shift) * rstd if explicit_y is None else explicit_y[rows]).where(counted, 0)
         x = x.where(counted, 0)
         bins = PAIR_GRID.index(x.float())
         cells = (folds[rows] * PAIR_GRID.size + bins).where(counted, FOLDS * PAIR_GRID.size)
-        yield rows, _Pairs(x, y, bins, cells, tokens.channel_of(rows), shift, rstd, valid, counted)
+        of_line = shift if explicit_y is None else None
+        yield rows, _Pairs(x, y, bins, cells, tokens.channel_of(rows), of_line, rstd, valid, counted)
 
 
 def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tensor | None = None) -> Tensor:
@@ -106,7 +108,7 @@ def binned_moments(x: Tensor, y: Tensor, index: Tensor, bins: int, weight: Tenso
 def _density(pairs: _Pairs) -> Tensor:
     """Count the pairs per cell; rounding of y to float32 may move a pair across the edge of its bin."""
     x, size = pairs.x.float(), DENSITY_X_GRID.size * DENSITY_Y_GRID.size
-    y = (x - pairs.shift.float()) * pairs.rstd.float()
+    y = pairs.y.float() if pairs.shift is None else (x - pairs.shift.float()) * pairs.rstd.float()
     cells = DENSITY_X_GRID.index(x) * DENSITY_Y_GRID.size + DENSITY_Y_GRID.index(y)
     counts = torch.zeros(size + 1, dtype=torch.int64, device=x.device)
     counts.index_add_(0, cells.where(pairs.counted, size).flatten(), torch.ones_like(cells).flatten())

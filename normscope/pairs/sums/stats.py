@@ -353,7 +353,10 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
         UsageError: on CUDA, if ``NORMSCOPE_KERNELS=triton`` asks for kernels and Triton cannot launch any.
     """
     if tokens.rows.numel():
-        _loop_of(tokens.rows.device.type)(stats, tokens)
+        device = tokens.rows.device.type
+        # The kernels compute y from shift and rstd alone.
+        by_reference = device == "cuda" and tokens.lines.explicit_y is not None
+        (reference.add if by_reference else _loop_of(device))(stats, tokens)
 
 
 def _loop_of(device: str) -> Callable[[SiteSums, Tokens], None]:

@@ -23,6 +23,7 @@ from normscope.runtime.compiled_loops import threads
 
 Array = NDArray[Any]
 
+_NO_Y = np.empty((0, 0))
 _PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than it saves
 
 
@@ -63,6 +64,8 @@ def _rows(tokens: Tokens) -> Rows:
         form=(form.centred, form.about_mean, form.correction, form.clamped) if form else (False, False, 0, False),
         eps=lines.eps,
         given=form is None,
+        explicit=lines.explicit_y is not None,
+        y=_NO_Y if lines.explicit_y is None else lines.explicit_y.contiguous().numpy(),
         groups=tokens.groups or 1,
         positions=tokens.positions,
         element_keys=_element_keys(d),

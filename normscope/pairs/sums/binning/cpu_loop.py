@@ -53,6 +53,8 @@ class Rows(NamedTuple):
     form: tuple[bool, bool, int, bool]  # centred, about_mean, correction and clamped of a Form
     eps: float  # of that form
     given: bool  # whether shift and rstd are given, in place of a form
+    explicit: bool  # whether y is, and shift and rstd are statistics of the token alone
+    y: Any  # float64 (tokens, d), or empty
     groups: int  # of channels; 1 where a token contains all channels
     positions: int  # number of neighbouring elements of a token that are of one channel
     # Number of each place in a token, uint64 (step, ≥ d / step): each row contains the places, one in ``step``, that
@@ -205,12 +207,28 @@ def _mixed(z: Any) -> Any:
 
 
 @_exact
-def _index(row: Any, shift: float, rstd: float, y: Any, bins: Any, cells: Any) -> None:
+def _y(tokens: Any, t: int, j: int) -> float:
+    if tokens.explicit:
+        return tokens.y[t, j]  # type: ignore[no-any-return]
+    return (np.float64(tokens.rows[t, j]) - tokens.shift[t]) * tokens.rstd[t]  # type: ignore[no-any-return]
+
+
+@_exact
+def _narrow_y(tokens: Any, t: int, first: int, stop: int, y: Any) -> None:
+    """Compute y of a part of a token in float32."""
+    if tokens.explicit:
+        for j in range(stop - first):
+            y[j] = tokens.y[t, first + j]
+        return
+    row, shift, rstd = tokens.rows[t, first:stop], np.float32(tokens.shift[t]), np.float32(tokens.rstd[t])
+    for j in range(row.size):
+        y[j] = (row[j] - shift) * rstd
+
+
+@_exact
+def _index(row: Any, y: Any, bins: Any, cells: Any) -> None:
     """Find the bins of x and the cells of (x, y) of a part of a token."""
     bits, y_bits = row.view(np.int32), y.view(np.int32)
-    narrow_shift, narrow_rstd = np.float32(shift), np.float32(rstd)
-    for j in range(row.size):
-        y[j] = (row[j] - narrow_shift) * narrow_rstd
     round_up = _i4((1 << _JOINED) - 1)
     within = _i4(TILE - 1)
     for j in range(row.size):
@@ -235,6 +253,15 @@ def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, first
     for j in range(fours, row.size):
         _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
         _count(tiles, low, high, cells[j], _u2(1))
+
+
+@_exact
+def _add_explicit_pairs(row: Any, y: Any, bins: Any, cells: Any, first_cell: Any, sums: Any) -> None:
+    address, rows = _u8(sums.moments.ctypes.data), sums.cells[first_cell:]
+    for j in range(row.size):
+        row_of_bin = address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN)
+        _add_pair(row_of_bin, np.float64(row[j]), y[j])  # type: ignore[call-arg]
+        _count(sums.tiles, sums.density, sums.density_high, cells[j], _u2(1))
 
 
 @_exact
@@ -266,7 +293,7 @@ def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, sums: Any
         place, kept = drawn & last_place, np.int64(drawn ^ _NO_KEY)
         if kept > keys[_u8(key_rows[_u8(bins[j])]), place]:
             x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
-            y = (np.float64(x) - tokens.shift[t]) * tokens.rstd[t]
+            y = _y(tokens, t, first + j)
             channel = t % tokens.groups * channels + (first + j) // tokens.positions
             _put(sums, _row_of(sums.pairs, bins[j]), place, kept, x, y, channel)
 
@@ -286,10 +313,15 @@ def _add_block(tokens: Any, block: Any, first_cell: Any, sums: Any, y: Any, bins
         stop = min(first + _ELEMENTS, d)
         for i in range(block.size):
             t = block[i]
-            _index(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], y, bins[i], cells[i])
+            _narrow_y(tokens, t, first, stop, y)
+            _index(rows[t, first:stop], y, bins[i], cells[i])
         for i in range(block.size):
             t = block[i]
-            _add_pairs(rows[t, first:stop], tokens.shift[t], tokens.rstd[t], bins[i], cells[i], first_cell, sums)
+            row = rows[t, first:stop]
+            if tokens.explicit:
+                _add_explicit_pairs(row, tokens.y[t, first:stop], bins[i], cells[i], first_cell, sums)
+            else:
+                _add_pairs(row, tokens.shift[t], tokens.rstd[t], bins[i], cells[i], first_cell, sums)
         for i in range(block.size):
             _draw_pairs(tokens, block[i], first, stop, bins[i], sums)
         if plain:
@@ -424,12 +456,11 @@ def add_weighted(tokens: Any, runs: Any, weight: Any, cells: Any, moments: Any) 
         for t in range(start, stop):
             if tokens.reach[t] < 0:
                 continue
-            row, shift, rstd = tokens.rows[t], tokens.shift[t], tokens.rstd[t]
+            row = tokens.rows[t]
             bits = row.view(np.int32)
             first_channel = t % tokens.groups * (d // positions)
             for j in range(d):
-                x = np.float64(row[j])
-                y = (x - shift) * rstd
+                x, y = np.float64(row[j]), _y(tokens, t, j)
                 of_one = weight[first_channel + j // positions]
                 of_x, of_y = of_one * x, of_one * y
                 bin_ = fold * _PAIR_BINS + _bin(bits[j], *_PAIR)
@@ -472,7 +503,10 @@ def _draw_tokens(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> Non
         if grouped:
             sample.x[last, 0], sample.x[last, width - 1] = row.min(), row.max()
         for i in range(width):
-            sample.y[last, i] = (np.float64(sample.x[last, i]) - tokens.shift[t]) * tokens.rstd[t]
+            if tokens.explicit:  # of which no token is a group
+                sample.y[last, i] = tokens.y[t, i]
+            else:
+                sample.y[last, i] = (np.float64(sample.x[last, i]) - tokens.shift[t]) * tokens.rstd[t]
         last = _last(sample)
 
 
