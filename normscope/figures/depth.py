@@ -208,7 +208,8 @@ def _draw_spread(
     ax.plot(ends, slope * ends, color=theme.ink, ls=(0, (4, 2)), lw=0.8, zorder=1)
 
 
-_SHARES = {"beyond_1": "|αx + s| > 1", "beyond_2": "|αx + s| > 2", "beyond_3": "|αx + s| > 3", "saturated": "saturated"}
+_SHARES = {f"beyond_{end}": f"|αx + s| > {end}" for end in (1, 2, 3)}
+_SHARES["saturated"] = f"saturated: |f′| under {100 * SATURATED:g} % of its peak"
 
 
 def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figure:
@@ -230,7 +231,7 @@ def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figur
     if not functions:
         raise DataError("There is no point-wise function in this capture, so that nothing saturates.")
     names = list(site_labels([each.site for each in functions], options).values())
-    kinds = list(map(kind_of_site, {} if options.get("labels") == NO_LABELS else names)) or ["site"] * len(names)
+    kinds = list(map(kind_of_site, names))
     markers = dict(zip(dict.fromkeys(kinds), itertools.cycle(MARKERS), strict=False))
     colours = dict(zip(_SHARES, (*theme.curves[1:4], theme.curves[0]), strict=True))
     handles = [key(kind, theme.ink, "", marker=marker, ms=3) for kind, marker in markers.items()]
@@ -238,26 +239,22 @@ def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figur
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 2.4 + _SITE_INCHES * len(names)))
     columns = columns_of({"width": inches}, 2, _BESIDE_INCHES, 2)
     height, samples = _MAP_INCHES * 2 / columns + names_inches(names), count(capture.n_samples, "sample")
-    look: dict[str, Any] = {"detail": samples, "foot": [_SATURATED], "handles": handles}
-    with sheet_of(options, theme, inches, height, capture.about, **look) as figure:
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, handles=handles) as figure:
         against, shares = figure.subplots(2 // columns, columns, width_ratios=(1, 1.6)[:columns])
-        points = []
-        for kind, marker in markers.items():
+        of_sites = [
+            (each.inverse_std, abs(each.alpha.p50), {"color": theme.ink, "marker": markers[kind]})
+            for each, kind in zip(functions, kinds, strict=True)
+        ]
+        _draw_spread(against, [point for point in of_sites if math.isfinite(point[0])], theme, 1.0)
+        for (kind, marker), (share, colour) in itertools.product(markers.items(), colours.items()):
             places = [n for n, of_site in enumerate(kinds) if of_site == kind]
-            look = {"color": theme.ink, "marker": marker}
-            points += [(functions[n].inverse_std, abs(functions[n].alpha.p50), look) for n in places]
-            for share, colour in colours.items():
-                percent = 100 * np.array([getattr(functions[n], share) for n in places], float)  # None becomes NaN
-                shares.plot(places, percent, color=colour, marker=marker, ms=3, mew=0, lw=0.9, clip_on=False)
-        _draw_spread(against, points, theme, 1.0)
+            percent = 100 * np.array([getattr(functions[n], share) for n in places], float)  # None becomes NaN
+            shares.plot(places, percent, color=colour, marker=marker, ms=3, mew=0, lw=0.9, clip_on=False)
         against.set(xlabel="1 / std of x", ylabel="α")
         shares.set(ylabel="share of pairs [%]", ylim=(0, None))
         draw_guides(shares, theme)
         name_sites(shares, names, 0.6 * inches if columns == 2 else inches - _SIDES_INCHES)
     return figure
-
-
-_SATURATED = f"saturated: |f′| under {100 * SATURATED:g} % of its peak"
 
 
 Array = NDArray[np.float64]

@@ -402,7 +402,8 @@ def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) 
     if of_y:
         handles.append(key(RANGE, style.ink, lw=_RANGE_POINTS))
     if of_y and any(panel.site.bound < panel.scales.y[1] for panel in panels):
-        handles.append(key("bound: ±√(d−1), without centring ±√d", style.faint, ":"))
+        of_function = ", of point-wise functions ±1" if any(panel.site.pointwise for panel in panels) else ""
+        handles.append(key(f"bound: ±√(d−1), without centring ±√d{of_function}", style.faint, ":"))
     if "channel" in rows:
         handles.append(key("other channels, evenly over x", style.faint, "", marker="o", ms=2.5, mew=0))
     folds = _folds(panels)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from normscope.curves.known import BY_NAME
-from normscope.fits.targets import as_capture
+from normscope.fits.targets import as_capture, sums_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters
 from normscope.pairs.sums.stats import PairStats
@@ -33,9 +33,6 @@ class OverChannels:
 class Saturation(Record, Tabled):
     """One point-wise function, weight · f(u) + bias with u = αx + s, and the part of it that a network uses.
 
-    Shares are of all pairs. They are None without pairs, and where α or s differs between channels but the capture has
-    no sums per channel (``per_channel=True``).
-
     Attributes:
         site: module path.
         curve: name of f.
@@ -43,7 +40,7 @@ class Saturation(Record, Tabled):
         slope: of f(αx + s) at x = 0, α·f′(s); None, like ``saturated`` and ``stuck``, for an f without f′ (a table).
         inverse_std: 1/std(x) over all pairs, in the unit of α.
         alpha_std: α·std(x), of the median α: the spread of u.
-        beyond_1, beyond_2, beyond_3: shares of pairs with |u| over 1, 2 and 3.
+        beyond_1, beyond_2, beyond_3: shares of pairs with |u| over 1, 2 and 3; None without pairs.
         saturated: share of pairs beyond the ends of f, from which on |f′| stays under 5 % of its peak.
         stuck: channels that are always saturated: all of their u lie beyond the same end.
         dead: channels of constant output, as x is constant there, or α or the weight is zero.
@@ -68,8 +65,8 @@ class Saturation(Record, Tabled):
 def saturation(capture: Capture | str | Path) -> Records[Saturation]:
     """Report α, s and the saturated pairs of every point-wise function that a network has in place of a norm.
 
-    Numbers cover all pairs, by their sums: shares are right to the pairs of one bin, a 64th of an octave of x
-    (with sums per channel, a quarter).
+    Numbers cover all pairs, by their sums: shares are right to the pairs of one bin of x, a 64th of an octave, or a
+    quarter where channels differ in α.
 
     Args:
         capture: result of :func:`normscope.capture`, or the path of its file.
@@ -94,6 +91,9 @@ def site_saturation(site: NormSite, stats: PairStats) -> Saturation | None:
     alpha, shift, weight = (torch.tensor(each).double() for each in (function.alpha, function.shift, function.weight))
     curve, std, alphas = BY_NAME.get(function.curve), spread(stats), _over_channels(alpha)
     ends = curve.ends if curve else None
+    moments = stats.moments.sum(0)[:, None]  # (6, channels, bins); channels that are alike are one
+    if site.channels_differ:
+        moments = sums_of(stats.channel_moments, "per channel of", site, "per_channel")
     low, high = stats.channel_extremes.double()
     least, most = (alpha * torch.stack([low, high]) + shift).sort(0).values
     return Saturation(
@@ -105,27 +105,24 @@ def site_saturation(site: NormSite, stats: PairStats) -> Saturation | None:
         slope=_over_channels(alpha * curve.derivative(shift)) if curve else None,
         inverse_std=1 / std if std else math.inf,
         alpha_std=alphas.p50 * std,
-        beyond_1=_share_beyond((-1, 1), stats, alpha, shift),
-        beyond_2=_share_beyond((-2, 2), stats, alpha, shift),
-        beyond_3=_share_beyond((-3, 3), stats, alpha, shift),
-        saturated=_share_beyond(ends, stats, alpha, shift) if ends else None,
+        beyond_1=_share_beyond((-1, 1), moments, alpha, shift),
+        beyond_2=_share_beyond((-2, 2), moments, alpha, shift),
+        beyond_3=_share_beyond((-3, 3), moments, alpha, shift),
+        saturated=_share_beyond(ends, moments, alpha, shift) if ends else None,
         stuck=_numbers((low <= high) & ((most < ends[0]) | (least > ends[1]))) if ends else None,
         dead=_numbers((low == high) | (alpha == 0) | (weight == 0)),
     )
 
 
-def _share_beyond(ends: tuple[float, float], stats: PairStats, alpha: Tensor, shift: Tensor) -> float | None:
+def _share_beyond(ends: tuple[float, float], moments: Tensor, alpha: Tensor, shift: Tensor) -> float | None:
     """Share of the pairs with αx + s outside of ``ends``; those of a bin are spread evenly, by mean and variance."""
-    by_channel = stats.channel_moments if len(alpha) > 1 or len(shift) > 1 else stats.moments.sum(0)[:, None]
-    if by_channel is None or not stats.n_pairs:
-        return None
-    n, x, _, xx, *_ = by_channel  # (channels, bins) each, or (1, bins)
+    n, x, _, xx, *_ = moments
     mean = x / n.clamp_min(1)
     deviation = (xx / n.clamp_min(1) - mean.square()).clamp_min(0).sqrt()
     half = (3**0.5 * alpha[:, None].abs() * deviation).clamp_min(_ROUNDING)
     u = alpha[:, None] * mean + shift[:, None]
     below, above = ((0.5 + side * (u - end) / (2 * half)).clamp(0, 1) for side, end in zip((-1, 1), ends, strict=True))
-    return float((n * (below + above)).sum() / n.sum())
+    return float((n * (below + above)).sum() / n.sum()) if n.any() else None
 
 
 def _numbers(channels: Tensor) -> list[int]:

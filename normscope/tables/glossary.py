@@ -105,7 +105,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "slope": "slope of f(αx + s) at x = 0, α·f′(s)",
         "1/std": "1 over the standard deviation of all x",
         "α×std": "α times that standard deviation",
-        ">1": "share of pairs with |αx + s| over 1; – where channels differ, without --per-channel",
+        ">1": "share of pairs with |αx + s| over 1",
         ">2": "share of pairs with |αx + s| over 2",
         ">3": "share of pairs with |αx + s| over 3",
         "saturated": "share of pairs beyond the ends of f, where |f′| stays under 5 % of its peak",
