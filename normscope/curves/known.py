@@ -37,7 +37,7 @@ _SAMPLING = 1e-3  # of the supremum: apparent growth of a function with a maximu
 _JUMP = 1e-4  # of the steepest slope up to there: a smaller jump of f′ is no kink
 _HALVINGS = 40
 _ORIGIN = 1e-100
-SATURATED = 0.05  # of the largest |f′|: a flatter curve does not tell inputs apart
+FLAT = 0.05  # of the largest |f′|: a flatter curve does not tell inputs apart
 _QUOTIENT = 1e-6  # of u: half the width of a difference quotient
 _LARGEST = torch.finfo(torch.float64).max
 
@@ -127,7 +127,7 @@ class Curve:
         if not math.isfinite(self.peak):
             return None
         u = torch.logspace(-_DECADES, _DECADES, _POINTS_TO_AN_END, dtype=torch.float64)
-        steep = (u[self.derivative(side * u).abs() >= SATURATED * self.peak].tolist() for side in (-1, 1))
+        steep = (u[self.derivative(side * u).abs() >= FLAT * self.peak].tolist() for side in (-1, 1))
         low, high = (max(values, default=0.0) for values in steep)
         return -low if low < u[-1] else -math.inf, high if high < u[-1] else math.inf
 

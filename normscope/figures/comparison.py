@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
 import matplotlib
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -18,6 +17,7 @@ from normscope.errors import UsageError, count
 from normscope.figures.depth import (
     ALPHA,
     MARKERS,
+    SATURATED,
     SLOPE,
     draw_number,
     finish,
@@ -39,7 +39,7 @@ from normscope.figures.style import (
 )
 from normscope.fits.comparison import check_number, match
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.saturation import Saturation, saturation
+from normscope.fits.saturation import MODULE, with_modules
 from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
@@ -57,15 +57,6 @@ class _Line:
     look: dict[str, Any]
     places: dict[str, float]
     fits: Sequence[CurveFit]
-    functions: Sequence[Saturation]
-
-
-_MODULES = "the modules' own f"
-_OF_MODULES: dict[str, Callable[[Saturation], float | None]] = {
-    "α": lambda function: function.alpha.p50,
-    "slope at 0": lambda function: None if function.slope is None else function.slope.p50,
-    "saturated [%]": lambda function: None if function.saturated is None else 100 * function.saturated,
-}
 
 
 def labels(captures: Sequence[Capture]) -> list[str]:
@@ -96,7 +87,7 @@ def plot_comparison(
 ) -> Figure:
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 
-    Point-wise functions in place of norms have a column of their own, with the share of saturated pairs in place of R².
+    Point-wise functions in place of norms have a column of their own, and a row for the shares of saturated pairs.
     Bars are 95 % intervals of a jackknife over the folds. Open markers are fits whose A and α are not identified, such
     as straight ones; they stand at the lower edge of the panels of α. Dotted lines are the ceilings, beside the
     held-out R². Where sites are not matched by name, depth runs from 0, the first norm, to 1, the last.
@@ -114,18 +105,18 @@ def plot_comparison(
     if len(fits) != len(captures):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = theme_of(options)
+    fits = [with_modules(capture, fitted) for capture, fitted in zip(captures, fits, strict=True)]
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
     curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
-    titles = [*curves, *([_MODULES] if any(line.functions for line in lines) else [])]
-    columns = columns_of(options, len(titles), _LEAST_COLUMN, _COLUMNS)
-    blocks = math.ceil(len(titles) / columns)
+    columns = columns_of(options, len(curves), _LEAST_COLUMN, _COLUMNS)
+    blocks = math.ceil(len(curves) / columns)
     inches = inches_of(options.get("width"), max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
     room = (inches - 0.5) / columns
     common = _in_common(captures)
     how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
     every = [fit for fitted in fits for fit in fitted]
-    numbers = (ALPHA, SLOPE, r_squared(every))
+    numbers = [ALPHA, SLOPE, r_squared(every), *([SATURATED] if MODULE in curves else [])]
     height = (0.3 + _ROW_INCHES * len(numbers)) * blocks
     handles: list[Artist] = [
         key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines
@@ -133,39 +124,26 @@ def plot_comparison(
     handles += handles_of_fits(every, theme)
     with sheet_of(options, theme, inches, height, common, detail=how, handles=handles, names=_TOLD[1:]) as figure:
         axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
-        for place in range(len(titles), blocks * columns):
+        for place in range(len(curves), blocks * columns):
             for ax in axes[-len(numbers) :, place % columns]:
                 ax.set_visible(False)
         for row, number in enumerate(numbers):
-            panels = [axes[n // columns * len(numbers) + row, n % columns] for n in range(len(titles))]
-            for place, (ax, title) in enumerate(zip(panels, titles, strict=True)):
+            panels = [axes[n // columns * len(numbers) + row, n % columns] for n in range(len(curves))]
+            for place, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
                 for line in lines:
-                    of_curve = [fit for fit in line.fits if fit.curve == title and fit.site in line.places]
+                    of_curve = [fit for fit in line.fits if fit.curve == curve and fit.site in line.places]
                     draw_number(ax, number, [(line.places[fit.site], fit) for fit in of_curve], line.look)
                 if row == 0:
-                    ax.set_title(title, parse_math=False)
+                    ax.set_title(curve, parse_math=False)
                 if place % columns == 0:
                     ax.set_ylabel(number.label)
                 if row == len(numbers) - 1:
                     _name_depth(ax, by_name, room)
-                if title == _MODULES:
-                    _draw_functions(ax, lines, row)
-            last = row == len(numbers) - 1  # R² of curves stands beside shares of the modules' own pairs
-            _share_heights(panels[: len(curves)] if last else panels, columns)
+            _share_heights(panels, columns)
             for ax in panels:
                 finish(ax, number, theme)
         figure.align_ylabels()
     return figure
-
-
-def _draw_functions(ax: Axes, lines: Sequence[_Line], row: int) -> None:
-    """Draw a number of the modules' own functions."""
-    label, value = list(_OF_MODULES.items())[row]
-    for line in lines:
-        y = np.array([value(function) for function in line.functions], float)  # None becomes NaN
-        ax.plot([line.places[function.site] for function in line.functions], y, lw=0.9, ms=3, **line.look)
-    if row == len(_OF_MODULES) - 1:
-        ax.set(ylabel=label, ylim=(0, None))
 
 
 def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, by_name: bool) -> list[_Line]:
@@ -182,7 +160,7 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
         offset = _DODGE * (place - (number - 1) / 2)
         places = {site.name: (site.index + offset) / last for site in capture.sites}
         look = {"color": colours[place], "marker": MARKERS[place % len(MARKERS)]}
-        lines.append(_Line(label, look, places, fitted, saturation(capture)))
+        lines.append(_Line(label, look, places, fitted))
     return lines
 
 

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import NDArray
 
 from normscope.curves.expressions import curves_named
-from normscope.curves.known import FREE, SATURATED, Curve
+from normscope.curves.known import FLAT, FREE, Curve
 from normscope.errors import DataError, UsageError, count
 from normscope.figures.drift import name_sites, names_inches
 from normscope.figures.panels import best_of, remarks
@@ -135,6 +135,7 @@ class FitNumber:
 AMPLITUDE = FitNumber("A", "amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan)
 ALPHA = FitNumber("α", "alpha", lambda fit: fit.alpha if fit.told_apart else math.nan)
 SLOPE = FitNumber("slope at 0", "slope", lambda fit: math.nan if fit.curve == FREE else fit.slope)
+SATURATED = FitNumber("saturated", "saturated", lambda fit: fit.saturated)
 _R2 = FitNumber("R²", "r2", lambda fit: fit.r2)
 _HELD_OUT = FitNumber("held-out R²", "r2_cv", lambda fit: math.nan if fit.r2_cv is None else fit.r2_cv)
 
@@ -209,7 +210,7 @@ def _draw_spread(
 
 
 _SHARES = {f"beyond_{end}": f"|αx + s| > {end}" for end in (1, 2, 3)}
-_SHARES["saturated"] = f"saturated: |f′| under {100 * SATURATED:g} % of its peak"
+_SHARES["saturated"] = f"saturated: |f′| under {100 * FLAT:g} % of its peak"
 
 
 def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figure:

@@ -54,7 +54,7 @@ from normscope.figures.style import (
 )
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.saturation import formula, site_saturation
+from normscope.fits.saturation import site_saturation
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
@@ -472,11 +472,11 @@ def notes_of(panel: Panel, labels: str) -> list[Words]:
 
 def _module(panel: Panel) -> list[str]:
     """A point-wise function with its own α and s, and the share of pairs that it saturates; nothing for a norm."""
-    record = site_saturation(panel.site, panel.stats)
-    if record is None or panel.site.pointwise is None:
+    if (own := site_saturation(panel.site, panel.stats)) is None:
         return []
-    share = [] if record.saturated is None else [f"{100 * record.saturated:.2g} % saturated"]
-    return [formula(panel.site.pointwise), *share]
+    shift = [f"s {own.shift.p50:.3g}"] if own.shift.p50 else []
+    share = [] if own.saturated is None else [f"{100 * own.saturated:.2g} % saturated"]
+    return [f"{own.curve}, α {own.alpha.p50:.3g}", *shift, *share]
 
 
 def _result(fit: CurveFit) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor
 
 from normscope.curves.known import BY_NAME
+from normscope.fits.curve_fit import CurveFit, about_site
 from normscope.fits.targets import as_capture, sums_of
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite, PointwiseParameters
+from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Record, Records, Tabled
 
+MODULE = "module's f"
 _ROUNDING = 1e-9  # of u: pairs of a bin are at least as far apart
 
 
@@ -109,8 +112,8 @@ def site_saturation(site: NormSite, stats: PairStats) -> Saturation | None:
         beyond_2=_share_beyond((-2, 2), moments, alpha, shift),
         beyond_3=_share_beyond((-3, 3), moments, alpha, shift),
         saturated=_share_beyond(ends, moments, alpha, shift) if ends else None,
-        stuck=_numbers((low <= high) & ((most < ends[0]) | (least > ends[1]))) if ends else None,
-        dead=_numbers((low == high) | (alpha == 0) | (weight == 0)),
+        stuck=((low <= high) & ((most < ends[0]) | (least > ends[1]))).nonzero().flatten().tolist() if ends else None,
+        dead=((low == high) | (alpha == 0) | (weight == 0)).nonzero().flatten().tolist(),
     )
 
 
@@ -125,10 +128,6 @@ def _share_beyond(ends: tuple[float, float], moments: Tensor, alpha: Tensor, shi
     return float((n * (below + above)).sum() / n.sum()) if n.any() else None
 
 
-def _numbers(channels: Tensor) -> list[int]:
-    return channels.nonzero()[:, 0].tolist()
-
-
 def _over_channels(values: Tensor) -> OverChannels:
     return OverChannels(*np.quantile(values.numpy(), (0.5, 0.05, 0.95)).tolist())
 
@@ -139,12 +138,25 @@ def spread(stats: PairStats) -> float:
     return math.sqrt(max(xx / n - (x / n) ** 2, 0.0)) if n else math.nan
 
 
-def formula(function: PointwiseParameters) -> str:
-    """Write f with its α and s, or their medians over the channels.
-
-    >>> formula(PointwiseParameters("erf", (0.5,), (-0.25,), (1.0,)))
-    'erf(0.5x − 0.25)'
-    """
-    alpha, shift = (float(np.median(values)) for values in (function.alpha, function.shift))
-    of_shift = f" {'−' if shift < 0 else '+'} {abs(shift):.3g}" if shift else ""
-    return f"{function.curve}({alpha:.3g}x{of_shift})"
+def with_modules(capture: Capture, fits: Sequence[CurveFit]) -> list[CurveFit]:
+    """Add to the fits of each point-wise site its own function, as a curve :data:`MODULE` of known A = 1, α and s."""
+    modules = [
+        CurveFit(
+            **about_site(capture, site.name),
+            curve=MODULE,
+            function=BY_NAME[record.curve],
+            n_pairs=capture.stats[site.name].n_pairs,
+            amplitude=1.0,
+            alpha=record.alpha.p50,
+            shift=record.shift.p50,
+            converged=True,
+            form="nothing",
+            saturated=math.nan if record.saturated is None else record.saturated,
+            parameters=0,
+            norm=site,
+        )
+        for site in capture.sites
+        if (record := site_saturation(site, capture.stats[site.name])) and record.curve in BY_NAME
+    ]
+    places = {site.name: place for place, site in enumerate(capture.sites)}
+    return sorted([*fits, *modules], key=lambda fit: places[fit.site])

@@ -61,24 +61,22 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
     return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate or None)
 
 
-def saturation_table(functions: Sequence[Saturation], captures: Sequence[int] = ()) -> Table:
-    """Make a table with one line per point-wise function, and the number of its capture if there are several."""
+def saturation_table(functions: Sequence[Saturation]) -> Table:
+    """Make a table with one line per point-wise function: α and s, its range in use, and channels without one."""
     shifted = any(each.shift.p5 or each.shift.p95 for each in functions)
-    lines = [(each, str(captures[place]) if captures else "") for place, each in enumerate(functions)]
-    columns: list[Column[tuple[Saturation, str]]] = [
-        names("site", lambda line: line[0].site, once=True),
-        Column("", lambda line: line[1], bool(captures)),
-        words("f", lambda line: line[0].curve, 4),
-        Column("α", lambda line: _over_channels(line[0].alpha)),
-        Column("s", lambda line: _over_channels(line[0].shift), shifted, drop=3),
-        Column("slope", lambda line: _over_channels(line[0].slope), drop=7),
-        *several(("1/std", "α×std"), lambda line: [_number(line[0].inverse_std), _number(line[0].alpha_std)], (2, 6)),
-        *several((">1", ">2", ">3", "saturated"), lambda line: _saturated(line[0]), (5, 8, 5, 0)),
-        Column("|weight|", lambda line: _over_channels(line[0].weight), drop=9),
-        Column("stuck", lambda line: NONE if line[0].stuck is None else str(len(line[0].stuck)), drop=1),
-        Column("dead", lambda line: str(len(line[0].dead)), drop=1),
+    columns: list[Column[Saturation]] = [
+        names("site", lambda each: each.site),
+        words("f", lambda each: each.curve, 4),
+        Column("α", lambda each: _over_channels(each.alpha)),
+        Column("s", lambda each: _over_channels(each.shift), shifted, drop=3),
+        Column("slope", lambda each: _over_channels(each.slope), drop=7),
+        *several(("1/std", "α×std"), lambda each: [_number(each.inverse_std), _number(each.alpha_std)], (2, 6)),
+        *several((">1", ">2", ">3", "saturated"), _saturated, (5, 8, 5, 0)),
+        Column("|weight|", lambda each: _over_channels(each.weight), drop=9),
+        Column("stuck", lambda each: NONE if each.stuck is None else str(len(each.stuck)), drop=1),
+        Column("dead", lambda each: str(len(each.dead)), drop=1),
     ]
-    return table_of(lines, columns, about="stats")
+    return table_of(functions, columns, about="stats")
 
 
 def tails_table(cards: Sequence[NormCard]) -> Table:
@@ -108,11 +106,7 @@ def card_table(card: NormCard) -> Table:
 
 def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
     """Yield the questions and answers of a card, as plain text."""
-    about = [
-        card.kind,
-        *([card.placement] if card.placement else []),
-        *([] if card.saturation else [f"eps {card.eps:g}"]),
-    ]
+    about = filter(None, (card.kind, card.placement, "" if card.saturation else f"eps {card.eps:g}"))
     yield "site", f"{card.site} ({', '.join(about)})"
     yield "seen", f"{card.n_pairs:,} pairs of {card.n_tokens:,} tokens"
     if card.saturation is not None:

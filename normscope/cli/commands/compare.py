@@ -35,7 +35,6 @@ def compare(
     """
     names = named_or_embedded(models, say)
     from normscope.fits.comparison import check_curves, check_number, compared
-    from normscope.tables.card import saturation_table
     from normscope.tables.fit import comparison_table, matching_lines
 
     curves = check_curves(func)
@@ -51,8 +50,6 @@ def compare(
     for line in matching_lines(comparison):
         say.sentences(line)
     say.table(comparison_table(comparison.rows))
-    if functions := comparison.functions():
-        say.table(saturation_table([each for _, each in functions], [number for number, _ in functions]))
     drawn = normscope.figures.plot_comparison(seen, comparison.fits, **look.of_figure)
     rows = [row.as_dict() for row in comparison.rows]
     document = {
@@ -62,7 +59,6 @@ def compare(
             for number, capture in enumerate(comparison.captures, 1)
         ],
         "sites": rows,
-        "functions": [{"capture": number, **function.as_dict()} for number, function in functions],
         "unmatched": comparison.unmatched(),
         "skipped": skipped_as_json(comparison.captures),
     }
