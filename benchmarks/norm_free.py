@@ -80,7 +80,7 @@ def digits(inputs: normscope.Batch) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, seed: int) -> None:
-    """Train by AdamW with a warmup and a cosine schedule, on digits shifted by up to one pixel."""
+    """Train by AdamW with a warmup and a cosine schedule."""
     generator = torch.Generator().manual_seed(seed)
     model.train().requires_grad_()
     optimizer = torch.optim.AdamW(model.parameters(), PEAK_LR, weight_decay=0.0)
@@ -88,9 +88,7 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, seed: in
         rate = min((step + 1) / WARMUP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         optimizer.param_groups[0]["lr"] = PEAK_LR * rate
         batch = torch.randint(len(images), (BATCH,), generator=generator)
-        down, right = (int(torch.randint(3, (), generator=generator)) for _ in range(2))
-        shifted = functional.pad(images[batch], (1, 1, 1, 1))[..., down : down + 8, right : right + 8]
-        loss = functional.cross_entropy(model(shifted), labels[batch])
+        loss = functional.cross_entropy(model(images[batch]), labels[batch])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
