@@ -250,7 +250,7 @@ def draw_density(ax: Axes, panel: Panel, axis: XAxis) -> None:
 
 
 def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
-    """Whole tokens, each its straight line of slope 1/σ, coloured by σ."""
+    """Whole tokens coloured by σ, each on its straight line of slope 1/σ; those of a point-wise function have none."""
     x, y, rstd = drawn_tokens(panel.stats)
     if not len(x):
         return
@@ -262,7 +262,8 @@ def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
     if axis.linear_width is not None:
         lines = _bent(lines, axis)
     look: dict[str, Any] = {"norm": norm, "cmap": panel.style.tokens, "lw": 0.5, "alpha": 0.45, "rasterized": True}
-    ax.add_collection(LineCollection(list(lines), array=scale, **look), autolim=False)
+    if panel.site.pointwise is None:
+        ax.add_collection(LineCollection(list(lines), array=scale, **look), autolim=False)
     # One marker stamped along each token: a scatter that colours point by point takes most of a figure's time.
     for token_x, token_y, colour in zip(x, y, matplotlib.colormaps[panel.style.tokens](norm(scale)), strict=True):
         points = Line2D(token_x, token_y, ls="", marker="o", ms=_TOKEN_POINT, mew=0, color=colour, rasterized=True)

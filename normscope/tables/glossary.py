@@ -100,7 +100,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "holds to": "smallest c with y(c·x) = y(x), to 1 % for 99 % of the tokens",
         "linear": "share of pairs where the fitted tanh is within 5 % of its tangent",
         "f": "function of a point-wise module, weight·f(αx + s) + bias",
-        "α": "the module's own; in brackets, here and beside it: 5th to 95th percentile over channels",
+        "α": "the module's own; a range, in any column, is the 5th to 95th percentile over channels",
         "slope": "slope of f(αx + s) at x = 0, α·f′(s)",
         "1/std": "1 over the standard deviation of all x",
         "α×std": "α times that standard deviation",
