@@ -408,4 +408,5 @@ def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:
     kept = [(panel.stats.tokens.key, panel.stats.largest.key) for panel in panels]  # some tokens are in both
     drawn = max(len(set(torch.cat(keys).tolist())) for keys in kept)
     every = max(panel.stats.n_tokens for panel in panels)
-    return [f"Lines: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]
+    marks = "Lines" if any(panel.site.pointwise is None for panel in panels) else "Points"
+    return [f"{marks}: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]
