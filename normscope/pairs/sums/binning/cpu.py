@@ -23,7 +23,6 @@ from normscope.runtime.compiled_loops import threads
 
 Array = NDArray[Any]
 
-_NO_Y = np.empty((0, 0))
 _PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than it saves
 
 
@@ -33,25 +32,26 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
     number = max(1, min(torch.get_num_threads(), rows.rows.size // _PAIRS_A_THREAD, len(rows.rows)))
     first, *shares = _shared_out(tuple(tokens.runs), number)
     sums, samples = _views_of(stats)
+    given = None if tokens.lines.explicit_y is None else tokens.lines.explicit_y.contiguous().numpy()
     others = [_sums_apart(sums) for _ in shares]
-    waiting = [threads().submit(fill, rows, share, other) for share, other in zip(shares, others, strict=True)]
-    fill(rows, first, sums)
+    waiting = [threads().submit(fill, rows, given, share, other) for share, other in zip(shares, others, strict=True)]
+    fill(rows, given, first, sums)
     for other, done in zip(others, waiting, strict=True):
         done.result()
         _join(sums, other)
-    _add_weighted(stats, tokens, rows, sums)
+    _add_weighted(stats, tokens, rows, given, sums)
     reference.add_optional(stats, tokens, by_gamma=False)
-    draw(rows, stats.grouped, *samples)
+    draw(rows, given, stats.grouped, *samples)
 
 
-def _add_weighted(stats: SiteSums, tokens: Tokens, rows: Rows, sums: Sums) -> None:
+def _add_weighted(stats: SiteSums, tokens: Tokens, rows: Rows, given: Array | None, sums: Sums) -> None:
     """Fill the sums weighted by γ², if requested: in one thread, so that they do not depend on their number."""
     if "gamma_moments" not in stats.bins:
         return
     gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
     weighted = _compact(stats).cells.values["gamma_moments"]
     runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)
-    add_weighted(rows, runs, gamma.double().square().numpy(), sums.cells, weighted.numpy())
+    add_weighted(rows, given, runs, gamma.double().square().numpy(), sums.cells, weighted.numpy())
 
 
 def _rows(tokens: Tokens) -> Rows:
@@ -64,8 +64,6 @@ def _rows(tokens: Tokens) -> Rows:
         form=(form.centred, form.about_mean, form.correction, form.clamped) if form else (False, False, 0, False),
         eps=lines.eps,
         given=form is None,
-        explicit=lines.explicit_y is not None,
-        y=_NO_Y if lines.explicit_y is None else lines.explicit_y.contiguous().numpy(),
         groups=tokens.groups or 1,
         positions=tokens.positions,
         element_keys=_element_keys(d),

@@ -53,8 +53,6 @@ class Rows(NamedTuple):
     form: tuple[bool, bool, int, bool]  # centred, about_mean, correction and clamped of a Form
     eps: float  # of that form
     given: bool  # whether shift and rstd are given, in place of a form
-    explicit: bool  # whether y is, and shift and rstd are statistics of the token alone
-    y: Any  # float64 (tokens, d), or empty
     groups: int  # of channels; 1 where a token contains all channels
     positions: int  # number of neighbouring elements of a token that are of one channel
     # Number of each place in a token, uint64 (step, ≥ d / step): each row contains the places, one in ``step``, that
@@ -206,29 +204,30 @@ def _mixed(z: Any) -> Any:
     return (z ^ (z >> _u8(31))) & _NO_KEY
 
 
+# Numba compiles each function twice, without the branches that a None decides: for tokens with lines, whose ``given``
+# is None, and for tokens with a given y, float64 (tokens, d).
 @_exact
-def _y(tokens: Any, t: int, j: int) -> float:
-    if tokens.explicit:
-        return tokens.y[t, j]  # type: ignore[no-any-return]
-    return (np.float64(tokens.rows[t, j]) - tokens.shift[t]) * tokens.rstd[t]  # type: ignore[no-any-return]
-
-
-@_exact
-def _narrow_y(tokens: Any, t: int, first: int, stop: int, y: Any) -> None:
-    """Compute y of a part of a token in float32."""
-    if tokens.explicit:
-        for j in range(stop - first):
-            y[j] = tokens.y[t, first + j]
-        return
-    row, shift, rstd = tokens.rows[t, first:stop], np.float32(tokens.shift[t]), np.float32(tokens.rstd[t])
-    for j in range(row.size):
-        y[j] = (row[j] - shift) * rstd
+def _part(given: Any, t: int, first: int, stop: int) -> Any:
+    return None if given is None else given[t, first:stop]
 
 
 @_exact
-def _index(row: Any, y: Any, bins: Any, cells: Any) -> None:
+def _y(row: Any, shift: float, rstd: float, given: Any, j: int) -> float:
+    if given is None:
+        return (np.float64(row[j]) - shift) * rstd  # type: ignore[no-any-return]
+    return given[j]  # type: ignore[no-any-return]
+
+
+@_exact
+def _index(row: Any, shift: float, rstd: float, given: Any, y: Any, bins: Any, cells: Any) -> None:
     """Find the bins of x and the cells of (x, y) of a part of a token."""
     bits, y_bits = row.view(np.int32), y.view(np.int32)
+    narrow_shift, narrow_rstd = np.float32(shift), np.float32(rstd)
+    for j in range(row.size):
+        if given is None:
+            y[j] = (row[j] - narrow_shift) * narrow_rstd
+        else:
+            y[j] = given[j]
     round_up = _i4((1 << _JOINED) - 1)
     within = _i4(TILE - 1)
     for j in range(row.size):
@@ -242,32 +241,24 @@ def _index(row: Any, y: Any, bins: Any, cells: Any) -> None:
 
 
 @_exact
-def _add_pairs(row: Any, shift: float, rstd: float, bins: Any, cells: Any, first_cell: Any, sums: Any) -> None:
+def _add_pairs(
+    row: Any, shift: float, rstd: float, given: Any, bins: Any, cells: Any, first_cell: Any, sums: Any
+) -> None:
     address, rows, fours = _u8(sums.moments.ctypes.data), sums.cells[first_cell:], row.size - row.size % 4
     tiles, low, high = sums.tiles, sums.density, sums.density_high
     for first in range(0, fours, 4):
         for j in range(first, first + 4):
-            _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+            _add_moments(row, shift, rstd, given, j, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
         for j in range(first, first + 4):
             _count(tiles, low, high, cells[j], _u2(1))
     for j in range(fours, row.size):
-        _add_moments(row[j], shift, rstd, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+        _add_moments(row, shift, rstd, given, j, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
         _count(tiles, low, high, cells[j], _u2(1))
 
 
 @_exact
-def _add_explicit_pairs(row: Any, y: Any, bins: Any, cells: Any, first_cell: Any, sums: Any) -> None:
-    address, rows = _u8(sums.moments.ctypes.data), sums.cells[first_cell:]
-    for j in range(row.size):
-        row_of_bin = address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN)
-        _add_pair(row_of_bin, np.float64(row[j]), y[j])  # type: ignore[call-arg]
-        _count(sums.tiles, sums.density, sums.density_high, cells[j], _u2(1))
-
-
-@_exact
-def _add_moments(element: Any, shift: float, rstd: float, row_of_bin: Any) -> None:
-    x = np.float64(element)
-    _add_pair(row_of_bin, x, (x - shift) * rstd)  # type: ignore[call-arg]
+def _add_moments(row: Any, shift: float, rstd: float, given: Any, j: int, row_of_bin: Any) -> None:
+    _add_pair(row_of_bin, np.float64(row[j]), _y(row, shift, rstd, given, j))  # type: ignore[call-arg]
 
 
 @_exact
@@ -282,7 +273,7 @@ def _count(tiles: Any, low: Any, high: Any, cell: Any, number: Any) -> None:
 
 
 @_exact
-def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, sums: Any) -> None:
+def _draw_pairs(tokens: Any, given: Any, t: int, first: int, stop: int, bins: Any, sums: Any) -> None:
     """Let some pairs of a part of a token compete for the places of their bins, as in :meth:`PairSample.add`."""
     key, step, last_place = _u8(tokens.keys[t]), ONE_ELEMENT_IN, _u8(PAIRS_PER_BIN - 1)
     start = np.int64((key >> _u8(8)) % _u8(step))
@@ -292,8 +283,8 @@ def _draw_pairs(tokens: Any, t: int, first: int, stop: int, bins: Any, sums: Any
         drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
         place, kept = drawn & last_place, np.int64(drawn ^ _NO_KEY)
         if kept > keys[_u8(key_rows[_u8(bins[j])]), place]:
-            x, channels = tokens.rows[t, first + j], tokens.rows.shape[1] // tokens.positions
-            y = _y(tokens, t, first + j)
+            row, channels = tokens.rows[t, first:stop], tokens.rows.shape[1] // tokens.positions
+            x, y = row[j], _y(row, tokens.shift[t], tokens.rstd[t], _part(given, t, first, stop), j)
             channel = t % tokens.groups * channels + (first + j) // tokens.positions
             _put(sums, _row_of(sums.pairs, bins[j]), place, kept, x, y, channel)
 
@@ -305,7 +296,7 @@ def _put(sums: Any, row: Any, place: Any, key: Any, x: Any, y: Any, channel: Any
 
 
 @_exact
-def _add_block(tokens: Any, block: Any, first_cell: Any, sums: Any, y: Any, bins: Any, cells: Any) -> None:
+def _add_block(tokens: Any, given: Any, block: Any, first_cell: Any, sums: Any, y: Any, bins: Any, cells: Any) -> None:
     """Add the pairs of some finite tokens, one step after the other for a part of each."""
     rows, d = tokens.rows, tokens.rows.shape[1]
     plain = tokens.positions == 1 and tokens.groups == 1
@@ -313,17 +304,24 @@ def _add_block(tokens: Any, block: Any, first_cell: Any, sums: Any, y: Any, bins
         stop = min(first + _ELEMENTS, d)
         for i in range(block.size):
             t = block[i]
-            _narrow_y(tokens, t, first, stop, y)
-            _index(rows[t, first:stop], y, bins[i], cells[i])
+            row, shift, rstd, of_token = (
+                rows[t, first:stop],
+                tokens.shift[t],
+                tokens.rstd[t],
+                _part(given, t, first, stop),
+            )
+            _index(row, shift, rstd, of_token, y, bins[i], cells[i])
         for i in range(block.size):
             t = block[i]
-            row = rows[t, first:stop]
-            if tokens.explicit:
-                _add_explicit_pairs(row, tokens.y[t, first:stop], bins[i], cells[i], first_cell, sums)
-            else:
-                _add_pairs(row, tokens.shift[t], tokens.rstd[t], bins[i], cells[i], first_cell, sums)
+            row, shift, rstd, of_token = (
+                rows[t, first:stop],
+                tokens.shift[t],
+                tokens.rstd[t],
+                _part(given, t, first, stop),
+            )
+            _add_pairs(row, shift, rstd, of_token, bins[i], cells[i], first_cell, sums)
         for i in range(block.size):
-            _draw_pairs(tokens, block[i], first, stop, bins[i], sums)
+            _draw_pairs(tokens, given, block[i], first, stop, bins[i], sums)
         if plain:
             _add_to_channels(rows, block, first, stop, sums)
     if not plain:
@@ -399,11 +397,12 @@ def _add_scalars(tokens: Any, t: int, sums: Any) -> None:
 
 
 @_called
-def fill(tokens: Any, runs: Any, sums: Any) -> None:
+def fill(tokens: Any, given: Any, runs: Any, sums: Any) -> None:
     """Add the tokens of some runs to one thread's sums, and note the line, key and reach of each.
 
     Args:
         tokens: a :class:`Rows`.
+        given: y, float64 ``(tokens, d)``; None where it follows from shift and rstd.
         runs: start, stop, fold, key, position and sample of each, int64 ``(runs, 6)``.
         sums: a :class:`Sums`.
     """
@@ -432,19 +431,20 @@ def fill(tokens: Any, runs: Any, sums: Any) -> None:
             block[filled] = t
             filled += 1
             if filled == _TOKENS:
-                _add_block(tokens, block, first_cell, sums, y, bins, cells)
+                _add_block(tokens, given, block, first_cell, sums, y, bins, cells)
                 filled = 0
         if filled:
-            _add_block(tokens, block[:filled], first_cell, sums, y, bins, cells)
+            _add_block(tokens, given, block[:filled], first_cell, sums, y, bins, cells)
             filled = 0
 
 
 @_called
-def add_weighted(tokens: Any, runs: Any, weight: Any, cells: Any, moments: Any) -> None:
+def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, cells: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
     Args:
         tokens: a :class:`Rows` that has been filled.
+        given: as of :func:`fill`.
         runs: start, stop and fold of each, int64 ``(runs, 3)``.
         weight: float64 ``(channels,)``.
         cells: row of each fold and bin, as :class:`Sums` has it.
@@ -456,11 +456,11 @@ def add_weighted(tokens: Any, runs: Any, weight: Any, cells: Any, moments: Any) 
         for t in range(start, stop):
             if tokens.reach[t] < 0:
                 continue
-            row = tokens.rows[t]
+            row, shift, rstd, of_token = tokens.rows[t], tokens.shift[t], tokens.rstd[t], _part(given, t, 0, d)
             bits = row.view(np.int32)
             first_channel = t % tokens.groups * (d // positions)
             for j in range(d):
-                x, y = np.float64(row[j]), _y(tokens, t, j)
+                x, y = np.float64(row[j]), _y(row, shift, rstd, of_token, j)
                 of_one = weight[first_channel + j // positions]
                 of_x, of_y = of_one * x, of_one * y
                 bin_ = fold * _PAIR_BINS + _bin(bits[j], *_PAIR)
@@ -474,21 +474,22 @@ def add_weighted(tokens: Any, runs: Any, weight: Any, cells: Any, moments: Any) 
 
 
 @_called
-def draw(tokens: Any, grouped: bool, uniform: Any, largest: Any) -> None:
+def draw(tokens: Any, given: Any, grouped: bool, uniform: Any, largest: Any) -> None:
     """Let the tokens of a call compete for the places of two samples: those of least rank and key win.
 
     Args:
         tokens: a :class:`Rows` that has been filled.
+        given: as of :func:`fill`; of tokens that are no groups.
         grouped: whether tokens are groups, whose drawn elements are those of :func:`evenly`.
         uniform: :data:`SampleArrays` in which all tokens have the same rank.
         largest: the same, in which a token's rank is -max |x|.
     """
-    _draw_tokens(tokens, False, grouped, uniform)
-    _draw_tokens(tokens, True, grouped, largest)
+    _draw_tokens(tokens, given, False, grouped, uniform)
+    _draw_tokens(tokens, given, True, grouped, largest)
 
 
 @_exact
-def _draw_tokens(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
+def _draw_tokens(tokens: Any, given: Any, by_reach: bool, grouped: bool, sample: Any) -> None:
     last = _last(sample)
     for t in range(tokens.keys.size):
         rank = -np.float64(tokens.reach[t]) if by_reach else 0.0
@@ -503,10 +504,7 @@ def _draw_tokens(tokens: Any, by_reach: bool, grouped: bool, sample: Any) -> Non
         if grouped:
             sample.x[last, 0], sample.x[last, width - 1] = row.min(), row.max()
         for i in range(width):
-            if tokens.explicit:  # of which no token is a group
-                sample.y[last, i] = tokens.y[t, i]
-            else:
-                sample.y[last, i] = (np.float64(sample.x[last, i]) - tokens.shift[t]) * tokens.rstd[t]
+            sample.y[last, i] = _y(sample.x[last], tokens.shift[t], tokens.rstd[t], _part(given, t, 0, width), i)
         last = _last(sample)
 
 

@@ -103,6 +103,27 @@ def test_the_compiled_loop_is_the_reference_of_grouped_norms(seed, groups, posit
         assert_same(filled(cpu.add, tokens, by_gamma=True), filled(reference.add, tokens, by_gamma=True))
 
 
+@pytest.mark.parametrize("d", [12, 1025])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_given_y_is_summed_as_it_is(threads, d):
+    rows = rows_of(2, 70, d)
+    rows[3], rows[4, 5] = 2.5, torch.nan  # a constant token counts, and one with a NaN does not
+    y = torch.erf(0.7 * rows.double() + 0.2)
+    tokens = tokens_of(rows, Lines(layer_norm, 1e-30, explicit_y=y), gamma=torch.linspace(-1, 2, d))
+    asked = {"by_gamma": True, "per_channel": True}
+    with shared_out(threads):
+        ours = filled(cpu.add, tokens, **asked)
+    assert_same(ours, filled(reference.add, tokens, **asked))
+    assert (ours.n_tokens, int(ours.nonfinite_tokens)) == (69, 1)
+    finite = torch.isfinite(rows).all(1)
+    x, y = rows[finite].double(), y[finite]
+    sums = [torch.ones_like(x).sum(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()]
+    torch.testing.assert_close(ours.moments.sum((0, 2)), torch.stack(sums), rtol=1e-11, atol=1e-9)
+    drawn = ours.pairs.filled
+    torch.testing.assert_close(ours.pairs.y[drawn], torch.erf(0.7 * ours.pairs.x[drawn] + 0.2))
+    torch.testing.assert_close(ours.tokens.kept().y, torch.erf(0.7 * ours.tokens.kept().x + 0.2))
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_given_lines_and_optional_sums(threads):
     rows = rows_of(0, 40, 12)
