@@ -123,7 +123,7 @@ def test_tokens_of_a_point_wise_function_are_points_without_lines(functions):
     figure = plot(functions[0], [], rows="token")
     norm, function = shown(figure)
     assert any(line.startswith("Lines: ") for line in foot(figure))
-    assert any(line.startswith("Points: ") for line in foot(plot(functions[0].only("1"), [], rows="token")))
+    assert any(line.startswith("Points: ") for line in foot(plot(functions[0].only([1]), [], rows="token")))
     lines = [[each for each in ax.collections if isinstance(each, LineCollection)] for ax in (norm, function)]
     assert list(map(len, lines)) == [1, 0]
     points = [[line for line in ax.findobj(Line2D) if line.get_marker() == "o"] for ax in (norm, function)]
