@@ -250,19 +250,19 @@ def draw_density(ax: Axes, panel: Panel, axis: XAxis) -> None:
 
 
 def draw_tokens(ax: Axes, panel: Panel, axis: XAxis) -> None:
-    """Whole tokens coloured by σ, each on its straight line of slope 1/σ; those of a point-wise function have none."""
+    """Whole tokens, each its straight line of slope 1/σ, coloured by σ; of a point-wise function, without lines."""
     x, y, rstd = drawn_tokens(panel.stats)
     if not len(x):
         return
     scale = 1 / rstd
     low, high = panel.scales.sigma
     norm = LogNorm(low, high * (1 + 1e-6))
-    ends = np.stack([x.argmin(1), x.argmax(1)], axis=1)[:, :, None]
-    lines = np.concatenate([np.take_along_axis(v[:, :, None], ends, 1) for v in (x, y)], axis=2)
-    if axis.linear_width is not None:
-        lines = _bent(lines, axis)
-    look: dict[str, Any] = {"norm": norm, "cmap": panel.style.tokens, "lw": 0.5, "alpha": 0.45, "rasterized": True}
     if panel.site.pointwise is None:
+        ends = np.stack([x.argmin(1), x.argmax(1)], axis=1)[:, :, None]
+        lines = np.concatenate([np.take_along_axis(v[:, :, None], ends, 1) for v in (x, y)], axis=2)
+        if axis.linear_width is not None:
+            lines = _bent(lines, axis)
+        look: dict[str, Any] = {"norm": norm, "cmap": panel.style.tokens, "lw": 0.5, "alpha": 0.45, "rasterized": True}
         ax.add_collection(LineCollection(list(lines), array=scale, **look), autolim=False)
     # One marker stamped along each token: a scatter that colours point by point takes most of a figure's time.
     for token_x, token_y, colour in zip(x, y, matplotlib.colormaps[panel.style.tokens](norm(scale)), strict=True):

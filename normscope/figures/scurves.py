@@ -408,5 +408,5 @@ def _drawn_tokens(panels: Sequence[Panel], rows: Sequence[str]) -> list[str]:
     kept = [(panel.stats.tokens.key, panel.stats.largest.key) for panel in panels]  # some tokens are in both
     drawn = max(len(set(torch.cat(keys).tolist())) for keys in kept)
     every = max(panel.stats.n_tokens for panel in panels)
-    marks = "Lines" if any(panel.site.pointwise is None for panel in panels) else "Points"
-    return [f"{marks}: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]
+    what = "Points" if all(panel.site.pointwise for panel in panels) else "Lines"
+    return [f"{what}: {drawn:,} of {every:,} tokens, coloured by σ (log scale)"]

@@ -119,8 +119,8 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     together, would follow single sites with a few huge activations, whose α is far below their neighbours'.
 
     Args:
-        fits: of one network, site by site; fits of channels and of ``free`` are left out. A layer without s, such as
-            DyT, starts at fits with ``shift=False``.
+        fits: of one network, site by site; fits of channels, of ``free`` and of point-wise functions are left out. A
+            layer without s, such as DyT, starts at fits with ``shift=False``.
         sites: its norm sites, for width and placement, which published values for language models need.
         family: as ``normscope models`` lists it. For ``language`` models the published α₀ depends on the width; for
             None and ``your own`` there is none.
@@ -137,7 +137,7 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
     by_name = {site.name: site for site in sites}
     groups: dict[tuple[str, str, str], list[CurveFit]] = {}
     for fit in fits:
-        if fit.channel is None and fit.curve != FREE:
+        if fit.channel is None and fit.curve != FREE and (fit.norm is None or fit.norm.pointwise is None):
             groups.setdefault((fit.model, kind_of_site(fit.site), fit.curve), []).append(fit)
     return Records(
         _advice(kind, of_kind, [by_name[fit.site] for fit in of_kind if fit.site in by_name], family)
@@ -300,7 +300,7 @@ class TokenSlopes(SiteRecord):
 def token_slopes(capture: Capture) -> Records[TokenSlopes]:
     """Distributions of the slopes of the tokens' lines, site by site.
 
-    A fit per token needs no search: a norm is linear on each token, and R² is 1.
+    A fit per token needs no search: a norm is linear on each token, and R² is 1. Point-wise functions are left out.
 
     >>> import normscope, torch
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(8))
@@ -309,7 +309,7 @@ def token_slopes(capture: Capture) -> Records[TokenSlopes]:
     64
     """
     capture = as_capture(capture, "token_slopes")
-    return Records(_slopes(capture, site.name) for site in capture.sites)
+    return Records(_slopes(capture, site.name) for site in capture.sites if site.pointwise is None)
 
 
 def _slopes(capture: Capture, site: str) -> TokenSlopes:

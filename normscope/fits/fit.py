@@ -19,6 +19,7 @@ from normscope.fits.curve_fit import CurveFit, about_site
 from normscope.fits.jackknife import Attributes, fitted, inside_noise
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import (
+    POINTWISE,
     FitBatch,
     FitTarget,
     as_capture,
@@ -91,6 +92,9 @@ def fit(
     if form.needs_bound:
         for target in targets:
             target.nothing = target.nothing or (None if math.isfinite(target.bound) else "no bound on y")
+    if form.theory:
+        for target in targets:
+            target.nothing = target.nothing or (POINTWISE if math.isnan(target.slope) else None)
     abouts = [_about(target, capture, weights_by) for target in targets]
     fits = {
         number: [_nothing(target, each, form, abouts[number]) for each in requested]

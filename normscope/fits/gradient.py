@@ -235,6 +235,8 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[Gradien
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
     """Jacobians of a site's drawn tokens; or the reason why there are none, as a clause."""
+    if site.pointwise is not None:
+        return "a point-wise function: its Jacobian is diagonal"
     if site.grouped:
         return "a token is a group, of which a capture keeps a part, and may be normalized by running statistics"
     if site.d < 2:

@@ -27,6 +27,7 @@ POOLS = ("placement", "kind", "all")
 WEIGHTS = ("pairs", "gamma", "x")
 
 CONSTANT_OUTPUT, NO_PAIR, NO_WEIGHT = "constant output", "no finite pair", "γ is zero"
+POINTWISE = "a point-wise function, of which theory expects nothing"
 _REPEATED = 0.02  # of the drawn x: far fewer are equal by chance
 _NO_SPREAD = 1e-14  # of the mean square: a smaller variance is rounding
 
@@ -156,9 +157,12 @@ def _nothing_in(moments: Tensor, no_weight: str) -> str | None:
 
 
 def _slope(site: NormSite, stats: PairStats) -> float:
-    """Slope at the origin of the token of mean ρ or σ: Σxy/n over all pairs is that mean, less what eps adds."""
+    """Slope at the origin of the token of mean ρ or σ: Σxy/n over all pairs is that mean, less what eps adds.
+
+    NaN for a point-wise function, whose tokens have no lines.
+    """
     n, _, _, _, xy, _ = stats.moments.sum((0, 2)).tolist()
-    if not n:
+    if not n or site.pointwise is not None:
         return math.nan
     scales = of_tokens(stats.token_scales)
     of_eps = scales.mean(lambda scale: site.eps / np.maximum(scale, 1e-300)) if site.eps else 0.0
@@ -204,7 +208,7 @@ def _pooled(name: str, members: Sequence[FitTarget]) -> FitTarget:
         fold_by=folds.pop() if len(folds) == 1 else None,
         sites=tuple(target.site for target in members),
         bound=bounds.pop() if len(bounds) == 1 else math.inf,
-        slope=sum(slopes) / sum(n) if sum(n) else math.nan,
+        slope=sum(slopes) / sum(n) if slopes and sum(n) else math.nan,
         x_repeats=any(target.x_repeats for target in used),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -348,11 +349,13 @@ def _filled(pieces: Sequence[str], width: int) -> list[str]:
 
 
 def layers_table(sites: Sequence[NormSite]) -> Table:
-    """Make a table with one line per norm site."""
+    """Make a table with one line per site; point-wise functions have a curve and α, the median over channels."""
+    functions = any(site.pointwise for site in sites)
     columns: list[Column[NormSite]] = [
         Column("", lambda site: str(site.index)),
         names("site", lambda site: site.name),
         words("kind", lambda site: site.kind),
+        *several(("f", "α"), _function, shown=functions),
         words("shape", lambda site: "×".join(map(str, site.normalized_shape)), 1),
         words("axis", lambda site: str(site.channel_axis), 5),
         Column("eps", lambda site: f"{site.eps:g}", drop=4),
@@ -361,6 +364,11 @@ def layers_table(sites: Sequence[NormSite]) -> Table:
         Column("calls", lambda site: str(site.calls), drop=6),
     ]
     return table_of(sites, columns)
+
+
+def _function(site: NormSite) -> list[str]:
+    function = site.pointwise
+    return [NONE, NONE] if function is None else [function.curve, f"{statistics.median(function.alpha):.4g}"]
 
 
 def models_table(entries: Sequence[Any]) -> Table:

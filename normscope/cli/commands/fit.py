@@ -68,6 +68,10 @@ def fit(
     for capture in captures([(name, run) for name in names], layers, say, by, **sums):
         say.heading(capture.about)
         seen.append(capture)
+        if of_tokens or advise:
+            for site in capture.sites:
+                if site.pointwise is not None:
+                    say.remark(f"left out {site.name} ({site.kind}): a point-wise function, which normalizes no token")
         if of_tokens:
             slopes = normscope.token_slopes(capture)
             say.table(slopes_table(slopes))

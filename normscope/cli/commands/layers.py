@@ -6,9 +6,13 @@ import normscope
 from normscope.cli.options import declared
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
+from normscope.runtime.records import as_json
 from normscope.tables.table import layers_table
 
-_FIELDS = ("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "affine", "placement", "calls")
+_FIELDS = (
+    *("index", "name", "kind", "normalized_shape", "channel_axis", "eps", "affine", "placement", "calls"),
+    "pointwise",
+)
 
 
 @declared(
@@ -30,7 +34,7 @@ def layers(models: list[str] | None = None, *, verify: bool = False, run: RunOpt
         say.title(name)
         say.table(layers_table(report.sites))
         say.skipped(report.skipped)
-        sites = [{key: getattr(site, key) for key in _FIELDS} for site in report.sites]
+        sites = [{key: as_json(getattr(site, key)) for key in _FIELDS} for site in report.sites]
         documents.append({"model": name, "sites": sites, "skipped": [norm.as_dict() for norm in report.skipped]})
         rows += [{"model": name, **site} for site in sites]
         del network  # before the next is loaded

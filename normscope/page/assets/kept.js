@@ -107,7 +107,7 @@ function keptName(site, { input, token }) {
 // The straight line of a kept token, which an asinh axis bends: hollow, or filled where it is pinned.
 function keptLines(site, axis, kept, token, { pinned = false, thin = false } = {}) {
   const [offset, sigma] = [numbersOf(kept.offset)[token], numbersOf(kept.sigma)[token]];
-  if (!(sigma > 0)) return [];
+  if (!(sigma > 0) || site.drawn.shown.x) return [];  // of no line
   const most = Math.min(site.bound ?? Infinity, site.drawn.axes.asinh.y[1]);
   const [low, high] = [Math.max(axis.low, offset - most * sigma), Math.min(axis.high, offset + most * sigma)];
   if (!(low < high)) return [];

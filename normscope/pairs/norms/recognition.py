@@ -163,6 +163,7 @@ def _full_name(module_type: type) -> str:
 _FLOAT32_UNITS = 16
 _HALF_UNITS = 2
 _OWN_PRECISION_UNITS = 4
+_NUDGE = 2.0**-10  # of x, as a share: its effect on a point-wise function tells how rounding of αx shows
 # Activations are steeper than one in places (hardswish: 1.5), and their result is rounded again.
 _ACTIVATION = 2
 
@@ -234,8 +235,10 @@ def _times(kind: NormKind, module: nn.Module, rows: Tensor, truth: Tensor) -> Te
     lines = kind.lines(module, rows, kind.eps_of(module, dtypes[0]))
     y = lines.y(rows)
     shift, rstd = lines.of(rows.float().double(), slice(None))
-    # Of the mean, in units of σ; a point-wise function subtracts none.
-    offset = (shift * rstd).abs() if kind.curve is None else torch.zeros_like(rstd)
+    if kind.curve is None:
+        offset = (shift * rstd).abs()  # of the mean, in units of σ
+    else:  # αx is rounded, by a share of itself
+        offset = (kind.lines(module, rows.float() * (1 + _NUDGE), 0.0).y(rows) - y).abs() / _NUDGE
 
     def applied(step: OfModule, y: Tensor) -> Tensor:
         return step(module, y.to(device, torch.float32) if on_mps else y).to(y)
@@ -245,7 +248,8 @@ def _times(kind: NormKind, module: nn.Module, rows: Tensor, truth: Tensor) -> Te
     # A mean far from zero costs digits of x − mean, and twice as many of a variance computed in one pass.
     unit = torch.finfo(torch.float32).eps
     allowed = _FLOAT32_UNITS * unit * (weight.abs() * (1 + y.abs() + offset) + bias.abs())
-    allowed += unit * weight.abs() * y.abs() * offset.square()
+    if kind.curve is None:
+        allowed += unit * weight.abs() * y.abs() * offset.square()
     coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
     if coarsest > unit:
         allowed += _HALF_UNITS * coarsest * ((weight * y).abs() + bias.abs())

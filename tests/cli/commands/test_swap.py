@@ -42,10 +42,12 @@ def test_it_writes_what_the_python_interface_makes(swapped):
     gamma = normscope.load("demo_vit", device="cpu").module.norm.weight
     torch.testing.assert_close(theirs["norm.weight"], gamma * float(amplitude), rtol=1e-3, atol=0)
     assert "--weights dyt takes it in every command; in Python, normscope.load_swapped('dyt')" in done.stderr
-    refused = invoke("plot demo_vit --weights dyt", status=3, cwd=path.parent).stderr
-    assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in refused
-    assert "Error: All 17 norms of this VisionTransformer were replaced (tanh), and none is left" in refused
-    assert "random" not in refused
+    listed = invoke("layers demo_vit --weights dyt --verify", cwd=path.parent)
+    assert "demo_vit: swap dyt (dyt in place of 17 norms, of embedded demo_vit" in listed.stderr
+    assert "random" not in listed.stderr
+    heads, first = (line.split() for line in listed.stdout.splitlines()[1:3])
+    assert (heads[1:4], first[2:4]) == (["kind", "f", "α"], ["PointwiseFunction", "tanh"])
+    assert float(first[4]) == pytest.approx(float(theirs["blocks.0.norm1.alpha"]), rel=1e-3)
 
 
 @pytest.mark.slow
@@ -73,9 +75,10 @@ def test_some_sites_and_the_rest_is_seen_as_before(tmp_path):
     assert (told["folder"], told["skipped"]) == ("last", [])
     invoke("swap demo_vit -o last --func free --layers 'blocks.0.*' --weights last --limit 8", cwd=tmp_path)
     told = document("layers demo_vit --weights last --verify", cwd=tmp_path)
-    assert [site["name"] for site in told["sites"]][::14] == ["blocks.1.norm1", "norm"]
+    assert [site["name"] for site in told["sites"]][::8] == ["blocks.0.norm1", "blocks.4.norm1", "norm"]
     assert told["sites"][-1]["kind"] == "RMSNorm"
-    assert [norm["reason"] for norm in told["skipped"]] == ["a point-wise function (free), no norm"] * 2
+    curves = [site["pointwise"] and site["pointwise"]["curve"] for site in told["sites"]]
+    assert (curves, told["skipped"]) == (["free"] * 2 + [None] * 15, [])
 
 
 @pytest.mark.slow

@@ -270,15 +270,13 @@ def test_no_json_does_anything_but_load_or_be_refused(folder, choices):
         (folder / "swap.json").write_text(text)
 
 
-def test_a_full_swap_leaves_nothing_to_observe_and_a_partial_one_the_rest(folder):
+def test_swapped_sites_are_observed_like_the_norms_that_are_left(folder):
     model = trained(tokens)
     restored(model, folder)
-    with pytest.raises(
-        ModelError, match=r"All 2 norms of this Sequential were replaced \(tanh\), and none is left to observe or"
-    ):
-        capture(model, [data(tokens)])
+    seen = capture(model, [data(tokens)], verify=True)
+    assert [(site.name, site.pointwise.curve) for site in seen.sites] == [("1", "tanh"), ("3", "tanh")]
     partly = trained(tokens)
     swap(partly, "dyt", capture(partly, [data(tokens)]), layers="0,")
-    seen = capture(partly, [data(tokens)])
-    assert [site.name for site in seen.sites] == ["3"]
-    assert [(norm.name, norm.reason) for norm in seen.skipped] == [("1", "a point-wise function (tanh), no norm")]
+    seen = capture(partly, [data(tokens)], verify=True)
+    assert [(site.name, site.pointwise is None) for site in seen.sites] == [("1", False), ("3", True)]
+    assert not seen.skipped

@@ -214,7 +214,7 @@ def _part(given: Any, t: int, first: int, stop: int) -> Any:
 @_exact
 def _y(row: Any, shift: float, rstd: float, given: Any, j: int) -> float:
     if given is None:
-        return (np.float64(row[j]) - shift) * rstd  # type: ignore[no-any-return]
+        return (np.float64(row[j]) - shift) * rstd
     return given[j]  # type: ignore[no-any-return]
 
 
