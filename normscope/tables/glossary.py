@@ -141,6 +141,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "saturated": "share of the pairs where |f′| is under 5 % of its peak",
     },
     "layers": {
+        "f": "curve of a point-wise function in place of a norm, with its α",
         "shape": "sizes of the axes that share one statistic",
         "axis": "axis of the norm's input that numbers the channels",
         "eps": "constant added under the root",
