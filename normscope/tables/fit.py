@@ -228,16 +228,14 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
     """Make a table with one line per site, curve and capture."""
     places = [(row.counterpart, row.fit.curve) for row in rows]
     begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
-    differ = len({row.d for row in rows}) > 1
+    differ, functions = len({row.d for row in rows}) > 1, any(row.curve == MODULE for row in rows)
     columns: list[Column[tuple[Compared, bool]]] = [
         names("site", lambda line: line[0].fit.site if line[1] or line[0].fit.site != line[0].counterpart else ""),
         words("curve", lambda line: line[0].fit.curve if line[1] else ""),
         Column("", lambda line: str(line[0].number)),
         Column("d", lambda line: str(line[0].d), differ, drop=7),
         *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit), (3, 0, 5, 0, 6)),
-        Column(
-            "saturated", lambda line: number(line[0].fit.saturated, ".1%"), any(row.curve == MODULE for row in rows)
-        ),
+        Column("saturated", lambda line: number(line[0].fit.saturated, ".1%"), functions, drop=1),
         *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0]), (1, 4, 2)),
     ]
 
