@@ -85,7 +85,7 @@ class PointwiseFunction(nn.Module):
         self.table = None
         if isinstance(lines, Piecewise):
             self.table = Table(*map(torch.from_numpy, (lines.at, lines.mean, lines.slopes)))
-        self.activation: Callable[[nn.Module, Tensor], Tensor] | None = None
+        self._activate: Callable[[nn.Module, Tensor], Tensor] | None = None
         self.alpha = nn.Parameter(self._one_or_each("alpha", alpha))
         if shift is None and self.curve.shifted:
             shift = 0.0
@@ -129,12 +129,12 @@ class PointwiseFunction(nn.Module):
                 output = eager.pointwise(input, function, Parameters(*parameters), behind)
         if weight.dtype != input.dtype:
             output = output.to(dtype_after(input, weight))
-        return output if self.activation is None else self.activation(self, output)
+        return output if self._activate is None else self._activate(self, output)
 
     @property
     def activated(self) -> bool:
         """True if an activation follows, as in timm's NormAct classes."""
-        return self.activation is not None
+        return self._activate is not None
 
     def also_activate(self, norm: nn.Module, activation: Callable[[nn.Module, Tensor], Tensor]) -> None:
         """Apply the activation of a norm such as timm's NormAct to each output.
@@ -143,7 +143,7 @@ class PointwiseFunction(nn.Module):
         """
         for name, child in norm.named_children():
             self.add_module(name, child)
-        self.activation = activation
+        self._activate = activation
 
     def give_each_channel_its_own(self) -> None:
         """Expand the weight and bias to one per channel; outputs stay the same."""

@@ -89,8 +89,8 @@ def _swapped_axes(module: Any) -> Axes | tuple[int, ...]:
 
 
 def _pointwise(module: Any) -> NormKind:
-    axes, activation = _swapped_axes(module), module.activation
-    return pointwise_function("PointwiseFunction", module.curve, axes=axes, activation=activation)
+    axes = _swapped_axes(module)
+    return pointwise_function("PointwiseFunction", module.curve, axes=axes, activation=module._activate)
 
 
 def _in(package: str, rows: dict[str, Row]) -> dict[str, Row]:

@@ -117,7 +117,7 @@ def refusal(module: nn.Module) -> str | None:
 def is_norm(module: nn.Module) -> bool:
     """True if a module is a norm by the table or by its name, which contains norm, or rms or ln as a word.
 
-    So is a module with α in the place of a norm, by a name such as DynamicTanh.
+    So is a module that learns α, by a name such as DynamicTanh.
     Convolutions, linear layers and modules that contain a norm are no norms. Neither are modules with layers, unless
     their name ends in norm: RobertaPreLayerNormOutput is an output, AdaGroupNorm a norm, ConvMlpWithNorm an MLP.
 

@@ -86,7 +86,7 @@ class NormReport:
 
 
 def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> NormReport:
-    """Run ``model`` once on ``batch`` and list its norms in the order of their first calls.
+    """Run ``model`` once on ``batch`` and list its norms, and point-wise functions in place of norms, by first call.
 
     Args:
         model: what :func:`normscope.load` returned, or any module; its training flags and buffers, grad mode and the
@@ -192,7 +192,7 @@ class _FirstCall:
     additions_before: int
     overwrites: bool
     of_weights: bool
-    pointwise: PointwiseParameters | None
+    pointwise: PointwiseParameters | None = None
     calls: int = 1
 
 

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import timm
 import torch
 from diffusers.models.autoencoders.autoencoder_same import DynamicTanh as SameTanh
 from networks import network_of
@@ -260,6 +261,14 @@ def test_functions_are_recognized_and_verified_in_other_precisions(dtype):
     assert [site.pointwise.curve for site in seen.sites] == ["tanh"] * 6
 
 
+def test_a_swapped_norm_with_an_activation_is_verified_with_it():
+    norm = timm.layers.LayerNormAct(D, act_layer=nn.ReLU)
+    model, x = nn.Sequential(nn.Linear(D, D), norm), noise(16, 5, D)
+    normscope.swap(model, "dyt", normscope.capture(model, [x]))
+    seen = normscope.capture(model, [x], verify=True)
+    assert seen.sites[0].pointwise.curve == "tanh" and float(seen.stats["1"].moments.sum((0, 2))[2]) != 0
+
+
 def test_verification_fails_for_another_function_than_at_first():
     class Changing(LlamaTanh):
         def forward(self, x):
@@ -275,7 +284,7 @@ def test_theory_advice_and_slopes_of_tokens_are_of_norms_alone():
     theory = normscope.fit(seen, "tanh", theory=True)
     assert {fit.site for fit in theory if fit.nothing} == functions
     assert all("point-wise function" in fit.nothing for fit in theory if fit.nothing)
-    assert not functions & {row.kind for row in normscope.advise(normscope.fit(seen, "tanh"), seen.sites)}
+    assert not functions & {row.kind for row in normscope.advise(theory, seen.sites)}
     assert not functions & {row.site for row in normscope.token_slopes(seen)}
     reasons = {view.site: view.reason for view in normscope.gradient(seen, ()) if view.reason}
     assert reasons == dict.fromkeys(functions, "a point-wise function: its Jacobian is diagonal")
