@@ -231,8 +231,9 @@ def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figur
     theme, functions = theme_of(options), saturation(capture)
     if not functions:
         raise DataError("There is no point-wise function in this capture, so that nothing saturates.")
-    names = list(site_labels([each.site for each in functions], options).values())
-    kinds = list(map(kind_of_site, names))
+    sites = [each.site for each in functions]
+    names = list(site_labels(sites, options).values())
+    kinds = [*map(kind_of_site, site_labels(sites, {} if options.get("labels") == NO_LABELS else options).values())]
     markers = dict(zip(dict.fromkeys(kinds), itertools.cycle(MARKERS), strict=False))
     colours = dict(zip(_SHARES, (*theme.curves[1:4], theme.curves[0]), strict=True))
     handles = [key(kind, theme.ink, "", marker=marker, ms=3) for kind, marker in markers.items()]
@@ -246,7 +247,7 @@ def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figur
             (each.inverse_std, abs(each.alpha.p50), {"color": theme.ink, "marker": markers[kind]})
             for each, kind in zip(functions, kinds, strict=True)
         ]
-        _draw_spread(against, [point for point in of_sites if math.isfinite(point[0])], theme, 1.0)
+        _draw_spread(against, [point for point in of_sites if math.isfinite(point[0]) and point[1]], theme, 1.0)
         for (kind, marker), (share, colour) in itertools.product(markers.items(), colours.items()):
             places = [n for n, of_site in enumerate(kinds) if of_site == kind]
             percent = 100 * np.array([getattr(functions[n], share) for n in places], float)  # None becomes NaN

@@ -159,4 +159,4 @@ def with_modules(capture: Capture, fits: Sequence[CurveFit]) -> list[CurveFit]:
         if (record := site_saturation(site, capture.stats[site.name])) and record.curve in BY_NAME
     ]
     places = {site.name: place for place, site in enumerate(capture.sites)}
-    return sorted([*fits, *modules], key=lambda fit: places[fit.site])
+    return sorted([*fits, *modules], key=lambda fit: places.get(fit.site, len(places)))

@@ -1,5 +1,7 @@
 """Fits over the depth, maps of planted massive activations, and curves: figures against their data."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -202,6 +204,25 @@ def test_shares_stand_over_the_depth_a_line_a_kind(functions):
         f"{n}.norm{k}" for n in range(3) for k in (1, 2)
     ]
     assert figure.axes[1].get_ylim()[0] == 0
+
+
+def test_labels_name_the_sites_and_always_the_kinds(functions):
+    for labels, tick, kind in (("none", "0", "*.norm1"), ("full", "blocks.0.norm1", "blocks.*.norm1")):
+        figure = plot_saturation(functions, labels=labels)
+        assert figure.axes[1].get_xticklabels()[0].get_text() == tick
+        assert texts(figure)[0] == kind
+
+
+def test_a_function_without_slope_or_spread_is_on_no_logarithmic_axis():
+    model = nn.Sequential(normscope.DyT(8, alpha=0.5), normscope.DyT(8, alpha=0.25), normscope.DyT(8, alpha=2.0))
+    nn.init.zeros_(model[0].weight)
+    capture = normscope.capture(model, [torch.randn(16, 8, generator=torch.Generator().manual_seed(0))])
+    sites = capture.sites
+    sites[2] = replace(sites[2], pointwise=replace(sites[2].pointwise, alpha=(0.0,)))
+    figure = plot_saturation(capture)
+    figure.draw_without_rendering()
+    (point,) = [points for points in figure.axes[0].lines if points.get_marker() == "o"]
+    assert point.get_ydata() == [0.5]
 
 
 def test_norms_alone_do_not_saturate(seen):
