@@ -6,6 +6,7 @@ from .fits.card import norm_cards as norm_cards
 from .fits.comparison import compare as compare
 from .fits.fit import fit as fit
 from .fits.gradient import gradient as gradient
+from .fits.saturation import saturation as saturation
 from .inputs.batch import Batch as Batch
 from .loading import load as load
 from .loading import load_swapped as load_swapped

@@ -348,8 +348,9 @@ class FigureFiles:
         return str(path)
 
     def path(self, title: str, view: str) -> Path:
+        """Return the file of the next figure of this title and view; of further views, one beside a single file."""
         if self.output.suffix.lower() == f".{self.suffix}":
-            return self.output
+            return self.output if view in self.views else self.output.with_stem(f"{self.output.stem}-{view}")
         stem, numbers = "-".join(filter(None, (file_stem(title), view))), range(2, len(self.written) + 2)
         names = (self.output / f"{stem}{number}.{self.suffix}" for number in ("", *(f"-{n}" for n in numbers)))
         return next(path for path in names if str(path) not in self.written)

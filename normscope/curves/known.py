@@ -28,6 +28,7 @@ _NEAR_ORIGIN = 1e-8
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
 _DECADES = 6  # of |u|, on either side of 1
 _POINTS_A_DECADE = 256  # a maximum between two points is missed by 2e-5 of it
+_POINTS_TO_AN_END = 2**18 + 1
 _FINITE_UP_TO = 1e3  # |u| up to which values have to be finite
 _ROUNDING = 1e-12  # of f: smaller ups and downs, and smaller sums of f(u) and f(−u), are rounding
 _STRAIGHT = 0.01  # a power of u nearer to 1 is a straight line
@@ -36,6 +37,7 @@ _SAMPLING = 1e-3  # of the supremum: apparent growth of a function with a maximu
 _JUMP = 1e-4  # of the steepest slope up to there: a smaller jump of f′ is no kink
 _HALVINGS = 40
 _ORIGIN = 1e-100
+FLAT = 0.05  # of the largest |f′|: a flatter curve does not tell inputs apart
 _QUOTIENT = 1e-6  # of u: half the width of a difference quotient
 _LARGEST = torch.finfo(torch.float64).max
 
@@ -113,6 +115,21 @@ class Curve:
         u = torch.tensor([0.0, _NEAR_ORIGIN], dtype=torch.float64)
         at_origin, near = self.function(u).tolist()
         return float((near - at_origin) / _NEAR_ORIGIN**self.power_at_origin)
+
+    @functools.cached_property
+    def ends(self) -> tuple[float, float] | None:
+        """The u below and above which |f′| stays under 5 % of its peak, to 1e-4 of u; None if the peak is infinite.
+
+        >>> low, high = CURVES["tanh"].ends
+        >>> low == -high, round(math.tanh(high) ** 2, 3)  # tanh′ is 1 − tanh²
+        (True, 0.95)
+        """
+        if not math.isfinite(self.peak):
+            return None
+        u = torch.logspace(-_DECADES, _DECADES, _POINTS_TO_AN_END, dtype=torch.float64)
+        steep = (u[self.derivative(side * u).abs() >= FLAT * self.peak].tolist() for side in (-1, 1))
+        low, high = (max(values, default=0.0) for values in steep)
+        return -low if low < u[-1] else -math.inf, high if high < u[-1] else math.inf
 
 
 def autograd_of(function: Function) -> Function:

@@ -1,6 +1,7 @@
 from .comparison import plot_comparison as plot_comparison
 from .depth import plot_curves as plot_curves
 from .depth import plot_depth as plot_depth
+from .depth import plot_saturation as plot_saturation
 from .depth import plot_tails as plot_tails
 from .drift import plot_drift as plot_drift
 from .drift import plot_healing as plot_healing

@@ -17,6 +17,7 @@ from normscope.errors import UsageError, count
 from normscope.figures.depth import (
     ALPHA,
     MARKERS,
+    SATURATED,
     SLOPE,
     draw_number,
     finish,
@@ -38,6 +39,7 @@ from normscope.figures.style import (
 )
 from normscope.fits.comparison import check_number, match
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.saturation import MODULE, with_modules
 from normscope.pairs.captures import Capture
 
 _COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
@@ -85,6 +87,7 @@ def plot_comparison(
 ) -> Figure:
     """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
 
+    Point-wise functions in place of norms have a column of their own, and a row for the shares of saturated pairs.
     Bars are 95 % intervals of a jackknife over the folds. Open markers are fits whose A and α are not identified, such
     as straight ones; they stand at the lower edge of the panels of α. Dotted lines are the ceilings, beside the
     held-out R². Where sites are not matched by name, depth runs from 0, the first norm, to 1, the last.
@@ -102,6 +105,7 @@ def plot_comparison(
     if len(fits) != len(captures):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme = theme_of(options)
+    fits = [with_modules(capture, fitted) for capture, fitted in zip(captures, fits, strict=True)]
     by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
     lines = _lines(captures, fits, theme, by_name)
     curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
@@ -112,7 +116,7 @@ def plot_comparison(
     common = _in_common(captures)
     how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
     every = [fit for fitted in fits for fit in fitted]
-    numbers = (ALPHA, SLOPE, r_squared(every))
+    numbers = [ALPHA, SLOPE, r_squared(every), *([SATURATED] if MODULE in curves else [])]
     height = (0.3 + _ROW_INCHES * len(numbers)) * blocks
     handles: list[Artist] = [
         key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines

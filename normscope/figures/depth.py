@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from numpy.typing import NDArray
 
 from normscope.curves.expressions import curves_named
-from normscope.curves.known import FREE, Curve
+from normscope.curves.known import FLAT, FREE, Curve
 from normscope.errors import DataError, UsageError, count
 from normscope.figures.drift import name_sites, names_inches
 from normscope.figures.panels import best_of, remarks
@@ -44,10 +45,10 @@ from normscope.figures.style import (
 )
 from normscope.fits.card import NormCard
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.saturation import saturation, spread
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import kind_of_site
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
-from normscope.pairs.sums.stats import PairStats
 
 MARKERS = "osD^vP*X"
 _ROW_INCHES, _SQUARE_INCHES = 1.15, 1.7
@@ -134,6 +135,7 @@ class FitNumber:
 AMPLITUDE = FitNumber("A", "amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan)
 ALPHA = FitNumber("α", "alpha", lambda fit: fit.alpha if fit.told_apart else math.nan)
 SLOPE = FitNumber("slope at 0", "slope", lambda fit: math.nan if fit.curve == FREE else fit.slope)
+SATURATED = FitNumber("saturated", "saturated", lambda fit: fit.saturated)
 _R2 = FitNumber("R²", "r2", lambda fit: fit.r2)
 _HELD_OUT = FitNumber("held-out R²", "r2_cv", lambda fit: math.nan if fit.r2_cv is None else fit.r2_cv)
 
@@ -184,27 +186,77 @@ def finish(ax: Axes, number: FitNumber, theme: Style) -> None:
         ax.text(0.5, 0.5, f"no {number.label} identified", ha="center", va="center", transform=ax.transAxes)
 
 
-def spread(stats: PairStats) -> float:
-    """Return the standard deviation of a norm's input x over all of its pairs; NaN without any."""
-    n, x, _, xx, _, _ = stats.moments.sum((0, 2)).tolist()
-    return math.sqrt(max(xx / n - (x / n) ** 2, 0.0)) if n else math.nan
-
-
-def _draw_spread(ax: Axes, points: Sequence[tuple[float, float, dict[str, Any]]], theme: Style) -> None:
-    """α against 1/std of x, on axes of equal factors, and the line of the median α·std."""
+def _draw_spread(
+    ax: Axes, points: Sequence[tuple[float, float, dict[str, Any]]], theme: Style, ratio: float | None = None
+) -> None:
+    """α against 1/std of x, on axes of equal factors, and the line of a ratio α·std, by default the median."""
     if not points:
         finish(ax, ALPHA, theme)
         return
     for x, alpha, look in points:
         ax.plot([x], [alpha], ls="", ms=3, mew=0, zorder=3, **look)
     at, alphas = np.array(sorted((x, alpha) for x, alpha, _ in points)).T
+    ends = at[[0, -1]]
+    if ratio is not None:  # the axes alike, so that the line is their diagonal
+        ends = at = alphas = np.array([min(*at, *alphas), max(*at, *alphas)])
     ax.set(xscale="log", yscale="log")
     for axis, values in ((ax.xaxis, at), (ax.yaxis, alphas)):
         digits = (1, 2, 5) if max(values) > 4 * min(values) else (1, 1.5, 2, 3, 5, 7)
         axis.set_major_locator(LogLocator(subs=digits, numticks=8))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
-    ax.plot(at[[0, -1]], np.median(alphas / at) * at[[0, -1]], color=theme.ink, ls=(0, (4, 2)), lw=0.8, zorder=1)
+    slope = np.median(alphas / at) if ratio is None else ratio
+    ax.plot(ends, slope * ends, color=theme.ink, ls=(0, (4, 2)), lw=0.8, zorder=1)
+
+
+_SHARES = {f"beyond_{end}": f"|αx + s| > {end}" for end in (1, 2, 3)}
+_SHARES["saturated"] = f"saturated: |f′| under {100 * FLAT:g} % of its peak"
+
+
+def plot_saturation(capture: Capture, **options: Unpack[FigureOptions]) -> Figure:
+    """Draw α of every point-wise function against 1/std of its input, and shares of its pairs over the depth.
+
+    The first panel is figure 8 of arXiv 2503.10622, after training: on its dashed line α is 1/std. The second contains
+    the shares of pairs with αx + s beyond ±1, ±2 and ±3, and beyond the ends of f, a line a kind of site. Where
+    channels differ, α is their median.
+
+    Args:
+        capture: what :func:`normscope.capture` returned.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
+
+    Raises:
+        DataError: if the capture has no point-wise function.
+        UsageError: if an option is not valid.
+    """
+    theme, functions = theme_of(options), saturation(capture)
+    if not functions:
+        raise DataError("There is no point-wise function in this capture, so that nothing saturates.")
+    sites = [each.site for each in functions]
+    names = list(site_labels(sites, options).values())
+    kinds = [*map(kind_of_site, site_labels(sites, {} if options.get("labels") == NO_LABELS else options).values())]
+    markers = dict(zip(dict.fromkeys(kinds), itertools.cycle(MARKERS), strict=False))
+    colours = dict(zip(_SHARES, (*theme.curves[1:4], theme.curves[0]), strict=True))
+    handles = [key(kind, theme.ink, "", marker=marker, ms=3) for kind, marker in markers.items()]
+    handles += [key("α = 1/std", theme.ink, (0, (4, 2))), *(key(_SHARES[share], colours[share]) for share in _SHARES)]
+    inches = inches_of(options.get("width"), max(_LEAST_INCHES, 2.4 + _SITE_INCHES * len(names)))
+    columns = columns_of({"width": inches}, 2, _BESIDE_INCHES, 2)
+    height, samples = _MAP_INCHES * 2 / columns + names_inches(names), count(capture.n_samples, "sample")
+    with sheet_of(options, theme, inches, height, capture.about, detail=samples, handles=handles) as figure:
+        against, shares = figure.subplots(2 // columns, columns, width_ratios=(1, 1.6)[:columns])
+        of_sites = [
+            (each.inverse_std, abs(each.alpha.p50), {"color": theme.ink, "marker": markers[kind]})
+            for each, kind in zip(functions, kinds, strict=True)
+        ]
+        _draw_spread(against, [point for point in of_sites if math.isfinite(point[0]) and point[1]], theme, 1.0)
+        for (kind, marker), (share, colour) in itertools.product(markers.items(), colours.items()):
+            places = [n for n, of_site in enumerate(kinds) if of_site == kind]
+            percent = 100 * np.array([getattr(functions[n], share) for n in places], float)  # None becomes NaN
+            shares.plot(places, percent, color=colour, marker=marker, ms=3, mew=0, lw=0.9, clip_on=False)
+        against.set(xlabel="1 / std of x", ylabel="α")
+        shares.set(ylabel="share of pairs [%]", ylim=(0, None))
+        draw_guides(shares, theme)
+        name_sites(shares, names, 0.6 * inches if columns == 2 else inches - _SIDES_INCHES)
+    return figure
 
 
 Array = NDArray[np.float64]
@@ -213,6 +265,7 @@ _ROWS = 200  # of pixels at most, each the largest of its channels
 _NAMED = 6  # channels or positions beside a map
 _TIMES = 10.0  # the share that channels alike would have: from there on a channel is named
 _SIDES_INCHES = 0.9  # of a figure's width, beside the maps
+_BESIDE_INCHES = 2.0  # of a panel beside another, at least
 _DOT_POINTS = 9.0  # diameter of the dot of all 16 tokens
 _COUNTS = (1, 4, LARGEST_TOKENS)  # of the legend
 

@@ -55,6 +55,7 @@ from normscope.figures.style import (
 )
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.saturation import site_saturation
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
@@ -403,7 +404,8 @@ def legend_handles(panels: Sequence[Panel], rows: Sequence[str], sampled: bool) 
     if of_y:
         handles.append(key(RANGE, style.ink, lw=_RANGE_POINTS))
     if of_y and any(panel.site.bound < panel.scales.y[1] for panel in panels):
-        handles.append(key("bound: ±√(d−1), without centring ±√d", style.faint, ":"))
+        of_function = ", of point-wise functions ±1" if any(panel.site.pointwise for panel in panels) else ""
+        handles.append(key(f"bound: ±√(d−1), without centring ±√d{of_function}", style.faint, ":"))
     if "channel" in rows:
         handles.append(key("other channels, evenly over x", style.faint, "", marker="o", ms=2.5, mew=0))
     folds = _folds(panels)
@@ -456,18 +458,28 @@ def r2_of(fit: CurveFit) -> str:
 def notes_of(panel: Panel, labels: str) -> list[Words]:
     """Return the lines above a panel: R² and ceiling in one line; or all about the site, and a line a curve."""
     ink, site, fits = panel.style.ink, panel.site, panel.fits
+    module = broken(_module(panel), ink, panel.room)
     ceiling = fits[0].r2_ceiling if fits else None
     top = [] if ceiling is None else [f"ceiling {ceiling:.3f}{'*' if fits[0].x_repeats else ''}"]
     if labels != FULL:
-        return fits_in_line(panel, "R²", r2_of, top) if labels == SHORT else []
+        return [*module, *fits_in_line(panel, "R²", r2_of, top)] if labels == SHORT else []
     of_site = [f"{visible(site.kind)} d={site.d}", *([site.placement] if site.placement else [])]
     bounds = [f"|y| ≤ {site.bound:.3g}"] if panel.scales.y[1] < site.bound < math.inf else []  # beyond the panel
     path: Words = [(tail(f"{site.index}  {site.name}", panel.room, NOTE), ink)]
-    lines = [path, *broken([*of_site, f"{panel.stats.n_pairs:,} pairs", *bounds], ink, panel.room)]
+    lines = [path, *broken([*of_site, f"{panel.stats.n_pairs:,} pairs", *bounds], ink, panel.room), *module]
     for fit in fits:
         parts = [f"{fit.curve}: nothing to fit"] if fit.degenerate else [fit.curve, *_result(fit)]
         lines += broken(parts, panel.style.faint if fit.degenerate else panel.looks[fit.curve][0], panel.room)
     return [*lines, *broken(top, ink, panel.room)]
+
+
+def _module(panel: Panel) -> list[str]:
+    """A point-wise function with its own α and s, and the share of pairs that it saturates; nothing for a norm."""
+    if (own := site_saturation(panel.site, panel.stats)) is None:
+        return []
+    shift = [f"s {own.shift.p50:.3g}"] if own.shift.p50 else []
+    share = [] if own.saturated is None else [f"{100 * own.saturated:.2g} % saturated"]
+    return [f"{own.curve}, α {own.alpha.p50:.3g}", *shift, *share]
 
 
 def _result(fit: CurveFit) -> list[str]:

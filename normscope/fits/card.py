@@ -12,6 +12,7 @@ from torch import Tensor
 
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.fit import fit
+from normscope.fits.saturation import Saturation, site_saturation
 from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
@@ -191,7 +192,7 @@ class Scale(Record):
 
 @dataclass(frozen=True, repr=False)
 class NormCard(SiteRecord, Record):
-    """One norm's effect on its tokens, at a glance.
+    """One norm's effect on its tokens, at a glance; of a point-wise function, its saturation and its tails.
 
     Attributes:
         kind, placement, eps: as of :class:`normscope.pairs.norms.sites.NormSite`.
@@ -204,6 +205,7 @@ class NormCard(SiteRecord, Record):
         linear_up_to: the |x| beyond which no pair is; None if the pairs do not bend, or without a tanh.
         straight: True if the pairs do not bend.
         tails: the large activations.
+        saturation: of a point-wise function, which has no centring, scale or linear range; None for a norm.
     """
 
     kind: str
@@ -218,6 +220,7 @@ class NormCard(SiteRecord, Record):
     linear_up_to: float | None = None
     straight: bool = False
     tails: Tails | None = None
+    saturation: Saturation | None = None
 
 
 def norm_cards(capture: Capture) -> Records[NormCard]:
@@ -252,11 +255,14 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
         **{"n_pairs": stats.n_pairs, "n_tokens": stats.n_tokens},
         # Tokens that are all mean have a constant y, but also a σ and tails.
         "degenerate": None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
+        "saturation": site_saturation(site, stats),
     }
     if about["degenerate"]:
         return NormCard(**about)
     moments = torch.from_numpy(stats.moments.numpy().sum(0))
     magnitudes = of_pairs(moments)
+    if site.pointwise:
+        return NormCard(**about, tails=_tails(stats, moments, magnitudes))
     linear, linear_up_to = 1.0 if bend.straight else None, None
     if bend.told_apart:
         ends = [(side * LINEAR_UP_TO - bend.shift) / bend.alpha for side in (-1, 1)]

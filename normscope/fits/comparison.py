@@ -16,6 +16,7 @@ from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import check_fit, fit
 from normscope.fits.jackknife import Interval, interval, student
+from normscope.fits.saturation import with_modules
 from normscope.fits.targets import FitTarget, as_capture, fit_targets, nodes_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
@@ -92,7 +93,7 @@ class Ratio:
 
 _FITTED = (
     *("site", "curve", "amplitude", "alpha", "C", "slope", "shift", "r2", "r2_cv", "r2_ceiling"),
-    *("n_pairs", "folds", "straight", "converged", "nothing"),
+    *("n_pairs", "folds", "straight", "converged", "saturated", "nothing"),
 )
 
 
@@ -230,13 +231,16 @@ def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) ->
         raise UsageError(
             f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
         )
-    base, *others = (_observed(capture, of_capture) for capture, of_capture in zip(captures, fits, strict=True))
+    base, *others = (
+        _observed(capture, with_modules(capture, of_capture))
+        for capture, of_capture in zip(captures, fits, strict=True)
+    )
     rows = []
     for (site, curve), here in base.items():
         beside = [
             _against(here, other[each.counterparts[site], curve], number, each.by)
             for number, (other, each) in enumerate(zip(others, matches, strict=True), 2)
-            if site in each.counterparts
+            if site in each.counterparts and (each.counterparts[site], curve) in other
         ]
         rows += [Compared(1, site, here.d, None, here.fit), *beside] if beside else []
     return Comparison(captures, fits, matches, rows)
@@ -292,7 +296,7 @@ def _ratio(name: str, first: _Observed, other: _Observed) -> Ratio | None:
     value = numbers[1] / numbers[0]
     if value <= 0:
         return Ratio(value, None)
-    if first.folds and other.folds and _same_inputs(first.stats, other.stats):
+    if first.fit.refits and other.fit.refits and first.folds and other.folds and _same_inputs(first.stats, other.stats):
         refits = (torch.tensor(each.fit.refits, dtype=torch.float64) for each in (first, other))
         here, there = (alpha_and_slope[:, int(name == "slope")] for alpha_and_slope in refits)
         whole = torch.tensor([value], dtype=torch.float64).log()

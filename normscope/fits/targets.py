@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from normscope.curves.known import FLAT
 from normscope.errors import DataError, UsageError, unknown
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite, kind_of_site
@@ -330,7 +331,6 @@ def _total(moments: Tensor) -> Tensor:
 
 
 TAIL = 0.99  # share of the pairs nearer to the origin than the tails
-_SATURATED = 0.05  # of the largest slope: a flatter curve does not tell inputs apart
 
 
 def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor) -> dict[str, Tensor]:
@@ -345,7 +345,7 @@ def goodness(nodes: Nodes, in_tail: Tensor, predicted: Tensor, steepness: Tensor
     tail_weight, tail = (nodes.weight * in_tail).sum(-1), (squares * in_tail).sum(-1)
     errors = torch.where(nodes.weight > 0, off.abs(), -1.0)
     largest, at = errors.max(-1, keepdim=True)
-    flat = (steepness < _SATURATED) & (nodes.weight > 0)
+    flat = (steepness < FLAT) & (nodes.weight > 0)
     return {
         "r2": 1 - residual / nodes.total,
         "rmse": (residual / weight).sqrt(),

@@ -1,4 +1,4 @@
-"""Norm cards as tables for a terminal: a row a site, or all that is known of one."""
+"""Norm cards as tables for a terminal: a row a site, or all numbers of one site."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from normscope.runtime.files import visible
+from normscope.tables.glossary import definitions
 from normscope.tables.table import (
     NONE,
     Column,
@@ -22,8 +23,9 @@ from normscope.tables.table import (
 )
 
 if TYPE_CHECKING:
-    from normscope.fits.card import NormCard, Tails
+    from normscope.fits.card import NormCard, Scale, Tails
     from normscope.fits.gradient import Constants, GradientView
+    from normscope.fits.saturation import OverChannels, Saturation
 
 
 _NAMED = 3  # of a kind, on a whole card
@@ -32,8 +34,13 @@ _SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
 
 
 def card_tables(cards: Sequence[NormCard]) -> list[Table]:
-    """Make the whole card of one site, or of several sites the tables of scale and of tails."""
-    return [card_table(cards[0])] if len(cards) == 1 else [scale_table(cards), tails_table(cards)]
+    """Make the whole card of one site, or of several sites the tables of scale, of saturation and of tails."""
+    if len(cards) == 1:
+        return [card_table(cards[0])]
+    norms = [card for card in cards if card.saturation is None]
+    functions = [card.saturation for card in cards if card.saturation is not None]
+    tables = [*([scale_table(norms)] if norms else []), *([saturation_table(functions)] if functions else [])]
+    return [*tables, tails_table(cards)]
 
 
 def scale_table(cards: Sequence[NormCard]) -> Table:
@@ -52,6 +59,24 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
         Column("linear", linear, drop=2),
     ]
     return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate or None)
+
+
+def saturation_table(functions: Sequence[Saturation]) -> Table:
+    """Make a table with one line per point-wise function: α and s, its range in use, and channels without one."""
+    shifted = any(each.shift.p5 or each.shift.p95 for each in functions)
+    columns: list[Column[Saturation]] = [
+        names("site", lambda each: each.site),
+        words("f", lambda each: each.curve, 4),
+        Column("α", lambda each: _over_channels(each.alpha)),
+        Column("s", lambda each: _over_channels(each.shift), shifted, drop=3),
+        Column("slope", lambda each: _over_channels(each.slope), drop=7),
+        *several(("1/std", "α×std"), lambda each: [_number(each.inverse_std), _number(each.alpha_std)], (2, 6)),
+        *several((">1", ">2", ">3", "saturated"), _saturated, (5, 8, 5, 0)),
+        Column("|weight|", lambda each: _over_channels(each.weight), drop=9),
+        Column("stuck", lambda each: NONE if each.stuck is None else str(len(each.stuck)), drop=1),
+        Column("dead", lambda each: str(len(each.dead)), drop=1),
+    ]
+    return table_of(functions, columns, about="stats")
 
 
 def tails_table(cards: Sequence[NormCard]) -> Table:
@@ -81,12 +106,22 @@ def card_table(card: NormCard) -> Table:
 
 def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
     """Yield the questions and answers of a card, as plain text."""
-    kind = f"{card.kind}, {card.placement}" if card.placement else card.kind
-    yield "site", f"{card.site} ({kind}, eps {card.eps:g})"
+    about = filter(None, (card.kind, card.placement, "" if card.saturation else f"eps {card.eps:g}"))
+    yield "site", f"{card.site} ({', '.join(about)})"
     yield "seen", f"{card.n_pairs:,} pairs of {card.n_tokens:,} tokens"
-    if card.degenerate or card.tails is None or card.scale is None:
+    if card.saturation is not None:
+        for column in saturation_table([card.saturation]).columns[1:]:
+            heading = str(column.header)
+            yield heading, f"{next(iter(column.cells))} ({definitions('stats')[heading]})"
+    if card.degenerate or card.tails is None:
         yield "nothing to say", card.degenerate or ""
         return
+    if card.scale is not None:
+        yield from _scale_answers(card, card.scale)
+    yield from _tail_answers(card.tails)
+
+
+def _scale_answers(card: NormCard, scale: Scale) -> Iterator[tuple[str, str]]:
     if card.centring is not None:
         p50, p95, share, without = _centring(card)
         yield "|μ|/σ", f"{p50} for half of the tokens, {p95} for 95 %"
@@ -94,13 +129,12 @@ def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
         yield "without centring", "it does not centre" if without == NONE else f"y is off by {without} of y² (RMSNorm)"
     p5, p50, p95, spread, touched, holds_to = _scale(card)
     yield "σ", f"{p5} to {p95} for nine tokens in ten, a factor of {spread}; median {p50}"
-    if card.scale.holds_to_p50 is not None:
+    if scale.holds_to_p50 is not None:
         yield "eps", f"lowers y by 1 % or more for {touched} of the tokens"
-        half = _number(card.scale.holds_to_p50)
+        half = _number(scale.holds_to_p50)
         yield "y(c·x) = y(x)", f"to 1 % down to c = {holds_to} for 99 % of the tokens, {half} for half"
     linear = "no tanh was found" if card.linear is None else f"{_share(card.linear)} of the pairs"
     yield "linear range", "all pairs: they do not bend" if card.straight else linear
-    yield from _tail_answers(card.tails)
 
 
 def _tail_answers(tails: Tails) -> Iterator[tuple[str, str]]:
@@ -118,6 +152,19 @@ def _tail_answers(tails: Tails) -> Iterator[tuple[str, str]]:
         sample = "" if token.sample is None else f"sample {token.sample}, "
         where = "" if token.channel is None else f", channel {token.channel}"
         yield "", f"{sample}token {token.position}{where}: x = {_number(token.x)}"
+
+
+def _saturated(function: Saturation) -> list[str]:
+    shares = (function.beyond_1, function.beyond_2, function.beyond_3, function.saturated)
+    return [NONE if share is None else _share(share) for share in shares]
+
+
+def _over_channels(spread: OverChannels | None) -> str:
+    """A number, or its median with the 5th and 95th percentiles over channels that differ."""
+    if spread is None:
+        return NONE
+    ends = "" if spread.p5 == spread.p95 else f" ({spread.p5:.2g} to {spread.p95:.2g})"
+    return f"{_number(spread.p50)}{ends}"
 
 
 def _centring(card: NormCard) -> list[str]:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from normscope.curves.known import FREE
 from normscope.errors import count
+from normscope.fits.saturation import MODULE
 from normscope.runtime.files import visible
 from normscope.tables.glossary import DEFINITIONS, TERMS
 from normscope.tables.table import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 def fits_table(fits: Sequence[CurveFit]) -> Table:
     """Make a table with one line per site and curve; 'straight' replaces A and α that are not identifiable."""
     rivals = Counter((fit.site, fit.channel, fit.parameters) for fit in fits)
+    functions = any(fit.curve == MODULE for fit in fits)
     held_out = any(fit.r2_cv is not None for fit in fits)  # as the ceiling is: it stays where R² itself has no room
 
     def rank(fit: CurveFit) -> str:
@@ -50,9 +52,9 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f"), drop=3 if held_out else 0),
         Column("held-out R²", lambda fit: measured(fit.r2_cv, fit.intervals.get("r2"), ".4f", half=False), held_out),
         Column("ceiling", _ceiling, drop=2),
-        Column("RMSE", lambda fit: f"{fit.rmse:.4g}", drop=7),
-        Column("tail", lambda fit: f"{fit.tail_rmse:.4g}", drop=8),
-        Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=10),
+        Column("RMSE", lambda fit: number(fit.rmse, ".4g"), drop=7),
+        Column("tail", lambda fit: number(fit.tail_rmse, ".4g"), drop=8),
+        Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=2 if functions else 10),
         Column("rank", rank, drop=5),
     ]
     return table_of(fits, columns, caption=_caption(fits), about="fit", remark=lambda fit: fit.nothing, named=2)
@@ -226,13 +228,14 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
     """Make a table with one line per site, curve and capture."""
     places = [(row.counterpart, row.fit.curve) for row in rows]
     begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
-    differ = len({row.d for row in rows}) > 1
+    differ, functions = len({row.d for row in rows}) > 1, any(row.curve == MODULE for row in rows)
     columns: list[Column[tuple[Compared, bool]]] = [
         names("site", lambda line: line[0].fit.site if line[1] or line[0].fit.site != line[0].counterpart else ""),
         words("curve", lambda line: line[0].fit.curve if line[1] else ""),
         Column("", lambda line: str(line[0].number)),
         Column("d", lambda line: str(line[0].d), differ, drop=7),
         *several(("A", "α", "slope", "R²", "ceiling"), lambda line: _numbers(line[0].fit), (3, 0, 5, 0, 6)),
+        Column("saturated", lambda line: number(line[0].fit.saturated, ".1%"), functions, drop=1),
         *several(("α ratio", "slope ratio", "R² of 1"), lambda line: _against_first(line[0]), (1, 4, 2)),
     ]
 

@@ -18,9 +18,10 @@ from normscope.fits.card import NormCard
 from normscope.fits.comparison import Compared
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import GradientView
+from normscope.fits.saturation import Saturation
 from normscope.pairs.captures import Capture
 from normscope.swaps.reports import BenchReport, DriftReport, HealReport, KeepReport, SimplifyReport
-from normscope.tables.card import card_tables, gradient_tables
+from normscope.tables.card import card_tables, gradient_tables, saturation_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
 from normscope.tables.swaps import drift_tables, healing_table, keep_table, quality_table, simplify_table, speed_tables
 from normscope.tables.table import layers_table
@@ -77,6 +78,7 @@ _TABLES: dict[type, Callable[[Sequence[Any]], Iterable[Table]]] = {
     Capture: lambda captures: [layers_table(capture.sites) for capture in captures],
     CurveFit: lambda fits: [fits_table(fits) if fits[0].channel is None else channels_table(fits)],
     NormCard: card_tables,
+    Saturation: lambda functions: [saturation_table(functions)],
     GradientView: gradient_tables,
     TokenSlopes: lambda slopes: [slopes_table(slopes)],
     Compared: lambda rows: [comparison_table(rows)],

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from scipy import special
+from scipy import optimize, special
 
 from normscope.curves.expressions import curves_named, split_names
 from normscope.curves.known import CURVES, autograd_of, curve_of, properties_of
@@ -267,3 +267,34 @@ def test_a_derivative_of_ones_own_is_taken():
     assert (own.formula, own.source, own.peak, own.smooth) == ("tanh", "a book", 1.0, True)
     with pytest.raises(UsageError, match="derivative of the curve 'own' gives"):
         curve_of(torch.tanh, "own", derivative=torch.sum)
+
+
+@pytest.mark.parametrize(
+    "curve", [curve for curve in CURVES.values() if math.isfinite(curve.peak)], ids=lambda c: c.name
+)
+def test_ends_are_where_scipy_finds_five_percent_of_the_peak(curve):
+    def excess(u):
+        return abs(float(curve.derivative(torch.tensor([u], dtype=torch.float64)))) - 0.05 * curve.peak
+
+    low, high = curve.ends
+    if curve.name == "linear":
+        assert (low, high) == (-math.inf, math.inf)
+        return
+    if curve.smooth:
+        assert high == pytest.approx(optimize.brentq(excess, 1, 20), rel=1e-4)
+    assert low == -high and excess(high * 1.001) < 0 <= excess(high * 0.999)
+    beyond = torch.logspace(math.log10(1.001 * high), 5, 500, dtype=torch.float64)
+    assert bool((curve.derivative(beyond).abs() < 0.05 * curve.peak).all())
+
+
+def test_ends_of_curves_that_are_vertical_or_flat_on_one_side_alone():
+    assert CURVES["exproot"].ends is None
+    assert curve_of(torch.relu, "ramp").ends == (0, math.inf)
+    low, high = curve_of(torch.nn.functional.silu, "swish").ends
+    assert low == pytest.approx(optimize.brentq(lambda u: silu_slope(u) + 0.05 * silu_slope(2.4), -9, -3), rel=1e-3)
+    assert high == math.inf
+
+
+def silu_slope(u):
+    s = 1 / (1 + math.exp(-u))
+    return s * (1 + u * (1 - s))

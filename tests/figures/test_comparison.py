@@ -120,6 +120,27 @@ def test_many_curves_go_into_even_rows_with_one_scale():
     assert low < min(alphas) and max(alphas) < high
 
 
+def test_point_wise_functions_have_a_column_and_a_row_of_saturated_shares():
+    x = torch.randn(24, 6, 8, generator=torch.Generator().manual_seed(0))
+
+    def step(number):
+        model = nn.Sequential(nn.LayerNorm(8), *(normscope.DyT(8, alpha=0.5 * number * (n + 1)) for n in range(3)))
+        return normscope.capture(model, [3 * x], about={**ABOUT, "weights": f"step {number}"})
+
+    captures = [step(1), step(2)]
+    _, figure = drawn(captures)
+    axes = np.array(figure.axes).reshape(4, 2)
+    assert [ax.get_title() for ax in axes[0]] == ["tanh", "module's f"]
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == ["α", "slope at 0", "held-out R²", "saturated"]
+    for number, capture in enumerate(captures):
+        records = normscope.saturation(capture)
+        for row, values in ((0, [0.5, 1, 1.5]), (1, [0.5, 1, 1.5]), (3, [each.saturated for each in records])):
+            places, drawn_values = series(axes[row, 1])[number]
+            assert np.round(places).tolist() == [1, 2, 3]
+            assert drawn_values == pytest.approx(np.array(values) * (number + 1 if row < 2 else 1))
+    assert said(axes[2, 1]) == ["no held-out R² identified"]
+
+
 @pytest.mark.parametrize(("n_captures", "message"), [(1, "two or more captures"), (2, "the fits of 1")])
 def test_mistakes_are_said(pair, n_captures, message):
     captures, fits, _ = pair

@@ -1,5 +1,7 @@
 """Fits over the depth, maps of planted massive activations, and curves: figures against their data."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from torch import nn
 import normscope
 from normscope.curves.known import BUILT_IN, CURVES
 from normscope.errors import DataError, UsageError
-from normscope.figures.depth import ALPHAS, mathtext, plot_curves, plot_depth, plot_tails, shares_of, spread
+from normscope.figures.depth import ALPHAS, mathtext, plot_curves, plot_depth, plot_saturation, plot_tails, shares_of
+from normscope.fits.saturation import spread
 
 
 def noise():
@@ -151,6 +154,80 @@ def test_without_a_pair_there_is_nothing_to_draw():
     capture = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
     with pytest.raises(DataError, match="No site holds a pair"):
         plot_tails(capture, normscope.norm_cards(capture))
+
+
+@pytest.fixture(scope="module")
+def functions():
+    """Three blocks of a function of each kind, whose α follows 1/std but at one site, and a LayerNorm."""
+    blocks = nn.ModuleList(
+        nn.ModuleDict({"norm1": normscope.DyT(32, alpha=0.5 / (i + 1)), "norm2": normscope.Derf(32, alpha=0.2)})
+        for i in range(3)
+    )
+    model = nn.Module()
+    model.blocks, model.norm = blocks, nn.LayerNorm(32)
+    model.forward = lambda x: [
+        model.norm(x),
+        *(block[kind](x * (i + 1)) for i, block in enumerate(blocks) for kind in block),
+    ]
+    return normscope.capture(model, [noise()], about={"model": "net", "weights": "none", "data": "noise"})
+
+
+def test_a_point_for_each_function_stands_against_one_over_the_spread(functions):
+    records = normscope.saturation(functions)
+    against, _ = plot_saturation(functions).axes
+    points = series(against, "o") + series(against, "s")
+    assert sorted(points) == sorted((each.inverse_std, each.alpha.p50) for each in records)
+    assert points[0] == pytest.approx((1 / float(noise().double().std(correction=0)) / 3, 0.5 / 3), rel=1e-6)
+    (line,) = [line for line in against.lines if len(line.get_xdata()) == 2]
+    np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())  # α = 1/std
+    assert against.get_xlim() == pytest.approx(against.get_ylim())
+
+
+def test_shares_stand_over_the_depth_a_line_a_kind(functions):
+    records = normscope.saturation(functions)
+    figure = plot_saturation(functions)
+    lines = {(line.get_color(), line.get_marker()): line for line in figure.axes[1].lines}
+    labels = {
+        text.get_text(): handle
+        for text, handle in zip(figure.legends[0].get_texts(), figure.legends[0].legend_handles, strict=True)
+    }
+    shares = {f"|αx + s| > {end}": f"beyond_{end}" for end in (1, 2, 3)}
+    shares["saturated: |f′| under 5 % of its peak"] = "saturated"
+    assert len(lines) == 8
+    for label, share in shares.items():
+        for first, kind in enumerate(("*.norm1", "*.norm2")):
+            line = lines[labels[label].get_color(), labels[kind].get_marker()]
+            assert list(line.get_xdata()) == [first, first + 2, first + 4]
+            expected = [100 * getattr(records[place], share) for place in line.get_xdata()]
+            np.testing.assert_allclose(line.get_ydata(), expected)
+    assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == [
+        f"{n}.norm{k}" for n in range(3) for k in (1, 2)
+    ]
+    assert figure.axes[1].get_ylim()[0] == 0
+
+
+def test_labels_name_the_sites_and_always_the_kinds(functions):
+    for labels, tick, kind in (("none", "0", "*.norm1"), ("full", "blocks.0.norm1", "blocks.*.norm1")):
+        figure = plot_saturation(functions, labels=labels)
+        assert figure.axes[1].get_xticklabels()[0].get_text() == tick
+        assert texts(figure)[0] == kind
+
+
+def test_a_function_without_slope_or_spread_is_on_no_logarithmic_axis():
+    model = nn.Sequential(normscope.DyT(8, alpha=0.5), normscope.DyT(8, alpha=0.25), normscope.DyT(8, alpha=2.0))
+    nn.init.zeros_(model[0].weight)
+    capture = normscope.capture(model, [torch.randn(16, 8, generator=torch.Generator().manual_seed(0))])
+    sites = capture.sites
+    sites[2] = replace(sites[2], pointwise=replace(sites[2].pointwise, alpha=(0.0,)))
+    figure = plot_saturation(capture)
+    figure.draw_without_rendering()
+    (point,) = [points for points in figure.axes[0].lines if points.get_marker() == "o"]
+    assert point.get_ydata() == [0.5]
+
+
+def test_norms_alone_do_not_saturate(seen):
+    with pytest.raises(DataError, match="no point-wise function"):
+        plot_saturation(seen)
 
 
 def shown(figure):

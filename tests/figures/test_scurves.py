@@ -122,6 +122,35 @@ def test_full_labels_have_every_number(seen, fits):
     assert not any("pairs a panel" in line for line in foot(figure))
 
 
+@pytest.fixture(scope="module")
+def functions():
+    x = 4 * torch.randn(8, 30, 16, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.LayerNorm(16, elementwise_affine=False), normscope.Derf(16, alpha=2.0, shift=0.25))
+    return normscope.capture(model, [x]), x.double()
+
+
+@pytest.mark.parametrize("labels", ["none", "short", "full"])
+def test_a_point_wise_function_has_its_own_scale_and_saturation_above_it(functions, labels):
+    seen, x = functions
+    norm, function = shown(plot(seen, normscope.fit(seen, "tanh"), rows="density", labels=labels))
+    u = 2 * nn.LayerNorm(16, elementwise_affine=False, dtype=torch.float64)(x) + 0.25
+    saturated = 100 * (u.abs() > np.sqrt(np.log(20))).double().mean()  # where exp(−u²), erf′ over its peak, is 1/20
+    above = ["  ".join(text.get_text() for text in ax.texts) for ax in (norm, function)]
+    assert (f"derf, α 2  s 0.25  {saturated:.2g} % saturated" in above[1]) == (labels != "none")
+    assert "saturated" not in above[0]
+
+
+def test_tokens_of_a_point_wise_function_are_points_without_lines(functions):
+    figure = plot(functions[0], [], rows="token")
+    norm, function = shown(figure)
+    assert any(line.startswith("Lines: ") for line in foot(figure))
+    assert any(line.startswith("Points: ") for line in foot(plot(functions[0].only([1]), [], rows="token")))
+    lines = [[each for each in ax.collections if isinstance(each, LineCollection)] for ax in (norm, function)]
+    assert list(map(len, lines)) == [1, 0]
+    points = [[line for line in ax.findobj(Line2D) if line.get_marker() == "o"] for ax in (norm, function)]
+    assert len(points[0]) == len(points[1]) > 60
+
+
 def test_fitted_curves_and_the_bound_are_drawn_where_they_are(figure, seen, fits):
     ax = shown(figure)[0]
     for fit in (fit for fit in fits if fit.site == NAMES[0]):

@@ -142,7 +142,21 @@ def kept(sites):
 
 
 @pytest.fixture(scope="module")
-def drawn(seen, fits, drifts, speed):
+def functions():
+    """Captures of the same network with functions in place of its norms, before and after a training."""
+
+    def step(number):
+        model = Net()
+        for block in model.blocks:
+            for name in block:
+                block[name] = normscope.DyT(16, alpha=0.3 * number)
+        return normscope.capture(model, batches(), about={**ABOUT, "weights": f"{ABOUT['weights']} {number}"})
+
+    return [step(1), step(2)]
+
+
+@pytest.fixture(scope="module")
+def drawn(seen, fits, drifts, speed, functions):
     """Every figure, by the name of its command."""
     rows = "density,token,channel,residual"
     other = normscope.capture(Net(), batches(), about={**ABOUT, "weights": "step 2"})
@@ -154,6 +168,11 @@ def drawn(seen, fits, drifts, speed):
         "overview --share-axes": lambda **look: normscope.figures.overview(*both, share_axes=True, **look),
         "fit --plot": lambda **look: normscope.figures.plot_depth(seen, fits, **look),
         "stats --plot": lambda **look: normscope.figures.plot_tails(seen, normscope.norm_cards(seen), **look),
+        "stats --plot, functions": lambda **look: normscope.figures.plot_saturation(functions[0], **look),
+        "compare, functions": lambda **look: normscope.figures.plot_comparison(
+            functions, [normscope.fit(each, "tanh") for each in functions], **look
+        ),
+        "plot, functions": lambda **look: normscope.plot(functions[0], normscope.fit(functions[0], "tanh"), **look),
         "curves": lambda **look: normscope.figures.plot_curves("all", **look),
         "gradient": lambda **look: normscope.figures.plot_gradient(seen, fits, **look),
         "compare": lambda **look: normscope.figures.plot_comparison(*both, **look),
@@ -167,6 +186,7 @@ def drawn(seen, fits, drifts, speed):
 FIGURES = (
     *("plot", "plot --share-axes", "overview", "overview --share-axes", "fit --plot", "stats --plot", "curves"),
     *("gradient", "compare", "drift", "keep", "heal", "speed"),
+    *("stats --plot, functions", "compare, functions", "plot, functions"),
 )
 TWICE = ("plot --share-axes", "overview --share-axes")  # which look like those without it
 

@@ -103,6 +103,18 @@ def test_the_card_is_the_command_line_s(sites, seen):
         assert question in printed and answer in printed
 
 
+def test_a_point_wise_function_has_a_card_of_its_own():
+    x = torch.randn(40, 5, 16, generator=torch.Generator().manual_seed(0))
+    seen = normscope.capture(nn.Sequential(normscope.Derf(16, alpha=0.4, shift=0.1)), [x])
+    [site] = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
+    card = {question: answer.partition(" ")[0] for question, answer in site["card"]}
+    assert (card["f"], card["α"], card["s"], card["dead"]) == ("derf", "0.4", "0.1", "0")
+    assert float(card[">1"]) == pytest.approx(100 * float(((0.4 * x + 0.1).abs() > 1).double().mean()), abs=0.05)
+    assert "σ" not in card and site["numbers"]["sigma"] is None
+    shown = site["drawn"]["shown"]
+    assert "x" in shown  # as no line contains a token
+
+
 def test_massive_channels_and_tokens_are_counted(sites):
     numbers = sites["first"]["numbers"]
     assert numbers["massive_channels"] == 0  # 300 is beyond 100, and not beyond 1000 times the median

@@ -12,7 +12,8 @@ from torch import nn
 
 import normscope
 from normscope.fits.advice import advise, token_slopes
-from normscope.tables.card import constants_table, jacobians_table, scale_table, tails_table
+from normscope.fits.saturation import with_modules
+from normscope.tables.card import constants_table, jacobians_table, saturation_table, scale_table, tails_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
 from normscope.tables.glossary import unknown_column
 from normscope.tables.swaps import drift_table, sites_table
@@ -141,6 +142,10 @@ def tables():
     fits = normscope.fit(seen, "all")
     views = normscope.gradient(seen, normscope.fit(seen))
     cards = normscope.norm_cards(seen)
+    derf = normscope.PointwiseFunction("derf", 32, alpha=torch.linspace(0.1, 2, 32), shift=-0.125)
+    nn.init.normal_(derf.weight)
+    functions = normscope.capture(nn.Sequential(nn.Linear(32, 32), normscope.DyT(32), derf), [x])
+    own = with_modules(functions, normscope.fit(functions, "tanh"))
     moved = [
         normscope.drift(network, [x], normscope.replacements(network, func, seen, layers="0,1"), func=func, init="fit")
         for func in ("tanh", "isru", "derf")
@@ -159,11 +164,16 @@ def tables():
         "sites": sites_table(moved),
         "layers": layers_table(seen.sites),
         "models": models_table(normscope.list_models()),
+        "saturation": saturation_table(normscope.saturation(functions)),
+        "fit of functions": fits_table(own),
+        "comparison of functions": comparison_table(normscope.compare([functions, functions], "tanh")),
+        "layers with functions": layers_table(functions.sites),
     }
 
 
 NAMES = ["fit", "channels", "slopes", "advice", "scale", "tails", "jacobians", "constants", "comparison"]
 NAMES += ["drift", "sites", "layers", "models"]
+NAMES += ["saturation", "fit of functions", "comparison of functions", "layers with functions"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -184,6 +194,7 @@ def test_every_table_breaks_no_number_at_any_width(tables, name):
 
 # The command whose tables of the glossary define the columns.
 COMMANDS = {"scale": "stats", "tails": "stats", "jacobians": "gradient", "constants": "gradient", "layers": "layers"}
+COMMANDS |= {"saturation": "stats", "comparison of functions": "compare", "layers with functions": "layers"}
 COMMANDS |= {"comparison": "compare", "drift": "swap-bench", "sites": "swap-bench", "models": "models"}
 
 

@@ -37,6 +37,7 @@ def records(network, seen, fits):
         "a capture": seen,
         "fits": fits,
         "cards": normscope.norm_cards(seen),
+        "functions": normscope.saturation(normscope.capture(normscope.DyT(8), [torch.randn(9, 8)])),
         "views": normscope.gradient(seen, fits),
         "slopes": token_slopes(seen),
         "advice": advise(fits, seen.sites),
@@ -46,7 +47,7 @@ def records(network, seen, fits):
     }
 
 
-KINDS = ["a capture", "fits", "cards", "views", "slopes", "advice", "compared", "a drift", "a bench"]
+KINDS = ["a capture", "fits", "cards", "functions", "views", "slopes", "advice", "compared", "a drift", "a bench"]
 
 
 class Cells(HTMLParser):

@@ -42,6 +42,7 @@ def fit(
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95 % intervals."""
     from normscope.fits import advice
     from normscope.fits.fit import check_fit
+    from normscope.fits.saturation import with_modules
     from normscope.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
 
     if per not in _LEVELS:
@@ -82,8 +83,9 @@ def fit(
             say.table(advice_table(starts))
             rows += [row.as_dict() for row in starts]
             continue
-        say.table(channels_table(fits) if per == "channel" else fits_table(fits))
-        rows += [fit.as_dict() for fit in fits]
+        shown = with_modules(capture, fits) if per == "site" and pool is None else fits
+        say.table(channels_table(fits) if per == "channel" else fits_table(shown))
+        rows += [fit.as_dict() for fit in shown]
         summary = advice.layerwise(fits) if per == "site" and pool is None else None
         if summary is not None and summary.sites > 1:
             say.sentences(layerwise_line(summary))

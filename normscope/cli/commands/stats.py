@@ -26,7 +26,10 @@ def stats(
     look: Look,
     say: Output,
 ) -> None:
-    """Report the effects of centring and scaling at every norm, and the channels and tokens that form its tails."""
+    """Report the effects of centring and scaling at every norm, and the channels and tokens that form its tails.
+
+    Point-wise functions in place of norms: α, s and the pairs that they saturate.
+    """
     names = sources(models, run, by, say)
     files = FigureFiles(plot, look, names, ["tails"], by, "--plot") if plot else None
     seen, rows = [], []
@@ -40,6 +43,9 @@ def stats(
 
             figure = normscope.figures.plot_tails(capture, cards, **look.of_figure)
             files.save(figure, heading(capture.about), "tails", capture, say)
+            if any(card.saturation for card in cards):
+                figure = normscope.figures.plot_saturation(capture, **look.of_figure)
+                files.save(figure, heading(capture.about), "saturation", capture, say)
         seen.append(capture)
         rows += [card.as_dict() for card in cards]
     say.document({"sites": rows, "skipped": skipped_as_json(seen)}, rows)

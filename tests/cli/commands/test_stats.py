@@ -85,3 +85,29 @@ def test_norms_without_an_answer_show_dashes():
     cells = [next(iter(column.cells)) for column in scale_table(cards).columns]
     assert cells.count("–") == 6  # four of centring, two of eps
     assert not math.isnan(float(cells[5]))
+
+
+def test_point_wise_functions_have_a_table_and_a_figure_of_their_own(tmp_path):
+    model = nn.Sequential(nn.LayerNorm(8), normscope.DyT(8, alpha=0.5), normscope.Derf(8, shift=0.25))
+    nn.init.zeros_(model[1].weight[2:3])
+    x = torch.randn(40, 6, 8, generator=torch.Generator().manual_seed(0))
+    seen = normscope.capture(model, [x], about={"model": "mixed", "weights": "none", "data": "noise"})
+    file = normscope.save_capture(seen, tmp_path / "seen.safetensors")
+    out = invoke(f"stats {file} -q --plot {tmp_path / 'of.png'}", COLUMNS="140").stdout
+    rows = [row.split() for row in out.splitlines() if re.match(r"[012] ", row)]
+    assert [row[0] for row in rows] == ["0", "1", "2", "0", "1", "2"]  # of the norm, of the functions, and all tails
+    assert rows[1][1:4] == ["tanh", "0.5", "0"] and rows[2][1:4] == ["derf", "0.5", "0.25"]
+    # None is stuck. One is dead for its weight, and in the next function as its x is constant.
+    assert rows[1][-2:] == rows[2][-2:] == ["0", "1"]
+    assert out.splitlines()[-2:] == [str(tmp_path / "of.png"), str(tmp_path / "of-saturation.png")]
+    assert (tmp_path / "of-saturation.png").stat().st_size > 1000
+    told = document(f"stats {file}")["sites"]
+    assert [site["saturation"] and site["saturation"]["curve"] for site in told] == [None, "tanh", "derf"]
+    assert [site["saturation"]["dead"] for site in told[1:]] == [[2], [2]]
+    invoke(f"stats {file} -q --plot {tmp_path}")
+    assert {path.name for path in tmp_path.glob("mixed*")} == {"mixed-tails.png", "mixed-saturation.png"}
+    fits = document(f"fit {file} --func tanh")["fits"]
+    assert [(fit["site"], fit["curve"]) for fit in fits] == [
+        *(("0", "tanh"), ("1", "tanh"), ("1", "module's f"), ("2", "tanh"), ("2", "module's f"))
+    ]
+    assert [fit["alpha"] for fit in fits if fit["curve"] == "module's f"] == [0.5, 0.5]
