@@ -288,21 +288,16 @@ class _Recorder(TorchDispatchMode):
 
 def _carried(operand: Value, value: Value, axis: int) -> list[int]:
     """Return the axis of an operand whose numbers an operator carries, each times the same factor, to an axis."""
-
-    def numbers(tensor: Tensor, axis: int) -> Tensor:
-        size = tensor.shape[axis]
-        return torch.arange(1, size + 1, dtype=tensor.dtype, device=tensor.device).view(
-            [size if n == axis % tensor.ndim else 1 for n in range(tensor.ndim)]
-        )
-
     tensor, size = operand.tensor, value.tensor.shape[axis]
+    numbers = torch.arange(1, size + 1)
     noise = torch.rand(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(tensor)
     base = None
     for n in range(tensor.ndim):
         if tensor.shape[n] == size > 1:
             base = value.again({operand: torch.zeros_like(tensor)}) if base is None else base
-            response = value.again({operand: noise.narrow(n, 0, 1) * numbers(tensor, n)}) - base
-            factors = response / numbers(response, axis)
+            changed = noise.narrow(n, 0, 1) * along(numbers.to(tensor), n, tensor.ndim)
+            response = value.again({operand: changed}) - base
+            factors = response / along(numbers.to(response), axis, response.ndim)
             unequal, largest = (factors - factors.narrow(axis, 0, 1)).abs().max(), factors.abs().max()
             if largest > 0 and unequal <= largest * torch.finfo(factors.dtype).eps ** 0.5:
                 return [n]

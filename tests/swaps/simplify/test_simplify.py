@@ -251,6 +251,7 @@ class WithTable(nn.Module):
         super().__init__()
         self.layer, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)
         self.register_buffer("table", torch.linspace(-2, 3, 40).reshape(5, 8).square(), persistent=False)
+        self.head.register_buffer("table", torch.zeros(1), persistent=False)  # of that name, and not centred
 
     def forward(self, x):
         return self.head(self.norm(self.layer(x) + self.table))
