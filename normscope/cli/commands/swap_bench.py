@@ -65,9 +65,11 @@ def swap_bench(
         raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
     seconds = 0.0 if quick else seconds
     choices = swapping.swap_choices(func, init, per, shift)
-    curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
+    curves = list(dict.fromkeys(choice.func for choice in choices if choice.timed))
     swapping.check_kernels(choices, run.device)
     swapping.check_calibrated(init, refit, choices)
+    swapping.check_few(choices)
+    choices = swapping.with_controls(choices)
     place = Place.from_environment()
     files = FigureFiles(output, look, names if place.speaks else [], ["drift", "speed"])
     if not place.alone:

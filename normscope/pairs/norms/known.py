@@ -203,5 +203,6 @@ NORMS: dict[str, Row] = {
     "torchvision.transforms.transforms.Normalize": _NO_STATISTIC,
     "torchvision.transforms.v2._misc.Normalize": _NO_STATISTIC,
     "normscope.swaps.standalone.RMSNorm": _swapped_rms_norm,
+    "normscope.swaps.standalone.FewChannelNorm": "a token-wise function of a few channels, no norm",
     "normscope.swaps.pointwise.PointwiseFunction": _pointwise,
 }
