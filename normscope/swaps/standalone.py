@@ -194,7 +194,7 @@ class Predictor(Float32):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return μ and σ, both ``(…)``, of tokens ``(…, channels)``."""
-        z = x[..., self.channels] - self.centre.to(x)
+        z = x[..., self.channels.long()] - self.centre.to(x)  # transformers loads all of it in float32
         features = torch.cat([torch.ones_like(z[..., :1]), z, z * z], -1)
         square, mean = (features.unsqueeze(-2) * self.predictors.to(x)).sum(-1).unbind(-1)
         return mean, square.maximum(self.floor.to(x)).sqrt()
