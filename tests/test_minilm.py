@@ -129,7 +129,6 @@ def test_four_and_eight_channels_carry_the_scale_of_its_tokens(tmp_path):
         pathlib,
         shutil,
         tarfile,
-        threading,
         unittest,
     ]
     texts = [" ".join(text.split()) for module in modules for text in docstrings(module)]
