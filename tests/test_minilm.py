@@ -23,7 +23,7 @@ from scipy.optimize import curve_fit
 
 import normscope
 from normscope.models.weights.repository import COPIES, copy_of
-from normscope.swaps.few import SecondPass
+from normscope.swaps.drift.few import SecondPass
 
 REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 pytestmark = [

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
+    from normscope.swaps.drift.few import SecondPass
     from normscope.swaps.drift.keep import After
-    from normscope.swaps.few import SecondPass
     from normscope.swaps.reports import KeepReport, Quality
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
@@ -83,14 +83,6 @@ class SwapChoice:
         return bool(self.start) and INITS[self.init].constants is None
 
     @property
-    def timed(self) -> bool:
-        """True if its speed can be measured without a fit."""
-        from normscope.curves.known import BEST, FREE
-        from normscope.swaps.start import few_channels
-
-        return self.asked not in (BEST, FREE) and few_channels(self.asked) is None
-
-    @property
     def start(self) -> str:
         """The initialization as reports name it; empty for a token-wise function, which has no start values."""
         return CALIBRATED if self.calibrated else self.uncalibrated
@@ -128,16 +120,14 @@ def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[Swa
 
 def with_controls(choices: Sequence[SwapChoice]) -> list[SwapChoice]:
     """Add RMSNorm and K random channels to ``few:K``, for comparison."""
-    from normscope.swaps.start import FEW, RANDOM, RMS_NORM, few_channels
+    from normscope.swaps.start import FEW, RANDOM, RMS_NORM
 
-    compared = {choice.func: choice for choice in choices}
-    controls = [
-        replace(choice, func=name, asked=name)
-        for choice in choices
-        if choice.func.startswith(f"{FEW}:")
-        for name in (f"{RANDOM}:{few_channels(choice.asked)}", RMS_NORM)
-    ]
-    return [*choices, *{control.func: control for control in controls if control.func not in compared}.values()]
+    compared = list(choices)
+    for choice in (choice for choice in choices if choice.func.startswith(f"{FEW}:")):
+        for name in (choice.func.replace(FEW, RANDOM), RMS_NORM):
+            if all(name != other.func for other in compared):
+                compared.append(replace(choice, func=name, asked=name))
+    return compared
 
 
 def check_alone(what: str, more: str = "") -> None:
@@ -165,8 +155,9 @@ def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
 
 
 def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> None:
-    """Refuse, before any work, a calibration that is not possible; UsageError."""
+    """Refuse, before any work, a calibration or a second pass that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
+    from normscope.swaps.start import few_channels
 
     asked = CALIBRATED in init
     if refit not in REFITS:
@@ -178,12 +169,6 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> No
         raise UsageError(f"There is no calibrated start of {func}: point-wise functions alone are calibrated.")
     if asked:
         check_alone("Calibration runs")
-
-
-def check_few(choices: Sequence[SwapChoice]) -> None:
-    """Refuse a second pass that several ranks would have to divide; UsageError."""
-    from normscope.swaps.start import few_channels
-
     if few := [choice.func for choice in choices if few_channels(choice.asked)]:
         check_alone(f"The second pass of {few[0]} runs")
 
@@ -252,7 +237,7 @@ class SwapSource:
         """Return the fits that start values are taken from; only the sites if nothing is fitted."""
         from normscope.pairs.capture import captured
         from normscope.pairs.recorder import Summing
-        from normscope.swaps.few import SecondPass
+        from normscope.swaps.drift.few import SecondPass
         from normscope.swaps.start import few_channels, fitted
 
         if few_channels(choice.asked):

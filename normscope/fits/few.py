@@ -36,11 +36,6 @@ class FewFit:
     predictors: Tensor
     floor: float
 
-    @property
-    def site(self) -> str:
-        """Name of the norm site."""
-        return self.norm.name
-
     def state(self) -> dict[str, Tensor]:
         """Return the buffers of :class:`normscope.swaps.standalone.Predictor`."""
         channels, floor = torch.tensor(self.channels), torch.tensor(self.floor)

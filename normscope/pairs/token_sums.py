@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from normscope.pairs.capture import captured
 from normscope.pairs.norms.formulas import FORMS
 from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.recorder import Summing
-from normscope.runtime.progress import Progress, silent
 
 MOST_CANDIDATES = 128
 POWERS = (0, 2, 4)  # p of the weights σ⁻ᵖ
@@ -33,7 +28,6 @@ class TokenSums:
         centre: their means in the first call, float32 ``(M,)``.
         gram: Σ σ⁻ᵖ v vᵀ for each p in :data:`POWERS`, of the tokens to learn from and of the held-out ones: float64
             ``(2, 3, 2M + 3, 2M + 3)``.
-        y_squares: Σy² of each channel over all tokens, float64 ``(channels,)``.
         least: smallest σ².
     """
 
@@ -41,7 +35,6 @@ class TokenSums:
     channels: Tensor
     centre: Tensor
     gram: Tensor
-    y_squares: Tensor
     least: float = torch.inf
 
     @classmethod
@@ -50,11 +43,7 @@ class TokenSums:
         x = rows.double()
         channels = x.square().sum(0).topk(min(MOST_CANDIDATES, site.channels)).indices
         size = 2 * len(channels) + 3
-        return cls(
-            *(site, channels, x[:, channels].mean(0).float()),
-            gram=x.new_zeros(2, len(POWERS), size, size),
-            y_squares=x.new_zeros(site.channels),
-        )
+        return cls(site, channels, x[:, channels].mean(0).float(), x.new_zeros(2, len(POWERS), size, size))
 
     def add(self, rows: Tensor, part: int) -> None:
         """Add token rows ``(tokens, d)`` to part 0, to learn from, or 1, held out."""
@@ -68,32 +57,4 @@ class TokenSums:
             v = torch.cat([torch.ones_like(rstd), z, z.square(), rstd**-2, shift], 1)
             for gram, power in zip(self.gram[part], POWERS, strict=True):
                 gram.addmm_((v * rstd**power).mT, v)
-            self.y_squares += ((x - shift) * rstd).square().sum(0)
             self.least = min(self.least, float(rstd.max()) ** -2)
-
-
-def second_pass(
-    model: nn.Module,
-    learned: Iterable[Any],
-    held_out: Iterable[Any],
-    sites: Sequence[NormSite],
-    progress: Progress = silent,
-) -> dict[str, TokenSums]:
-    """Sum up the tokens at some norm sites, by name; batches are those of :func:`normscope.capture`.
-
-    >>> from normscope.pairs.norms.trace import find_norms
-    >>> from normscope.inputs.batch import Batch
-    >>> model, x = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), torch.randn(16, 4)
-    >>> second_pass(model, [x], [x], find_norms(model, Batch((x,))).sites)["1"].gram.shape
-    torch.Size([2, 3, 19, 19])
-    """
-    sums: dict[str, TokenSums] = {}
-    for part, batches in enumerate((learned, held_out)):
-
-        def add(site: NormSite, rows: Tensor, y: Tensor, part: int = part) -> None:
-            if site.name not in sums:
-                sums[site.name] = TokenSums.begun(site, rows)
-            sums[site.name].add(rows, part)
-
-        captured(model, batches, Summing(observe=add), layers=[site.name for site in sites], progress=progress)
-    return sums

@@ -148,7 +148,7 @@ def test_drift_keep_and_the_network_afterwards(model):
     network = normscope.load("demo_vit", device="cpu", limit=8)
     fits = normscope.fit_few(network, list(network.calibration)[:4], 4, layers="0,8,final")
     modules = normscope.replacements(network, "few:4", fits)
-    assert [fit.site for fit in fits] == list(modules) == ["blocks.0.norm1", "blocks.4.norm1", "norm"]
+    assert [fit.norm.name for fit in fits] == list(modules) == ["blocks.0.norm1", "blocks.4.norm1", "norm"]
     moved = normscope.drift(network, replacements=modules)
     assert 0 < moved.all.relative_l2.p50 < 0.3
     kept = normscope.keep(network, network.inputs, modules, number=1)

@@ -62,7 +62,6 @@ def swap(
     how = swapping.SwapChoice.of(func, init, per, shift)
     swapping.check_kernels([how], run.device)
     swapping.check_calibrated(init, refit, [how])
-    swapping.check_few([how])
     func = how.func
     swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None

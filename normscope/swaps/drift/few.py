@@ -6,16 +6,18 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from normscope.errors import ModelError, UsageError
 from normscope.fits.few import FewFit, few_fit
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs
-from normscope.pairs.norms.sites import Layers, select_by_placement
+from normscope.pairs.capture import captured
+from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.pairs.token_sums import POWERS, second_pass
+from normscope.pairs.recorder import Summing
+from normscope.pairs.token_sums import POWERS, TokenSums
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.drift.drift import drift
@@ -93,7 +95,16 @@ class SecondPass:
             check_token_wise(site, report.kinds[site.name], "A prediction of σ")
             if site.form is None:
                 raise ModelError(f"A prediction of σ cannot take the place of {site.name}: its formula is not known.")
-        self.sums = second_pass(self._network, self._pool.learned, self._pool.judged, sites, progress)
+        self._sums: dict[str, TokenSums] = {}
+        for part, of_part in enumerate((self._pool.learned, self._pool.judged)):
+
+            def add(site: NormSite, rows: Tensor, y: Tensor, part: int = part) -> None:
+                sums = self._sums.get(site.name) or TokenSums.begun(site, rows)
+                self._sums[site.name] = sums
+                sums.add(rows, part)
+
+            names = [site.name for site in sites]
+            captured(self._network, of_part, Summing(observe=add), layers=names, progress=progress)
 
     def fits(self, func: str, seed: int = 0) -> list[FewFit]:
         """Return the fits of ``few:K``, or of ``random:K``, whose channels are drawn from the candidates."""
@@ -104,7 +115,7 @@ class SecondPass:
         for power in POWERS:
             fits = [
                 few_fit(sums, k, power, seed + sums.site.index if func.startswith(RANDOM) else None)
-                for sums in self.sums.values()
+                for sums in self._sums.values()
             ]
             modules = replacements(self._network, func, fits)
             options: dict[str, Any] = {"outputs": self._outputs, "one_at_a_time": False, "cumulative": False}
