@@ -1,5 +1,19 @@
 """A real pretrained network, all-MiniLM-L6-v2, through all that people come for; scripts/fetch_minilm.py brings it."""
 
+import argparse
+import asyncio
+import email
+import http
+import inspect
+import json
+import logging
+import os
+import pathlib
+import shutil
+import statistics
+import tarfile
+import unittest
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +23,7 @@ from scipy.optimize import curve_fit
 
 import normscope
 from normscope.models.weights.repository import COPIES, copy_of
+from normscope.swaps.drift.few import SecondPass
 
 REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 pytestmark = [
@@ -28,6 +43,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def seen(folder):
     return normscope.load_capture(folder / "seen.safetensors")
+
+
+def docstrings(module):
+    """Long docstrings of a module, its classes and functions."""
+    parts = [module, *(part for _, part in sorted(vars(module).items()) if inspect.isclass(part) or callable(part))]
+    return list(dict.fromkeys(text for text in map(inspect.getdoc, parts) if text and len(text) > 150))
 
 
 def raw_pairs(folder, site):
@@ -92,3 +113,34 @@ def test_every_command_takes_it(folder):
     assert 0.2 < moved.all.relative_l2.p50 < 1.5  # without training a swap costs most of the output
     same = normscope.drift(network, replacements=normscope.replacements(network, "rmsnorm", fitted))
     assert same.all.relative_l2.p50 < moved.all.relative_l2.p50  # a norm that still rescales each token costs less
+
+
+def test_four_and_eight_channels_carry_the_scale_of_its_tokens(tmp_path):
+    """On docstrings of other modules than those that were learned from; RMSNorm is in between DyT and these."""
+    modules = [
+        argparse,
+        asyncio,
+        email,
+        http,
+        inspect,
+        json,
+        logging,
+        os,
+        pathlib,
+        shutil,
+        tarfile,
+        unittest,
+    ]
+    texts = [" ".join(text.split()) for module in modules for text in docstrings(module)]
+    (tmp_path / "learned.txt").write_text("\n".join(texts[:96]))
+    (tmp_path / "held_out.txt").write_text("\n".join(" ".join(text.split()) for text in docstrings(statistics)))
+    network = normscope.load("minilm", data=tmp_path / "learned.txt", device="cpu")
+    held_out = normscope.load("minilm", data=tmp_path / "held_out.txt", device="cpu").inputs
+    second_pass, moved = SecondPass(network), {}
+    for func in ("few:4", "few:8", "random:4", "rmsnorm"):
+        fits = second_pass.fits(func) if ":" in func else normscope.find_norms(network).sites
+        modules = normscope.replacements(network, func, fits)
+        options = {"outputs": network.outputs, "one_at_a_time": False, "cumulative": False}
+        moved[func] = normscope.drift(network.module, held_out, modules, **options).all.relative_l2.p50
+    assert moved["few:8"] < moved["few:4"] < moved["rmsnorm"] < moved["random:4"]
+    assert moved["few:8"] < 0.25 and moved["few:4"] < 0.31

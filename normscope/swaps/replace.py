@@ -23,7 +23,7 @@ from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite
 from normscope.runtime.network import check_whole, uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.standalone import RMSNorm
+from normscope.swaps.standalone import FewChannelNorm, RMSNorm, TokenWise
 from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Swap:
                 setattr(module, name, getattr(norm, name))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
-            if isinstance(module, (PointwiseFunction, RMSNorm)):
+            if isinstance(module, (PointwiseFunction, TokenWise)):
                 full_name = f"{type(norm).__module__}.{type(norm).__qualname__}"
                 module.in_place_of = getattr(norm, "in_place_of", "") or full_name
             _put(parent, name, module)
@@ -213,11 +213,13 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     bias = own_shift is not None or bool(offset.any())
     elementwise = own_gain is not None or bias or bool((gain != gain[0]).any())
     if start.curve is None:
-        if kind.groups is not None or kind.activation is not None or not kind.bounded:
-            raise ModelError(f"An RMSNorm cannot take the place of {site.name}: it is a {site.kind}.")
-        module: nn.Module = RMSNorm(
-            shape, channel_axis=axis, eps=site.eps, elementwise_affine=elementwise or bool(gain[0] != 1), bias=bias
-        )
+        check_token_wise(site, kind, start.func)
+        options = {"channel_axis": axis, "elementwise_affine": elementwise or bool(gain[0] != 1), "bias": bias}
+        if start.few is None:
+            module: nn.Module = RMSNorm(shape, eps=site.eps, **options)
+        else:
+            module = FewChannelNorm(shape, len(start.few.channels), **options)
+            module.predictor.load_state_dict(start.few.state())
     else:
         module = PointwiseFunction(
             start.curve,
@@ -242,6 +244,12 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     if isinstance(module, PointwiseFunction) and kind.activation is not None:
         module.also_activate(norm, kind.activation)
     return module
+
+
+def check_token_wise(site: NormSite, kind: NormKind, func: str) -> None:
+    """Raise ModelError unless a norm scales each token by the token's own σ, and nothing follows."""
+    if kind.groups is not None or kind.activation is not None or not kind.bounded:
+        raise ModelError(f"{func} cannot take the place of {site.name}: it is a {site.kind}.")
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:

@@ -60,7 +60,16 @@ def of_each(module: nn.Module, nested: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor([module(part) for part in nested.unbind()])
 
 
-class Table(nn.Module):
+class Float32(nn.Module):
+    """Module whose buffers never become half precision, in which neighbouring values would coincide."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32:
+        for name, part in self.named_buffers():
+            setattr(self, name, part.to(fn(part).device))
+        return self
+
+
+class Table(Float32):
     """Piecewise linear function through points; the outer pieces extend to infinity.
 
     >>> lines = Table(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 3.0]), torch.tensor([0.0, 3.0, 0.0]))
@@ -84,27 +93,21 @@ class Table(nn.Module):
         left = (piece - 1).clamp_min(0)
         return mean[left] + slopes[piece] * (u - at[left])
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
-        """Move to another device, but never to half precision, in which neighbouring points would coincide."""
-        for name, part in self.named_buffers():
-            setattr(self, name, part.to(fn(part).device))
-        return self
 
-
-class RMSNorm(nn.Module):
-    """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
+class TokenWise(nn.Module):
+    """Base of the functions that scale each token by one number: weight · (x − μ)/σ + bias over the channels.
 
     Args:
         normalized_shape: sizes of the channel axes.
         channel_axis: the channel axis, if ``normalized_shape`` is one number; several numbers are the last axes.
-        eps: added under the root, and kept as ``variance_epsilon``; ``eps`` itself is NaN.
         elementwise_affine: use a weight and a bias, both ``normalized_shape``.
         bias: use a bias.
 
-    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
-    tensor([[0.8485, 1.1314]])
+    Attributes:
+        func: its name in swap.json.
     """
 
+    func: str
     eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
     in_place_of: str = ""  # full class name of the norm that it replaced
 
@@ -113,19 +116,17 @@ class RMSNorm(nn.Module):
         normalized_shape: int | Sequence[int],
         *,
         channel_axis: int = -1,
-        eps: float = 1e-6,
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
         super().__init__()
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
-        self.variance_epsilon = eps
         self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
 
     def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Normalize the input, in float32 at least; libraries call norms with keywords of several names."""
+        """Scale the tokens, in float32 at least; libraries call norms with keywords of several names."""
         if input is None:
             (input,) = named.values()
         if input.is_nested:
@@ -133,15 +134,92 @@ class RMSNorm(nn.Module):
         inside = torch.promote_types(input.dtype, torch.float32)
         x = input.to(inside) if self.channel_axis == -1 else input.to(inside).movedim(self.channel_axis, -1)
         weight = None if self.weight is None else self.weight.to(inside)
-        y = nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
+        y = self.scaled(x, weight)
         if self.bias is not None:
             y = y + self.bias.to(inside)
         y = y.to(dtype_after(input, self.weight))
         return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
 
+    def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return weight · (x − μ)/σ, with the channels of x last."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Return the channels."""
+        return ", ".join(map(str, self.normalized_shape))
+
+
+class RMSNorm(TokenWise):
+    """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
+
+    ``eps`` is kept as ``variance_epsilon``; ``eps`` itself is NaN. Other arguments are those of :class:`TokenWise`.
+
+    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
+    tensor([[0.8485, 1.1314]])
+    """
+
+    func = "rmsnorm"
+
+    def __init__(self, normalized_shape: int | Sequence[int], *, eps: float = 1e-6, **options: Any) -> None:
+        super().__init__(normalized_shape, **options)
+        self.variance_epsilon = eps
+
+    def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return weight · x / √(mean of x² + eps)."""
+        return nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
+
     def extra_repr(self) -> str:
         """Return the channels and eps."""
-        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.variance_epsilon:g}"
+        return f"{super().extra_repr()}, eps={self.variance_epsilon:g}"
+
+
+class Predictor(Float32):
+    """σ² and μ of a token from K of its channels: predictors · [1, z, z²], where z = x[channels] − centre.
+
+    Buffers: channels, int64 ``(K,)``; centre ``(K,)``; predictors of σ² and of μ, ``(2, 2K + 1)``; and floor ``()``,
+    the least σ².
+    """
+
+    channels: Tensor
+    centre: Tensor
+    predictors: Tensor
+    floor: Tensor
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.register_buffer("channels", torch.zeros(k, dtype=torch.int64))
+        self.register_buffer("centre", torch.zeros(k))
+        self.register_buffer("predictors", torch.zeros(2, 2 * k + 1))
+        self.register_buffer("floor", torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return μ and σ, both ``(…)``, of tokens ``(…, channels)``."""
+        z = x[..., self.channels.long()] - self.centre.to(x)  # transformers loads all of it in float32
+        features = torch.cat([torch.ones_like(z[..., :1]), z, z * z], -1)
+        square, mean = (features.unsqueeze(-2) * self.predictors.to(x)).sum(-1).unbind(-1)
+        return mean, square.maximum(self.floor.to(x)).sqrt()
+
+
+class FewChannelNorm(TokenWise):
+    """weight · (x − μ)/σ + bias, where σ² and μ of a token are predicted from K of its channels.
+
+    Other arguments are those of :class:`TokenWise`.
+    """
+
+    def __init__(self, normalized_shape: int | Sequence[int], k: int, **options: Any) -> None:
+        super().__init__(normalized_shape, **options)
+        self.func, self.predictor = f"few:{k}", Predictor(k)
+
+    def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return weight · (x − μ)/σ."""
+        axes = len(self.normalized_shape)
+        mean, sigma = (value[(..., *[None] * axes)] for value in self.predictor(x.flatten(-axes)))
+        y: Tensor = (x - mean) / sigma
+        return y if weight is None else y * weight
+
+    def extra_repr(self) -> str:
+        """Return the channels and K."""
+        return f"{super().extra_repr()}, k={len(self.predictor.channels)}"
 
 
 class Pointwise(nn.Module):
@@ -204,9 +282,11 @@ def modules() -> dict[str, nn.Module]:
 
 
 def _module(site: dict[str, Any]) -> nn.Module:
+    options = {name: site[name] for name in ("channel_axis", "elementwise_affine", "bias")}
     if site["curve"] == "rmsnorm":
-        options = {name: site[name] for name in ("channel_axis", "eps", "elementwise_affine", "bias")}
-        return RMSNorm(site["normalized_shape"], **options)
+        return RMSNorm(site["normalized_shape"], eps=site["eps"], **options)
+    if site["curve"].startswith("few:"):
+        return FewChannelNorm(site["normalized_shape"], int(site["curve"][4:]), **options)
     if site["curve"] != "free":
         return Pointwise(site)
     with safe_open(WEIGHTS, framework="pt") as tensors:
@@ -287,7 +367,7 @@ def register(library: Any) -> None:
 
     config = type("PointwiseConfig", (getattr(library, names["config"]),), {"model_type": facts["model_type"]})
     base = getattr(library, names["model"])
-    kept = {*(getattr(base, "_keep_in_fp32_modules_strict", None) or ()), "table"}
+    kept = {*(getattr(base, "_keep_in_fp32_modules_strict", None) or ()), "table", "predictor"}
     content = {"config_class": config, "_keep_in_fp32_modules_strict": kept, "__init__": initialize}
     library.AutoConfig.register(facts["model_type"], config)
     library.AutoModel.register(config, type("PointwiseModel", (base,), content))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from normscope.curves.expressions import curves_named
 from normscope.curves.known import BEST, FREE, Curve
 from normscope.errors import UsageError, count, unknown
 from normscope.fits.curve_fit import CurveFit
+from normscope.fits.few import FewFit
 from normscope.fits.fit import fit as fit_curves
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, NormSite, is_number, select_by_placement
@@ -19,6 +21,9 @@ from normscope.swaps.inits import INITS
 
 RMS_NORM = "rmsnorm"
 _NORMS = ("layernorm", "layer_norm")
+FEW, RANDOM = "few", "random"  # few:8 and, as a control, random:8
+FEW_CHANNELS = 8  # K by default
+_FEW = re.compile(rf"({FEW}|{RANDOM})(?::([1-9]\d{{0,3}}))?")
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,11 @@ class Start:
 
     Attributes:
         norm: the site.
-        curve: f; None for an RMSNorm.
+        curve: f; None for a token-wise function.
         amplitude: A in float64: one number ``()`` or one per channel ``(channels,)``.
         alpha: α, likewise.
         shift: s, likewise; None for a function without s.
+        few: prediction of σ² and μ; None for a curve and for an RMSNorm.
     """
 
     norm: NormSite
@@ -38,18 +44,28 @@ class Start:
     amplitude: Tensor
     alpha: Tensor
     shift: Tensor | None
+    few: FewFit | None = None
+
+    @property
+    def func(self) -> str:
+        """Name of the function."""
+        if self.curve is not None:
+            return self.curve.name
+        return RMS_NORM if self.few is None else f"{FEW}:{len(self.few.channels)}"
 
 
-Fits = Capture | Sequence[CurveFit | NormSite]
+Fits = Capture | Sequence[CurveFit | FewFit | NormSite]
 
 
 def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     """Return start values for each site of the fits, in their order.
 
     Args:
-        curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's best curve; ``rmsnorm``.
-        fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of this and other curves; or norm
-            sites alone if nothing is fitted (``paper``, ``rmsnorm``).
+        curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's best curve; ``rmsnorm``;
+            ``few:K``.
+        fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of this and other curves; norm
+            sites alone if nothing is fitted (``paper``, ``rmsnorm``); or, for ``few:K``, the result of
+            :func:`normscope.fit_few`.
         init: ``fit``, ``theory``, ``paper`` or any other in :data:`INITS` that is not calibrated.
 
     Raises:
@@ -58,9 +74,14 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     requested = asked_for(curve, init)
     function = requested if isinstance(requested, Curve) else None
     name = requested if isinstance(requested, str) else requested.name
+    unit = torch.ones((), dtype=torch.float64)
     if name == RMS_NORM:
-        unit = torch.ones((), dtype=torch.float64)
         return [Start(norm, None, unit, unit, None) for norm in norms_of(fits)]
+    if k := few_channels(name):
+        few = [] if isinstance(fits, Capture) else [fit for fit in fits if isinstance(fit, FewFit)]
+        if not few or any(len(fit.channels) != k for fit in few):
+            raise UsageError(f"{name} takes fits of {k} channels: pass normscope.fit_few(model, inputs, {k}).")
+        return [Start(fit.norm, None, unit, unit, None, fit) for fit in few]
     if constants := INITS[init].constants:
         values = [(norm, torch.tensor(constants(norm), dtype=torch.float64).unbind()) for norm in norms_of(fits)]
         shifted = function is not None and function.shifted
@@ -80,7 +101,7 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
 
 
 def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
-    """Return a curve by its name; ``free``, ``best`` and ``rmsnorm`` as they are.
+    """Return a curve by its name; ``free``, ``best`` and ``rmsnorm`` as they are; ``few`` as ``few:8``.
 
     Raises:
         UsageError: if there is no such curve or init, or they cannot be combined.
@@ -97,7 +118,24 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
         )
     if name in (FREE, BEST) and not INITS[init].fits:
         raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
+    if isinstance(name, str) and (few := _FEW.fullmatch(name)):
+        return f"{few[1]}:{few[2] or FEW_CHANNELS}"
     return name if name in (FREE, BEST, RMS_NORM) else _one_curve(curve)
+
+
+def few_channels(func: object) -> int | None:
+    """Return K of ``few:K`` and ``random:K``; None for other functions.
+
+    >>> few_channels("few:4"), few_channels("rmsnorm")
+    (4, None)
+    """
+    few = _FEW.fullmatch(func) if isinstance(func, str) else None
+    return int(few[2] or FEW_CHANNELS) if few else None
+
+
+def token_wise(func: object) -> bool:
+    """True for functions that scale each token by one number; False for curves and point-wise functions."""
+    return func == RMS_NORM or few_channels(func) is not None
 
 
 def fitted(
@@ -173,7 +211,7 @@ def _one_curve(curve: str | Curve) -> Curve:
     return curves[0]
 
 
-def _norm_of(fit: CurveFit | NormSite) -> NormSite:
+def _norm_of(fit: CurveFit | FewFit | NormSite) -> NormSite:
     if isinstance(fit, NormSite):
         return fit
     if fit.norm is None:

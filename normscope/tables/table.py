@@ -386,8 +386,9 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     Args:
         rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each;
-            a missing number is None.
+            a missing number is None. Of ``few:K`` also ``channels`` and ``r2_scale``.
     """
+    few = any("channels" in row for row in rows)
     columns: list[Column[Mapping[str, Any]]] = [
         names("site", lambda row: row["site"]),
         words("norm", lambda row: row["norm"], 1),
@@ -396,6 +397,8 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("α", lambda row: number(row["alpha"], ".4g")),
         Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
         Column("R²", lambda row: number(row["r2"], ".4f")),
+        Column("channels", lambda row: ", ".join(map(str, row["channels"])), few, "left"),
+        Column("R² of σ²", lambda row: number(row["r2_scale"], ".4f"), few),
     ]
     medians = any(row["per_channel"] for row in rows)
     return table_of(rows, columns, caption=["A, α, s and R² are medians over the channels"] if medians else ())

@@ -259,7 +259,7 @@ def test_what_cannot_be_is_explained():
         (lambda: swap(nn.Sequential(nn.Linear(4, 4)), "tanh", seen), "no module '1'; were the fits made of another"),
         (lambda: Swap(nn.LayerNorm(4), {"": PointwiseFunction("tanh", 4)}), "The LayerNorm is itself the norm"),
         (lambda: swap(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, WIDTH)), "tanh", seen), r"1 \(Linear\) cannot be"),
-        (lambda: swap(grouped, "rmsnorm", in_groups), "An RMSNorm cannot take the place of 0: it is a GroupNorm"),
+        (lambda: swap(grouped, "rmsnorm", in_groups), "rmsnorm cannot take the place of 0: it is a GroupNorm"),
         (lambda: swap(net().half(), "tanh", large), r"\(weight .*e\+06, α .*\) do not fit into torch.float16"),
         (lambda: swap(model, "tanh", first_axes, init="paper"), r"its axes \(1, 2\) are not the last"),
         (lambda: swap(model, "tanh,isru", fits), "'tanh,isru' names 2"),

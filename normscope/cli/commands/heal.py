@@ -78,7 +78,7 @@ def heal(
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
     source = swapping.SwapSource(network, layers, run.seed, say, ALONE)
     if init == CALIBRATED and not how.calibrated:
-        say.remark("rmsnorm begins as it is: point-wise functions alone are calibrated")
+        say.remark(f"{how.func} begins as it is: point-wise functions alone are calibrated")
     modules = source.replacements(how, source.fits(how))
     choice = None if keep is None else source.keep(modules, number=keep, func=func, init=how.uncalibrated)
     swapped = copy.deepcopy(network.module)

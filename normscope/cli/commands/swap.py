@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.few import FewFit
     from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.calibrate.calibrate import CalibrationReport
     from normscope.swaps.reports import Quantiles
@@ -61,6 +62,7 @@ def swap(
     how = swapping.SwapChoice.of(func, init, per, shift)
     swapping.check_kernels([how], run.device)
     swapping.check_calibrated(init, refit, [how])
+    func = how.func
     swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None
     drawn = swapping.figure_of_choice(output)
@@ -169,7 +171,7 @@ def _tell(report: CalibrationReport, say: Output) -> None:
         )
 
 
-def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[str, Any]:
+def _row(start: Start, fits: Sequence[CurveFit] | Sequence[FewFit] | Sequence[NormSite]) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
     from normscope.curves.known import FREE
     from normscope.fits.curve_fit import CurveFit
@@ -182,10 +184,11 @@ def _row(start: Start, fits: Sequence[CurveFit] | Sequence[NormSite]) -> dict[st
     return {
         "site": start.norm.name,
         "norm": start.norm.kind,
-        "curve": start.curve.name if start.curve else "rmsnorm",
+        "curve": start.func,
         "amplitude": float(start.amplitude.median()) if has_parameters else None,
         "alpha": float(start.alpha.median()) if has_parameters else None,
         "shift": float(start.shift.median()) if has_parameters and start.shift is not None else None,
         "r2": statistics.median(r2) if r2 else None,
         "per_channel": start.alpha.numel() > 1,
+        **({} if start.few is None else {"channels": start.few.channels, "r2_scale": start.few.r2[-1]}),
     }

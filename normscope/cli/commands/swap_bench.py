@@ -53,6 +53,7 @@ def swap_bench(
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.bench.bench import in_words, published, why_not
+    from normscope.swaps.start import few_channels
     from normscope.tables.swaps import published_table
 
     device = resolve_device(run.device)
@@ -66,9 +67,11 @@ def swap_bench(
         raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
     seconds = 0.0 if quick else seconds
     choices = swapping.swap_choices(func, init, per, shift)
-    curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
+    untimed = {choice.func for choice in choices if choice.func in ("free", "best") or few_channels(choice.func)}
+    curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in untimed))
     swapping.check_kernels(choices, run.device)
     swapping.check_calibrated(init, refit, choices)
+    choices = swapping.with_controls(choices)
     place = Place.from_environment()
     files = FigureFiles(output, look, names if place.speaks else [], ["drift", "speed"])
     if not place.alone:

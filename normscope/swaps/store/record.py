@@ -10,6 +10,7 @@ import ast
 import contextlib
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, count, unknown
 from normscope.runtime.records import converted, is_shape
 from normscope.swaps import standalone
-from normscope.swaps.start import RMS_NORM
+from normscope.swaps.start import RMS_NORM, few_channels, token_wise
 
 FORMAT = "normscope-swap"
 FORMAT_VERSION = 2
@@ -67,7 +68,7 @@ class SwappedSite:
 
     name: str  # module path
     norm: str  # full class name of the replaced norm
-    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; or ``rmsnorm``
+    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; ``rmsnorm``; or ``few:K``
     normalized_shape: tuple[int, ...]
     channel_axis: int
     per_channel: bool  # each channel has its own α
@@ -98,7 +99,7 @@ class SwapRecord:
     model: str  # the name that :func:`normscope.load` takes
     weights: str  # the resolved checkpoint and revision of the network before the swap
     data: str  # from which the start values were learned
-    func: str  # the requested curve, ``free``, ``best`` or ``rmsnorm``
+    func: str  # the requested curve, ``free``, ``best``, ``rmsnorm``, ``few:K`` or ``random:K``
     init: str | None  # the swap initialization
     healed: int | None  # number of healing steps
     sha256: str  # of the file of tensors
@@ -194,7 +195,9 @@ def _record(document: Mapping[str, Any]) -> SwapRecord:
             raise ValueError(f"the keeps of {site.name} is {site.keeps!r:.60}")
         if (site.eps is not None) != (site.curve == RMS_NORM) or (site.eps or 0) < 0:
             raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
-        if site.curve not in (FREE, RMS_NORM):
+        if (k := few_channels(site.curve)) and (site.curve != f"few:{k}" or k > math.prod(shape)):
+            raise ValueError(f"{site.name} has {math.prod(shape)} channels, with {site.curve} there")
+        if site.curve != FREE and not token_wise(site.curve):
             curve_named(site.curve)
     if len({site.name for site in record.sites}) != len(record.sites) or not (record.sites or record.func == FOLDED):
         raise ValueError("it names a site twice, or none")
@@ -214,7 +217,7 @@ def export(model: nn.Module, record: SwapRecord) -> dict[str, str]:
         example="\n    ".join(lines) + "\n\n    " + "\n    ".join(network),
     )
     body = Path(standalone.__file__).read_text(encoding="utf-8").partition('"""\n')[2]
-    names = dict.fromkeys(site.curve for site in record.sites if site.curve not in (FREE, RMS_NORM))
+    names = dict.fromkeys(site.curve for site in record.sites if site.curve != FREE and not token_wise(site.curve))
     formulas = {name: CURVES[name].expression if name in CURVES else in_torch(name.partition("=")[2]) for name in names}
     functions = "".join(f"CURVES[{name!a}] = lambda u: {formula}\n" for name, formula in formulas.items())
     code = head + body + ("\n\n" + functions if functions else "") + (_REGISTERED if by_transformers else "")

@@ -22,8 +22,8 @@ from normscope.runtime.network import uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
-from normscope.swaps.standalone import RMSNorm, make_room
-from normscope.swaps.start import RMS_NORM
+from normscope.swaps.standalone import FewChannelNorm, RMSNorm, TokenWise, make_room
+from normscope.swaps.start import few_channels, token_wise
 from normscope.swaps.store.record import (
     ALSO,
     FILES,
@@ -86,7 +86,7 @@ def save_swapped(
     sites = tuple(
         _site(path, module)
         for path, module in model.named_modules()
-        if isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of
+        if isinstance(module, (PointwiseFunction, TokenWise)) and module.in_place_of
     )
     if not sites and func != FOLDED:
         raise ModelError(
@@ -145,11 +145,11 @@ def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
     return tuple(KeptNorm(path, *medians[at : at + 2]) for at, path in enumerate(report.kept))
 
 
-def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:
+def _site(path: str, module: PointwiseFunction | TokenWise) -> SwappedSite:
     shape, axis, bias = module.normalized_shape, module.channel_axis, module.bias is not None
-    if isinstance(module, RMSNorm):
-        affine, eps = module.weight is not None, module.variance_epsilon
-        return SwappedSite(path, module.in_place_of, RMS_NORM, shape, axis, False, False, affine, bias, False, eps)
+    if isinstance(module, TokenWise):
+        affine, eps = module.weight is not None, getattr(module, "variance_epsilon", None)
+        return SwappedSite(path, module.in_place_of, module.func, shape, axis, False, False, affine, bias, False, eps)
     return SwappedSite(
         *(path, module.in_place_of, _written(module.curve, path), shape, axis),
         per_channel=module.per_channel,
@@ -242,6 +242,8 @@ def _module(
     affine, bias = site.elementwise_affine, site.bias
     if site.eps is not None:
         module: nn.Module = RMSNorm(shape, channel_axis=axis, eps=site.eps, elementwise_affine=affine, bias=bias)
+    elif k := few_channels(site.curve):
+        module = FewChannelNorm(shape, k, channel_axis=axis, elementwise_affine=affine, bias=bias)
     else:
         start = torch.ones(shape if site.per_channel else 1)
         module = function = PointwiseFunction(
@@ -266,9 +268,9 @@ def _module(
 
 def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Compare swap.json with the tensors before anything is made whose size only swap.json names."""
-    shape, is_norm = site.normalized_shape, site.curve == RMS_NORM
+    shape = site.normalized_shape
     alpha = shape if site.per_channel else (1,)
-    expected = {} if is_norm else {"alpha": alpha, "weight": (1,)}
+    expected = {} if token_wise(site.curve) else {"alpha": alpha, "weight": (1,)}
     expected |= {"weight": shape} if site.elementwise_affine else {}
     expected |= {"shift": alpha} if site.shift else {}
     expected |= {"bias": shape} if site.bias else {}
@@ -277,6 +279,10 @@ def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path
         if tensor is None or tensor.shape != sizes:
             what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {sizes}"
             raise damaged(folder, f"{site.name}.{name} is {what}")
+    if k := few_channels(site.curve):
+        channels, of = tensors.get(f"{site.name}.predictor.channels", torch.zeros(0)), math.prod(shape)
+        if channels.shape != (k,) or not bool(((channels >= 0) & (channels < of)).all()):
+            raise damaged(folder, f"{site.name}.predictor.channels are not {k} of {of} channels")
 
 
 def _table(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> Curve:

@@ -134,6 +134,19 @@ def test_an_embedded_model_is_timed_at_full_size():
 
 
 @pytest.mark.usefixtures("here", "stopped")
+def test_few_channels_stand_beside_random_ones_an_rmsnorm_and_the_worst_sample(monkeypatch):
+    measured = []
+    drift = normscope.drift
+    monkeypatch.setattr(normscope, "drift", lambda *a, **kw: measured.append(drift(*a, **kw)) or measured[-1])
+    done = invoke(f"swap-bench {NAME} --func few:2 --layers 0,2 {QUICK}", status=2)
+    assert [(report.func, report.init) for report in measured] == [("few:2", ""), ("random:2", ""), ("rmsnorm", "")]
+    assert f" {measured[0].all.relative_l2.max:#.3g} " in done.stdout and "max: largest relative L2" in words(
+        done.stdout
+    )
+    assert "few:2 takes a second pass over the inputs to learn from" in words(done.stderr)
+
+
+@pytest.mark.usefixtures("here", "stopped")
 def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
     measured = []
     drift = normscope.drift

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import timm
@@ -75,7 +76,7 @@ def swapped_and_saved(model, batch, folder, about=None):
         return run(model, batch)
 
 
-TWO = (Sample("a", 0, 0), Sample("b", 1, 1))
+TWO, THREE_AND_FOUR = ((Sample(str(n), n, n), Sample(str(n + 1), n + 1, n + 1)) for n in (0, 2))
 
 
 def bert():
@@ -98,6 +99,17 @@ def test_transformers_loads_the_folder_in_its_own_way_and_never_as_a_network_wit
     # Without the class that pointwise.py registers it would be LayerNorms that get the functions' weights.
     with pytest.raises(ValueError, match="bert_pointwise"):
         AutoModel.from_pretrained(tmp_path / "swap")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_predictions_from_few_channels_need_no_normscope(dtype, tmp_path):
+    model, batch = bert(), Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
+    swap(model, "few:4", normscope.fit_few(model, [batch, replace(batch, samples=THREE_AND_FOUR)], 4))
+    save_swapped(model.to(dtype), tmp_path / "swap")
+    with torch.no_grad():
+        expected = run(model, batch).last_hidden_state
+    assert torch.equal(in_another_process(tmp_path / "swap", batch), expected)
 
 
 @pytest.mark.slow

@@ -1,0 +1,60 @@
+"""Second pass over inputs: sums over whole tokens, from which a few channels predict each token's σ² and mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from normscope.pairs.norms.formulas import FORMS
+from normscope.pairs.norms.sites import NormSite
+
+MOST_CANDIDATES = 128
+POWERS = (0, 2, 4)  # p of the weights σ⁻ᵖ
+_TOKENS_AT_ONCE = 4096
+
+
+@dataclass(eq=False)
+class TokenSums:
+    """Weighted Gram matrices of the tokens at one norm site.
+
+    A token x, with y = (x − μ)/σ, has the features v = [1, z, z², σ², μ], where z = x − centre at the candidate
+    channels. Tokens without variance (y = 0) are left out. A site takes 3.2 MB.
+
+    Attributes:
+        site: the norm; σ² includes its eps.
+        channels: M candidates: the channels of largest Σx² in the first call, 128 at most; int64 ``(M,)``.
+        centre: their means in the first call, float32 ``(M,)``.
+        gram: Σ σ⁻ᵖ v vᵀ for each p in :data:`POWERS`, of the tokens to learn from and of the held-out ones: float64
+            ``(2, 3, 2M + 3, 2M + 3)``.
+        least: smallest σ².
+    """
+
+    site: NormSite
+    channels: Tensor
+    centre: Tensor
+    gram: Tensor
+    least: float = torch.inf
+
+    @classmethod
+    def begun(cls, site: NormSite, rows: Tensor) -> TokenSums:
+        """Return empty sums, with candidates chosen from token rows ``(tokens, d)``."""
+        x = rows.double()
+        channels = x.square().sum(0).topk(min(MOST_CANDIDATES, site.channels)).indices
+        size = 2 * len(channels) + 3
+        return cls(site, channels, x[:, channels].mean(0).float(), x.new_zeros(2, len(POWERS), size, size))
+
+    def add(self, rows: Tensor, part: int) -> None:
+        """Add token rows ``(tokens, d)`` to part 0, to learn from, or 1, held out."""
+        for first in range(0, len(rows), _TOKENS_AT_ONCE):
+            x = rows[first : first + _TOKENS_AT_ONCE].double()
+            x = x[x.isfinite().all(1) & (x != x[:, :1]).any(1)]
+            if not len(x):
+                continue
+            shift, rstd = FORMS[self.site.form].line(x, self.site.eps)  # type: ignore[index]  # fit_few checks it
+            z = x[:, self.channels] - self.centre
+            v = torch.cat([torch.ones_like(rstd), z, z.square(), rstd**-2, shift], 1)
+            for gram, power in zip(self.gram[part], POWERS, strict=True):
+                gram.addmm_((v * rstd**power).mT, v)
+            self.least = min(self.least, float(rstd.max()) ** -2)

@@ -1,0 +1,126 @@
+"""fit_few(): token-wise functions that predict each token's scale from a few of its channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from normscope.errors import ModelError, UsageError
+from normscope.fits.few import FewFit, few_fit
+from normscope.inputs.held_out import Pool
+from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.pairs.capture import captured
+from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
+from normscope.pairs.norms.streams import unpacked
+from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.recorder import Summing
+from normscope.pairs.token_sums import POWERS, TokenSums
+from normscope.runtime.network import uncompiled
+from normscope.runtime.progress import Progress, silent
+from normscope.swaps.drift.drift import drift
+from normscope.swaps.replace import check_token_wise, replacements
+from normscope.swaps.start import FEW_CHANNELS, RANDOM, asked_for, few_channels
+
+
+def fit_few(
+    model: nn.Module | LoadedModel,
+    batches: Iterable[Any] | None = None,
+    k: int = FEW_CHANNELS,
+    *,
+    layers: Layers = "all",
+    outputs: Outputs | None = None,
+    progress: Progress = silent,
+) -> list[FewFit]:
+    """Predict the scale and the mean of each norm's tokens from K channels, for ``swap(model, "few:K", fits)``.
+
+    A token-wise function y = (x − μ)/σ replaces each norm, before weight and bias. σ² and μ are linear in x and x² of
+    the K channels, by least squares with weights 1, σ⁻² or σ⁻⁴. The channels are chosen greedily by the held-out R² of
+    σ², the weights by the drift of the output on a fourth of the inputs with all sites swapped. Predictions of σ² below
+    half of the smallest σ² seen are set to that. The function is no faster than the norm.
+
+    Args:
+        model: the result of :func:`normscope.load`, or any module; it is left as found.
+        batches: inputs to learn from, as :func:`normscope.capture` takes them, at most a gibibyte in memory. None for a
+            loaded model's calibration inputs or, if it has none, its inputs.
+        k: number of channels, K.
+        layers: a selection of norms, as of :func:`normscope.swap`.
+        outputs: how to read the network's output; by default as the loaded model states, or the first tensor.
+        progress: called with the stage, the number of samples done, and the total.
+
+    Returns:
+        One :class:`normscope.fits.few.FewFit` for each site.
+
+    Raises:
+        UsageError: if there is no such site, or K is not from 1 to the number of candidates, 128 at most.
+        ModelError: if a norm does not scale each token by the token's own σ.
+        DataError: if there are fewer than two samples.
+
+    >>> import normscope
+    >>> network = normscope.load("demo_vit", device="cpu", limit=8)
+    >>> fits = fit_few(network, k=4, layers="final")
+    >>> with normscope.swap(network, "few:4", fits):
+    ...     print(network.module.norm)
+    FewChannelNorm(
+      64, k=4
+      (predictor): Predictor()
+    )
+    """
+    if k < 1:
+        raise UsageError(f"k is {k}: it is a number of channels, at least 1.")
+    return SecondPass(model, batches, layers=layers, outputs=outputs, progress=progress).fits(f"few:{k}")
+
+
+class SecondPass:
+    """Sums of a second pass over inputs to learn from, and the fits that follow; arguments are those of `fit_few`."""
+
+    def __init__(
+        self,
+        model: nn.Module | LoadedModel,
+        batches: Iterable[Any] | None = None,
+        *,
+        layers: Layers = "all",
+        outputs: Outputs | None = None,
+        progress: Progress = silent,
+    ) -> None:
+        if batches is None and isinstance(model, LoadedModel):
+            batches = model.inputs if model.calibration is None else model.calibration
+        network, batches, _, self._outputs = unpacked(model, batches, outputs=outputs)
+        self._network, self._pool, self._progress = uncompiled(network), Pool.of(batches), progress
+        report = find_norms(self._network, self._pool.learned[0].first_sample())
+        sites = select_by_placement(report.sites, layers)
+        for site in sites:
+            check_token_wise(site, report.kinds[site.name], "A prediction of σ")
+            if site.form is None:
+                raise ModelError(f"A prediction of σ cannot take the place of {site.name}: its formula is not known.")
+        self._sums: dict[str, TokenSums] = {}
+        for part, of_part in enumerate((self._pool.learned, self._pool.judged)):
+
+            def add(site: NormSite, rows: Tensor, y: Tensor, part: int = part) -> None:
+                sums = self._sums.get(site.name) or TokenSums.begun(site, rows)
+                self._sums[site.name] = sums
+                sums.add(rows, part)
+
+            names = [site.name for site in sites]
+            captured(self._network, of_part, Summing(observe=add), layers=names, progress=progress)
+
+    def fits(self, func: str, seed: int = 0) -> list[FewFit]:
+        """Return the fits of ``few:K``, or of ``random:K``, whose channels are drawn from the candidates."""
+        func, k = str(asked_for(func)), few_channels(func)
+        if not k:
+            raise UsageError(f"{func} is not predicted from a few channels.")
+        best, least = list[FewFit](), math.inf
+        for power in POWERS:
+            fits = [
+                few_fit(sums, k, power, seed + sums.site.index if func.startswith(RANDOM) else None)
+                for sums in self._sums.values()
+            ]
+            modules = replacements(self._network, func, fits)
+            options: dict[str, Any] = {"outputs": self._outputs, "one_at_a_time": False, "cumulative": False}
+            moved = drift(self._network, self._pool.judged, modules, **options, progress=self._progress).all
+            error = (moved.kl or moved.relative_l2).p50
+            if not best or error < least:
+                best, least = fits, error
+        return best
