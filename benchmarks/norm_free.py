@@ -62,7 +62,7 @@ def main() -> None:
     seen = normscope.capture(model, network.inputs, about=about)
     functions = normscope.saturation(seen)
     print(functions.table())
-    normscope.save_figure(normscope.figures.plot_saturation(seen, width=5.5), args.figure, seen, dpi=200)
+    normscope.figures.save_figure(normscope.figures.plot_saturation(seen, width=5.5), args.figure, seen, dpi=200)
     print(args.figure)
     measurements = [Measurement("network", "", "top-1 accuracy on held-out digits", "%", [100 * correct])]
     measurements += [row for function in functions for row in rows_of(function)]

@@ -137,7 +137,7 @@ MISTAKES = [
     ("swap demo_vit -o new --keep 2 --layers least:4", 2, "--layers least:4 and --keep both choose norms"),
     ("swap-bench demo_vit --quick --full", 2, "leave --full out"),
     ("swap-bench demo_vit --quick --seconds 1", 2, "leave --seconds out"),
-    ("swap-bench demo_vit --weights swapped", 3, "none is left to observe or to replace"),
+    ("swap-bench demo_vit --weights swapped", 2, "a swap leaves 17 point-wise functions"),
     ("heal demo_vit -o new --minutes -1", 2, "minutes is -1.0: it is a time, more than 0"),
     ("heal demo_vit -o new --minutes 2 --steps 9", 2, "9 steps and 2.0 minutes both say how long"),
     ("heal demo_vit -o new --train norm", 2, "Did you mean 'norms'"),

@@ -11,6 +11,7 @@ from networks import network_of
 from torch import nn
 
 import normscope
+from normscope.errors import UsageError
 from normscope.fits.saturation import MODULE, with_modules
 from normscope.tables.card import card_table
 
@@ -226,5 +227,5 @@ def test_a_network_swapped_between_two_captures_is_compared_where_both_have_a_fu
     functions = captured({"a": normscope.DyT(D), "b": nn.LayerNorm(D)}, [heavy_tailed()])[0]
     for pair in ((norms, functions), (functions, norms)):
         assert MODULE not in {row.curve for row in normscope.compare(pair, "tanh")}
-    with pytest.raises(normscope.UsageError, match="takes a Capture"):
+    with pytest.raises(UsageError, match="takes a Capture"):
         normscope.saturation(nn.LayerNorm(D))

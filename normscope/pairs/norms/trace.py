@@ -367,6 +367,7 @@ def _calls_of(
                 of_weights = watch.is_weight(x)
                 if name in calls:
                     calls[name].calls += 1
+                    calls[name].kind = inseparable(x) or calls[name].kind  # its own calls with the parts came first
                     calls[name].overwrites |= overwrites
                     calls[name].of_weights &= of_weights
                 else:

@@ -11,6 +11,7 @@ from torch import nn
 
 import normscope
 from normscope.errors import ModelError
+from normscope.fits.advice import advise, token_slopes
 from normscope.inputs.batch import as_batches
 from normscope.pairs.norms.trace import find_norms
 
@@ -284,8 +285,8 @@ def test_theory_advice_and_slopes_of_tokens_are_of_norms_alone():
     theory = normscope.fit(seen, "tanh", theory=True)
     assert {fit.site for fit in theory if fit.nothing} == functions
     assert all("point-wise function" in fit.nothing for fit in theory if fit.nothing)
-    assert not functions & {row.kind for row in normscope.advise(theory, seen.sites)}
-    assert not functions & {row.site for row in normscope.token_slopes(seen)}
+    assert not functions & {row.kind for row in advise(theory, seen.sites)}
+    assert not functions & {row.site for row in token_slopes(seen)}
     reasons = {view.site: view.reason for view in normscope.gradient(seen, ()) if view.reason}
     assert reasons == dict.fromkeys(functions, "a point-wise function: its Jacobian is diagonal")
 
