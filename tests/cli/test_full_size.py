@@ -93,8 +93,8 @@ CASES = {
     "wav2vec2_large_lv60k": (
         a_wav2vec2(torchaudio.pipelines.WAV2VEC2_LARGE_LV60K),
         "weights.pth",
-        {"LayerNorm": 57},
-        {"pre-norm": 48, "final": 1, None: 8},
+        {"LayerNorm": 57, "layer_norm": 1},  # of the waveform, as one token
+        {"pre-norm": 48, "final": 1, None: 9},
     ),
     "dit_xl": (a_dit, "weights.safetensors", {"LayerNorm": 57}, {"pre-norm": 56, "final": 1}),
 }
@@ -119,7 +119,8 @@ def is_drawn_and_fitted(folder, kinds, weights):
     """Go on from the capture in this process, which has imported everything already."""
     fits = document("fit seen.safetensors", cwd=folder)["fits"]
     assert len(fits) == 2 * sum(kinds.values())
-    assert all(found["weights"].startswith(weights) and 0 < found["r2"] <= 1 for found in fits)
+    assert all(found["weights"].startswith(weights) for found in fits)
+    assert all(0 < found["r2"] <= 1 for found in fits if found["nothing"] != "one token")
     (drawn,) = document("plot seen.safetensors --layers 4 -o .", cwd=folder)["figures"]
     assert len(drawn["sites"]) == 4
     assert (folder / drawn["file"]).stat().st_size > 100_000

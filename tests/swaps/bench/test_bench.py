@@ -274,7 +274,7 @@ def test_the_default_part_of_the_matrix(net, batch):
     model_rows = {row.variant: row for row in report.rows if row.scope == "model"}
     assert model_rows["native"].sites == model_rows["dyt"].sites == 5
     assert model_rows["rmsnorm"].sites == 4
-    assert model_rows["rmsnorm"].note.startswith("1 of 5 norms left as they are: An RMSNorm cannot take the place")
+    assert model_rows["rmsnorm"].note.startswith("1 of 5 norms left as they are: rmsnorm cannot take the place")
 
 
 def test_the_whole_matrix(net, batch, compiled, quick):
