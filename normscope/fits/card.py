@@ -131,20 +131,16 @@ def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes, sums: Toke
         massive=beyond(max(MASSIVE_SIZE, MASSIVE_RATIO * median)),
         channels=_tail_channels(stats, sums),
         tokens=_tail_tokens(stats),
-        elements=None if stats.grouped else _elements(stats.tokens.y),
-        cosine=None if stats.grouped else _cosine(stats.largest.y),
+        **({} if stats.grouped else _sparsity(stats)),
     )
 
 
-def _elements(y: Tensor) -> float:
-    squares = y.double().square().sort(1, descending=True).values
+def _sparsity(stats: PairStats) -> dict[str, float]:
+    squares = stats.tokens.y.double().square().sort(1, descending=True).values
     needed = squares.cumsum(1) - squares < _MOST_OF_OUTPUT * squares.sum(1, keepdim=True)
-    return float(needed.double().mean(1).quantile(0.5))
-
-
-def _cosine(y: Tensor) -> float:
-    unit = nn.functional.normalize(y.double(), dim=1)
-    return float((unit @ unit.mT)[~torch.eye(len(y), dtype=torch.bool)].mean())  # NaN of a single token
+    unit = nn.functional.normalize(stats.largest.y.double(), dim=1)
+    cosine = (unit @ unit.mT)[~torch.eye(len(unit), dtype=torch.bool)].mean()  # NaN of a single token
+    return {"elements": float(needed.double().mean(1).quantile(0.5)), "cosine": float(cosine)}
 
 
 def _kurtosis(moments: Tensor) -> float:
