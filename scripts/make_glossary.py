@@ -9,7 +9,7 @@ INTRODUCTION = """\
 # Glossary
 
 Definitions of all terms, and of the columns of all tables. Capital letters in a heading stand for a name: CURVE for a
-curve, QUALITY for a score, PERCENTILE for a percentage.
+curve, QUALITY for a score, PERCENTILE for a percentage, NUMBER for a number.
 """
 BELOW = {COMMON: "", "report": "Columns of the HTML file that are in no table above."}
 

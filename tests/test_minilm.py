@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from scipy.optimize import curve_fit
 
 import normscope
+from normscope.inputs.held_out import Pool
 from normscope.models.weights.repository import COPIES, copy_of
 from normscope.swaps.drift.few import SecondPass
 
@@ -113,6 +114,51 @@ def test_every_command_takes_it(folder):
     assert 0.2 < moved.all.relative_l2.p50 < 1.5  # without training a swap costs most of the output
     same = normscope.drift(network, replacements=normscope.replacements(network, "rmsnorm", fitted))
     assert same.all.relative_l2.p50 < moved.all.relative_l2.p50  # a norm that still rescales each token costs less
+
+
+def test_three_channels_set_the_scale_of_the_last_norm_and_produce_no_output():
+    """Against hooks on the norm itself, and numpy's least squares."""
+    network = normscope.load("minilm", device="cpu")
+    name = "encoder.layer.5.output.LayerNorm"
+    card = normscope.norm_cards(normscope.capture(network, layers=name), network)[0]
+    norm = network.module.get_submodule(name)
+    inputs, parts, pool = [], [], Pool.of(network.inputs)
+    hook = norm.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with torch.no_grad():
+        for part in (pool.learned, pool.judged):
+            rows = []
+            for batch in part:
+                network.module(**batch.kwargs)
+                rows.append(inputs.pop()[batch.valid])
+            parts.append(torch.cat(rows).double().numpy())
+    hook.remove()
+    gamma, x = norm.weight.detach().double().numpy(), np.concatenate(parts)
+    sigma = np.sqrt(x.var(1) + norm.eps)
+    y = (x - x.mean(1, keepdims=True)) / sigma[:, None]
+    of_x, of_y, of_output = (
+        100 * each / each.sum() for each in ((x**2).sum(0), (y**2).sum(0), ((gamma * y) ** 2).sum(0))
+    )
+    leading = card.tails.channels
+    assert [each.channel for each in leading] == np.argsort(-of_x)[:4].tolist()
+    assert [each.channel for each in leading[:3]] == [223, 319, 127]
+    for each in leading:
+        n = each.channel
+        np.testing.assert_allclose(
+            [100 * each.share, 100 * each.of_y, 100 * each.of_output, each.gamma],
+            [of_x[n], of_y[n], of_output[n], gamma[n] / np.median(np.abs(gamma))],
+            atol=1e-3,
+        )
+    assert all(abs(each.gamma) < 0.005 and each.of_output < 1e-4 < 0.2 < each.share for each in leading[:3])
+    r2 = []
+    for k in (1, 2, 4, 8):
+        chosen = list(card.scale.channels[:k])
+        learned, held_out = (np.column_stack([np.ones(len(x)), x[:, chosen], x[:, chosen] ** 2]) for x in parts)
+        square, truth = (x.var(1) + norm.eps for x in parts)
+        left = truth - held_out @ np.linalg.lstsq(learned, square, rcond=None)[0]
+        r2.append(1 - (left**2).sum() / ((truth - truth.mean()) ** 2).sum())
+    np.testing.assert_allclose([card.scale.r2[k - 1] for k in (1, 2, 4, 8)], r2, atol=1e-4)
+    assert r2[0] > 0.98 and r2[1] > 0.99 and r2[2] > 0.999
+    assert card.tails.cosine > 0.99 and card.tails.elements < 0.01  # massive tokens have about the same sparse y
 
 
 def test_four_and_eight_channels_carry_the_scale_of_its_tokens(tmp_path):

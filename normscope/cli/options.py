@@ -133,6 +133,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
         "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
         "per_channel": "Also keep sums per channel, for `fit --per channel`.",
+        "channels": "Also report the channels that set σ and those that produce output, by a second pass over inputs.",
         "diagonal": "Also keep sums of the diagonal of each norm's Jacobian, for `gradient`.",
         "keep_inputs": "N  Also keep previews of N inputs, for `report`; everybody who has the file can see them.",
         "columns": "NAMES  Columns of the tables, separated by commas, as their headings: site,alpha,r2.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -168,12 +168,18 @@ def _without_parts(name: str, by: str | None) -> UsageError:
 
 
 def captures(
-    models: Sequence[tuple[str, RunOptions]], layers: str, output: Output, by: str | None = None, **kept: Any
+    models: Sequence[tuple[str, RunOptions]],
+    layers: str,
+    output: Output,
+    by: str | None = None,
+    after: Callable[[LoadedModel], object] | None = None,
+    **kept: Any,
 ) -> Iterator[Capture]:
     """Capture each model or read each capture file, and yield it, or its parts if ``by`` names them.
 
-    Models are captured with the additional sums ``kept``; a file has the sums that it was captured with. Ranks divide
-    the inputs of each model among them; then only the first rank receives the captures, and the others exit.
+    Models are captured with the additional sums ``kept``; a file has the sums that it was captured with. ``after`` is
+    called with each captured model. Ranks divide the inputs of each model among them; then only the first rank receives
+    the captures and models, and the others exit.
 
     Raises:
         DataError, UsageError: if a file is no capture, or has no such parts.
@@ -186,6 +192,8 @@ def captures(
                 network = run.load(name, output)
                 seen = run.capture(network, layers, output, ranks, by_part=by is not None, **kept)
                 output.account(seen, layers, network.inputs.unreadable)
+                if after and speaks:
+                    after(network)
                 del network  # before the next is loaded
         elif speaks:
             seen = normscope.load_capture(name).only(layers)

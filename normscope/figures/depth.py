@@ -276,8 +276,9 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
     Above, each channel's share of Σx² on a logarithmic scale, a column a site, over all pairs; channels that hold ten
     times as much as they would if all were alike are named at the right. Below, dots whose area is the number of the 16
     tokens of largest |x| at each position within their samples. A cross marks a site with massive activations (|x|
-    beyond 100 and beyond 1000 times the median, arXiv 2402.17762). Of networks whose widths differ, each column goes to
-    its site's number of channels.
+    beyond 100 and beyond 1000 times the median, arXiv 2402.17762). A ring marks a leading channel whose share of
+    Σ(γy)² is under a tenth of its share of Σx²: it sets σ, and hardly any output. Of networks whose widths differ, each
+    column goes to its site's number of channels.
 
     Args:
         capture: what :func:`normscope.capture` returned.
@@ -301,11 +302,19 @@ def plot_tails(capture: Capture, cards: Sequence[NormCard], **options: Unpack[Fi
     tokens_at: dict[str, Any] = {"color": theme.ink, "ls": "", "marker": "o", "mew": 0}
     handles = [key(count(n, "token"), ms=most * math.sqrt(n / LARGEST_TOKENS), **tokens_at) for n in _COUNTS]
     foot = ["×: massive activations, |x| beyond 100 and 1000 times the median"] if massive else []
+    leading = [(place, each) for place, at_site in enumerate(tails) if at_site for each in at_site.channels]
+    rings = [
+        (n, each.channel) for n, each in leading if each.of_output is not None and each.of_output < each.share / 10
+    ]
+    foot += (
+        ["○: sets σ, and produces little output: its share of Σ(γy)² is under a tenth of that of Σx²"] if rings else []
+    )
     names = list(site_labels(sites, options).values())
     height, samples = 0.6 + 2 * _MAP_INCHES + names_inches(names), count(capture.n_samples, "sample")
     with sheet_of(options, theme, inches, height, capture.about, detail=samples, foot=foot, handles=handles) as figure:
         channels, tokens = figure.subplots(2, 1, sharex=True)
         _draw_channels(figure, channels, [shares_of(capture, site) for site in sites], theme)
+        channels.scatter(*np.array(rings, int).reshape(-1, 2).T, 40, "none", edgecolors=theme.ink, clip_on=False)
         _draw_positions(tokens, positions, most, theme)
         for place in massive:
             write_at(channels, "×", (place, 1), (0, 0), ("data", "axes fraction"), va="baseline", ha="center")

@@ -4,33 +4,54 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
+from normscope.fits.few import chosen_channels
 from normscope.fits.fit import fit
 from normscope.fits.saturation import Saturation, site_saturation
 from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
+from normscope.inputs.held_out import Pool
+from normscope.inputs.loaded_model import LoadedModel
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.streams import unpacked
+from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens
+from normscope.pairs.token_sums import TokenSums, token_sums
+from normscope.runtime.network import uncompiled
+from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record, Records
 
 MASSIVE_SIZE, MASSIVE_RATIO = 100, 1000  # arXiv 2402.17762, section 2
-_CHANNELS_NAMED = 3
+_CHANNELS_NAMED = 4
+_MOST_CHOSEN = 16  # channels that predict σ²
+_MOST_OF_OUTPUT = 0.9  # of a token's Σy²
 
 
 @dataclass(frozen=True)
 class TailChannel:
-    """A channel that contributes much of Σx²: its share of it, its smallest and its largest x, over all pairs."""
+    """A channel that contributes much of Σx².
+
+    Attributes:
+        share: of Σx², over all pairs, as its smallest and largest x, ``low`` and ``high``.
+        of_y, of_output: shares of Σy² and of Σ(γy)², the output before the bias; None without a second pass.
+        gamma: γ over the median |γ| of all channels; likewise.
+    """
 
     channel: int
     share: float
     low: float
     high: float
+    of_y: float | None = None
+    of_output: float | None = None
+    gamma: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,9 @@ class Tails(Record):
         massive: number of massive activations: |x| beyond both 100 and 1000 times the median.
         channels: the channels that contribute most to Σx², in descending order.
         tokens: the tokens of largest |x|, in descending order.
+        elements: share of a token's elements that contain 90 % of its Σy², the median over tokens drawn uniformly; 0.44
+            for a normal distribution. None, with the next, if tokens are groups of channels.
+        cosine: between the y of two of the tokens of largest |x|, mean over all pairs of them.
     """
 
     kurtosis: float
@@ -73,6 +97,8 @@ class Tails(Record):
     massive: int | None
     channels: tuple[TailChannel, ...]
     tokens: tuple[TailToken, ...]
+    elements: float | None = None
+    cosine: float | None = None
 
     _properties = ("ratio",)
 
@@ -87,7 +113,7 @@ class Tails(Record):
         return Counter(token.position for token in self.tokens).most_common()
 
 
-def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails:
+def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes, sums: TokenSums | None = None) -> Tails:
     reach = stats.reach.double()
     largest, median = float(reach.max()), magnitudes.quantile(0.5)
 
@@ -103,9 +129,18 @@ def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes) -> Tails:
         beyond_100=beyond(100 * median),
         beyond_1000=beyond(1000 * median),
         massive=beyond(max(MASSIVE_SIZE, MASSIVE_RATIO * median)),
-        channels=_tail_channels(stats),
+        channels=_tail_channels(stats, sums),
         tokens=_tail_tokens(stats),
+        **({} if stats.grouped else _sparsity(stats)),
     )
+
+
+def _sparsity(stats: PairStats) -> dict[str, float]:
+    squares = stats.tokens.y.double().square().sort(1, descending=True).values
+    needed = squares.cumsum(1) - squares < _MOST_OF_OUTPUT * squares.sum(1, keepdim=True)
+    unit = nn.functional.normalize(stats.largest.y.double(), dim=1)
+    cosine = (unit @ unit.mT)[~torch.eye(len(unit), dtype=torch.bool)].mean()  # NaN of a single token
+    return {"elements": float(needed.double().mean(1).quantile(0.5)), "cosine": float(cosine)}
 
 
 def _kurtosis(moments: Tensor) -> float:
@@ -118,12 +153,16 @@ def _kurtosis(moments: Tensor) -> float:
     return float(fourth * n.sum() / second**2)
 
 
-def _tail_channels(stats: PairStats) -> tuple[TailChannel, ...]:
-    squares = stats.channel_sums[1]
+def _tail_channels(stats: PairStats, sums: TokenSums | None) -> tuple[TailChannel, ...]:
+    squares, parts = stats.channel_sums[1], list[Tensor]()
+    if sums is not None:
+        y, gamma = sums.squares.cpu(), sums.gamma.double()
+        output = gamma.square() * y
+        parts = [y / y.sum(), output / output.sum(), gamma / gamma.abs().quantile(0.5)]
     low, high = stats.channel_extremes
     shares, channels = (squares / squares.sum()).topk(min(_CHANNELS_NAMED, len(squares)))
     return tuple(
-        TailChannel(channel, share, float(low[channel]), float(high[channel]))
+        TailChannel(channel, share, *(float(each[channel]) for each in (low, high, *parts)))
         for channel, share in zip(channels.tolist(), shares.tolist(), strict=True)
         if low[channel] <= high[channel]  # a channel may be without pairs
     )
@@ -173,6 +212,8 @@ class Scale(Record):
         holds_to: the c at which y(c·x) is smaller than y(x) by 1 % for one token in a hundred, and by less for the
             others.
         holds_to_p50: the c at which it is for half of the tokens.
+        channels: up to 16 channels that predict σ², chosen greedily, in that order; empty without a second pass.
+        r2: held-out R² of σ² with the first 1, 2, … of them.
     """
 
     sigma_p5: float
@@ -181,6 +222,8 @@ class Scale(Record):
     touched: float | None = None
     holds_to: float | None = None
     holds_to_p50: float | None = None
+    channels: tuple[int, ...] = ()
+    r2: tuple[float, ...] = ()
 
     _properties = ("spread",)
 
@@ -223,7 +266,13 @@ class NormCard(SiteRecord, Record):
     saturation: Saturation | None = None
 
 
-def norm_cards(capture: Capture) -> Records[NormCard]:
+def norm_cards(
+    capture: Capture,
+    model: nn.Module | LoadedModel | None = None,
+    batches: Iterable[Any] | None = None,
+    *,
+    progress: Progress = silent,
+) -> Records[NormCard]:
     """Norm cards of all sites of a capture: the effects of centring and scaling, and the sources of the tails.
 
     Numbers cover all tokens and pairs, by their sums. Percentiles of tokens are right to an eighth of an octave at
@@ -231,9 +280,15 @@ def norm_cards(capture: Capture) -> Records[NormCard]:
 
     Args:
         capture: result of :func:`normscope.capture`.
+        model: the network, for a second pass, over a gibibyte of inputs at most, that finds the channels that set σ.
+        batches: inputs of that pass, of which a fourth is held out; None for a loaded model's own.
+        progress: of that pass, as of :func:`normscope.capture`.
 
     Returns:
         One :class:`NormCard` for each site.
+
+    Raises:
+        DataError: if the second pass has fewer than two samples.
 
     >>> import normscope
     >>> from torch import nn
@@ -244,10 +299,18 @@ def norm_cards(capture: Capture) -> Records[NormCard]:
     """
     capture = as_capture(capture, "norm_cards")
     fits = fit(capture, "tanh")  # one per site, in their order
-    return Records(_card(capture, *of_site) for of_site in zip(capture.sites, fits, strict=True))
+    sums: dict[str, TokenSums] = {}
+    if model is not None:
+        module, batches, *_ = unpacked(model, batches)
+        network, pool = uncompiled(module), Pool.of(batches)
+        report = find_norms(network, pool.learned[0].first_sample())
+        sites = [site for site in report.sites if site.replaceable and site.form and not site.grouped]
+        sums = token_sums(network, pool, report, [site for site in sites if site.name in capture.stats], progress)
+    of_sites = zip(capture.sites, fits, strict=True)
+    return Records(_card(capture, site, bend, sums.get(site.name)) for site, bend in of_sites)
 
 
-def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
+def _card(capture: Capture, site: NormSite, bend: CurveFit, sums: TokenSums | None) -> NormCard:
     stats = capture.stats[site.name]
     about = {
         **about_site(capture, site.name),
@@ -272,11 +335,11 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit) -> NormCard:
     return NormCard(
         **about,
         centring=_centring(site, of_tokens(stats.token_offsets)) if site.form else None,
-        scale=_scale(site, of_tokens(stats.token_scales)),
+        scale=_scale(site, of_tokens(stats.token_scales), sums),
         linear=linear,
         linear_up_to=linear_up_to,
         straight=bend.straight,
-        tails=_tails(stats, moments, magnitudes),
+        tails=_tails(stats, moments, magnitudes, sums),
     )
 
 
@@ -297,11 +360,13 @@ def _centring(site: NormSite, offsets: Magnitudes) -> Centring:
     )
 
 
-def _scale(site: NormSite, sigmas: Magnitudes) -> Scale:
+def _scale(site: NormSite, sigmas: Magnitudes, sums: TokenSums | None) -> Scale:
     p1, p5, p50, p95 = (sigmas.quantile(share) for share in (0.01, 0.05, 0.5, 0.95))
     if site.form is None:
         return Scale(p5, p50, p95)
-    return Scale(p5, p50, p95, _touched(site, sigmas), _holds_to(site, p1), _holds_to(site, p50))
+    places, r2 = chosen_channels(sums, min(_MOST_CHOSEN, len(sums.channels))) if sums else ([], [])
+    channels = tuple(sums.channels[places].tolist()) if sums else ()
+    return Scale(p5, p50, p95, _touched(site, sigmas), _holds_to(site, p1), _holds_to(site, p50), channels, tuple(r2))
 
 
 def _touched(site: NormSite, sigmas: Magnitudes) -> float:

@@ -103,7 +103,7 @@ def numbers(card: NormCard, stats: PairStats) -> dict[str, Any]:
         "spread": scale and scale.spread,
         "bent": None if card.linear is None else 1 - card.linear,
         **{name: tails and getattr(tails, name) for name in ("largest", "median")},
-        "channel_share": tails and sum(channel.share for channel in tails.channels),
+        "channel_share": tails and sum(channel.share for channel in tails.channels[:3]),
         "massive": tails and tails.massive,
     }
     if tails is None or not tails.median:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from normscope.inputs.held_out import Pool
+from normscope.pairs.capture import captured
 from normscope.pairs.norms.formulas import FORMS
 from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.trace import NormReport
+from normscope.pairs.recorder import Summing
+from normscope.runtime.progress import Progress
 
 MOST_CANDIDATES = 128
 POWERS = (0, 2, 4)  # p of the weights σ⁻ᵖ
@@ -28,6 +34,8 @@ class TokenSums:
         centre: their means in the first call, float32 ``(M,)``.
         gram: Σ σ⁻ᵖ v vᵀ for each p in :data:`POWERS`, of the tokens to learn from and of the held-out ones: float64
             ``(2, 3, 2M + 3, 2M + 3)``.
+        gamma: γ of every channel, float32 ``(d,)``.
+        squares: Σy² of every channel, over all tokens, float64 ``(d,)``.
         least: smallest σ².
     """
 
@@ -35,15 +43,18 @@ class TokenSums:
     channels: Tensor
     centre: Tensor
     gram: Tensor
+    gamma: Tensor
+    squares: Tensor
     least: float = torch.inf
 
     @classmethod
-    def begun(cls, site: NormSite, rows: Tensor) -> TokenSums:
+    def begun(cls, site: NormSite, rows: Tensor, gamma: Tensor) -> TokenSums:
         """Return empty sums, with candidates chosen from token rows ``(tokens, d)``."""
         x = rows.double()
         channels = x.square().sum(0).topk(min(MOST_CANDIDATES, site.channels)).indices
         size = 2 * len(channels) + 3
-        return cls(site, channels, x[:, channels].mean(0).float(), x.new_zeros(2, len(POWERS), size, size))
+        gram, squares = x.new_zeros(2, len(POWERS), size, size), x.new_zeros(site.channels)
+        return cls(site, channels, x[:, channels].mean(0).float(), gram, gamma.cpu(), squares)
 
     def add(self, rows: Tensor, part: int) -> None:
         """Add token rows ``(tokens, d)`` to part 0, to learn from, or 1, held out."""
@@ -53,8 +64,27 @@ class TokenSums:
             if not len(x):
                 continue
             shift, rstd = FORMS[self.site.form].line(x, self.site.eps)  # type: ignore[index]  # fit_few checks it
+            self.squares += ((x - shift) * rstd).square().sum(0)
             z = x[:, self.channels] - self.centre
             v = torch.cat([torch.ones_like(rstd), z, z.square(), rstd**-2, shift], 1)
             for gram, power in zip(self.gram[part], POWERS, strict=True):
                 gram.addmm_((v * rstd**power).mT, v)
             self.least = min(self.least, float(rstd.max()) ** -2)
+
+
+def token_sums(
+    network: nn.Module, pool: Pool, report: NormReport, sites: Sequence[NormSite], progress: Progress
+) -> dict[str, TokenSums]:
+    """Run a network over inputs to learn from and held-out ones, and return the sums at some norm modules, by name."""
+    sums: dict[str, TokenSums] = {}
+    for part, of_part in enumerate((pool.learned, pool.judged) if sites else ()):
+
+        def add(site: NormSite, rows: Tensor, y: Tensor, part: int = part) -> None:
+            if site.name not in sums:
+                gamma = report.kinds[site.name].gamma(network.get_submodule(site.path), site.channels)
+                sums[site.name] = TokenSums.begun(site, rows, gamma)
+            sums[site.name].add(rows, part)
+
+        names = [site.name for site in sites]
+        captured(network, of_part, Summing(observe=add), layers=names, progress=progress)
+    return sums

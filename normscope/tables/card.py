@@ -31,16 +31,19 @@ if TYPE_CHECKING:
 _NAMED = 3  # of a kind, on a whole card
 _NAMED_IN_A_LINE = 2
 _SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
+_NUMBERS_OF_CHANNELS = (1, 2, 4, 8, 16)  # that predict σ²
 
 
 def card_tables(cards: Sequence[NormCard]) -> list[Table]:
-    """Make the whole card of one site, or of several sites the tables of scale, of saturation and of tails."""
+    """Make the whole card of one site, or of several sites the tables of scale, saturation, tails and channels."""
+    with_channels = [card for card in cards if card.scale is not None and card.scale.r2]
+    channels = [channels_table(with_channels)] if with_channels else []
     if len(cards) == 1:
-        return [card_table(cards[0])]
+        return [card_table(cards[0]), *channels]
     norms = [card for card in cards if card.saturation is None]
     functions = [card.saturation for card in cards if card.saturation is not None]
     tables = [*([scale_table(norms)] if norms else []), *([saturation_table(functions)] if functions else [])]
-    return [*tables, tails_table(cards)]
+    return [*tables, tails_table(cards), *channels]
 
 
 def scale_table(cards: Sequence[NormCard]) -> Table:
@@ -90,8 +93,28 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
         ),
         words("channels", lambda card: _tails(card)[6], 1),
         words("tokens", lambda card: _tails(card)[7], 2),
+        *several(("90 % of y²", "cosine"), lambda card: _tails(card)[8:], (7, 6)),
     ]
     return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate)
+
+
+def channels_table(cards: Sequence[NormCard]) -> Table:
+    """Make a table with one line per site: its leading channels, their shares and γ, and held-out R² of σ²."""
+
+    def cells(card: NormCard) -> list[str]:
+        leading, r2 = card.tails.channels if card.tails else (), card.scale.r2 if card.scale else ()
+        formats = {"channel": "d", "share": ".1%", "of_y": ".1%", "of_output": ".1%", "gamma": "z.2f"}
+        listed = [", ".join(format(getattr(each, of), form) for each in leading) for of, form in formats.items()]
+        return [*listed, *(f"{r2[k - 1]:.3f}" if k <= len(r2) else NONE for k in _NUMBERS_OF_CHANNELS)]
+
+    headings = ("leading", "of Σx²", "of Σy²", "of Σ(γy)²", "γ : median", *(f"R² of {k}" for k in _NUMBERS_OF_CHANNELS))
+    columns = [names("site", lambda card: card.site), *several(headings, cells, (0, 3, 4, 0, 2, 0, 5, 0, 6, 1))]
+    return table_of(
+        cards,
+        columns,
+        about="stats",
+        caption=["from a second pass over the inputs · R²: held-out, of σ² from K channels"],
+    )
 
 
 def card_table(card: NormCard) -> Table:
@@ -152,6 +175,9 @@ def _tail_answers(tails: Tails) -> Iterator[tuple[str, str]]:
         sample = "" if token.sample is None else f"sample {token.sample}, "
         where = "" if token.channel is None else f", channel {token.channel}"
         yield "", f"{sample}token {token.position}{where}: x = {_number(token.x)}"
+    if tails.elements is not None and tails.cosine is not None:
+        cosine = f"mean cosine between two of the largest tokens: {number(tails.cosine, '.2f')}"
+        yield "y", f"90 % of its squares in {_share(tails.elements)} of a token's elements; {cosine}"
 
 
 def _saturated(function: Saturation) -> list[str]:
@@ -194,6 +220,8 @@ def _tails(card: NormCard) -> list[str]:
         *(NONE if pairs is None else f"{pairs:,}" for pairs in (tails.beyond_100, tails.massive)),
         ", ".join(f"{channel.channel}: {_share(channel.share)}" for channel in tails.channels[:_NAMED_IN_A_LINE]),
         _positions(tails, _NAMED_IN_A_LINE),
+        NONE if tails.elements is None else _share(tails.elements),
+        NONE if tails.cosine is None else number(tails.cosine, ".2f"),
     ]
 
 

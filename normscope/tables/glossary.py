@@ -118,6 +118,14 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "massive": "number of massive activations: beyond 100 and beyond 1000 times the median (arXiv 2402.17762)",
         "channels": "channels with the largest shares of Σx²",
         "tokens": "positions, within their samples, of the 16 tokens of largest |x|, and how many have each",
+        "90 % of y²": "share of a token's elements that contain 90 % of its Σy², median; 44 % if it is normal",
+        "cosine": "mean cosine between the y of two of the 16 tokens of largest |x|",
+        "leading": "the 4 channels of largest Σx²",
+        "of Σx²": "share of each of them in Σx², and so in σ²",
+        "of Σy²": "share of each of them in Σy²",
+        "of Σ(γy)²": "share of each of them in Σ(γy)², the output before the bias",
+        "γ : median": "γ of each of them over the median |γ| of all channels",
+        "R² of NUMBER": "held-out R² of σ² predicted from this number of channels, chosen greedily",
     },
     "gradient": {
         "tokens": "number of tokens drawn, of all tokens",
@@ -239,7 +247,7 @@ def definitions(table: str) -> dict[str, str]:
 
 # Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
 _ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
-_NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+-?%"}
+_NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+-?%", "NUMBER": r"\d+"}
 _TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
 
 

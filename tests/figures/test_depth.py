@@ -124,6 +124,22 @@ def test_a_column_holds_its_sites_shares_and_massive_ones_are_named(massive):
     assert [tick.get_text() for tick in tokens.get_xticklabels()] == ["0", "1", "2"]
 
 
+def test_a_ring_marks_a_leading_channel_without_output(massive):
+    capture, x = massive
+    model = nn.Sequential(nn.LayerNorm(48))
+    nn.init.zeros_(model[0].weight[7:8])
+    batches = [x.clone() for _ in range(2)]
+    for batch in batches:
+        batch[:, 0, 7] = 3000
+    seen = normscope.capture(model, batches, about=capture.about)
+    plain = plot_tails(seen, normscope.norm_cards(seen))
+    marked = plot_tails(seen, normscope.norm_cards(seen, model, batches))
+    [rings] = marked.axes[0].collections
+    assert rings.get_offsets().tolist() == [[0, 7]]
+    assert any("○" in text.get_text() for text in marked.texts)
+    assert not any("○" in text.get_text() for text in plain.texts)
+
+
 def test_the_area_of_a_dot_is_the_number_of_tokens_of_largest_x(massive):
     capture, _ = massive
     figure = plot_tails(capture, normscope.norm_cards(capture))

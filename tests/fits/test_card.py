@@ -12,9 +12,12 @@ from captures import observed
 from diffusers.models.normalization import LpNorm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import OneNorm
 from torch import nn
 
 import normscope
+from normscope.errors import DataError
+from normscope.inputs.held_out import Pool
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.stats import Magnitudes, of_pairs, of_tokens
 
@@ -189,7 +192,7 @@ def assert_tails(tails, x):
         least, most = ((size > factor * median * edge).sum().item() for edge in (1.01, 0.99))
         assert least <= number <= most
     shares = x.square().sum(0) / x.square().sum()
-    for own, (share, channel) in zip(tails.channels, zip(*shares.topk(3), strict=True), strict=True):
+    for own, (share, channel) in zip(tails.channels, zip(*shares.topk(4), strict=True), strict=True):
         assert (own.channel, own.share) == (int(channel), pytest.approx(float(share), rel=1e-9))
         assert (own.low, own.high) == (x[:, channel].min().item(), x[:, channel].max().item())
     reach, rows = size.amax(1).sort(descending=True)
@@ -307,3 +310,94 @@ def test_the_record_is_json_of_plain_numbers():
     text = json.dumps(card.as_dict(), allow_nan=False)
     assert json.loads(text) == card.as_dict()
     assert card.as_dict()["scale"]["spread"] == card.scale.spread
+
+
+def test_sparsity_and_cosine_of_y_are_those_of_the_tokens():
+    cards, raw = cards_of(nn.Sequential(nn.LayerNorm(D)), [heavy_tailed(2, 8)])
+    y, tails = raw["0"][1].double().numpy(), cards["0"].tails
+    squares = -np.sort(-(y**2), axis=1)
+    needed = [np.searchsorted(np.cumsum(row), 0.9 * row.sum()) + 1 for row in squares]
+    assert tails.elements == pytest.approx(np.median(needed) / D)
+    unit = y / np.linalg.norm(y, axis=1, keepdims=True)
+    assert tails.cosine == pytest.approx((unit @ unit.T)[np.triu_indices(16, 1)].mean(), rel=1e-6)
+
+
+def test_ninety_percent_of_a_normal_distribution_lies_in_44_percent_of_it():
+    x = torch.randn(4, 16, 4000, generator=torch.Generator().manual_seed(0))
+    (card,) = normscope.norm_cards(normscope.capture(nn.Sequential(nn.LayerNorm(4000)), [x]))
+    edge = scipy.optimize.brentq(lambda z: scipy.stats.chi2.sf(z**2, 3) - 0.9, 0.1, 3)
+    assert card.tails.elements == pytest.approx(scipy.stats.chi2.sf(edge**2, 1), abs=0.005)
+    assert round(card.tails.elements, 2) == 0.44
+    assert abs(card.tails.cosine) < 0.01
+
+
+@pytest.fixture(scope="module")
+def gained():
+    """A norm whose γ is zero at channel 7, which carries most of Σx², and negative at channel 9."""
+    norm = nn.LayerNorm(D, eps=EPS)
+    nn.init.uniform_(norm.weight, 0.5, 2.0, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        norm.weight[7], norm.weight[9] = 0.0, -3.0
+    model = OneNorm(norm).eval()
+    batches = list(heavy_tailed().split(5))
+    (card,) = normscope.norm_cards(normscope.capture(model, batches), model, batches)
+    return model, batches, card
+
+
+def test_leading_channels_have_their_shares_of_the_output(gained):
+    model, batches, card = gained
+    with torch.no_grad():
+        x = torch.cat(batches).reshape(-1, D).double()
+        y = nn.functional.layer_norm(x, (D,), eps=EPS)
+        gamma = model.norm.weight.double()
+    output = (gamma * y).square().sum(0)
+    median = np.median(gamma.abs())
+    assert len(card.tails.channels) == 4
+    for each in card.tails.channels:
+        assert each.of_y == pytest.approx(float(y[:, each.channel].square().sum() / y.square().sum()), rel=1e-6)
+        assert each.of_output == pytest.approx(float(output[each.channel] / output.sum()), rel=1e-6)
+        assert each.gamma == pytest.approx(float(gamma[each.channel]) / median, rel=1e-6)
+    first, second = card.tails.channels[:2]
+    assert (first.channel, first.of_output, first.gamma) == (7, 0, 0)
+    assert second.channel == 9 and second.gamma < 0
+
+
+def test_r2_of_the_variance_is_that_of_a_regression(gained):
+    _, batches, card = gained
+    pool = Pool.of(batches)
+    learned, judged = (
+        torch.cat([batch.args[0] for batch in part]).reshape(-1, D).double().numpy()
+        for part in (pool.learned, pool.judged)
+    )
+    expected = held_out_r2(learned, judged, card.scale.channels, EPS)
+    np.testing.assert_allclose(card.scale.r2, expected, atol=1e-6)
+    assert len(card.scale.r2) == len(set(card.scale.channels)) == 16
+    alone = [held_out_r2(learned, judged, [n], EPS)[0] for n in range(D)]
+    assert card.scale.channels[0] == np.argmax(alone) == 7
+
+
+def held_out_r2(learned, judged, channels, eps):
+    """R² of σ² on some tokens by least squares on others, in the first 1, 2, … channels and their squares."""
+    r2 = []
+    for k in range(1, len(channels) + 1):
+        chosen = list(channels[:k])
+        design, held = (np.column_stack([np.ones(len(x)), x[:, chosen], x[:, chosen] ** 2]) for x in (learned, judged))
+        square, truth = learned.var(1) + eps, judged.var(1) + eps
+        slopes = np.linalg.lstsq(design, square, rcond=None)[0]
+        r2.append(1 - ((truth - held @ slopes) ** 2).sum() / ((truth - truth.mean()) ** 2).sum())
+    return r2
+
+
+def test_a_second_pass_leaves_out_norms_whose_scale_is_not_the_tokens_own():
+    model = nn.Sequential(nn.GroupNorm(4, D), nn.LayerNorm(D)).eval()
+    batches = [torch.randn(6, D, generator=torch.Generator().manual_seed(0))]
+    group, layer = normscope.norm_cards(normscope.capture(model, batches), model, batches)
+    assert (group.scale.r2, group.tails.channels[0].gamma, group.tails.elements, group.tails.cosine) == (
+        (),
+        *[None] * 3,
+    )
+    assert [each.gamma for each in layer.tails.channels] == [1, 1, 1, 1] and len(layer.scale.r2) == 16
+    (alone,) = normscope.norm_cards(normscope.capture(model, batches, layers="0-0"), model, batches)
+    assert alone.scale.r2 == ()
+    with pytest.raises(DataError, match="two"):
+        normscope.norm_cards(normscope.capture(model, batches), model, [batches[0][:1]])

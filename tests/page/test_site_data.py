@@ -124,6 +124,9 @@ def test_massive_channels_and_tokens_are_counted(sites):
     [site] = capture_data(seen, normscope.fit(seen, "tanh"), 4000)["sites"]
     assert site["numbers"]["massive_channels"] == 2 and site["numbers"]["massive_tokens"] == 16
     assert site["numbers"]["massive"] == 47
+    squares = x.double().square().sum((0, 1))
+    share = float(squares.topk(3).values.sum() / squares.sum())
+    assert site["numbers"]["channel_share"] == pytest.approx(share, abs=1e-9)
 
 
 def test_grouped_norms_show_pairs_that_know_their_channel(sites, seen):

@@ -63,7 +63,7 @@ def fit(
     check_fit(func, **how)
     names = sources(models, run, by, say)
     files = FigureFiles(plot, look, names, ["depth"], by, "--plot") if plot else None
-    sums = {"by_gamma": weights_by == "gamma", "per_channel": per == "channel"}
+    sums: dict[str, Any] = {"by_gamma": weights_by == "gamma", "per_channel": per == "channel"}
     seen, rows, summaries = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by, **sums):
         say.heading(capture.about)

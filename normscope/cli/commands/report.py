@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import normscope
 from normscope.cli.options import declared
@@ -43,7 +44,7 @@ def report(
     path = _path(output, names)
     check_writable(path)
     swaps = read_swap_results(swap_bench) if swap_bench else None
-    kept = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
+    kept: dict[str, Any] = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
     seen, fits, shown = [], [], []
     for captured in captures([(name, run) for name in names], layers, say, by, **kept):
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))

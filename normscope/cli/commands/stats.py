@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import normscope
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
+from normscope.errors import UsageError
 from normscope.tables.card import card_tables
 
 
@@ -22,6 +24,7 @@ def stats(
     layers: str = "all",
     run: RunOptions,
     by: str | None = None,
+    channels: bool = False,
     plot: Path | None = None,
     look: Look,
     say: Output,
@@ -31,10 +34,14 @@ def stats(
     Point-wise functions in place of norms: α, s and the pairs that they saturate.
     """
     names = sources(models, run, by, say)
+    if channels and (by or any(Path(name).is_file() for name in names)):
+        raise UsageError("--channels takes a second pass over a model's inputs: name no capture file, and no --by.")
     files = FigureFiles(plot, look, names, ["tails"], by, "--plot") if plot else None
-    seen, rows = [], []
-    for capture in captures([(name, run) for name in names], layers, say, by):
-        cards = normscope.norm_cards(capture)
+    seen, rows, networks = [], [], list[Any]()
+    after = networks.append if channels else None
+    for capture in captures([(name, run) for name in names], layers, say, by, after):
+        with say.bars() as progress:
+            cards = normscope.norm_cards(capture, networks.pop() if networks else None, progress=progress)
         say.heading(capture.about)
         for table in card_tables(cards):
             say.table(table)

@@ -6,18 +6,16 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from normscope.errors import ModelError, UsageError
 from normscope.fits.few import FewFit, few_fit
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs
-from normscope.pairs.capture import captured
-from normscope.pairs.norms.sites import Layers, NormSite, select_by_placement
+from normscope.pairs.norms.sites import Layers, select_by_placement
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.pairs.recorder import Summing
-from normscope.pairs.token_sums import POWERS, TokenSums
+from normscope.pairs.token_sums import POWERS, token_sums
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.drift.drift import drift
@@ -95,16 +93,7 @@ class SecondPass:
             check_token_wise(site, report.kinds[site.name], "A prediction of σ")
             if site.form is None:
                 raise ModelError(f"A prediction of σ cannot take the place of {site.name}: its formula is not known.")
-        self._sums: dict[str, TokenSums] = {}
-        for part, of_part in enumerate((self._pool.learned, self._pool.judged)):
-
-            def add(site: NormSite, rows: Tensor, y: Tensor, part: int = part) -> None:
-                sums = self._sums.get(site.name) or TokenSums.begun(site, rows)
-                self._sums[site.name] = sums
-                sums.add(rows, part)
-
-            names = [site.name for site in sites]
-            captured(self._network, of_part, Summing(observe=add), layers=names, progress=progress)
+        self._sums = token_sums(self._network, self._pool, report, sites, progress)
 
     def fits(self, func: str, seed: int = 0) -> list[FewFit]:
         """Return the fits of ``few:K``, or of ``random:K``, whose channels are drawn from the candidates."""

@@ -33,7 +33,7 @@ def line(output, site, number):
 def test_the_tables_say_what_was_planted(file):
     out = invoke(f"stats {file} -q", COLUMNS="120").stdout
     assert "planted · none · noise" in out
-    assert line(out, "ln", 1).rstrip().endswith("all are token 0")
+    assert "all are token 0" in line(out, "ln", 1)
     assert re.search(r" 20 +20 +3: ", line(out, "ln", 1))  # pairs beyond 100 times the median, and massive ones
     assert re.search(r" 20 +0 +3: ", line(out, "rms", 1))  # the largest is 30: not beyond 100
     assert line(out, "rms", 0).count("–") == 1  # what leaving out the centring would do, where there is none
@@ -69,6 +69,24 @@ def test_the_embedded_models_and_their_parts():
     out = invoke("stats demo_dit -q --layers 1 --limit 2 --by timestep --timesteps 980,0").stdout
     assert out.count("demo_dit · ") == 2
     assert "timestep 980" in out and "timestep 0" in out
+
+
+def test_channels_that_set_the_scale_take_a_second_pass(file, tmp_path):
+    out = invoke("stats demo_vit --layers 0,norm --limit 8 --channels", COLUMNS="250").stdout
+    assert "from a second pass over the inputs" in out
+    assert line(out, "site", 2).split()[:2] == ["site", "leading"]
+    network = normscope.load("demo_vit", limit=8, device="cpu")
+    card = normscope.norm_cards(normscope.capture(network, layers="norm"), network)[0]
+    row = line(out, "norm", 2)
+    for k in (1, 2, 4, 8, 16):
+        assert f"{card.scale.r2[k - 1]:.3f}" in row
+    assert ", ".join(str(each.channel) for each in card.tails.channels) in row
+    assert ", ".join(f"{each.of_output:.1%}" for each in card.tails.channels) in row
+    [site] = document("stats demo_vit --layers norm --limit 8 --channels --device cpu")["sites"]
+    assert site == card.as_dict()
+    assert "second pass" in invoke("stats demo_vit --layers norm --limit 8 --channels", COLUMNS="250").stdout
+    for arguments in (str(file), "demo_dit --by timestep"):
+        assert "takes a second pass over a model's inputs" in invoke(f"stats {arguments} --channels", status=2).stderr
 
 
 def test_norms_without_an_answer_show_dashes():
