@@ -1,4 +1,4 @@
-"""Output error of functions that predict a token's scale, and exact rewrites: ``python benchmarks/scale_of_tokens.py``."""
+"""Output error of predicted token scales, and exact rewrites: ``python benchmarks/scale_of_tokens.py``."""
 
 from __future__ import annotations
 
