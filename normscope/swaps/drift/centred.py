@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from normscope.errors import ModelError
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
@@ -20,20 +21,16 @@ from normscope.swaps.reports import OUTPUT, DriftReport
 from normscope.swaps.simplify.simplify import simplify
 from normscope.swaps.start import RMS_NORM
 
-CENTRED = f"{RMS_NORM} centred"
+_FUNC = f"{RMS_NORM} centred"
 
 
 @torch.no_grad()
 def centred_drift(
     model: nn.Module | LoadedModel, learn: Iterable[Any], batches: Iterable[Any], norms: Sequence[NormSite]
-) -> DriftReport | None:
+) -> DriftReport:
     """Measure the drift of a copy that :func:`normscope.simplify` rewrites, where RMSNorm replaces the norms left.
 
-    Returns:
-        The report, with the output's row alone; None if none of the norms can be rewritten exactly.
-
-    Raises:
-        ModelError: if the network cannot be rewritten.
+    The report has the output's row alone. ModelError if none of the norms can be rewritten exactly.
     """
     module, batches, about, outputs = unpacked(model, batches)
     original = uncompiled(module)
@@ -41,15 +38,13 @@ def centred_drift(
     exact = {norm.site for norm in simplify(rewritten, learn).exact}
     sites = [norm.name for norm in norms]
     if not exact & set(sites):
-        return None
+        raise ModelError("No norm here can be rewritten exactly.")
     if left := [norm for norm in norms if norm.name not in exact]:
         Swap(rewritten, replacements(rewritten, RMS_NORM, left))
-    everything = Configuration("all", None, tuple(sites))
-    tallies = Tallies([everything])
+    tallies = Tallies([everything := Configuration("all", None, tuple(sites))])
     with left_as_found(original), left_as_found(rewritten):
         for number, batch in enumerate(batches):
             read = (outputs.read(run(network, batch), batch) for network in (original, rewritten))
             (before, valid), (after, _) = (output_by_sample(output, batch, outputs.kind) for output in read)
             tallies.add(everything, OUTPUT, "", distances(before, after, valid, outputs.kind), (number, 0))
-    rows = [replace(row, func=CENTRED) for row in tallies.rows([])]
-    return DriftReport(CENTRED, "", sites, rows, about)
+    return DriftReport(_FUNC, "", sites, [replace(row, func=_FUNC) for row in tallies.rows([])], about)

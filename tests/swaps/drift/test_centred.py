@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import normscope
+from normscope.errors import ModelError
 from normscope.swaps.drift.centred import centred_drift
 
 D = 8
@@ -64,4 +65,5 @@ def test_the_other_norms_lose_their_mean(network, batches):
 
 
 def test_there_is_no_report_where_no_norm_is_exact(network, batches):
-    assert report_on(network, batches, "rectified") is None
+    with pytest.raises(ModelError, match="No norm here can be rewritten exactly"):
+        report_on(network, batches, "rectified")
