@@ -19,6 +19,7 @@ from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
+    from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.reports import BenchReport, DriftReport
 
 _MANY_CALIBRATIONS = 8
@@ -141,7 +142,7 @@ def _drift(
             )
             reports.append(report)
         if choice.asked == RMS_NORM:
-            reports += _centred(source, list(modules), say)
+            reports += _centred(source, [norm for norm in source.norms if norm.name in modules], say)
     say.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
         say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
@@ -153,11 +154,10 @@ def _drift(
     return reports
 
 
-def _centred(source: swapping.SwapSource, sites: Sequence[str], say: Output) -> list[DriftReport]:
+def _centred(source: swapping.SwapSource, norms: Sequence[NormSite], say: Output) -> list[DriftReport]:
     """Measure RMSNorm after exact centring, in one process, where some norm can be rewritten."""
     from normscope.swaps.drift.centred import centred_drift
 
-    norms = [norm for norm in source.norms if norm.name in sites]
     if source.ranks.size > 1 or not any(norm.centred for norm in norms):
         return []
     try:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from normscope.errors import ModelError
@@ -21,10 +20,7 @@ from normscope.swaps.reports import OUTPUT, DriftReport
 from normscope.swaps.simplify.simplify import simplify
 from normscope.swaps.start import RMS_NORM
 
-_FUNC = f"{RMS_NORM} centred"
 
-
-@torch.no_grad()
 def centred_drift(
     model: nn.Module | LoadedModel, learn: Iterable[Any], batches: Iterable[Any], norms: Sequence[NormSite]
 ) -> DriftReport:
@@ -33,11 +29,9 @@ def centred_drift(
     The report has the output's row alone. ModelError if none of the norms can be rewritten exactly.
     """
     module, batches, about, outputs = unpacked(model, batches)
-    original = uncompiled(module)
-    rewritten = copy.deepcopy(original)
-    exact = {norm.site for norm in simplify(rewritten, learn).exact}
-    sites = [norm.name for norm in norms]
-    if not exact & set(sites):
+    original, rewritten = uncompiled(module), copy.deepcopy(uncompiled(module))
+    exact, sites = {norm.site for norm in simplify(rewritten, learn).exact}, [norm.name for norm in norms]
+    if exact.isdisjoint(sites):
         raise ModelError("No norm here can be rewritten exactly.")
     if left := [norm for norm in norms if norm.name not in exact]:
         Swap(rewritten, replacements(rewritten, RMS_NORM, left))
@@ -47,4 +41,5 @@ def centred_drift(
             read = (outputs.read(run(network, batch), batch) for network in (original, rewritten))
             (before, valid), (after, _) = (output_by_sample(output, batch, outputs.kind) for output in read)
             tallies.add(everything, OUTPUT, "", distances(before, after, valid, outputs.kind), (number, 0))
-    return DriftReport(_FUNC, "", sites, [replace(row, func=_FUNC) for row in tallies.rows([])], about)
+    func = f"{RMS_NORM} centred"
+    return DriftReport(func, "", sites, [replace(row, func=func) for row in tallies.rows([])], about)
