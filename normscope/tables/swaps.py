@@ -42,8 +42,8 @@ def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
     tables = [drift_table(reports)]
     if any(report.by_part for report in reports):
         tables.append(parts_table(reports))
-    if any(report.by_site for report in reports):
-        tables.append(sites_table(reports))
+    if alone := [report for report in reports if report.by_site]:
+        tables.append(sites_table(alone))
     if qualities := {(report.func, report.init): report.quality for report in reports if report.quality}:
         tables.append(quality_table(qualities))
     return tables

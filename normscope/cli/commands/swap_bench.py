@@ -14,11 +14,12 @@ from normscope.cli import swapping
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
-from normscope.errors import DeviceError, UsageError, count
+from normscope.errors import DeviceError, ModelError, UsageError, count
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
+    from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.reports import BenchReport, DriftReport
 
 _MANY_CALIBRATIONS = 8
@@ -93,8 +94,9 @@ def swap_bench(
                     table = published(network.module, curves, outputs=network.outputs, progress=progress)
                 say.table(published_table(table))
                 tables.append(table.as_dict())
+            drawn = [report for report in moved if report.by_site]
             for view, figure, about in (
-                ("drift", normscope.figures.plot_drift(moved, source.norms, **look.of_figure), moved[0].about),
+                ("drift", normscope.figures.plot_drift(drawn, source.norms, **look.of_figure), moved[0].about),
                 ("speed", normscope.figures.plot_speed(speed, **look.of_figure), speed.about),
             ):
                 file = files.save(figure, network.name, view, about, say)
@@ -122,6 +124,7 @@ def _drift(
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
+    from normscope.swaps.start import RMS_NORM
     from normscope.tables.swaps import drift_tables
 
     walk = getattr(source.held_out, "ends", None)
@@ -138,6 +141,8 @@ def _drift(
                 source.network, source.held_out, modules, **options, progress=progress, ranks=source.ranks
             )
             reports.append(report)
+        if choice.asked == RMS_NORM:
+            reports += _centred(source, [norm for norm in source.norms if norm.name in modules], say)
     say.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
         say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
@@ -147,6 +152,19 @@ def _drift(
         say.result(f"No quality: {reports[0].no_quality}.")
     _tell_of_calibration(reports, say)
     return reports
+
+
+def _centred(source: swapping.SwapSource, norms: Sequence[NormSite], say: Output) -> list[DriftReport]:
+    """Measure RMSNorm after exact centring, in one process, where some norm can be rewritten."""
+    from normscope.swaps.drift.centred import centred_drift
+
+    if source.ranks.size > 1 or not any(norm.centred for norm in norms):
+        return []
+    try:
+        return [centred_drift(source.network, source.learned, source.held_out, norms)]
+    except ModelError as error:
+        say.remark(f"RMSNorm after centring was not measured: {error}")
+        return []
 
 
 def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:

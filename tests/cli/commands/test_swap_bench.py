@@ -58,7 +58,7 @@ def test_the_document_holds_what_the_python_interface_measures(here):
     assert list(told) == ["device", "drift", "speed", "figures"] and told["device"].startswith("cpu")
     reports = told["drift"]
     started = [(report["func"], report["init"]) for report in reports]
-    assert started == [("dyt", "fit"), ("dyt", "paper"), ("rmsnorm", "")]
+    assert started == [("dyt", "fit"), ("dyt", "paper"), ("rmsnorm", ""), ("rmsnorm centred", "")]
     moved = moved_by_dyt()
     row = next(row for row in reports[0]["rows"] if row["swapped"] == "all" and row["at"] == "output")
     assert row["inputs"] == len(moved) == 8
@@ -144,6 +144,14 @@ def test_few_channels_stand_beside_random_ones_an_rmsnorm_and_the_worst_sample(m
         done.stdout
     )
     assert "few:2 takes a second pass over the inputs to learn from" in words(done.stderr)
+
+
+@pytest.mark.usefixtures("here", "stopped")
+@pytest.mark.parametrize(("layers", "shown"), [("all", True), ("final", False)])
+def test_an_rmsnorm_stands_beside_one_after_exact_centring(layers, shown):
+    done = invoke(f"swap-bench {NAME} --func rmsnorm --layers {layers} {QUICK}", status=2)
+    assert ("rmsnorm centred" in done.stdout) == shown
+    assert ("No norm here can be rewritten exactly" in words(done.stderr)) == (not shown)
 
 
 @pytest.mark.usefixtures("here", "stopped")
