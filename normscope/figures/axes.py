@@ -36,7 +36,6 @@ _LEAST_COUNT = 32  # pairs that a point of the drawn E[y|x] averages at least
 _MOST_APART = 1 / 20  # of the axis, that these lie on, and that two joined points lie apart
 _BOUND_SHOWN_WITHIN = 1.6  # times the largest |y|; a bound farther away would flatten the curves, and is written
 _MARGIN_X, _MARGIN_Y = 1.06, 1.04
-_NO_REACH = 1 / _MARGIN_X  # of a site without a pair, whose axis goes to 1
 _POINTS_AN_INCH = 40  # of the drawn E[y|x]
 
 
