@@ -192,3 +192,19 @@ def test_what_cannot_be_is_explained(model, fit, call, fragment):
     with pytest.raises((ModelError, UsageError), match=fragment):
         call(model, fit)
     assert isinstance(model[0].norm, nn.LayerNorm)
+
+
+def test_norm_modules_alone_are_predicted():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.function = nn.LayerNorm(WIDTH), normscope.DyT(WIDTH)
+
+        def forward(self, x):
+            return self.function(x) + self.norm(x) + nn.functional.rms_norm(x, (WIDTH,))
+
+    model = Mixed().eval()
+    assert len(normscope.find_norms(model, BATCHES[0]).sites) == 3
+    assert [fit.norm.name for fit in normscope.fit_few(model, BATCHES, 2)] == ["norm"]
+    with pytest.raises(UsageError, match="a module cannot replace a call"):
+        normscope.fit_few(model, BATCHES, 2, layers="*rms_norm*")

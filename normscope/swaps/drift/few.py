@@ -12,7 +12,7 @@ from normscope.errors import ModelError, UsageError
 from normscope.fits.few import FewFit, few_fit
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs
-from normscope.pairs.norms.sites import Layers, select_by_placement
+from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.token_sums import POWERS, token_sums
@@ -20,7 +20,7 @@ from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import check_token_wise, replacements
-from normscope.swaps.start import FEW_CHANNELS, RANDOM, asked_for, few_channels
+from normscope.swaps.start import FEW_CHANNELS, RANDOM, asked_for, few_channels, replaceable
 
 
 def fit_few(
@@ -88,7 +88,7 @@ class SecondPass:
         network, batches, _, self._outputs = unpacked(model, batches, outputs=outputs)
         self._network, self._pool, self._progress = uncompiled(network), Pool.of(batches), progress
         report = find_norms(self._network, self._pool.learned[0].first_sample())
-        sites = select_by_placement(report.sites, layers)
+        sites = replaceable(report.sites, layers)
         for site in sites:
             check_token_wise(site, report.kinds[site.name], "A prediction of σ")
             if site.form is None:
