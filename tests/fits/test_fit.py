@@ -436,16 +436,17 @@ def fitted_together(sites_of):
     st.lists(st.sampled_from([*CURVES, MINE]), min_size=1, max_size=4, unique=True),
 )
 def test_what_else_is_fitted_changes_nothing(sites_of, fitted_together, name, shift, sites, curves):
-    """Any curve, any sites: what is told is the same to 1e-6; what is not told is flagged among all and among few."""
+    """Any curve, any sites: what is told is the same; what is not told is flagged among all and among few."""
     seen = sites_of[name].only([sites_of[name].sites[number].name for number in sites])
     for found in normscope.fit(seen, curves, shift=shift):
         other = fitted_together[name, shift, found.site, found.curve]
         assert found.doubt == other.doubt
+        rel = 1e-9 if found.function.smooth else 1e-6  # at kinks rounding decides between neighbouring minima
         names = ["r2", "r2_cv", "r2_ceiling", "rmse"] if found.doubt != "not converged" else ["r2_ceiling"]
         names += ["amplitude", "alpha"] if found.told_apart else []
         names += {"straight": ["slope"], "power law": ["coefficient"], None: ["slope"]}.get(found.doubt, [])
         for number in names:
-            assert getattr(found, number) == pytest.approx(getattr(other, number), rel=1e-6), (found.site, number)
+            assert getattr(found, number) == pytest.approx(getattr(other, number), rel=rel), (found, number)
         if found.told_apart:
             # In units of u, in which a curve bends.
-            assert found.shift == pytest.approx(other.shift, rel=1e-6, abs=1e-6)
+            assert found.shift == pytest.approx(other.shift, rel=rel, abs=rel)
