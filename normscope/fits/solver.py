@@ -309,6 +309,9 @@ _CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x to start the 
 _VALUES_AT_ONCE = 2**18  # fit into a core's cache
 _DIFFERENCE = 1e-4  # in log α or s, of the difference quotients of gradients
 _CLOSE = 1e-7  # in log α and s: a step that leaves nothing to gain
+_SMALL_STEP = 1e-6  # in log α and s, in which few kinks lie
+_LAST_STEPS = 2
+_LAST_DIGITS = 1e-14  # of Σ w y²: variation of the error with the order of its sums
 _NEAR = 5e-4  # in log α and s: of two minima the lower is known, and a fold changes them by far more
 _ROUGHLY = 1e-2  # in log α and s: Newton's last step if only the squared error matters
 _POINTS_ALONG = (33, 9)  # each axis of the finer grids, for one axis and for two
@@ -453,7 +456,8 @@ def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, wit
         return objective.at(start)
     if objective.curve.smooth:
         return _descended(objective, start, low, high, within, close)
-    return objective.at(_narrowed(objective, start, low, high, within, close))
+    ended = objective.at(_narrowed(objective, start, low, high, within, close))
+    return _polished(objective, ended, low, high) if close <= _CLOSE else ended
 
 
 def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, within: float, close: float) -> Tensor:
@@ -482,6 +486,19 @@ def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, wi
         if not len(todo):
             break
     return theta
+
+
+def _polished(objective: Objective, here: Evaluation, low: Tensor, high: Tensor) -> Evaluation:
+    """Make Newton's last steps to a round minimum, about which errors differ by rounding alone; none at a kink."""
+    for _ in range(_LAST_STEPS):
+        step = _newton(objective, here, _SMALL_STEP)
+        step = step.where((step.abs() < _SMALL_STEP).all(-1)[:, None], 0.0)
+        step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low, high) - here.theta[:, 0]
+        there = objective.at(here.theta + step)
+        flatter = there.gradient[:, objective.free].norm(dim=-1) < here.gradient[:, objective.free].norm(dim=-1)
+        no_worse = there.residual <= here.residual + _LAST_DIGITS * objective.explainable
+        here = there.where(flatter & no_worse, here)
+    return here
 
 
 def _descended(
