@@ -309,8 +309,9 @@ _CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x to start the 
 _VALUES_AT_ONCE = 2**18  # fit into a core's cache
 _DIFFERENCE = 1e-4  # in log α or s, of the difference quotients of gradients
 _CLOSE = 1e-7  # in log α and s: a step that leaves nothing to gain
-_SMALL_STEP = 1e-6  # in log α and s, in which few kinks lie
+_SMALL_STEP = 1e-6  # in log α and s, of difference quotients across which few kinks lie
 _LAST_STEPS = 2
+_LAST_STEP = 1e-5  # in log α and s, within which rounding hides the minimum: √(_LAST_DIGITS / curvature)
 _LAST_DIGITS = 1e-14  # of Σ w y²: variation of the error with the order of its sums
 _NEAR = 5e-4  # in log α and s: of two minima the lower is known, and a fold changes them by far more
 _ROUGHLY = 1e-2  # in log α and s: Newton's last step if only the squared error matters
@@ -492,7 +493,7 @@ def _polished(objective: Objective, here: Evaluation, low: Tensor, high: Tensor)
     """Make Newton's last steps to a round minimum, about which errors differ by rounding alone; none at a kink."""
     for _ in range(_LAST_STEPS):
         step = _newton(objective, here, _SMALL_STEP)
-        step = step.where((step.abs() < _SMALL_STEP).all(-1)[:, None], 0.0)
+        step = step.where((step.abs() < _LAST_STEP).all(-1)[:, None], 0.0)
         step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low, high) - here.theta[:, 0]
         there = objective.at(here.theta + step)
         flatter = there.gradient[:, objective.free].norm(dim=-1) < here.gradient[:, objective.free].norm(dim=-1)
