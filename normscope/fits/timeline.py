@@ -1,0 +1,203 @@
+"""Timelines: numbers of every site at many steps of a training run, as one line of JSON per step."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from normscope.errors import DataError, UsageError
+from normscope.pairs.norms.sites import NormSite
+from normscope.runtime.files import visible
+from normscope.runtime.records import Record, Tabled, converted
+
+FORMAT = 1
+_DIGITS = 6  # significant, of the numbers in a file
+
+OF_CURVES = {  # of each curve y ≈ A·f(αx + s), as r2/tanh
+    "r2": "R² over all pairs",
+    "amplitude": "A; none, like α and s, where the pairs do not identify them",
+    "alpha": "α, in units of 1/x",
+    "shift": "s",
+    "slope": "slope of the curve where it is steepest",
+    "beyond": "share of pairs beyond the bend, |αx + s| > 1",
+}
+OF_SITES = {
+    "low": "0.5th percentile of x over all pairs",
+    "high": "99.5th percentile of x",
+    "largest": "largest |x|",
+    "channel": "channel of the largest |x|",
+    "massive": "number of channels with massive activations: |x| beyond 100 and beyond 1000 times the median",
+}
+OF_NORMS = {
+    "sigma": "median of the tokens' σ",
+    "spread": "95th percentile of σ over the 5th",
+    "offset": "median of the tokens' |μ|/σ",
+}
+OF_POINTWISE = {  # numbers of its own α and s; the median over channels
+    "module_alpha": "α of a point-wise function",
+    "module_slope": "its slope at x = 0",
+    "beyond_1": "share of pairs with |αx + s| > 1",
+    "beyond_2": "share of pairs with |αx + s| > 2",
+    "beyond_3": "share of pairs with |αx + s| > 3",
+    "inverse_std": "1/std(x), in the unit of α",
+}
+
+
+@dataclass(frozen=True)
+class TimelineSite:
+    """One site of a timeline: as of :class:`normscope.pairs.norms.sites.NormSite`, ``curve`` of a point-wise one."""
+
+    name: str
+    kind: str
+    placement: str | None
+    channels: int
+    curve: str | None = None
+
+    @classmethod
+    def of(cls, site: NormSite) -> TimelineSite:
+        curve = site.pointwise.curve if site.pointwise else None
+        return cls(site.name, site.kind, site.placement, site.channels, curve)
+
+
+@dataclass(frozen=True)
+class StepRecord(Record):
+    """Numbers of all sites at one step.
+
+    Attributes:
+        step: number of training steps done.
+        time: seconds since 1970, when the numbers were ready.
+        seconds: that the probe took.
+        numbers: of each metric, one number per site; None where it does not apply or is not finite. Metrics of curves
+            are named as ``alpha/tanh``.
+        loss: of the training step, if it was passed.
+        sites: names of the sites.
+    """
+
+    step: int
+    time: float
+    seconds: float
+    numbers: dict[str, list[float | None]]
+    loss: float | None = None
+    sites: tuple[str, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return all numbers as one flat dict, named as ``blocks.0.norm1/alpha/tanh``; without those that are None."""
+        flat = {
+            f"{site}/{name}": float(value)
+            for name, values in self.numbers.items()
+            for site, value in zip(self.sites, values, strict=True)
+            if value is not None
+        }
+        return flat | ({} if self.loss is None else {"loss": self.loss})
+
+    def line(self) -> str:
+        """Return the record as one line of JSON, without the names of the sites."""
+        numbers = {name: [_rounded(value) for value in values] for name, values in self.numbers.items()}
+        document = {"step": self.step, "time": round(self.time, 3), "seconds": _rounded(self.seconds)}
+        loss = {} if self.loss is None else {"loss": self.loss if math.isfinite(self.loss) else None}
+        return json.dumps(document | loss | {"numbers": numbers}, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.{_DIGITS}g}")
+    return int(short) if short.is_integer() and abs(short) < 10**_DIGITS else short
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(Record, Tabled):
+    """A training run: what it is of, and its records, in ascending order of steps.
+
+    Attributes:
+        model, weights, data: as of a capture; data is the probe's batch.
+        curves: names of the fitted curves.
+        sites: the sites, in the order of first calls.
+        records: one :class:`StepRecord` per step.
+        captures: folder of the captures of every step, beside the file; None if the probe kept none.
+    """
+
+    model: str
+    weights: str
+    data: str
+    curves: tuple[str, ...]
+    sites: tuple[TimelineSite, ...]
+    captures: str | None = None
+    records: list[StepRecord] = field(default_factory=list)
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
+        """Steps of the records, ``(records,)``."""
+        return np.array([record.step for record in self.records], dtype=np.int64)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the metrics that any record contains."""
+        return list(dict.fromkeys(name for record in self.records for name in record.numbers))
+
+    def values(self, metric: str) -> NDArray[np.float64]:
+        """Return a metric at every step and site, float64 ``(records, sites)``, NaN where there is none."""
+        missing = [None] * len(self.sites)
+        rows = [record.numbers.get(metric, missing) for record in self.records]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.sites))
+
+    def header(self) -> str:
+        """Return the first line of the file."""
+        own = {name: value for name, value in self.as_dict().items() if name != "records"}
+        return json.dumps({"normscope_timeline": FORMAT, **own}, separators=(",", ":")) + "\n"
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Load the file of a :class:`normscope.Probe`, up to its last whole line.
+
+    A run that was resumed from an earlier step replaces the records from there on.
+
+    Raises:
+        DataError: if it is no such file, or malformed before its last line.
+        UsageError: if it cannot be read.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"Cannot read {path}: {error.strerror or error}.") from error
+    lines = text.split(b"\n")[:-1]  # a killed process may leave a part of a line
+    timeline: Timeline | None = None
+    for number, line in enumerate(lines, 1):
+        try:
+            timeline = _with_line(timeline, line)
+        except ValueError as error:
+            raise DataError(f"{path} is no timeline of normscope: line {number}: {visible(str(error))}.") from None
+    if timeline is None:
+        raise DataError(f"{path} is no timeline of normscope: it contains no whole line.")
+    return timeline
+
+
+def _with_line(timeline: Timeline | None, line: bytes) -> Timeline:
+    """Add a line to what was read before it; a resumed run has the same header again."""
+    import msgspec
+
+    if timeline is None or line.startswith(b'{"normscope_timeline"'):
+        document = json.loads(line)
+        if not isinstance(document, Mapping) or "normscope_timeline" not in document:
+            raise ValueError("the header is missing")
+        if document["normscope_timeline"] != FORMAT:
+            raise ValueError(f"it has format {document['normscope_timeline']!r}, and this version reads {FORMAT}")
+        header = converted(Timeline, {**document, "records": []}, "header")
+        if timeline and (header.sites, header.curves) != (timeline.sites, timeline.curves):
+            raise ValueError("another run, with other sites or curves, begins")
+        return timeline or header
+    names = tuple(site.name for site in timeline.sites)
+    record = replace(msgspec.json.decode(line, type=StepRecord), sites=names)
+    for name, values in record.numbers.items():
+        if len(values) != len(names):
+            raise ValueError(f"{name} has {len(values)} numbers for {len(names)} sites")
+    while timeline.records and timeline.records[-1].step >= record.step:
+        timeline.records.pop()
+    timeline.records.append(record)
+    return timeline
