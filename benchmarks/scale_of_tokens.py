@@ -17,7 +17,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch
-from normscope.swaps.drift.few import SecondPass
+from normscope.swaps.drift.scale import SecondPass
 
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm", FCPE)
 FEW = ("few:4", "few:8", "random:4")

@@ -24,8 +24,8 @@ from .swaps.bench.bench import bench as bench
 from .swaps.calibrate.calibrate import calibrate as calibrate
 from .swaps.calibrate.calibrate import swap as swap
 from .swaps.drift.drift import drift as drift
-from .swaps.drift.few import fit_few as fit_few
 from .swaps.drift.keep import keep as keep
+from .swaps.drift.scale import fit_scale as fit_scale
 from .swaps.heal.heal import heal as heal
 from .swaps.pointwise import Derf as Derf
 from .swaps.pointwise import DyISRU as DyISRU

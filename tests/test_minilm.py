@@ -24,7 +24,7 @@ from scipy.optimize import curve_fit
 import normscope
 from normscope.inputs.held_out import Pool
 from normscope.models.weights.repository import COPIES, copy_of
-from normscope.swaps.drift.few import SecondPass
+from normscope.swaps.drift.scale import SecondPass
 
 REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 pytestmark = [

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.curves.known import Curve
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.few import FewFit
+    from normscope.fits.scale import FewFit, FrozenFit
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
-    from normscope.swaps.drift.few import SecondPass
     from normscope.swaps.drift.keep import After
+    from normscope.swaps.drift.scale import SecondPass
     from normscope.swaps.reports import KeepReport, Quality
+
+    SiteFits = list[CurveFit] | list[FewFit] | list[FrozenFit] | list[NormSite]
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
@@ -40,7 +42,7 @@ class SwapChoice:
 
     Attributes:
         func: as given by the user, but ``few:8`` for ``few``.
-        asked: the curve, or ``free``, ``best``, ``rmsnorm``, ``few:K`` or ``random:K``.
+        asked: the curve, or ``free``, ``best``, ``rmsnorm``, ``few:K``, ``random:K`` or ``frozen``.
         init: name in the table of initializations; ``fit`` if it is calibrated.
         per: ``site`` or ``channel``.
         shift: whether s is fitted; None for the default.
@@ -158,7 +160,7 @@ def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
 def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> None:
     """Refuse, before any work, a calibration or a second pass that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-    from normscope.swaps.start import few_channels
+    from normscope.swaps.start import fits_scale
 
     asked = CALIBRATED in init
     if refit not in REFITS:
@@ -170,8 +172,8 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> No
         raise UsageError(f"There is no calibrated start of {func}: point-wise functions alone are calibrated.")
     if asked:
         check_alone("Calibration runs")
-    if few := [choice.func for choice in choices if few_channels(choice.asked)]:
-        check_alone(f"The second pass of {few[0]} runs")
+    if second := [choice.func for choice in choices if fits_scale(choice.asked)]:
+        check_alone(f"The second pass of {second[0]} runs")
 
 
 def check_keep(keep: int | None, max_drift: float | None, layers: str) -> None:
@@ -236,14 +238,14 @@ class SwapSource:
         data = seen.about["data"] if seen else self.learned.description if self._second_pass else ""
         return {**self.network.about, "data": data or "no data, as nothing was fitted"}
 
-    def fits(self, choice: SwapChoice) -> list[CurveFit] | list[FewFit] | list[NormSite]:
+    def fits(self, choice: SwapChoice) -> SiteFits:
         """Return the fits that start values are taken from; only the sites if nothing is fitted."""
         from normscope.pairs.capture import captured
         from normscope.pairs.recorder import Summing
-        from normscope.swaps.drift.few import SecondPass
-        from normscope.swaps.start import few_channels, fitted
+        from normscope.swaps.drift.scale import SecondPass
+        from normscope.swaps.start import fits_scale, fitted
 
-        if few_channels(choice.asked):
+        if fits_scale(choice.asked):
             if self._second_pass is None:
                 names, outputs = [norm.name for norm in self.norms], self.network.outputs
                 self._say.remark(f"{choice.func} takes a second pass over the inputs to learn from")
@@ -265,9 +267,7 @@ class SwapSource:
             self._say.observed(self._seen[per], (network.calibration or network.inputs).unreadable)
         return fitted(self._seen[per], choice.asked, choice.init, per=per, shift=choice.shift is not False)
 
-    def replacements(
-        self, choice: SwapChoice, fits: list[CurveFit] | list[FewFit] | list[NormSite]
-    ) -> dict[str, nn.Module]:
+    def replacements(self, choice: SwapChoice, fits: SiteFits) -> dict[str, nn.Module]:
         """Make each norm's replacement, by module path; the learning inputs decide which are least harmful."""
         from normscope.swaps import pointwise
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
-from normscope.fits.few import chosen_channels
 from normscope.fits.fit import fit
 from normscope.fits.saturation import Saturation, site_saturation
+from normscope.fits.scale import chosen_channels
 from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -70,6 +71,8 @@ class Summing:
 
     Attributes:
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
+        observe_tokens: likewise, with (site, x rows, the position of each token in its sequence). The position is −1
+            unless the input has samples along axis 0, and one more axis of several tokens.
     """
 
     seed: int = 0
@@ -81,6 +84,7 @@ class Summing:
     by_part: bool = False
     keep_inputs: int = 0
     observe: Observer | None = None
+    observe_tokens: Observer | None = None
 
 
 @dataclass
@@ -322,9 +326,12 @@ class Recorder:
             under_way.calls[site.name] += 1
             if axis is None:
                 under_way.inseparable = site.name
-            if self.summing.observe is not None:
-                y = lines.y(rows).float()
-                self.summing.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
+            for observe, beside in (
+                (self.summing.observe, lambda: lines.y(rows).float()),
+                (self.summing.observe_tokens, lambda: _positions(kind, module, x, axis).to(rows.device)),
+            ):
+                if observe is not None:
+                    observe(site, *(each if drawn is None else each[drawn] for each in (rows, beside())))
             under_way.summing_at = ""
 
         return add
@@ -393,3 +400,11 @@ class Recorder:
             )
         shape = [size if axis in (batch_axis, positions) else 1 for axis, size in zip(axes, sizes, strict=True)]
         return valid.view(shape).expand(sizes).flatten()
+
+
+def _positions(kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None) -> Tensor:
+    """Return the position of each token row in its sequence, −1 where no axis numbers them: int64 ``(tokens,)``."""
+    sizes = [x.shape[axis] for axis in token_axes(x, kind.axes(module, x.ndim))]
+    if batch_axis != 0 or kind.groups is not None or len(sizes) != 2 or sizes[1] == 1:
+        return torch.full((math.prod(sizes),), -1)
+    return torch.arange(sizes[1]).repeat(sizes[0])

@@ -1,4 +1,4 @@
-"""Second pass over inputs: sums over whole tokens, from which a few channels predict each token's σ² and mean."""
+"""Second pass over inputs: sums over whole tokens, for predictions of each token's σ² and mean, and for constants."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from normscope.runtime.progress import Progress
 
 MOST_CANDIDATES = 128
 POWERS = (0, 2, 4)  # p of the weights σ⁻ᵖ
+FIRST = 4  # positions that may have a σ of their own
 _TOKENS_AT_ONCE = 4096
 
 
@@ -37,6 +38,8 @@ class TokenSums:
         gamma: γ of every channel, float32 ``(d,)``.
         squares: Σy² of every channel, over all tokens, float64 ``(d,)``.
         least: smallest σ².
+        by_position: Σ γ²(x − μ)·y and Σ γ²(x − μ)², over all elements of the tokens at each of the first positions, and
+            of all others: float64 ``(5, 2)``.
     """
 
     site: NormSite
@@ -45,6 +48,7 @@ class TokenSums:
     gram: Tensor
     gamma: Tensor
     squares: Tensor
+    by_position: Tensor
     least: float = torch.inf
 
     @classmethod
@@ -54,17 +58,22 @@ class TokenSums:
         channels = x.square().sum(0).topk(min(MOST_CANDIDATES, site.channels)).indices
         size = 2 * len(channels) + 3
         gram, squares = x.new_zeros(2, len(POWERS), size, size), x.new_zeros(site.channels)
-        return cls(site, channels, x[:, channels].mean(0).float(), gram, gamma.cpu(), squares)
+        by_position = x.new_zeros(FIRST + 1, 2)
+        return cls(site, channels, x[:, channels].mean(0).float(), gram, gamma.cpu(), squares, by_position)
 
-    def add(self, rows: Tensor, part: int) -> None:
-        """Add token rows ``(tokens, d)`` to part 0, to learn from, or 1, held out."""
-        for first in range(0, len(rows), _TOKENS_AT_ONCE):
-            x = rows[first : first + _TOKENS_AT_ONCE].double()
-            x = x[x.isfinite().all(1) & (x != x[:, :1]).any(1)]
+    def add(self, rows: Tensor, positions: Tensor, part: int) -> None:
+        """Add token rows ``(tokens, d)`` and their positions to part 0, to learn from, or 1, held out."""
+        for x, at in zip(rows.split(_TOKENS_AT_ONCE), positions.split(_TOKENS_AT_ONCE), strict=True):
+            x = x.double()
+            counted = x.isfinite().all(1) & (x != x[:, :1]).any(1)
+            x, at = x[counted], at[counted]
             if not len(x):
                 continue
-            shift, rstd = FORMS[self.site.form].line(x, self.site.eps)  # type: ignore[index]  # fit_few checks it
+            shift, rstd = FORMS[self.site.form].line(x, self.site.eps)  # type: ignore[index]  # fit_scale checks it
             self.squares += ((x - shift) * rstd).square().sum(0)
+            square = ((x - shift) * self.gamma.to(x)).square().sum(1, keepdim=True)
+            place = at.where((at >= 0) & (at < FIRST), FIRST)
+            self.by_position.index_add_(0, place, square * torch.cat([rstd, torch.ones_like(rstd)], 1))
             z = x[:, self.channels] - self.centre
             v = torch.cat([torch.ones_like(rstd), z, z.square(), rstd**-2, shift], 1)
             for gram, power in zip(self.gram[part], POWERS, strict=True):
@@ -79,12 +88,12 @@ def token_sums(
     sums: dict[str, TokenSums] = {}
     for part, of_part in enumerate((pool.learned, pool.judged) if sites else ()):
 
-        def add(site: NormSite, rows: Tensor, y: Tensor, part: int = part) -> None:
+        def add(site: NormSite, rows: Tensor, positions: Tensor, part: int = part) -> None:
             if site.name not in sums:
                 gamma = report.kinds[site.name].gamma(network.get_submodule(site.path), site.channels)
                 sums[site.name] = TokenSums.begun(site, rows, gamma)
-            sums[site.name].add(rows, part)
+            sums[site.name].add(rows, positions, part)
 
         names = [site.name for site in sites]
-        captured(network, of_part, Summing(observe=add), layers=names, progress=progress)
+        captured(network, of_part, Summing(observe_tokens=add), layers=names, progress=progress)
     return sums

@@ -23,8 +23,8 @@ from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite
 from normscope.runtime.network import check_whole, uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.standalone import FewChannelNorm, RMSNorm, TokenWise
-from normscope.swaps.start import Fits, Start, norms_of, only, starts
+from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, RMSNorm, TokenWise
+from normscope.swaps.start import Fits, Start, few_channels, norms_of, only, starts
 
 if TYPE_CHECKING:
     from normscope.swaps.calibrate.calibrate import CalibrationReport
@@ -215,11 +215,12 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     if start.curve is None:
         check_token_wise(site, kind, start.func)
         options = {"channel_axis": axis, "elementwise_affine": elementwise or bool(gain[0] != 1), "bias": bias}
-        if start.few is None:
+        if start.scale is None:
             module: nn.Module = RMSNorm(shape, eps=site.eps, **options)
         else:
-            module = FewChannelNorm(shape, len(start.few.channels), **options)
-            module.predictor.load_state_dict(start.few.state())
+            k = few_channels(start.func)
+            module = scaled = FewChannelNorm(shape, k, **options) if k else FrozenNorm(shape, **options)
+            scaled.predictor.load_state_dict(start.scale.state())
     else:
         module = PointwiseFunction(
             start.curve,

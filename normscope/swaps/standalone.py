@@ -108,6 +108,7 @@ class TokenWise(nn.Module):
     """
 
     func: str
+    predictor: nn.Module  # of μ and σ of tokens (…, channels); each is (…) or broadcasts to it
     eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
     in_place_of: str = ""  # full class name of the norm that it replaced
 
@@ -142,7 +143,10 @@ class TokenWise(nn.Module):
 
     def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return weight · (x − μ)/σ, with the channels of x last."""
-        raise NotImplementedError
+        axes = len(self.normalized_shape)
+        mean, sigma = (value[(..., *[None] * axes)] for value in self.predictor(x.flatten(-axes)))
+        y: Tensor = (x - mean) / sigma
+        return y if weight is None else y * weight
 
     def extra_repr(self) -> str:
         """Return the channels."""
@@ -210,16 +214,45 @@ class FewChannelNorm(TokenWise):
         super().__init__(normalized_shape, **options)
         self.func, self.predictor = f"few:{k}", Predictor(k)
 
-    def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return weight · (x − μ)/σ."""
-        axes = len(self.normalized_shape)
-        mean, sigma = (value[(..., *[None] * axes)] for value in self.predictor(x.flatten(-axes)))
-        y: Tensor = (x - mean) / sigma
-        return y if weight is None else y * weight
-
     def extra_repr(self) -> str:
         """Return the channels and K."""
         return f"{super().extra_repr()}, k={len(self.predictor.channels)}"
+
+
+class Constants(Float32):
+    """Mean of a token, and σ by its position.
+
+    Buffers: sigma ``(5,)``, of positions 0 to 3 and of all others; centring ``()``, 1 to subtract the mean or 0.
+    """
+
+    sigma: Tensor
+    centring: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sigma", torch.ones(5))
+        self.register_buffer("centring", torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return μ ``(…, positions)`` and σ ``(positions,)`` of tokens ``(…, positions, channels)``."""
+        positions, last = (x.shape[-2] if x.ndim > 1 else 1), len(self.sigma) - 1
+        first = 0 if positions > 1 else last  # a token alone has no position
+        at = torch.arange(first, first + positions, device=x.device).clamp_max(last)
+        return x.mean(-1) * self.centring.to(x), self.sigma.to(x)[at]
+
+
+class FrozenNorm(TokenWise):
+    """weight · (x − μ)/σ + bias, where σ is constant, but for a norm's first positions that have their own.
+
+    It takes whole sequences: a call with later tokens, as with a cache of keys and values, would take them for the
+    first, unless it is of one token. Other arguments are those of :class:`TokenWise`.
+    """
+
+    func = "frozen"
+
+    def __init__(self, normalized_shape: int | Sequence[int], **options: Any) -> None:
+        super().__init__(normalized_shape, **options)
+        self.predictor = Constants()
 
 
 class Pointwise(nn.Module):
@@ -285,6 +318,8 @@ def _module(site: dict[str, Any]) -> nn.Module:
     options = {name: site[name] for name in ("channel_axis", "elementwise_affine", "bias")}
     if site["curve"] == "rmsnorm":
         return RMSNorm(site["normalized_shape"], eps=site["eps"], **options)
+    if site["curve"] == "frozen":
+        return FrozenNorm(site["normalized_shape"], **options)
     if site["curve"].startswith("few:"):
         return FewChannelNorm(site["normalized_shape"], int(site["curve"][4:]), **options)
     if site["curve"] != "free":

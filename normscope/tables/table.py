@@ -386,9 +386,10 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     Args:
         rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each;
-            a missing number is None. Of ``few:K`` also ``channels`` and ``r2_scale``.
+            a missing number is None. Of ``few:K`` also ``channels`` and ``r2_scale``, of ``frozen`` also
+            ``sigma``.
     """
-    few = any("channels" in row for row in rows)
+    few, frozen = (any(name in row for row in rows) for name in ("channels", "sigma"))
     columns: list[Column[Mapping[str, Any]]] = [
         names("site", lambda row: row["site"]),
         words("norm", lambda row: row["norm"], 1),
@@ -399,6 +400,10 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("R²", lambda row: number(row["r2"], ".4f")),
         Column("channels", lambda row: ", ".join(map(str, row["channels"])), few, "left"),
         Column("R² of σ²", lambda row: number(row["r2_scale"], ".4f"), few),
+        Column("σ", lambda row: number(row["sigma"][-1], ".4g"), frozen),
+        Column(
+            "at positions 0 to 3", lambda row: ", ".join(number(s, ".4g") for s in row["sigma"][:-1]), frozen, "left"
+        ),
     ]
     medians = any(row["per_channel"] for row in rows)
     return table_of(rows, columns, caption=["A, α, s and R² are medians over the channels"] if medians else ())

@@ -25,9 +25,7 @@ from normscope.tables.table import swapped_table
 if TYPE_CHECKING:
     from torch import nn
 
-    from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.few import FewFit
-    from normscope.pairs.norms.sites import NormSite
+    from normscope.cli.swapping import SiteFits
     from normscope.swaps.calibrate.calibrate import CalibrationReport
     from normscope.swaps.reports import Quantiles
     from normscope.swaps.start import Start
@@ -171,11 +169,13 @@ def _tell(report: CalibrationReport, say: Output) -> None:
         )
 
 
-def _row(start: Start, fits: Sequence[CurveFit] | Sequence[FewFit] | Sequence[NormSite]) -> dict[str, Any]:
+def _row(start: Start, fits: SiteFits) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
     from normscope.curves.known import FREE
     from normscope.fits.curve_fit import CurveFit
+    from normscope.fits.scale import FewFit, FrozenFit
 
+    scale = start.scale
     of_site = [
         fit for fit in fits if isinstance(fit, CurveFit) and fit.function is start.curve and fit.norm is start.norm
     ]
@@ -190,5 +190,6 @@ def _row(start: Start, fits: Sequence[CurveFit] | Sequence[FewFit] | Sequence[No
         "shift": float(start.shift.median()) if has_parameters and start.shift is not None else None,
         "r2": statistics.median(r2) if r2 else None,
         "per_channel": start.alpha.numel() > 1,
-        **({} if start.few is None else {"channels": start.few.channels, "r2_scale": start.few.r2[-1]}),
+        **({"channels": scale.channels, "r2_scale": scale.r2[-1]} if isinstance(scale, FewFit) else {}),
+        **({"sigma": scale.sigma} if isinstance(scale, FrozenFit) else {}),
     }

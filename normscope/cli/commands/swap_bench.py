@@ -54,7 +54,7 @@ def swap_bench(
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.bench.bench import in_words, published, why_not
-    from normscope.swaps.start import few_channels
+    from normscope.swaps.start import fits_scale
     from normscope.tables.swaps import published_table
 
     device = resolve_device(run.device)
@@ -68,7 +68,7 @@ def swap_bench(
         raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
     seconds = 0.0 if quick else seconds
     choices = swapping.swap_choices(func, init, per, shift)
-    untimed = {choice.func for choice in choices if choice.func in ("free", "best") or few_channels(choice.func)}
+    untimed = {choice.func for choice in choices if choice.func in ("free", "best") or fits_scale(choice.func)}
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in untimed))
     swapping.check_kernels(choices, run.device)
     swapping.check_calibrated(init, refit, choices)

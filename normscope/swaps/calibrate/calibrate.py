@@ -204,11 +204,11 @@ def swap(
         model: the network that was captured, on any device: the result of :func:`normscope.load`, or any module.
         curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
             itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line; or, not point-wise
-            but token-wise, ``rmsnorm`` for the norm without centring and ``few:K`` for a scale predicted from K
-            channels.
+            but token-wise, ``rmsnorm`` for the norm without centring, ``few:K`` for a scale predicted from K
+            channels and ``frozen`` for a constant scale.
         fits: the result of :func:`normscope.fit`, one per site or channel; or the capture, which is then fitted, with
-            weights γ² if it has them; for ``paper`` and ``rmsnorm``, norm sites; for ``few:K``, the result of
-            :func:`normscope.fit_few`.
+            weights γ² if it has them; for ``paper`` and ``rmsnorm``, norm sites; for ``few:K`` and ``frozen``, the
+            result of :func:`normscope.fit_scale`.
         layers: a selection of norms, as of :func:`normscope.capture`, or placements (``"pre-norm"``, ``"final"``).
         init: ``fit``; ``theory``: A and α that follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
             where the papers begin training; ``calibrated``: ``fit``, then calibration.

@@ -68,7 +68,7 @@ class SwappedSite:
 
     name: str  # module path
     norm: str  # full class name of the replaced norm
-    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; ``rmsnorm``; or ``few:K``
+    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; ``rmsnorm``; ``few:K``; ``frozen``
     normalized_shape: tuple[int, ...]
     channel_axis: int
     per_channel: bool  # each channel has its own α
@@ -99,7 +99,7 @@ class SwapRecord:
     model: str  # the name that :func:`normscope.load` takes
     weights: str  # the resolved checkpoint and revision of the network before the swap
     data: str  # from which the start values were learned
-    func: str  # the requested curve, ``free``, ``best``, ``rmsnorm``, ``few:K`` or ``random:K``
+    func: str  # the requested curve, ``free``, ``best``, ``rmsnorm``, ``few:K``, ``random:K`` or ``frozen``
     init: str | None  # the swap initialization
     healed: int | None  # number of healing steps
     sha256: str  # of the file of tensors

@@ -22,8 +22,8 @@ from normscope.runtime.network import uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
-from normscope.swaps.standalone import FewChannelNorm, RMSNorm, TokenWise, make_room
-from normscope.swaps.start import few_channels, token_wise
+from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, RMSNorm, TokenWise, make_room
+from normscope.swaps.start import FROZEN, few_channels, token_wise
 from normscope.swaps.store.record import (
     ALSO,
     FILES,
@@ -244,6 +244,8 @@ def _module(
         module: nn.Module = RMSNorm(shape, channel_axis=axis, eps=site.eps, elementwise_affine=affine, bias=bias)
     elif k := few_channels(site.curve):
         module = FewChannelNorm(shape, k, channel_axis=axis, elementwise_affine=affine, bias=bias)
+    elif site.curve == FROZEN:
+        module = FrozenNorm(shape, channel_axis=axis, elementwise_affine=affine, bias=bias)
     else:
         start = torch.ones(shape if site.per_channel else 1)
         module = function = PointwiseFunction(

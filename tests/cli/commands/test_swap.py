@@ -85,7 +85,7 @@ def test_some_sites_and_the_rest_is_seen_as_before(tmp_path):
 def test_few_channels_are_named_and_the_folder_is_the_network(tmp_path):
     told = document("swap demo_vit -o few --func few --layers final --limit 16", cwd=tmp_path)
     network = normscope.load("demo_vit", limit=16, device="cpu")
-    (fit,) = normscope.fit_few(network, layers="final")
+    (fit,) = normscope.fit_scale(network, layers="final")
     (site,) = told["sites"]
     assert (told["func"], site["curve"], site["channels"]) == ("few:8", "few:8", list(fit.channels))
     assert site["r2_scale"] == pytest.approx(fit.r2[-1])

@@ -12,11 +12,11 @@ from safetensors import safe_open
 from timm.layers import BatchNormAct2d, GroupNormAct, LayerNorm2d
 from torch import nn
 
-from normscope import PointwiseFunction, Swap, capture, curve_of, fit_few, save_swapped, swap
+from normscope import PointwiseFunction, Swap, capture, curve_of, fit_scale, save_swapped, swap
 from normscope.errors import ModelError, NormscopeError, UsageError
 from normscope.swaps.kernels.choice import plain_torch
 from normscope.swaps.replace import replacements
-from normscope.swaps.start import asked_for, few_channels, fitted
+from normscope.swaps.start import asked_for, fits_scale, fitted
 from normscope.swaps.store import store
 from normscope.swaps.store.record import read_record, sealed
 from normscope.swaps.store.store import restored
@@ -66,8 +66,8 @@ def trained(make, seed=0):
 
 def put_in(model, x, curve, per="site"):
     seen = capture(model, [x], by_gamma=per == "site", per_channel=per == "channel")
-    if k := few_channels(curve):
-        fits = fit_few(model, [x], k)
+    if fits_scale(curve):
+        fits = fit_scale(model, [x], curve)
     else:
         fits = fitted(seen, asked_for(curve), per=per) if curve != "rmsnorm" else seen.sites
     Swap(model, replacements(model, curve, fits))
@@ -98,6 +98,8 @@ CASES = [
     (pictures, "rmsnorm", "site", torch.float32),
     (tokens, "few:3", "site", torch.bfloat16),
     (pictures, "few:2", "site", torch.float32),
+    (tokens, "frozen", "site", torch.bfloat16),
+    (pictures, "frozen", "site", torch.float32),
 ]
 
 

@@ -1,4 +1,4 @@
-"""fit_few(): token-wise functions that predict each token's scale from a few of its channels."""
+"""fit_scale(): token-wise functions that predict each token's scale from a few of its channels, or freeze it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from normscope.errors import ModelError, UsageError
-from normscope.fits.few import FewFit, few_fit
+from normscope.fits.scale import FewFit, FrozenFit, few_fit, frozen_fit
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.sites import Layers
@@ -20,45 +20,51 @@ from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import check_token_wise, replacements
-from normscope.swaps.start import FEW_CHANNELS, RANDOM, asked_for, few_channels, replaceable
+from normscope.swaps.start import FEW, FROZEN, RANDOM, asked_for, few_channels, replaceable
 
 
-def fit_few(
+def fit_scale(
     model: nn.Module | LoadedModel,
     batches: Iterable[Any] | None = None,
-    k: int = FEW_CHANNELS,
+    func: str = FEW,
     *,
     layers: Layers = "all",
     outputs: Outputs | None = None,
     progress: Progress = silent,
-) -> list[FewFit]:
-    """Predict the scale and the mean of each norm's tokens from K channels, for ``swap(model, "few:K", fits)``.
+) -> list[FewFit] | list[FrozenFit]:
+    """Estimate the scale of each norm's tokens, for ``swap(model, func, fits)``.
 
-    A token-wise function y = (x − μ)/σ replaces each norm, before weight and bias. σ² and μ are linear in x and x² of
-    the K channels, by least squares with weights 1, σ⁻² or σ⁻⁴. The channels are chosen greedily by the held-out R² of
-    σ², the weights by the drift of the output on a fourth of the inputs with all sites swapped. Predictions of σ² below
-    half of the smallest σ² seen are set to that. The function is no faster than the norm.
+    A token-wise function y = (x − μ)/σ replaces each norm, before weight and bias.
+
+    ``few:K``: σ² and μ are linear in x and x² of K channels, by least squares with weights 1, σ⁻² or σ⁻⁴. The channels
+    are chosen greedily by the held-out R² of σ², the weights by the drift of the output on a fourth of the inputs with
+    all sites swapped. Predictions of σ² below half of the smallest σ² seen are set to that. The function is no faster
+    than the norm.
+
+    ``frozen``: σ is constant, and leaves the least squared error of y; μ is exact. Where inputs are (samples, positions,
+    channels), each of the first four positions has its own σ if that differs by more than a factor of 2. The network
+    then takes whole sequences, from their first position.
 
     Args:
         model: the result of :func:`normscope.load`, or any module; it is left as found.
         batches: inputs to learn from, as :func:`normscope.capture` takes them, at most a gibibyte in memory. None for a
             loaded model's calibration inputs or, if it has none, its inputs.
-        k: number of channels, K.
+        func: ``few:K``, by default K = 8; ``random:K`` for K channels drawn at random; or ``frozen``.
         layers: a selection of norms, as of :func:`normscope.swap`.
         outputs: how to read the network's output; by default as the loaded model states, or the first tensor.
         progress: called with the stage, the number of samples done, and the total.
 
     Returns:
-        One :class:`normscope.fits.few.FewFit` for each site.
+        One :class:`normscope.fits.scale.FewFit` or :class:`normscope.fits.scale.FrozenFit` for each site.
 
     Raises:
-        UsageError: if there is no such site, or K is not from 1 to the number of candidates, 128 at most.
+        UsageError: if there is no such site or function, or K exceeds the number of candidates, 128 at most.
         ModelError: if a norm does not scale each token by the token's own σ.
         DataError: if there are fewer than two samples.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", device="cpu", limit=8)
-    >>> fits = fit_few(network, k=4, layers="final")
+    >>> fits = fit_scale(network, func="few:4", layers="final")
     >>> with normscope.swap(network, "few:4", fits):
     ...     print(network.module.norm)
     FewChannelNorm(
@@ -66,13 +72,11 @@ def fit_few(
       (predictor): Predictor()
     )
     """
-    if k < 1:
-        raise UsageError(f"k is {k}: it is a number of channels, at least 1.")
-    return SecondPass(model, batches, layers=layers, outputs=outputs, progress=progress).fits(f"few:{k}")
+    return SecondPass(model, batches, layers=layers, outputs=outputs, progress=progress).fits(func)
 
 
 class SecondPass:
-    """Sums of a second pass over inputs to learn from, and the fits that follow; arguments are those of `fit_few`."""
+    """Sums of a second pass over inputs to learn from, and the fits that follow; arguments are those of `fit_scale`."""
 
     def __init__(
         self,
@@ -90,16 +94,17 @@ class SecondPass:
         report = find_norms(self._network, self._pool.learned[0].first_sample())
         sites = replaceable(report.sites, layers)
         for site in sites:
-            check_token_wise(site, report.kinds[site.name], "A prediction of σ")
+            check_token_wise(site, report.kinds[site.name], "A fit of σ")
             if site.form is None:
-                raise ModelError(f"A prediction of σ cannot take the place of {site.name}: its formula is not known.")
+                raise ModelError(f"A fit of σ cannot take the place of {site.name}: its formula is not known.")
         self._sums = token_sums(self._network, self._pool, report, sites, progress)
 
-    def fits(self, func: str, seed: int = 0) -> list[FewFit]:
-        """Return the fits of ``few:K``, or of ``random:K``, whose channels are drawn from the candidates."""
-        func, k = str(asked_for(func)), few_channels(func)
-        if not k:
-            raise UsageError(f"{func} is not predicted from a few channels.")
+    def fits(self, func: str, seed: int = 0) -> list[FewFit] | list[FrozenFit]:
+        """Return the fits of a function; ``seed`` draws the channels of ``random:K`` from the candidates."""
+        if (func := str(asked_for(func))) == FROZEN:
+            return [frozen_fit(sums) for sums in self._sums.values()]
+        if not (k := few_channels(func)):
+            raise UsageError(f"fit_scale() fits few:K and frozen; normscope.fit fits {func}.")
         best, least = list[FewFit](), math.inf
         for power in POWERS:
             fits = [

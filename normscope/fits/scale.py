@@ -1,4 +1,4 @@
-"""Prediction of the scale and mean of a norm's tokens from a few of their channels."""
+"""Scale of a norm's tokens: predicted from a few of their channels, or constant."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 
 from normscope.errors import UsageError, count
 from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.token_sums import POWERS, TokenSums
+from normscope.pairs.token_sums import FIRST, POWERS, TokenSums
 
 _RIDGE = 1e-9  # of features of unit mean square: only for features that are linear functions of others
+_FACTOR = 2.0  # between a first position's σ and that of the rest, beyond which the position has its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +37,53 @@ class FewFit:
     predictors: Tensor
     floor: float
 
+    @property
+    def func(self) -> str:
+        """Name of the function."""
+        return f"few:{len(self.channels)}"
+
     def state(self) -> dict[str, Tensor]:
         """Return the buffers of :class:`normscope.swaps.standalone.Predictor`."""
         channels, floor = torch.tensor(self.channels), torch.tensor(self.floor)
         return {"channels": channels, "centre": self.centre, "predictors": self.predictors, "floor": floor}
+
+
+@dataclass(frozen=True)
+class FrozenFit:
+    """One σ for the tokens of a norm, with their exact means.
+
+    σ leaves the least squared error of the output γy: σ = Σ γ²(x − μ)² / Σ γ²(x − μ)y. A first position has its own σ if
+    that differs from the σ of all later tokens by more than a factor of 2.
+
+    Attributes:
+        norm: the site.
+        sigma: σ of tokens at positions 0 to 3, and of all others.
+    """
+
+    norm: NormSite
+    sigma: tuple[float, ...]
+    func = "frozen"
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the buffers of :class:`normscope.swaps.standalone.Constants`."""
+        return {"sigma": torch.tensor(self.sigma), "centring": torch.tensor(float(self.norm.centred))}
+
+
+ScaleFit = FewFit | FrozenFit
+
+
+def frozen_fit(sums: TokenSums) -> FrozenFit:
+    """Estimate one σ, and those of first positions that differ from it."""
+    of_position = sums.by_position.cpu()
+    later = of_position[FIRST:] if of_position[FIRST, 1] else of_position
+    ratio = _sigma(of_position) / _sigma(later.sum(0))
+    own = torch.maximum(ratio, 1 / ratio) > _FACTOR  # NaN, of positions without tokens, is no larger
+    sigma = _sigma(of_position).where(own, _sigma(of_position[~own].sum(0))).nan_to_num(1.0)  # where γ is zero
+    return FrozenFit(sums.site, tuple(sigma.tolist()))
+
+
+def _sigma(energy: Tensor) -> Tensor:
+    return energy[..., 1] / energy[..., 0]
 
 
 def few_fit(sums: TokenSums, k: int, power: int = 0, seed: int | None = None) -> FewFit:

@@ -39,7 +39,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def fit(model):
-    (fit,) = normscope.fit_few(model, BATCHES, 2)
+    (fit,) = normscope.fit_scale(model, BATCHES, "few:2")
     return fit
 
 
@@ -123,7 +123,7 @@ def normscope_channels(power):
 def test_all_channels_of_an_rmsnorm_are_the_norm_itself():
     """Its σ² is the mean of x², and its μ is zero: both are linear in the features."""
     model = OneNorm(nn.RMSNorm(WIDTH, eps=0.5)).eval()
-    fits = normscope.fit_few(model, BATCHES, WIDTH)
+    fits = normscope.fit_scale(model, BATCHES, f"few:{WIDTH}")
     x = BATCHES[0].args[0]
     with torch.no_grad():
         truth = model(x)
@@ -136,7 +136,7 @@ def test_channels_of_pictures_lie_on_axis_one(model, fit):
     pictures = nn.Sequential(norms.LayerNorm2d(WIDTH)).eval()
     pictures[0].load_state_dict(model[0].norm.state_dict())
     x = tokens(torch.Generator().manual_seed(5), 2)
-    of_pictures = normscope.fit_few(pictures, [batch.args[0].mT[..., None] for batch in BATCHES], 2)
+    of_pictures = normscope.fit_scale(pictures, [batch.args[0].mT[..., None] for batch in BATCHES], "few:2")
     with normscope.swap(model, "few:2", [fit]), torch.no_grad():
         of_tokens = model[0](x)
     site = of_pictures[0].norm
@@ -146,7 +146,7 @@ def test_channels_of_pictures_lie_on_axis_one(model, fit):
 
 def test_drift_keep_and_the_network_afterwards(model):
     network = normscope.load("demo_vit", device="cpu", limit=8)
-    fits = normscope.fit_few(network, list(network.calibration)[:4], 4, layers="0,8,final")
+    fits = normscope.fit_scale(network, list(network.calibration)[:4], "few:4", layers="0,8,final")
     modules = normscope.replacements(network, "few:4", fits)
     assert [fit.norm.name for fit in fits] == list(modules) == ["blocks.0.norm1", "blocks.4.norm1", "norm"]
     moved = normscope.drift(network, replacements=modules)
@@ -176,15 +176,24 @@ GROUPED = nn.Sequential(nn.GroupNorm(4, WIDTH)).eval()
 @pytest.mark.parametrize(
     ("call", "fragment"),
     [
-        (lambda model, fit: normscope.swap(model, "few", [fit]), r"few:8 takes fits of 8 channels: pass .*fit_few"),
-        (lambda model, fit: normscope.swap(model, "few:2", normscope.capture(model, BATCHES)), "few:2 takes fits of 2"),
+        (
+            lambda model, fit: normscope.swap(model, "few", [fit]),
+            r"few:8 takes its own fits: pass .*fit_scale\(model, inputs, 'few:8'",
+        ),
+        (
+            lambda model, fit: normscope.swap(model, "few:2", normscope.capture(model, BATCHES)),
+            "few:2 takes its own fits",
+        ),
         (lambda model, fit: normscope.swap(model, "few:0", [fit]), "There is no curve 'few:0'"),
         (lambda model, fit: normscope.swap(model, "few:2", [fit], init="calibrated"), "no calibrated start of few:2"),
-        (lambda model, fit: normscope.fit_few(model, BATCHES, WIDTH + 1), "13 channels cannot be chosen at 0.norm"),
-        (lambda model, fit: normscope.fit_few(model, BATCHES, 0), "k is 0: it is a number of channels"),
         (
-            lambda model, fit: normscope.fit_few(GROUPED, [batch.args[0].mT for batch in BATCHES]),
-            "A prediction of σ cannot take the place of 0: it is a GroupNorm",
+            lambda model, fit: normscope.fit_scale(model, BATCHES, f"few:{WIDTH + 1}"),
+            "13 channels cannot be chosen at 0.norm",
+        ),
+        (lambda model, fit: normscope.fit_scale(model, BATCHES, "dyt"), "normscope.fit fits tanh"),
+        (
+            lambda model, fit: normscope.fit_scale(GROUPED, [batch.args[0].mT for batch in BATCHES]),
+            "A fit of σ cannot take the place of 0: it is a GroupNorm",
         ),
     ],
 )
@@ -205,6 +214,6 @@ def test_norm_modules_alone_are_predicted():
 
     model = Mixed().eval()
     assert len(normscope.find_norms(model, BATCHES[0]).sites) == 3
-    assert [fit.norm.name for fit in normscope.fit_few(model, BATCHES, 2)] == ["norm"]
+    assert [fit.norm.name for fit in normscope.fit_scale(model, BATCHES, "few:2")] == ["norm"]
     with pytest.raises(UsageError, match="a module cannot replace a call"):
-        normscope.fit_few(model, BATCHES, 2, layers="*rms_norm*")
+        normscope.fit_scale(model, BATCHES, "few:2", layers="*rms_norm*")
