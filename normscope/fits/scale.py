@@ -52,8 +52,8 @@ class FewFit:
 class FrozenFit:
     """One σ for the tokens of a norm, with their exact means.
 
-    σ leaves the least squared error of the output γy: σ = Σ γ²(x − μ)² / Σ γ²(x − μ)y. A first position has its own σ if
-    that differs from the σ of all later tokens by more than a factor of 2.
+    σ leaves the least squared error of the output γy: σ = Σ γ²(x − μ)² / Σ γ²(x − μ)y. A first position has its own σ
+    if that differs from the σ of all later tokens by more than a factor of 2.
 
     Attributes:
         norm: the site.

@@ -168,11 +168,8 @@ def captured(
 
 def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
     """Describe the capture: ranks must agree in it, and a checkpoint is resumed with the same only."""
-    summing = {
-        name: value
-        for name, value in vars(recorder.summing).items()
-        if name not in ("verify", "observe", "observe_tokens")
-    }
+    apart = ("verify", "observe", "observe_tokens")
+    summing = {name: value for name, value in vars(recorder.summing).items() if name not in apart}
     return {
         "model": about["model"],
         "weights": about["weights"],

@@ -401,9 +401,7 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("channels", lambda row: ", ".join(map(str, row["channels"])), few, "left"),
         Column("R² of σ²", lambda row: number(row["r2_scale"], ".4f"), few),
         Column("σ", lambda row: number(row["sigma"][-1], ".4g"), frozen),
-        Column(
-            "at positions 0 to 3", lambda row: ", ".join(number(s, ".4g") for s in row["sigma"][:-1]), frozen, "left"
-        ),
+        Column("σ at positions 0–3", lambda row: ", ".join(f"{s:.4g}" for s in row["sigma"][:-1]), frozen, "left"),
     ]
     medians = any(row["per_channel"] for row in rows)
     return table_of(rows, columns, caption=["A, α, s and R² are medians over the channels"] if medians else ())

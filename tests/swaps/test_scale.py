@@ -176,20 +176,12 @@ GROUPED = nn.Sequential(nn.GroupNorm(4, WIDTH)).eval()
 @pytest.mark.parametrize(
     ("call", "fragment"),
     [
-        (
-            lambda model, fit: normscope.swap(model, "few", [fit]),
-            r"few:8 takes its own fits: pass .*fit_scale\(model, inputs, 'few:8'",
-        ),
-        (
-            lambda model, fit: normscope.swap(model, "few:2", normscope.capture(model, BATCHES)),
-            "few:2 takes its own fits",
-        ),
+        (lambda model, fit: normscope.swap(model, "few", [fit]), r"few:8 takes its own fits: .*inputs, 'few:8'\)"),
+        (lambda model, fit: normscope.swap(model, "few:2", normscope.capture(model, BATCHES)), "few:2 takes its own"),
+        (lambda model, fit: normscope.swap(model, "frozen", [fit]), r"frozen takes its own fits: .*inputs, 'frozen'\)"),
         (lambda model, fit: normscope.swap(model, "few:0", [fit]), "There is no curve 'few:0'"),
         (lambda model, fit: normscope.swap(model, "few:2", [fit], init="calibrated"), "no calibrated start of few:2"),
-        (
-            lambda model, fit: normscope.fit_scale(model, BATCHES, f"few:{WIDTH + 1}"),
-            "13 channels cannot be chosen at 0.norm",
-        ),
+        (lambda model, fit: normscope.fit_scale(model, BATCHES, "few:13"), "13 channels cannot be chosen at 0.norm"),
         (lambda model, fit: normscope.fit_scale(model, BATCHES, "dyt"), "normscope.fit fits tanh"),
         (
             lambda model, fit: normscope.fit_scale(GROUPED, [batch.args[0].mT for batch in BATCHES]),

@@ -41,9 +41,9 @@ def fit_scale(
     all sites swapped. Predictions of σ² below half of the smallest σ² seen are set to that. The function is no faster
     than the norm.
 
-    ``frozen``: σ is constant, and leaves the least squared error of y; μ is exact. Where inputs are (samples, positions,
-    channels), each of the first four positions has its own σ if that differs by more than a factor of 2. The network
-    then takes whole sequences, from their first position.
+    ``frozen``: μ is exact, and σ is a constant, with the least squared error of the norm's output. Where the samples of
+    a norm's input are sequences of tokens, each of the first four positions has its own σ if that differs by more than
+    a factor of 2. The network then takes whole sequences, padded at their end.
 
     Args:
         model: the result of :func:`normscope.load`, or any module; it is left as found.
