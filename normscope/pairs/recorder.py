@@ -326,12 +326,12 @@ class Recorder:
             under_way.calls[site.name] += 1
             if axis is None:
                 under_way.inseparable = site.name
-            for observe, beside in (
-                (self.summing.observe, lambda: lines.y(rows).float()),
-                (self.summing.observe_tokens, lambda: _positions(kind, module, x, axis).to(rows.device)),
-            ):
-                if observe is not None:
-                    observe(site, *(each if drawn is None else each[drawn] for each in (rows, beside())))
+            if self.summing.observe is not None:
+                y = lines.y(rows).float()
+                self.summing.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
+            if self.summing.observe_tokens is not None:
+                at = _positions(kind, module, x, axis).to(rows.device)
+                self.summing.observe_tokens(site, *((rows, at) if drawn is None else (rows[drawn], at[drawn])))
             under_way.summing_at = ""
 
         return add

@@ -63,8 +63,9 @@ class TokenSums:
 
     def add(self, rows: Tensor, positions: Tensor, part: int) -> None:
         """Add token rows ``(tokens, d)`` and their positions to part 0, to learn from, or 1, held out."""
-        for x, at in zip(rows.split(_TOKENS_AT_ONCE), positions.split(_TOKENS_AT_ONCE), strict=True):
-            x = x.double()
+        for first in range(0, len(rows), _TOKENS_AT_ONCE):
+            some = slice(first, first + _TOKENS_AT_ONCE)
+            x, at = rows[some].double(), positions[some]
             counted = x.isfinite().all(1) & (x != x[:, :1]).any(1)
             x, at = x[counted], at[counted]
             if not len(x):

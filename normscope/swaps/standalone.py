@@ -210,6 +210,8 @@ class FewChannelNorm(TokenWise):
     Other arguments are those of :class:`TokenWise`.
     """
 
+    predictor: Predictor
+
     def __init__(self, normalized_shape: int | Sequence[int], k: int, **options: Any) -> None:
         super().__init__(normalized_shape, **options)
         self.func, self.predictor = f"few:{k}", Predictor(k)

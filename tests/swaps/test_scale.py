@@ -182,7 +182,7 @@ GROUPED = nn.Sequential(nn.GroupNorm(4, WIDTH)).eval()
         (lambda model, fit: normscope.swap(model, "few:0", [fit]), "There is no curve 'few:0'"),
         (lambda model, fit: normscope.swap(model, "few:2", [fit], init="calibrated"), "no calibrated start of few:2"),
         (lambda model, fit: normscope.fit_scale(model, BATCHES, "few:13"), "13 channels cannot be chosen at 0.norm"),
-        (lambda model, fit: normscope.fit_scale(model, BATCHES, "dyt"), "normscope.fit fits tanh"),
+        (lambda model, fit: normscope.fit_scale(model, BATCHES, "dyt"), "fits few:K and frozen, not dyt"),
         (
             lambda model, fit: normscope.fit_scale(GROUPED, [batch.args[0].mT for batch in BATCHES]),
             "A fit of σ cannot take the place of 0: it is a GroupNorm",

@@ -20,7 +20,7 @@ from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.replace import check_token_wise, replacements
-from normscope.swaps.start import FEW, FROZEN, RANDOM, asked_for, few_channels, replaceable
+from normscope.swaps.start import FEW, RANDOM, asked_for, few_channels, fits_scale, replaceable
 
 
 def fit_scale(
@@ -72,7 +72,9 @@ def fit_scale(
       (predictor): Predictor()
     )
     """
-    return SecondPass(model, batches, layers=layers, outputs=outputs, progress=progress).fits(func)
+    if not fits_scale(name := str(asked_for(func))):
+        raise UsageError(f"fit_scale() fits few:K and frozen, not {func}.")
+    return SecondPass(model, batches, layers=layers, outputs=outputs, progress=progress).fits(name)
 
 
 class SecondPass:
@@ -100,11 +102,9 @@ class SecondPass:
         self._sums = token_sums(self._network, self._pool, report, sites, progress)
 
     def fits(self, func: str, seed: int = 0) -> list[FewFit] | list[FrozenFit]:
-        """Return the fits of a function; ``seed`` draws the channels of ``random:K`` from the candidates."""
-        if (func := str(asked_for(func))) == FROZEN:
-            return [frozen_fit(sums) for sums in self._sums.values()]
+        """Return the fits of ``few:K``, ``random:K`` or ``frozen``; ``seed`` draws the channels of ``random:K``."""
         if not (k := few_channels(func)):
-            raise UsageError(f"fit_scale() fits few:K and frozen; normscope.fit fits {func}.")
+            return [frozen_fit(sums) for sums in self._sums.values()]
         best, least = list[FewFit](), math.inf
         for power in POWERS:
             fits = [
