@@ -26,7 +26,8 @@ LANGUAGES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(e
 ABOUT = f"""
 Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms
 that scale each token by its own σ (FCPE keeps its GroupNorm). Samples are inputs; numbers are median, smallest and
-largest. minilm is all-MiniLM-L6-v2; it learns from {TEXTS} docstrings of Python's standard library, and {HELD_OUT}
+largest. Frozen: one σ per norm and the exact mean; first positions whose σ differs by more than a factor of 2 have
+their own. minilm is all-MiniLM-L6-v2; it learns from {TEXTS} docstrings of Python's standard library, and {HELD_OUT}
 docstrings of other modules are held out, or sentences in other languages. torchfcpe is FCPE, on the synthetic words of
 demo_wav2vec2. The others are embedded toys. few:K predicts σ² and the mean from K channels, random:4 from four channels
 drawn from the 128 largest. DyT is fitted, weighted by γ². Centred: the network of normscope.simplify, in which RMSNorm
@@ -60,7 +61,7 @@ def measured(model: str) -> list[Measurement]:
         "dyt": swapped(network.module, "dyt", normscope.capture(network.module, learned, by_gamma=True), layers),
     }
     second = SecondPass(network.module, learned, layers=layers, outputs=network.outputs)
-    swaps |= {func: swapped(network.module, func, second.fits(func), layers) for func in FEW}
+    swaps |= {func: swapped(network.module, func, second.fits(func), layers) for func in (*FEW, "frozen")}
     rows = [
         Measurement(model, "simplify", "exact", f"of {len(layers)} LayerNorms", [len(exact)]),
         Measurement(model, "simplify", "relative L2", "in float64", [report.float64]),

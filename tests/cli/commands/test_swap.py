@@ -82,6 +82,18 @@ def test_some_sites_and_the_rest_is_seen_as_before(tmp_path):
 
 
 @pytest.mark.slow
+def test_frozen_scales_are_named_and_the_folder_is_the_network(tmp_path):
+    told = document("swap demo_vit -o frozen --func frozen --limit 16", cwd=tmp_path)
+    network = normscope.load("demo_vit", limit=16, device="cpu")
+    fits = normscope.fit_scale(network, func="frozen")
+    assert [site["sigma"] for site in told["sites"]] == [pytest.approx(fit.sigma) for fit in fits]
+    normscope.swap(network, "frozen", fits)
+    again = normscope.load_swapped(tmp_path / "frozen", device="cpu")
+    for batch in network.inputs:
+        torch.testing.assert_close(again.module(*batch.args), network.module(*batch.args))
+
+
+@pytest.mark.slow
 def test_few_channels_are_named_and_the_folder_is_the_network(tmp_path):
     told = document("swap demo_vit -o few --func few --layers final --limit 16", cwd=tmp_path)
     network = normscope.load("demo_vit", limit=16, device="cpu")

@@ -138,8 +138,9 @@ def test_few_channels_stand_beside_random_ones_an_rmsnorm_and_the_worst_sample(m
     measured = []
     drift = normscope.drift
     monkeypatch.setattr(normscope, "drift", lambda *a, **kw: measured.append(drift(*a, **kw)) or measured[-1])
-    done = invoke(f"swap-bench {NAME} --func few:2 --layers 0,2 {QUICK}", status=2)
-    assert [(report.func, report.init) for report in measured] == [("few:2", ""), ("random:2", ""), ("rmsnorm", "")]
+    done = invoke(f"swap-bench {NAME} --func few:2,frozen --layers 0,2 {QUICK}", status=2)
+    funcs = ["few:2", "frozen", "random:2", "rmsnorm"]
+    assert [(report.func, report.init) for report in measured] == [(func, "") for func in funcs]
     assert f" {measured[0].all.relative_l2.max:#.3g} " in done.stdout and "max: largest relative L2" in words(
         done.stdout
     )

@@ -103,9 +103,10 @@ def test_transformers_loads_the_folder_in_its_own_way_and_never_as_a_network_wit
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_predictions_from_few_channels_need_no_normscope(dtype, tmp_path):
+@pytest.mark.parametrize("func", ["few:4", "frozen"])
+def test_scales_of_tokens_need_no_normscope(func, dtype, tmp_path):
     model, batch = bert(), Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
-    swap(model, "few:4", normscope.fit_scale(model, [batch, replace(batch, samples=THREE_AND_FOUR)], "few:4"))
+    swap(model, func, normscope.fit_scale(model, [batch, replace(batch, samples=THREE_AND_FOUR)], func))
     save_swapped(model.to(dtype), tmp_path / "swap")
     with torch.no_grad():
         expected = run(model, batch).last_hidden_state
