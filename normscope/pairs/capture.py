@@ -13,6 +13,7 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
+from normscope.inputs.wrappers import class_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
@@ -136,7 +137,7 @@ def captured(
     model = uncompiled(model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
-    about = {"model": type(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
+    about = {"model": class_of(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
     with captured_once(model):
         report = report or find_norms(model, first)
         sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)

@@ -16,6 +16,7 @@ from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
+from normscope.inputs.wrappers import submodule
 from normscope.pairs.captures import Capture, added, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.functional import Adder, ExpectedCalls
@@ -135,12 +136,12 @@ class Recorder:
         with contextlib.ExitStack() as hooks:
             for idle in self.report.skipped:
                 if idle.reason == NOT_CALLED:
-                    norm, hook = self.model.get_submodule(idle.name), heard_by(self.lock, self._late(idle))
+                    norm, hook = submodule(self.model, idle.name), heard_by(self.lock, self._late(idle))
                     hooks.callback(norm.register_forward_pre_hook(hook).remove)
             for site in self.sites:
                 if site.is_call:
                     continue
-                norm = self.model.get_submodule(site.name)
+                norm = submodule(self.model, site.name)
                 hook = with_weights_at_hand(norm, self._hook(site))
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
