@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +17,9 @@ from normscope.curves.known import Curve
 from normscope.errors import UsageError, count
 from normscope.fits.fit import curves_in
 from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, load_timeline
-from normscope.inputs.batch import Batch
+from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.loaded_model import LoadedModel, module_of
+from normscope.inputs.wrappers import class_of, named_modules, submodule
 from normscope.pairs.capture import captured
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, select
@@ -104,22 +106,21 @@ class Probe:
         self.capture: Capture | None = None
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
         self._curves = curves_in(curves, FORM)
-        model = module_of(model)
-        compiled = any(map(_is_compiled, model.modules()))
-        self._model = _unwrapped(model)
+        self._model = module_of(model)
         self._batches = _read(self._model, batch, samples, forward)
         self._report = find_norms(self._model, self._batches[0].first_sample())
         self._sites = select(self._report.sites, layers)
-        self._modules = {site.path: self._model.get_submodule(site.path) for site in self._sites}
+        self._modules = {site.path: submodule(self._model, site.path) for site in self._sites}
         n_samples = count(sum(len(each.samples) for each in self._batches), "sample")
-        given = {"model": type(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
-        self._about = {name: given[name] for name in ("model", "weights", "data")}
+        named = {"model": class_of(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
+        self._about = named
         self._header = Timeline(
-            *self._about.values(),
+            model=named["model"],
+            weights=named["weights"],
+            data=named["data"],
             curves=tuple(curve.name for curve in self._curves),
             sites=tuple(map(TimelineSite.of, self._sites)),
             captures=None if keep is None else os.path.relpath(keep, Path(path or "-").parent),
-            compiled=compiled,
         )
         if self._path is not None:
             self._check_file(self._path)
@@ -146,16 +147,17 @@ class Probe:
         began = time.perf_counter()
         self._check_modules()
         self.capture = None  # so that there is no more than one at a time
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        self._batches = [batch.to(device, None) for batch in self._batches]
-        layers, about = [site.name for site in self._sites], {**self._about, "dtype": _dtype(self._model, device)}
+        device = _device(self._model)
+        self._batches = [batch.to(device, None) for batch in self._batches]  # the network may have moved
+        dtype, compiled = _dtype(self._model, device), any(map(_is_compiled, self._model.modules()))
+        self._header = replace(self._header, dtype=dtype, compiled=compiled)
+        layers, about = [site.name for site in self._sites], {**self._about, "dtype": dtype}
         seen = captured(self._model, self._batches, layers=layers, about=about, report=self._report)
         numbers = numbers_of(seen, self._sites, self._curves)
         names = tuple(site.name for site in self._header.sites)
         loss = None if loss is None else float(loss)
         record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
         self.capture = seen
-        self._header = replace(self._header, dtype=seen.about["dtype"])
         if self._keep is not None:
             save_capture(seen, self._keep / _file_name(self.steps))
         if self._path is not None:
@@ -165,7 +167,7 @@ class Probe:
         return record
 
     def _check_modules(self) -> None:
-        modules = dict(self._model.named_modules())
+        modules = dict(named_modules(self._model))
         for path, module in self._modules.items():
             if modules.get(path) is not module:
                 raise UsageError(
@@ -212,8 +214,12 @@ def _short(value: Any) -> str:
     return f"{value!r:.100}"
 
 
-def _is_compiled(module: Any) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _dtype(model: nn.Module, device: torch.device) -> str:
@@ -224,14 +230,6 @@ def _dtype(model: nn.Module, device: torch.device) -> str:
     return ", ".join(dtypes).replace("torch.", "")
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the network inside the wrappers of torch.compile and of data parallelism."""
-    around = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while hasattr(model, "_orig_mod") or isinstance(model, around):
-        model = model.module if isinstance(model, around) else model._orig_mod  # type: ignore[assignment]
-    return model
-
-
 def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | None) -> list[Batch]:
     """Return copies of a batch, or of the first samples of a loader."""
     given = (Tensor, Mapping, tuple, list, Batch)
@@ -239,19 +237,18 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
         raise UsageError(
             f"batch is a {type(batch).__name__}; pass samples=16 to read the first 16 samples of a loader."
         )
-    entries = batch if samples is not None else [batch]
     generator = getattr(batch, "generator", None)  # of a DataLoader
     state = generator and generator.get_state()
     batches: list[Batch] = []
-    left = samples
+    left, device = math.inf if samples is None else samples, _device(model)
     with random_states_kept():
-        for each in unpacked(model, entries, forward=forward)[1]:
-            batches.append((each if left is None else each.first(left)).copied())
-            left = None if left is None else left - len(batches[-1].samples)
-            if left == 0:
+        for each in as_batches([batch] if samples is None else batch, model, forward):
+            batches.append(each.first(int(min(left, len(each.samples)))).copied().to(device, None))
+            left -= len(batches[-1].samples)
+            if left <= 0:
                 break
     if generator is not None:
         generator.set_state(state)
     if not batches:
         raise UsageError("The loader yields no batch.")
-    return batches
+    return list(unpacked(model, batches)[1])
