@@ -155,7 +155,7 @@ class Probe:
         seen = captured(self._model, self._batches, layers=layers, about=about, report=self._report)
         numbers = numbers_of(seen, self._sites, self._curves)
         names = tuple(site.name for site in self._header.sites)
-        loss = None if loss is None else float(loss)
+        loss = None if loss is None else float(torch.as_tensor(loss).detach())
         record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
         self.capture = seen
         if self._keep is not None:
@@ -192,6 +192,7 @@ class Probe:
     def _append(self, path: Path, record: StepRecord) -> None:
         """Write a line whole, in one call, so that a killed process leaves at most a part of the last one."""
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 header = "" if os.fstat(descriptor).st_size else self._header.header()

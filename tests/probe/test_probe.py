@@ -245,7 +245,7 @@ def test_another_run_with_the_same_sites_goes_on_in_the_file(tmp_path):
     for options, what in ({"curves": "isru"}, "curves"), ({"keep": tmp_path / "captures"}, "captures"):
         with pytest.raises(UsageError, match=f"of another run: its {what}.*another path"):
             probe(**options)
-    with pytest.raises(UsageError, match="its sites are '1 site from norms.0 to norms.0', not '2 sites"):
+    with pytest.raises(UsageError, match=r"its sites are '1 site from norms.0 to norms.0', not '2 sites"):
         normscope.Probe(PreNorm(depth=2), inputs(), path=path, curves="tanh")
 
 
@@ -271,7 +271,7 @@ def test_a_logger_gets_the_numbers():
 
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(5)])
 def test_the_first_samples_of_a_loader_are_read_without_a_trace(generator):
-    data = TensorDataset(inputs(40), torch.arange(40))
+    data, model = TensorDataset(inputs(40), torch.arange(40)), PreNorm(depth=1)
     loader = DataLoader(data, batch_size=16, shuffle=True, generator=generator)
     state = generator and generator.get_state()
     torch.manual_seed(7)
@@ -279,7 +279,7 @@ def test_the_first_samples_of_a_loader_are_read_without_a_trace(generator):
     if generator is not None:
         generator.set_state(state)
     torch.manual_seed(7)
-    probe = normscope.Probe(PreNorm(depth=1), loader, samples=24)
+    probe = normscope.Probe(model, loader, samples=24)
     assert all(map(torch.equal, expected, (labels for _, labels in loader)))
     assert probe.run() and probe.capture.n_samples == 24
 
@@ -300,7 +300,7 @@ def test_mistakes_are_refused_before_training(tmp_path):
     for options, message in calls:
         with pytest.raises(normscope.errors.NormscopeError, match=message):
             normscope.Probe(model, inputs(), **options)
-    with pytest.raises(UsageError, match="DataLoader; samples=16 reads the first 16"):
+    with pytest.raises(UsageError, match="DataLoader; pass samples=16 to read"):
         normscope.Probe(model, DataLoader(TensorDataset(inputs())))
     with pytest.raises(UsageError, match="yields no batch"):
         normscope.Probe(model, [], samples=4)
