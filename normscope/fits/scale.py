@@ -65,7 +65,7 @@ class FrozenFit:
     func = "frozen"
 
     def state(self) -> dict[str, Tensor]:
-        """Return the buffers of :class:`normscope.swaps.standalone.Constants`."""
+        """Return the buffers of :class:`normscope.swaps.standalone.ConstantScale`."""
         return {"sigma": torch.tensor(self.sigma), "centring": torch.tensor(float(self.norm.centred))}
 
 

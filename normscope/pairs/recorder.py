@@ -416,6 +416,6 @@ class Recorder:
 def _positions(kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None) -> Tensor:
     """Return the position of each token row in its sequence, −1 where no axis numbers them: int64 ``(tokens,)``."""
     sizes = [x.shape[axis] for axis in token_axes(x, kind.axes(module, x.ndim))]
-    if batch_axis != 0 or kind.groups is not None or len(sizes) != 2 or sizes[1] == 1:
+    if batch_axis != 0 or len(sizes) != 2 or sizes[1] == 1:
         return torch.full((math.prod(sizes),), -1)
     return torch.arange(sizes[1]).repeat(sizes[0])

@@ -221,7 +221,7 @@ class FewChannelNorm(TokenWise):
         return f"{super().extra_repr()}, k={len(self.predictor.channels)}"
 
 
-class Constants(Float32):
+class ConstantScale(Float32):
     """Mean of a token, and σ by its position.
 
     Buffers: sigma ``(5,)``, of positions 0 to 3 and of all others; centring ``()``, 1 to subtract the mean or 0.
@@ -254,7 +254,7 @@ class FrozenNorm(TokenWise):
 
     def __init__(self, normalized_shape: int | Sequence[int], **options: Any) -> None:
         super().__init__(normalized_shape, **options)
-        self.predictor = Constants()
+        self.predictor = ConstantScale()
 
 
 class Pointwise(nn.Module):
