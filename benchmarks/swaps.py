@@ -130,7 +130,7 @@ def compared(
             of_logits = distances(*logits, valid, "tokens")
             for name in ("kl", "top1", "answers"):
                 errors[name].append(getattr(of_logits, name))
-        if network.outputs.kind == "tokens" and "input_ids" in batch.kwargs:
+        if network.task.measure == "perplexity":
             for row, ids in enumerate(batch.kwargs["input_ids"]):
                 kept = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid[row]
                 chosen = other[row][kept].log_softmax(-1)[:-1].gather(1, ids[kept][1:, None])
