@@ -107,10 +107,10 @@ AMINO_ACIDS = "FFLLSSSSYY**CC*WLLLLPPPPHHQQRRRRIIIMTTTTNNKKSSRRVVVVAAAADDEEGGGG"
 TOKEN = re.compile(r"\[[^]]+]|Br|Cl|>>|.")
 # {} of a core is where a functional group, or a residue, is bound.
 CORES = """c1ccc({})cc1 Cc1ccc({})cc1 COc1cccc({})c1 c1ccc2nc({})ccc2c1 Fc1cc({})ccc1Cl c1cnc({})nc1 Cn1cc({})cn1
-N#Cc1ccc({})cc1 c1csc({})c1 CC(C)c1ccc({})cc1 FC(F)(F)c1cccc({})c1 Cc1noc(C)c1{} O=c1ccc({})c[nH]1 c1ccc(-c2ccc({})cc2)cc1
-C[C@H]1CCCN1c1ccc({})cn1 CCOC(=O)c1cc({})ccc1O""".split()  # noqa: SIM905
-RESIDUES = """CC CCC C(C)C CCCC CCO CCOC Cc1ccccc1 CCc1ccccc1 Cc1ccncc1 C1CCCC1 C1CCOCC1 CC(C)C CCN(C)C CC1CC1 C1CCN(C)CC1
-Cc1ccc(OC)cc1 Cc1cccc(Cl)c1 CC(F)(F)F CCCn1ccnc1 C(C)(C)C [C@@H](C)c1ccccc1""".split()  # noqa: SIM905
+N#Cc1ccc({})cc1 c1csc({})c1 CC(C)c1ccc({})cc1 FC(F)(F)c1cccc({})c1 Cc1noc(C)c1{} O=c1ccc({})c[nH]1
+c1ccc(-c2ccc({})cc2)cc1 C[C@H]1CCCN1c1ccc({})cn1 CCOC(=O)c1cc({})ccc1O""".split()  # noqa: SIM905
+RESIDUES = """CC CCC C(C)C CCCC CCO CCOC Cc1ccccc1 CCc1ccccc1 Cc1ccncc1 C1CCCC1 C1CCOCC1 CC(C)C CCN(C)C CC1CC1
+C1CCN(C)CC1 Cc1ccc(OC)cc1 Cc1cccc(Cl)c1 CC(F)(F)F CCCn1ccnc1 C(C)(C)C [C@@H](C)c1ccccc1""".split()  # noqa: SIM905
 # Of a core with a group, and of a residue R: reagents, and the group of the product.
 REACTIONS = (
     ("C(=O)O", "CCN(C(C)C)C(C)C.CN(C)C=O.N{R}", "C(=O)N{R}"),

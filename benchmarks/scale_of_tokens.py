@@ -81,7 +81,7 @@ def measured(model: str) -> list[Measurement]:
 
 @torch.no_grad()
 def recovered(network: LoadedModel, batches: Sequence[Batch]) -> list[float]:
-    """Return the share of each text's tokens, in %, that a masked language model predicts if every seventh is hidden."""
+    """Return the share of each text's hidden tokens, every seventh, that a masked language model predicts, in %."""
     shares = []
     for batch in batches:
         ids, valid = batch.kwargs["input_ids"], batch.kwargs["attention_mask"].bool()
