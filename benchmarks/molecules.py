@@ -8,6 +8,7 @@ antibodies are joined. Packages are downloaded by pip and unzipped, never instal
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import re
@@ -102,7 +103,8 @@ OLGA = Package(
     "a9e5fe496cbf3618f32104c858e359933b627c7102a87364f47408d0baca1803",
 )
 BASES = "TCAG"
-AMINO_ACIDS = "FFLLSSSSYY**CC*WLLLLPPPPHHQQRRRRIIIMTTTTNNKKSSRRVVVVAAAADDEEGGGG"  # by codon, in the order of BASES
+AMINO_ACIDS = "FFLLSSSSYY**CC*WLLLLPPPPHHQQRRRRIIIMTTTTNNKKSSRRVVVVAAAADDEEGGGG"
+CODONS = dict(zip(map("".join, itertools.product(BASES, repeat=3)), AMINO_ACIDS, strict=True))
 # An atom of SMILES, or a sign between atoms.
 TOKEN = re.compile(r"\[[^]]+]|Br|Cl|>>|.")
 # {} of a core is where a functional group, or a residue, is bound.
@@ -131,18 +133,14 @@ def antibodies(number: int, held_out: bool) -> list[str]:
     for line in (OLGA.fetched() / "model_params.txt").read_text(encoding="utf-8").splitlines():
         if match := re.match(r"%IGH([VDJ]).*;([ACGT]+);", line):
             genes[match[1]].append(match[2])
-    draw, chains = random.Random(int(held_out)), {}  # noqa: S311 - no secret
+    draw, chains = random.Random(int(held_out)), dict[str, None]()  # noqa: S311 - no secret
     variable = [gene for place, gene in enumerate(sorted(set(genes["V"]))) if (place % 4 == 0) == held_out]
-
-    def inserted() -> str:
-        return "".join(draw.choices(BASES, k=draw.randrange(8)))
-
     while len(chains) < number:
         v, d, j = draw.choice(variable), draw.choice(genes["D"]), draw.choice(genes["J"])
         cut = draw.randrange(5), draw.randrange(5), draw.randrange(5), draw.randrange(8)
-        dna = v[: len(v) - cut[0]] + inserted() + d[cut[1] : len(d) - cut[2]] + inserted() + j[cut[3] :]
-        codons = ([BASES.index(base) for base in dna[at : at + 3]] for at in range(0, len(dna) - 2, 3))
-        chain = "".join(AMINO_ACIDS[16 * first + 4 * second + third] for first, second, third in codons)
+        first, second = ("".join(draw.choices(BASES, k=draw.randrange(8))) for _ in range(2))
+        dna = v[: len(v) - cut[0]] + first + d[cut[1] : len(d) - cut[2]] + second + j[cut[3] :]
+        chain = "".join(CODONS[dna[at : at + 3]] for at in range(0, len(dna) - 2, 3))
         if re.fullmatch(r"[^*]{90,}C[^*]+WG.GT[^*]+SS", chain):  # in frame, from the gene's start to its end
             chains[" ".join(chain)] = None
     return list(chains)
@@ -151,7 +149,7 @@ def antibodies(number: int, held_out: bool) -> list[str]:
 def reactions(number: int, held_out: bool) -> list[str]:
     """Return reactions of common types; the cores of others are held out."""
     cores = [core for place, core in enumerate(CORES) if (place % 4 == 0) == held_out]
-    draw, texts = random.Random(int(held_out)), {}  # noqa: S311 - no secret
+    draw, texts = random.Random(int(held_out)), dict[str, None]()  # noqa: S311 - no secret
     while len(texts) < number:
         core, residue = draw.choice(cores), draw.choice(RESIDUES)
         group, reagents, result = (part.replace("{R}", residue) for part in draw.choice(REACTIONS))
