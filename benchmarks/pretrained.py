@@ -46,7 +46,7 @@ PACKAGE = Package(
 Loaded = tuple[LoadedModel, list[Batch], list[Batch]]
 
 
-def inputs_of(model: str, texts: int = 320, limit: int | None = None) -> Loaded:
+def inputs_of(model: str, texts: int = 320, limit: int | None = None, held_out: int = HELD_OUT) -> Loaded:
     """Load a network with inputs to learn from and held-out inputs.
 
     Networks of text (minilm, and folders, ``transformers:FOLDER``) learn from docstrings, those of molecules from
@@ -61,14 +61,14 @@ def inputs_of(model: str, texts: int = 320, limit: int | None = None) -> Loaded:
     if model not in ("minilm", *MOLECULES) and ":" not in model:
         network = normscope.load(model, batch_size=BATCH_SIZE, limit=limit, device="cpu")
         return network, list(network.calibration), list(network.inputs)
-    parts, texts_of = [], lambda number, held_out: docstrings(JUDGED if held_out else LEARNED)[:number]
+    parts, texts_of = [], lambda number, judged: docstrings(JUDGED if judged else LEARNED)[:number]
     if model in MOLECULES:
         package, texts_of = MOLECULES[model]
         model = f"transformers:{package.converted()}"
     with tempfile.TemporaryDirectory() as folder:
-        for number, held_out in ((texts, False), (HELD_OUT, True)):
+        for number, judged in ((texts, False), (held_out, True)):
             path = Path(folder) / f"{number}.txt"
-            lines = sorted(texts_of(limit or number, held_out), key=len)  # a batch then has little padding
+            lines = sorted(texts_of(limit or number, judged), key=len)  # a batch then has little padding
             path.write_text("\n".join(lines), encoding="utf-8")
             network = normscope.load(model, data=path, batch_size=BATCH_SIZE, device="cpu")
             parts.append(list(network.inputs))
