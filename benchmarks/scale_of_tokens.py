@@ -23,17 +23,20 @@ from normscope.swaps.drift.few import SecondPass
 
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm", FCPE, *MOLECULES)
 FEW = ("few:4", "few:8", "random:4")
-TEXTS, CHAINS = 320, (64, 32)  # of CHAINS, the larger network needs few
+TEXTS = 320
+NUMBERS = {"rxnmapper": (160, 48), "antiberty": (64, 32)}  # inputs to learn from and held out, in place of these
 LANGUAGES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
 ABOUT = f"""
 Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms
 that scale each token by its own σ (FCPE keeps its GroupNorm). Samples are inputs; numbers are median, smallest and
 largest. minilm is all-MiniLM-L6-v2; it learns from {TEXTS} docstrings of Python's standard library, and {HELD_OUT}
 docstrings of other modules are held out, or sentences in other languages. torchfcpe is FCPE, on the synthetic words of
-demo_wav2vec2. rxnmapper is RXNMapper, an ALBERT whose two norms serve twelve layers, on reactions of common types; the
-molecules of held-out reactions are others. antiberty is AntiBERTy, a BERT of antibodies, on {CHAINS[0]} human heavy chains whose
-genes are joined at random; {CHAINS[1]} chains with other V genes are held out. Hidden tokens: every seventh of a held-out text, to show that the weights are read
-properly. The others are embedded toys. few:K predicts σ² and the mean from K channels, random:4 from four channels
+demo_wav2vec2. rxnmapper is RXNMapper, an ALBERT whose two norms serve twelve layers: {NUMBERS["rxnmapper"][0]}
+reactions of common types to learn from, and {NUMBERS["rxnmapper"][1]} of other molecules. antiberty is AntiBERTy, a
+BERT of antibodies: {NUMBERS["antiberty"][0]} human heavy chains whose genes are joined at random, and
+{NUMBERS["antiberty"][1]} with other V genes. Hidden tokens: every seventh of a held-out text is hidden, and the network
+predicts it, which shows that its weights were read properly. The others are embedded toys.
+few:K predicts σ² and the mean from K channels, random:4 from four channels
 drawn from the 128 largest. DyT is fitted, weighted by γ². Centred: the network of normscope.simplify, in which RMSNorm
 also replaces the LayerNorms that could not be rewritten exactly. Exact: LayerNorms that simplify turns into RMSNorms.
 """
@@ -51,7 +54,7 @@ def main() -> None:
 def measured(model: str) -> list[Measurement]:
     """Rewrite the network, swap its norms by each function, and compare the outputs."""
     torch.set_num_threads(1)
-    texts, judged = CHAINS if model == "antiberty" else (TEXTS, HELD_OUT)
+    texts, judged = NUMBERS.get(model, (TEXTS, HELD_OUT))
     network, learned, held_out = inputs_of(model, texts, held_out=judged)
     sites = normscope.find_norms(network.module, learned[0].first_sample()).sites
     layers = [site.name for site in sites if site.replaceable and not site.grouped]
