@@ -35,10 +35,10 @@ demo_wav2vec2. rxnmapper is RXNMapper, an ALBERT whose two norms serve twelve la
 reactions of common types to learn from, and {NUMBERS["rxnmapper"][1]} of other molecules. antiberty is AntiBERTy, a
 BERT of antibodies: {NUMBERS["antiberty"][0]} human heavy chains whose genes are joined at random, and
 {NUMBERS["antiberty"][1]} with other V genes. Hidden tokens: every seventh of a held-out text is hidden, and the network
-predicts it, which shows that its weights were read properly. The others are embedded toys.
-few:K predicts σ² and the mean from K channels, random:4 from four channels
-drawn from the 128 largest. DyT is fitted, weighted by γ². Centred: the network of normscope.simplify, in which RMSNorm
-also replaces the LayerNorms that could not be rewritten exactly. Exact: LayerNorms that simplify turns into RMSNorms.
+predicts it, which shows that its weights were read properly. The others are embedded toys. few:K predicts σ²
+and the mean from K channels, random:4 from four channels drawn from the 128 largest. DyT is fitted, weighted by γ².
+Centred: the network of normscope.simplify, in which RMSNorm also replaces the LayerNorms that could not be rewritten
+exactly. Exact: LayerNorms that simplify turns into RMSNorms.
 """
 
 
