@@ -140,9 +140,8 @@ def compared(
         rows.append(Measurement(model, way, "relative L2", "at the output", columns["relative_l2"].tolist()))
         if "kl" in columns:
             rows.append(Measurement(model, way, "KL", "nats", columns["kl"].tolist()))
-            rows.append(
-                Measurement(model, way, "top-1", "%", [100 * float(columns["top1"].sum() / columns["answers"].sum())])
-            )
+            top1 = 100 * float(columns["top1"].sum() / columns["answers"].sum())
+            rows.append(Measurement(model, way, "top-1", "%", [top1]))
         if "surprises" in columns:
             rows.append(Measurement(model, way, "perplexity", "", [math.exp(columns["surprises"].double().mean())]))
     return rows
