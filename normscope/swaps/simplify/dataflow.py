@@ -255,27 +255,22 @@ class _Recorder(TorchDispatchMode):
     def watching(self, network: nn.Module, norms: Iterable[str]) -> Iterator[None]:
         """Record the operators of the block."""
 
-        def enter(name: str) -> Any:
-            def hook(module: nn.Module, args: Any) -> None:
-                self._path.append(name)
-                self._within += name in norms
+        def enter(name: str, module: nn.Module, args: Any) -> None:
+            self._path.append(name)
+            self._within += name in norms
 
-            return hook
-
-        def leave(name: str) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                self._path.pop()
-                self._within -= name in norms
-                if name in norms and not self._within:
-                    call = Value(NORM, name, output, [self.of(input_of(args, kwargs))])  # type: ignore[arg-type]
-                    self.norms.setdefault(name, []).append(self._add(call))
-
-            return hook
+        def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._path.pop()
+            self._within -= name in norms
+            if name in norms and not self._within:
+                call = Value(NORM, name, output, [self.of(input_of(args, kwargs))])  # type: ignore[arg-type]
+                self.norms.setdefault(name, []).append(self._add(call))
 
         with contextlib.ExitStack() as hooks:
             for name, module in network.named_modules():
-                hooks.callback(module.register_forward_pre_hook(enter(name)).remove)
-                hooks.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+                entered, left = functools.partial(enter, name), functools.partial(leave, name)
+                hooks.callback(module.register_forward_pre_hook(entered).remove)
+                hooks.callback(module.register_forward_hook(left, with_kwargs=True).remove)
             hooks.enter_context(self)
             yield
 

@@ -25,7 +25,7 @@ from normscope.runtime.network import check_whole, left_as_found, run, uncompile
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
 from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
 from normscope.swaps.simplify.dataflow import BlockedError, DataFlow, Reader, Writer, along
-from normscope.swaps.standalone import RMSNorm, tied_heads, untie
+from normscope.swaps.standalone import RMSNorm, make_room, tied_heads, untie
 
 _BATCHES = 4  # on which the rewrites are proved
 MOST_OF_NORM, MOST_OF_OUTPUT = 1e-12, 1e-9  # relative change in float64
@@ -83,9 +83,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     plan.restructure(network)
     network.load_state_dict(rewritten.state_dict())
     norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change) for n in plan.norms]
-    norms += [
-        SimplifiedNorm(skipped.name, skipped.kind, skipped.reason, "", skipped.reason) for skipped in found.skipped
-    ]
+    norms += [SimplifiedNorm(each.name, each.kind, each.reason, "", each.reason) for each in found.skipped]
     return SimplifyReport(
         norms,
         changed,
@@ -208,9 +206,7 @@ class _Plan:
 
     def restructure(self, network: nn.Module) -> None:
         """Put RMSNorms in, and let state dicts contain every centred buffer."""
-        for name, _ in self.centred:
-            path, _, last = name.rpartition(".")
-            network.get_submodule(path)._non_persistent_buffers_set.discard(last)
+        make_room(network, {name for name, _ in self.centred})
         Swap(network, {norm.site: norm.rms_norm(network) for norm in self.norms if not norm.blocked})
 
     def proved(self, reference: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> tuple[nn.Module, float]:
@@ -222,9 +218,10 @@ class _Plan:
             changes = _changes(reference, rewritten, self.norms, batches, outputs)
             for norm in self.norms:
                 norm.change = changes.get(norm.site)
-            if all(norm.change is None or norm.change <= MOST_OF_NORM for norm in self.norms):
+            changed = [norm for norm in self.norms if norm.change is not None and not norm.change <= MOST_OF_NORM]
+            if not changed:
                 break
-            self._block_first()
+            self._block(changed[0])
         if not changes[""] <= MOST_OF_OUTPUT:
             raise ModelError(
                 f"The output of the rewritten {type(reference).__name__} differs by {changes['']:.1e} in float64, more "
@@ -232,16 +229,13 @@ class _Plan:
             )
         return rewritten, changes[""]
 
-    def _block_first(self) -> None:
-        """Leave the first norm whose output changed as it is, or the last rewritten one before it."""
-        last: _Norm | None = None
-        for norm in self.norms:
-            last = norm if norm.folded or not norm.blocked else last
-            if norm.change is not None and not norm.change <= MOST_OF_NORM:
-                break
-        reason = f"the output of {norm.site} changed by {norm.change:.1e} in float64"
-        if last is None:
+    def _block(self, changed: _Norm) -> None:
+        """Leave a norm whose output changed as it is, or the last rewritten one before it."""
+        reason = f"the output of {changed.site} changed by {changed.change:.1e} in float64"
+        until = self.norms[: self.norms.index(changed) + 1]
+        if not (rewritten := [norm for norm in until if norm.folded or not norm.blocked]):
             raise ModelError(f"Nothing can be proved: {reason}, and nothing before it was rewritten.")
+        last = rewritten[-1]
         for other in self.norms if not last.blocked else ():  # centring for them would change its input, too
             if other.writers & last.writers:
                 other.blocked = other.blocked or reason
