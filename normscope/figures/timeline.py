@@ -82,10 +82,10 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
         draw = functools.partial(_draw_map, alike=np.array(alike), names=[*names.values()], style=theme)
         if few is timeline:
             draw = functools.partial(_draw_lines, colours=[*colours.values()])
-        panels[title] = functools.partial(draw, timeline=timeline, values=values)
+        panels[title] = functools.partial(draw, steps=timeline.steps, values=values)
     if any(record.loss is not None for record in timeline.records):
         losses = np.array([[record.loss] for record in timeline.records], float)
-        panels["loss"] = lambda ax: _draw_lines(ax, timeline, losses, [theme.ink])
+        panels["loss"] = lambda ax: _draw_lines(ax, timeline.steps, losses, [theme.ink])
     if few is timeline or functions:
         handles += [key(names[site], colour) for site, colour in colours.items()]
     if functions:
@@ -137,15 +137,15 @@ def _numbers(timeline: Timeline) -> dict[str, Array]:
     return {title: v for title, v in (of_curves | of_functions | of_sites).items() if np.isfinite(v).any()}
 
 
-def _draw_lines(ax: Axes, timeline: Timeline, values: Array, colours: list[Any], ls: Any = "-") -> None:
+def _draw_lines(ax: Axes, steps: NDArray[np.int64], values: Array, colours: list[Any], ls: Any = "-") -> None:
     """Draw a line per column of values; a lone record is a point."""
     for of_site, colour in zip(values.T, colours, strict=True):
-        ax.plot(timeline.steps, of_site, color=colour, ls=ls, lw=1.0, marker="o" if len(values) == 1 else "", ms=3)
+        ax.plot(steps, of_site, color=colour, ls=ls, lw=1.0, marker="o" if len(values) == 1 else "", ms=3)
 
 
 def _draw_alphas(ax: Axes, timeline: Timeline, colours: list[Any]) -> None:
-    _draw_lines(ax, timeline, timeline.values("module_alpha"), colours)
-    _draw_lines(ax, timeline, timeline.values("inverse_std"), colours, _DASHED)
+    _draw_lines(ax, timeline.steps, timeline.values("module_alpha"), colours)
+    _draw_lines(ax, timeline.steps, timeline.values("inverse_std"), colours, _DASHED)
 
 
 def _draw_shares(ax: Axes, timeline: Timeline, theme: Style) -> None:
@@ -159,11 +159,11 @@ def _draw_shares(ax: Axes, timeline: Timeline, theme: Style) -> None:
         )
 
 
-def _draw_map(ax: Axes, timeline: Timeline, values: Array, alike: Array, names: list[str], style: Style) -> None:
+def _draw_map(ax: Axes, steps: NDArray[np.int64], values: Array, alike: Array, names: list[str], style: Style) -> None:
     """Draw a row per site, in the colours of all values ``alike``; each pixel is the record nearest to its step."""
-    first, last = timeline.steps[[0, -1]] + ((-0.5, 0.5) if len(values) == 1 else (0, 0))
+    first, last = steps[[0, -1]] + ((-0.5, 0.5) if len(values) == 1 else (0, 0))
     at = np.linspace(first, last, _PIXELS)
-    nearest = np.abs(timeline.steps - at[:, None]).argmin(axis=1)
+    nearest = np.abs(steps - at[:, None]).argmin(axis=1)
     finite = alike[np.isfinite(alike)]
     low, high = finite.min(), finite.max()
     wide = 0 < MANY_TIMES * low < high
@@ -217,9 +217,8 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
             ax.set_visible(number < len(shown.sites))
             if number < len(shown.sites):
                 site = shown.sites[number]
-                r2 = [
-                    written(value, ".3f") for value in shown.values(f"r2/{_curve_of(timeline, site)}")[[0, -1], number]
-                ]
+                of_curve = shown.values(f"r2/{_curve_of(timeline, site)}")
+                r2 = [written(value, ".3f") for value in of_curve[[0, -1], number]]
                 pad = write_above(ax, [[(f"R² {' → '.join(dict.fromkeys(r2))}", theme.ink)]])
                 ax.set_title(names[site.name], loc="left", y=1, pad=pad, parse_math=False)
                 ax.xaxis.set_major_locator(MaxNLocator(4))

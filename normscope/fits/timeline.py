@@ -122,8 +122,10 @@ class Timeline(Record, Tabled):
         curves: names of the fitted curves.
         sites: the sites, in the order of first calls.
         records: one :class:`StepRecord` per step.
-        file: that it was read from.
-        captures: folder of the captures of every step, beside the file; None if the probe kept none.
+        captures: folder of the captures of every step, as seen from the file's; None if the probe kept none.
+        dtype: of the probe's passes, ``float32``, or ``float32, autocast to bfloat16``.
+        compiled: True if the network was compiled for training; the probe's passes ran eagerly.
+        file: that it was read from; empty for none.
     """
 
     model: str
@@ -132,6 +134,8 @@ class Timeline(Record, Tabled):
     curves: tuple[str, ...]
     sites: tuple[TimelineSite, ...]
     captures: str | None = None
+    dtype: str = "not named"
+    compiled: bool = False
     records: list[StepRecord] = field(default_factory=list)
     file: str = ""
 
@@ -160,9 +164,7 @@ class Timeline(Record, Tabled):
     def ends(self) -> tuple[StepRecord, StepRecord]:
         """First and last record; DataError if there is none."""
         if not self.records:
-            raise DataError(
-                f"The timeline of {self.model} contains no record: its probe has not finished a first pass."
-            )
+            raise DataError(f"The timeline of {self.model} contains no record: its probe has not run yet.")
         return self.records[0], self.records[-1]
 
     def only(self, layers: Layers) -> Timeline:
