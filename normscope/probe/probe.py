@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normscope.curves.known import Curve
 from normscope.errors import UsageError, count
 from normscope.fits.fit import curves_in
-from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, load_timeline
+from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, capture_name, load_timeline
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.pairs.capture import captured
@@ -124,7 +124,7 @@ class Probe:
         if self._path is not None:
             self._check_file(self._path)
         if self._keep is not None:
-            check_writable(self._keep / _file_name(0))
+            check_writable(self._keep / capture_name(0))
 
     def step(self, *, loss: float | Tensor | None = None, step: int | None = None) -> StepRecord | None:
         """Count one training step; at every N-th, return the record of :meth:`run`, otherwise None.
@@ -157,7 +157,7 @@ class Probe:
         self.capture = seen
         self._header = replace(self._header, dtype=seen.about["dtype"])
         if self._keep is not None:
-            save_capture(seen, self._keep / _file_name(self.steps))
+            save_capture(seen, self._keep / capture_name(self.steps))
         if self._path is not None:
             self._append(self._path, record)
         if self.logger is not None:
@@ -200,10 +200,6 @@ class Probe:
                 os.close(descriptor)
         except OSError as error:
             raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
-def _file_name(step: int) -> str:
-    return f"step-{step:08d}.safetensors"
 
 
 def _short(value: Any) -> str:
