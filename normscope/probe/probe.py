@@ -204,7 +204,8 @@ class Probe:
         for name in ("model", "data", "curves", "sites", "captures"):
             if (theirs := getattr(before, name)) != (mine := getattr(self._header, name)):
                 raise UsageError(
-                    f"{path} is of another run, with the {name} {_short(theirs)}, not {_short(mine)}. Name another path."
+                    f"{path} is of another run, with the {name} {_short(theirs)}, not {_short(mine)}. "
+                    "Name another path."
                 )
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
