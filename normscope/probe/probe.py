@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from normscope.curves.known import Curve
-from normscope.errors import UsageError, count
+from normscope.errors import NormscopeError, UsageError, count
 from normscope.fits.fit import curves_in
-from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, load_timeline
+from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, capture_name, load_timeline
 from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, named_modules, submodule
@@ -25,6 +25,7 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.ranks import Group, Ranks
 from normscope.pairs.storage import save_capture
 from normscope.probe.numbers import FORM, numbers_of
 from normscope.runtime.files import check_writable
@@ -39,10 +40,9 @@ class Probe:
 
     Call :meth:`step` once after each training step. The training step itself has no hook, and none of its numbers
     change: the probe runs the network in eval mode, without gradients, on a copy of the batch, and restores training
-    flags, buffers and random states. Gradients are left as they are. A compiled network runs eagerly in the probe, and
-    an FSDP2 network, in which every rank calls :meth:`step`, is resharded afterwards.
-
-    The passes compute in the dtype of the weights; within ``torch.autocast`` if :meth:`step` is called there.
+    flags, buffers and random states. Gradients are left as they are. The probe runs a compiled network eagerly, which
+    the file reports. It computes in the dtype of the weights, and under ``torch.autocast`` if :meth:`step` is called
+    there; the file reports that too.
 
     Args:
         model: the network, also compiled, or wrapped for several processes.
@@ -59,6 +59,8 @@ class Probe:
         forward: runs the model on a batch, see :func:`normscope.capture`.
         keep: folder for the capture of each record, ``step-00000500.safetensors``; None to keep none.
         logger: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio.
+        group: the processes over which sums are added, see :func:`normscope.capture`; each rank passes its share of
+            the batch, and calls the probe at the same steps. Every rank returns the record, and rank 0 writes and logs.
         about: ``model``, ``weights`` and ``data``, in words, for files and figures.
 
     Attributes:
@@ -97,6 +99,7 @@ class Probe:
         forward: Forward | None = None,
         keep: str | Path | None = None,
         logger: Any = None,
+        group: Group = "world",
         about: Mapping[str, str] | None = None,
     ) -> None:
         for name, number in {"every": every, "samples": samples}.items():
@@ -106,12 +109,12 @@ class Probe:
         self.capture: Capture | None = None
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
         self._curves = curves_in(curves, FORM)
-        self._model = module_of(model)
+        self._model, self._ranks = module_of(model), Ranks.of_group(group)
         self._batches = _read(self._model, batch, samples, forward)
         self._report = find_norms(self._model, self._batches[0].first_sample())
         self._sites = select(self._report.sites, layers)
         self._modules = {site.path: submodule(self._model, site.path) for site in self._sites}
-        n_samples = count(sum(len(each.samples) for each in self._batches), "sample")
+        n_samples = count(sum(self._ranks.told(sum(len(each.samples) for each in self._batches))), "sample")
         named = {"model": class_of(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
         self._about = named
         self._header = Timeline(
@@ -122,10 +125,7 @@ class Probe:
             sites=tuple(map(TimelineSite.of, self._sites)),
             captures=None if keep is None else os.path.relpath(keep, Path(path or "-").parent),
         )
-        if self._path is not None:
-            self._check_file(self._path)
-        if self._keep is not None:
-            check_writable(self._keep / _file_name(0))
+        self._on_first_rank(self._check_files)
 
     def step(self, *, loss: float | Tensor | None = None, step: int | None = None) -> StepRecord | None:
         """Count one training step; at every N-th, return the record of :meth:`run`, otherwise None.
@@ -152,19 +152,33 @@ class Probe:
         dtype, compiled = _dtype(self._model, device), any(map(_is_compiled, self._model.modules()))
         self._header = replace(self._header, dtype=dtype, compiled=compiled)
         layers, about = [site.name for site in self._sites], {**self._about, "dtype": dtype}
-        seen = captured(self._model, self._batches, layers=layers, about=about, report=self._report)
+        seen = captured(self._model, self._batches, layers=layers, about=about, ranks=self._ranks, report=self._report)
         numbers = numbers_of(seen, self._sites, self._curves)
         names = tuple(site.name for site in self._header.sites)
         loss = None if loss is None else float(torch.as_tensor(loss).detach())
         record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
         self.capture = seen
-        if self._keep is not None:
-            save_capture(seen, self._keep / _file_name(self.steps))
-        if self._path is not None:
-            self._append(self._path, record)
-        if self.logger is not None:
+        self._on_first_rank(lambda: self._write(record, seen))
+        if self.logger is not None and self._ranks.rank == 0:
             self.logger.log(record.metrics(), step=record.step)
         return record
+
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run an action with files on rank 0; every rank raises its error, as the others would wait for it."""
+        error = ""
+        if self._ranks.rank == 0:
+            try:
+                action()
+            except NormscopeError as refusal:
+                error = str(refusal)
+        if error := self._ranks.told(error)[0]:
+            raise UsageError(error)
+
+    def _write(self, record: StepRecord, seen: Capture) -> None:
+        if self._keep is not None:
+            save_capture(seen, self._keep / capture_name(record.step))
+        if self._path is not None:
+            self._append(self._path, record)
 
     def _check_modules(self) -> None:
         modules = dict(named_modules(self._model))
@@ -175,17 +189,21 @@ class Probe:
                     "Make a new probe, with another path, after changing the network."
                 )
 
-    def _check_file(self, path: Path) -> None:
-        """Raise UsageError if no record can be appended; cut off a part of a line that a killed run left."""
+    def _check_files(self) -> None:
+        """Raise an error if no record can be written; cut off a part of a line that a killed run left."""
+        if self._keep is not None:
+            check_writable(self._keep / capture_name(0))
+        if (path := self._path) is None:
+            return
         check_writable(path)
         if not path.exists() or not path.stat().st_size:
             return
         before = load_timeline(path)
         for name in ("model", "data", "curves", "sites", "captures"):
-            if (theirs := getattr(before, name)) != (mine := getattr(self._header, name)):
-                raise UsageError(
-                    f"{path} is of another run: its {name} are {_short(theirs)}, not {_short(mine)}. Name another path."
-                )
+            theirs, mine = getattr(before, name), getattr(self._header, name)
+            if theirs != mine:
+                what = f"the {name} {_short(theirs)}, not {_short(mine)}"
+                raise UsageError(f"{path} is of another run, with {what}. Name another path.")
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -203,10 +221,6 @@ class Probe:
                 os.close(descriptor)
         except OSError as error:
             raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
-def _file_name(step: int) -> str:
-    return f"step-{step:08d}.safetensors"
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,12 @@ COMMON = "Columns of several tables"
 TERMS = "Terms"
 _CEILING = "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound"
 _OFFSET = "distance of a token's mean from zero, in units of its σ: median over tokens"
+_SPREAD = "95th over 5th percentile of σ: the spread that bends the S-curve"
+_POINTWISE = {
+    "f": "function of a point-wise module, weight·f(αx + s) + bias",
+    "1/std": "1 over the standard deviation of all x",
+    **{f">{end}": f"share of pairs with |αx + s| over {end}" for end in (1, 2, 3)},
+}
 # A definition per term or heading, without a full stop at its end, by the table that has the column.
 DEFINITIONS: dict[str, dict[str, str]] = {
     TERMS: {
@@ -95,18 +101,14 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "mean's share": "share of a token's Σx² that is due to its mean",
         "without": "change of y if the norm did not centre, Σ(y − RMSNorm(x))²/Σy²",
         "σ PERCENTILE": "percentile over tokens of the divisor σ = 1/rstd, with eps",
-        "95:5": "95th over 5th percentile of σ: the spread that bends the S-curve",
+        "95:5": _SPREAD,
         "eps": "share of tokens whose y eps lowers by 1 % or more",
         "holds to": "smallest c with y(c·x) = y(x), to 1 % for 99 % of the tokens",
         "linear": "share of pairs where the fitted tanh is within 5 % of its tangent",
-        "f": "function of a point-wise module, weight·f(αx + s) + bias",
+        **_POINTWISE,
         "α": "the module's own; a range, in any column, is the 5th to 95th percentile over channels",
         "slope": "slope of f(αx + s) at x = 0, α·f′(s)",
-        "1/std": "1 over the standard deviation of all x",
         "α×std": "α times that standard deviation",
-        ">1": "share of pairs with |αx + s| over 1",
-        ">2": "share of pairs with |αx + s| over 2",
-        ">3": "share of pairs with |αx + s| over 3",
         "saturated": "share of pairs beyond the ends of f, where |f′| stays under 5 % of its peak",
         "|weight|": "magnitude of the weight",
         "stuck": "number of channels that are always saturated: all x beyond the same end",
@@ -147,6 +149,14 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "ceiling": _CEILING,
         "R² of 1": "R² of capture 1's curve on these pairs",
         "saturated": "share of the pairs where |f′| is under 5 % of its peak",
+    },
+    "timeline": {
+        "ceiling": _CEILING,
+        "α": "of the fitted curve; of a point-wise function its own, the median over channels",
+        **_POINTWISE,
+        "95:5": _SPREAD,
+        "|μ|/σ": _OFFSET,
+        "massive": "number of channels with massive activations",
     },
     "layers": {
         "f": "curve of a point-wise function in place of a norm, with its α",

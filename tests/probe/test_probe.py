@@ -49,7 +49,7 @@ def trained(model, probe_of=None, *, steps=6, called=None, autocast=False, accum
     torch.manual_seed(3)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     probe = probe_of(model) if probe_of else None
-    losses, records, called = [], [], called or model
+    losses, records, called = [], [], model if called is None else called
     for step in range(steps):
         for part in range(accumulate):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -97,14 +97,27 @@ def test_no_hook_flag_gradient_or_tensor_is_left():
 
 def test_random_numbers_of_numpy_and_python_go_on_as_without_a_probe():
     def forward(network, x):
-        return network.norm(x * random.random() * np.random.rand())
+        return network.norm(x * random.random() * np.random.rand())  # noqa: S311
 
     model = network_of(forward, norm=nn.LayerNorm(WIDTH))
     random.seed(0), np.random.seed(0)
-    expected = random.random(), np.random.rand()
+    expected = random.random(), np.random.rand()  # noqa: S311
     random.seed(0), np.random.seed(0)
     normscope.Probe(model, inputs()).run()
-    assert (random.random(), np.random.rand()) == expected
+    assert (random.random(), np.random.rand()) == expected  # noqa: S311
+
+
+def test_within_autocast_the_weights_are_those_after_the_update():
+    """Autocast keeps copies of weights until its context ends."""
+    model = Mixed()
+    probe = normscope.Probe(model, inputs(), curves="tanh")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(inputs())
+        with torch.no_grad():
+            model.first.weight.mul_(3)
+        within = probe.run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe.run().numbers == within.numbers
 
 
 @pytest.mark.slow
@@ -117,8 +130,9 @@ def test_a_compiled_network_trains_the_same_and_compiles_nothing_anew(in_place):
         torch._dynamo.reset()
         counters.clear()
         model = Mixed()
-        called = model.compile(backend="aot_eager") if in_place else torch.compile(model, backend="aot_eager")
-        called = called or model
+        called = model if in_place else torch.compile(model, backend="aot_eager")
+        if in_place:
+            model.compile(backend="aot_eager")
         probe_of = (lambda _: normscope.Probe(called, inputs(), every=2, curves="tanh")) if probed else None
         return (
             trained(model, probe_of, called=called),
@@ -243,9 +257,9 @@ def test_another_run_with_the_same_sites_goes_on_in_the_file(tmp_path):
     probe().step(step=3)
     assert load_timeline(path).steps.tolist() == [1, 2, 3]
     for options, what in ({"curves": "isru"}, "curves"), ({"keep": tmp_path / "captures"}, "captures"):
-        with pytest.raises(UsageError, match=f"of another run: its {what}.*another path"):
+        with pytest.raises(UsageError, match=f"of another run, with the {what} .*another path"):
             probe(**options)
-    with pytest.raises(UsageError, match=r"its sites are '1 site from norms.0 to norms.0', not '2 sites"):
+    with pytest.raises(UsageError, match=r"with the sites '1 site from norms.0 to norms.0', not '2 sites"):
         normscope.Probe(PreNorm(depth=2), inputs(), path=path, curves="tanh")
 
 
