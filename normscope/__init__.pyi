@@ -19,6 +19,7 @@ from .pairs.norms.trace import find_norms as find_norms
 from .pairs.storage import load_capture as load_capture
 from .pairs.storage import merge_captures as merge_captures
 from .pairs.storage import save_capture as save_capture
+from .probe.probe import Probe as Probe
 from .runtime.progress import ProgressBars as ProgressBars
 from .swaps.bench.bench import bench as bench
 from .swaps.calibrate.calibrate import calibrate as calibrate

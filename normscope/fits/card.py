@@ -334,8 +334,8 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit, sums: TokenSums | No
         linear, linear_up_to = float(n[inside].sum() / n.sum()), max(map(abs, ends))
     return NormCard(
         **about,
-        centring=_centring(site, of_tokens(stats.token_offsets)) if site.form else None,
-        scale=_scale(site, of_tokens(stats.token_scales), sums),
+        centring=centring_of(site, of_tokens(stats.token_offsets)) if site.form else None,
+        scale=scale_of(site, of_tokens(stats.token_scales), sums),
         linear=linear,
         linear_up_to=linear_up_to,
         straight=bend.straight,
@@ -343,7 +343,9 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit, sums: TokenSums | No
     )
 
 
-def _centring(site: NormSite, offsets: Magnitudes) -> Centring:
+def centring_of(site: NormSite, offsets: Magnitudes) -> Centring:
+    """Return the effect of the mean from the tokens' counted |μ|/σ, for a site with a form."""
+
     def squared(offset: Array) -> Array:
         """(μ/σ)² with σ about the mean, from the counted offsets: μ/√(mean of x²) for forms that are not about it."""
         if site.form in ("layer_norm", "std_norm"):
@@ -360,7 +362,8 @@ def _centring(site: NormSite, offsets: Magnitudes) -> Centring:
     )
 
 
-def _scale(site: NormSite, sigmas: Magnitudes, sums: TokenSums | None) -> Scale:
+def scale_of(site: NormSite, sigmas: Magnitudes, sums: TokenSums | None = None) -> Scale:
+    """Return the effect of σ from the tokens' counted σ, and with ``sums`` the channels that predict it."""
     p1, p5, p50, p95 = (sigmas.quantile(share) for share in (0.01, 0.05, 0.5, 0.95))
     if site.form is None:
         return Scale(p5, p50, p95)

@@ -136,6 +136,14 @@ def _in_form(curves: Iterable[Curve], form: FitForm) -> dict[str, Curve]:
     return {form.called(curve).name: form.called(curve) for curve in curves if not form.refusal(curve)}
 
 
+def curves_in(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[Curve]:
+    """Return the named curves in a form; UsageError for ``free`` and ``best``, which are none."""
+    requested = _requested(curves, form)
+    if words := [each for each in requested if not isinstance(each, Curve)]:
+        raise UsageError(f"{words[0]} is no curve with A and α. Name curves, such as tanh and isru.")
+    return [each for each in requested if isinstance(each, Curve)]
+
+
 def _about(target: FitTarget, capture: Capture, weights_by: str) -> Attributes:
     """Attributes that all fits of a target share."""
     return {

@@ -74,6 +74,17 @@ def inside_noise(errors: Tensor, best: Tensor, pairs: Tensor) -> Tensor:
     return ~(low > 0)
 
 
+def solved(problems: FitBatch, curve: Curve, form: FitForm) -> Solutions:
+    """Fit one curve to all pairs of each problem."""
+    if form.theory:
+        solutions = form.in_theory(curve, problems.targets)
+    else:
+        odd = form.odd(curve)
+        objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
+        solutions = least_squares(objective, problems.nodes("coarse", odd=odd))
+    return replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
+
+
 def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attributes], Tensor]:
     """Fit one curve to a batch of problems, and again without each of their folds.
 
@@ -81,12 +92,7 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
     ``(problems, folds)``.
     """
     nodes, odd = problems.nodes(), form.odd(curve)
-    if form.theory:
-        solutions = form.in_theory(curve, problems.targets)
-    else:
-        objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
-        solutions = least_squares(objective, problems.nodes("coarse", odd=odd))
-    solutions = replace(solutions, converged=solutions.converged & ~problems.unresolved(solutions.alpha))
+    solutions = solved(problems, curve, form)
     u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
     slopes = curve.derivative(u).abs()
     steepness = slopes / curve.peak if math.isfinite(curve.peak) else torch.full_like(slopes, torch.nan)
@@ -97,6 +103,7 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         others = solutions.of(torch.arange(len(problems)).repeat_interleave(problems.folds))
         without, held = problems.nodes("others", odd=odd), problems.nodes("folds", odd=odd)
         if not form.theory:
+            objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
             others = refined(objective.on(without), others, problems.nodes("rough others", odd=odd))
         left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
         held_out = torch.where(problems.occupied, left, 0.0)

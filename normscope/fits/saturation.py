@@ -108,16 +108,16 @@ def site_saturation(site: NormSite, stats: PairStats) -> Saturation | None:
         slope=_over_channels(alpha * curve.derivative(shift)) if curve else None,
         inverse_std=1 / std if std else math.inf,
         alpha_std=alphas.p50 * std,
-        beyond_1=_share_beyond((-1, 1), moments, alpha, shift),
-        beyond_2=_share_beyond((-2, 2), moments, alpha, shift),
-        beyond_3=_share_beyond((-3, 3), moments, alpha, shift),
-        saturated=_share_beyond(ends, moments, alpha, shift) if ends else None,
+        beyond_1=share_beyond((-1, 1), moments, alpha, shift),
+        beyond_2=share_beyond((-2, 2), moments, alpha, shift),
+        beyond_3=share_beyond((-3, 3), moments, alpha, shift),
+        saturated=share_beyond(ends, moments, alpha, shift) if ends else None,
         stuck=((low <= high) & ((most < ends[0]) | (least > ends[1]))).nonzero().flatten().tolist() if ends else None,
         dead=((low == high) | (alpha == 0) | (weight == 0)).nonzero().flatten().tolist(),
     )
 
 
-def _share_beyond(ends: tuple[float, float], moments: Tensor, alpha: Tensor, shift: Tensor) -> float | None:
+def share_beyond(ends: tuple[float, float], moments: Tensor, alpha: Tensor, shift: Tensor) -> float | None:
     """Share of the pairs with αx + s outside of ``ends``; those of a bin are spread evenly, by mean and variance."""
     n, x, _, xx, *_ = moments
     mean = x / n.clamp_min(1)

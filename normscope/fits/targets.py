@@ -47,7 +47,12 @@ class FitTarget:
     channel: int | None = None
     bound: float = math.inf  # of |y|
     slope: float = math.nan  # of the mean token's line at the origin, (1 − 1/d)/σ with centring and 1/ρ without
-    x_repeats: bool = False  # many x of the drawn tokens are equal to the last bit, which bins cannot resolve
+    drawn: tuple[Tensor, ...] = ()  # x of the tokens drawn at each site
+
+    @functools.cached_property
+    def x_repeats(self) -> bool:
+        """True if many x of the drawn tokens are equal to the last bit, which bins cannot resolve."""
+        return any(map(_repeats, self.drawn))
 
 
 def as_capture(given: object, caller: str) -> Capture:
@@ -122,7 +127,7 @@ def site_target(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
         nothing=_degenerate(stats, stats.n_pairs, float(low.min()), float(high.max()))
         or _nothing_in(moments, NO_WEIGHT),
         fold_by=stats.fold_by,
-        x_repeats=_repeats(stats.tokens.x),
+        drawn=(stats.tokens.x,),
     )
 
 
@@ -209,7 +214,7 @@ def _pooled(name: str, members: Sequence[FitTarget]) -> FitTarget:
         sites=tuple(target.site for target in members),
         bound=bounds.pop() if len(bounds) == 1 else math.inf,
         slope=sum(slopes) / sum(n) if slopes and sum(n) else math.nan,
-        x_repeats=any(target.x_repeats for target in used),
+        drawn=tuple(x for target in used for x in target.drawn),
     )
 
 

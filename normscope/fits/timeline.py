@@ -120,7 +120,9 @@ class Timeline(Record, Tabled):
         curves: names of the fitted curves.
         sites: the sites, in the order of first calls.
         records: one :class:`StepRecord` per step.
-        captures: folder of the captures of every step, beside the file; None if the probe kept none.
+        captures: folder of the captures of every step, as seen from the file's; None if the probe kept none.
+        dtype: of the probe's passes, ``float32``, or ``float32, autocast to bfloat16``.
+        compiled: True if the network was compiled for training; the probe's passes ran eagerly.
     """
 
     model: str
@@ -129,6 +131,8 @@ class Timeline(Record, Tabled):
     curves: tuple[str, ...]
     sites: tuple[TimelineSite, ...]
     captures: str | None = None
+    dtype: str = "not named"
+    compiled: bool = False
     records: list[StepRecord] = field(default_factory=list)
 
     @property

@@ -13,10 +13,11 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
+from normscope.inputs.wrappers import class_of
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.norms.trace import NormReport, find_norms
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, agree_on_batches, check_alike, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 from normscope.runtime.network import captured_once, left_as_found, memory_for, uncompiled
@@ -111,11 +112,13 @@ def captured(
     progress: Progress = silent,
     ranks: Ranks = ALONE,
     checkpoints: Checkpoints | None = None,
+    report: NormReport | None = None,
 ) -> Capture:
     """Capture as :func:`capture` does, with the options of commands; every rank returns the whole.
 
     ``ranks``, see :func:`normscope.pairs.ranks.joined`, divide the batches; progress counts the samples of all as far
     as each can tell. ``checkpoints`` save the progress of the capture, which is resumed from them.
+    ``report`` is that of an earlier call of :func:`find_norms`, whose pass is then not repeated.
 
     Raises:
         UsageError: if a checkpoint is of another capture; and all errors of :func:`capture`.
@@ -134,9 +137,9 @@ def captured(
     model = uncompiled(model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
-    about = {"model": type(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
+    about = {"model": class_of(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
     with captured_once(model):
-        report = find_norms(model, first)
+        report = report or find_norms(model, first)
         sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)
         recorder = Recorder(model, summing, report, sites, previews)
         settings = _settings(recorder, batches, first, about)

@@ -16,12 +16,13 @@ from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
+from normscope.inputs.wrappers import submodule
 from normscope.pairs.captures import Capture, added, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.functional import Adder, ExpectedCalls
 from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
-from normscope.pairs.norms.sites import NormSite, SkippedNorm
+from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm
 from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
 from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
@@ -125,6 +126,7 @@ class Recorder:
         self._pass: _Pass | None = None
         self._position_axes: dict[str, int] = {}
         self._serving_all: set[str] = set()  # sites whose input has no axis of samples
+        self._pointwise: dict[str, PointwiseParameters | None] = {}  # now, which may be long after the report
         adders = {site.name: heard_by(self.lock, self._adder(site)) for site in sites if site.is_call}
         self._functions = ExpectedCalls(report.norm_modules, report.sequences, adders, self.lock)
 
@@ -134,12 +136,12 @@ class Recorder:
         with contextlib.ExitStack() as hooks:
             for idle in self.report.skipped:
                 if idle.reason == NOT_CALLED:
-                    norm, hook = self.model.get_submodule(idle.name), heard_by(self.lock, self._late(idle))
+                    norm, hook = submodule(self.model, idle.name), heard_by(self.lock, self._late(idle))
                     hooks.callback(norm.register_forward_pre_hook(hook).remove)
             for site in self.sites:
                 if site.is_call:
                     continue
-                norm = self.model.get_submodule(site.name)
+                norm = submodule(self.model, site.name)
                 hook = with_weights_at_hand(norm, self._hook(site))
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
@@ -196,7 +198,11 @@ class Recorder:
             return replace(
                 capture,
                 about={**about, **named},
-                sites=[site for site in self.sites if site.name in capture.stats],
+                sites=[
+                    replace(site, pointwise=self._pointwise.get(site.name, site.pointwise))
+                    for site in self.sites
+                    if site.name in capture.stats
+                ],
                 skipped=skipped,
                 versions=installed,
                 inputs=[kept for kept in inputs if part in ("", kept.part)],
@@ -303,6 +309,8 @@ class Recorder:
                 check(kind, site.name, module, x, output, batch_axis=axis or 0, valid=valid)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows, valid = rows.cpu(), None if valid is None else valid.cpu()
+            if site.pointwise and site.name not in self._pointwise:
+                self._pointwise[site.name] = kind.pointwise(module)
             lines, stats = kind.lines(module, rows, kind.eps_of(module, x.dtype)), self._stats(site, rows.device)
             if self._keeper.running and axis is not None and kind.groups is None:
                 sizes = [x.shape[place] for place in token_axes(x, kind.axes(module, x.ndim), axis)]

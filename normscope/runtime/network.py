@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,9 +44,22 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
         restored.callback(buffers.put_back)
         if not timed:
             restored.enter_context(module_by_module(model))
-        restored.enter_context(torch.random.fork_rng(cuda_devices(model)))
+        restored.enter_context(random_states_kept(cuda_devices(model)))
+        # Copies of weights in autocast's cache would serve the caller's later passes, and have no gradient.
+        restored.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
         restored.enter_context(torch.no_grad())
         yield buffers
+
+
+@contextlib.contextmanager
+def random_states_kept(gpus: Sequence[int] = ()) -> Iterator[None]:
+    """Restore the states of torch's, NumPy's and Python's global random number generators after the block."""
+    with contextlib.ExitStack() as restored:
+        restored.callback(random.setstate, random.getstate())
+        restored.callback(np.random.set_state, np.random.get_state())
+        restored.enter_context(torch.random.fork_rng(gpus))
+        yield
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import LoadedModel
+from normscope.inputs.wrappers import class_of, named_modules
 from normscope.pairs.norms.formulas import channel_vectors, gain_and_shift
 from normscope.pairs.norms.functional import CalledNorm, Frame, FunctionWatch, inseparable
 from normscope.pairs.norms.kinds import NormKind
@@ -34,7 +35,7 @@ from normscope.pairs.norms.recognition import (
 )
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
-from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run
+from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run, uncompiled
 
 NOT_CALLED = "not called"
 
@@ -106,7 +107,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     model, batches, *_ = unpacked(model, None if batch is None else [batch])
     batch = next(iter(batches)) if batch is None else batch
     _refuse_what_hooks_cannot_enter(model)
-    model = getattr(model, "_orig_mod", model)  # inside torch.compile: compiled code calls no hook of its parts
+    model = uncompiled(model)  # inside torch.compile: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
     watch = _TraceWatch(named)
     with left_as_found(model) as buffers:
@@ -124,7 +125,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
             reason = "it does not take and return one tensor" if name in watch.tensorless else NOT_CALLED
             skipped.append(SkippedNorm(name, type(module).__name__, reason))
     if not kinds:
-        raise ModelError(_no_sites(type(model).__name__, skipped, len(watch.weights_normed)))
+        raise ModelError(_no_sites(class_of(model).__name__, skipped, len(watch.weights_normed)))
     calls_of_sites = [call for call in called if call.name in kinds]
     placements = _placements(calls_of_sites, watch.additions, watch.queries_and_keys)
     sites = [_site(index, call, kinds[call.name], placements[call.name]) for index, call in enumerate(calls_of_sites)]
@@ -319,7 +320,7 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
 
 
 def _hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
+    return [named for named in named_modules(model) if not isinstance(named[1], torch.jit.ScriptModule)]
 
 
 def _parents(name: str) -> list[str]:

@@ -40,7 +40,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Non-negative numbers in bins, spread evenly over each bin.
+    """Numbers in bins, spread evenly over each bin.
 
     Attributes:
         n: count of each bin, ``(bins,)``, positive, in ascending order of the bins.
@@ -79,21 +79,23 @@ class Magnitudes:
         return float(self.n @ function((self.low + self.high) / 2) / self.n.sum())
 
 
-def of_pairs(moments: Tensor) -> Magnitudes:
+def of_pairs(moments: Tensor, *, signed: bool = False) -> Magnitudes:
     """Return the distribution of |x| over all pairs; within a bin, by its mean and variance.
 
     A bin with a single pair, as in the tails, places it at its x.
 
     Args:
         moments: n, Σx, Σy, Σx², Σxy, Σy² per bin, float64 ``(6, bins)``, on a grid that is symmetric about zero.
+        signed: return the distribution of x itself.
     """
-    n, x, xx = (_folded(row) for row in (moments[0].numpy(), moments[1].abs().numpy(), moments[3].numpy()))
+    rows = [row.numpy() for row in (moments[0], moments[1] if signed else moments[1].abs(), moments[3])]
+    n, x, xx = rows if signed else map(_folded, rows)
     filled = n > 0
     n, x, xx = n[filled], x[filled], xx[filled]
     mean = x / n
     half = np.sqrt(3 * np.maximum(xx / n - mean**2, 0))  # an even spread's, from its standard deviation
-    half *= half > 1e-7 * mean  # below that it is rounding
-    return Magnitudes(n, np.maximum(mean - half, 0), mean + half)
+    half *= half > 1e-7 * np.abs(mean)  # below that it is rounding
+    return Magnitudes(n, mean - half if signed else np.maximum(mean - half, 0), mean + half)
 
 
 def of_tokens(counts: Tensor) -> Magnitudes:

@@ -1,0 +1,257 @@
+"""Probe: the norms of a network at every N-th step of its training, on the same inputs, as a line of JSON each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from normscope.curves.known import Curve
+from normscope.errors import UsageError, count
+from normscope.fits.fit import curves_in
+from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, load_timeline
+from normscope.inputs.batch import Batch
+from normscope.inputs.loaded_model import LoadedModel, module_of
+from normscope.pairs.capture import captured
+from normscope.pairs.captures import Capture
+from normscope.pairs.norms.sites import Layers, select
+from normscope.pairs.norms.streams import unpacked
+from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.storage import save_capture
+from normscope.probe.numbers import FORM, numbers_of
+from normscope.runtime.files import check_writable
+from normscope.runtime.network import random_states_kept
+
+if TYPE_CHECKING:
+    from normscope.inputs.batch import Forward
+
+
+class Probe:
+    """Capture and fit the norms of a network while it trains, at every N-th step, on one fixed batch.
+
+    Call :meth:`step` once after each training step. The training step itself has no hook, and none of its numbers
+    change: the probe runs the network in eval mode, without gradients, on a copy of the batch, and restores training
+    flags, buffers and random states. Gradients are left as they are. A compiled network runs eagerly in the probe, and
+    an FSDP2 network, in which every rank calls :meth:`step`, is resharded afterwards.
+
+    The passes compute in the dtype of the weights; within ``torch.autocast`` if :meth:`step` is called there.
+
+    Args:
+        model: the network, also compiled, or wrapped for several processes.
+        batch: inputs, as one entry of the batches of :func:`normscope.capture`: a tensor, a tuple of arguments, a dict
+            of keyword arguments, or a :class:`normscope.Batch`. They are copied. With ``samples``, a loader of such
+            entries.
+        every: number of steps between two records.
+        path: file of the timeline, JSONL; :func:`normscope.fits.timeline.load_timeline` reads it. Records of an
+            earlier run with the same sites, curves and inputs remain, up to the first step of this one.
+        curves: to fit, see :func:`normscope.fit`.
+        layers: the norm sites, see :func:`normscope.pairs.norms.sites.select`.
+        samples: number of samples to read from a loader. Its generator, and those of torch, NumPy and Python, are
+            restored; an iterator loses the entries that it yields.
+        forward: runs the model on a batch, see :func:`normscope.capture`.
+        keep: folder for the capture of each record, ``step-00000500.safetensors``; None to keep none.
+        logger: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio.
+        about: ``model``, ``weights`` and ``data``, in words, for files and figures.
+
+    Attributes:
+        steps: number of training steps done.
+        capture: of the last record; None before.
+
+    Raises:
+        UsageError: if an argument is invalid, or if the file is of another run.
+        ModelError: if the network fails on the batch, or has no norm.
+
+    >>> import normscope
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    >>> optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(64, 4)
+    >>> probe = normscope.Probe(model, x, every=2, curves="tanh")
+    >>> for _ in range(4):
+    ...     loss = model(x).square().mean()
+    ...     optimizer.zero_grad()
+    ...     loss.backward()
+    ...     optimizer.step()
+    ...     if record := probe.step(loss=loss):
+    ...         print(record.step, sorted(record.metrics())[:2])
+    2 ['1/alpha/tanh', '1/amplitude/tanh']
+    4 ['1/alpha/tanh', '1/amplitude/tanh']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | LoadedModel,
+        batch: Any,
+        *,
+        every: int = 500,
+        path: str | Path | None = None,
+        curves: str | Curve | Sequence[str | Curve] = ("tanh", "isru"),
+        layers: Layers = "all",
+        samples: int | None = None,
+        forward: Forward | None = None,
+        keep: str | Path | None = None,
+        logger: Any = None,
+        about: Mapping[str, str] | None = None,
+    ) -> None:
+        for name, number in {"every": every, "samples": samples}.items():
+            if number is not None and number < 1:
+                raise UsageError(f"{name} is {number}; it is at least 1.")
+        self.every, self.logger, self.steps = every, logger, 0
+        self.capture: Capture | None = None
+        self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
+        self._curves = curves_in(curves, FORM)
+        model = module_of(model)
+        compiled = any(map(_is_compiled, model.modules()))
+        self._model = _unwrapped(model)
+        self._batches = _read(self._model, batch, samples, forward)
+        self._report = find_norms(self._model, self._batches[0].first_sample())
+        self._sites = select(self._report.sites, layers)
+        self._modules = {site.path: self._model.get_submodule(site.path) for site in self._sites}
+        n_samples = count(sum(len(each.samples) for each in self._batches), "sample")
+        given = {"model": type(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
+        self._about = {name: given[name] for name in ("model", "weights", "data")}
+        self._header = Timeline(
+            *self._about.values(),
+            curves=tuple(curve.name for curve in self._curves),
+            sites=tuple(map(TimelineSite.of, self._sites)),
+            captures=None if keep is None else os.path.relpath(keep, Path(path or "-").parent),
+            compiled=compiled,
+        )
+        if self._path is not None:
+            self._check_file(self._path)
+        if self._keep is not None:
+            check_writable(self._keep / _file_name(0))
+
+    def step(self, *, loss: float | Tensor | None = None, step: int | None = None) -> StepRecord | None:
+        """Count one training step; at every N-th, return the record of :meth:`run`, otherwise None.
+
+        Args:
+            loss: of the training step, for the record.
+            step: number of training steps done, in a resumed run; from then on the probe counts again.
+        """
+        self.steps = self.steps + 1 if step is None else step
+        return None if self.steps % self.every else self.run(loss=loss)
+
+    def run(self, *, loss: float | Tensor | None = None) -> StepRecord:
+        """Return a record of the network as it is, and write and log it; before training, that of step 0.
+
+        Raises:
+            UsageError: if a norm was replaced since the probe was made, or if a file cannot be written.
+            MemoryEndedError: if a single sample takes more memory than there is.
+        """
+        began = time.perf_counter()
+        self._check_modules()
+        self.capture = None  # so that there is no more than one at a time
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        self._batches = [batch.to(device, None) for batch in self._batches]
+        layers, about = [site.name for site in self._sites], {**self._about, "dtype": _dtype(self._model, device)}
+        seen = captured(self._model, self._batches, layers=layers, about=about, report=self._report)
+        numbers = numbers_of(seen, self._sites, self._curves)
+        names = tuple(site.name for site in self._header.sites)
+        loss = None if loss is None else float(loss)
+        record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
+        self.capture = seen
+        self._header = replace(self._header, dtype=seen.about["dtype"])
+        if self._keep is not None:
+            save_capture(seen, self._keep / _file_name(self.steps))
+        if self._path is not None:
+            self._append(self._path, record)
+        if self.logger is not None:
+            self.logger.log(record.metrics(), step=record.step)
+        return record
+
+    def _check_modules(self) -> None:
+        modules = dict(self._model.named_modules())
+        for path, module in self._modules.items():
+            if modules.get(path) is not module:
+                raise UsageError(
+                    f"The module {path!r} was {'replaced' if path in modules else 'removed'} since the probe was made. "
+                    "Make a new probe, with another path, after changing the network."
+                )
+
+    def _check_file(self, path: Path) -> None:
+        """Raise UsageError if no record can be appended; cut off a part of a line that a killed run left."""
+        check_writable(path)
+        if not path.exists() or not path.stat().st_size:
+            return
+        before = load_timeline(path)
+        for name in ("model", "data", "curves", "sites", "captures"):
+            if (theirs := getattr(before, name)) != (mine := getattr(self._header, name)):
+                raise UsageError(
+                    f"{path} is of another run: its {name} are {_short(theirs)}, not {_short(mine)}. Name another path."
+                )
+        with path.open("r+b") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+    def _append(self, path: Path, record: StepRecord) -> None:
+        """Write a line whole, in one call, so that a killed process leaves at most a part of the last one."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                header = "" if os.fstat(descriptor).st_size else self._header.header()
+                line = (header + record.line()).encode()
+                if os.write(descriptor, line) < len(line):
+                    raise OSError("the disk is full")
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
+def _file_name(step: int) -> str:
+    return f"step-{step:08d}.safetensors"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], TimelineSite):
+        value = f"{count(len(value), 'site')} from {value[0].name} to {value[-1].name}"
+    return f"{value!r:.100}"
+
+
+def _is_compiled(module: Any) -> bool:
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _dtype(model: nn.Module, device: torch.device) -> str:
+    """Describe the dtype of the weights, and autocast if it is on here."""
+    dtypes = dict.fromkeys(str(parameter.dtype) for parameter in model.parameters())
+    if torch.is_autocast_enabled(device.type):
+        dtypes[f"autocast to {torch.get_autocast_dtype(device.type)}"] = None
+    return ", ".join(dtypes).replace("torch.", "")
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the network inside the wrappers of torch.compile and of data parallelism."""
+    around = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    while hasattr(model, "_orig_mod") or isinstance(model, around):
+        model = model.module if isinstance(model, around) else model._orig_mod  # type: ignore[assignment]
+    return model
+
+
+def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | None) -> list[Batch]:
+    """Return copies of a batch, or of the first samples of a loader."""
+    given = (Tensor, Mapping, tuple, list, Batch)
+    if samples is None and forward is None and isinstance(batch, Iterable) and not isinstance(batch, given):
+        raise UsageError(
+            f"batch is a {type(batch).__name__}; pass samples=16 to read the first 16 samples of a loader."
+        )
+    entries = batch if samples is not None else [batch]
+    generator = getattr(batch, "generator", None)  # of a DataLoader
+    state = generator and generator.get_state()
+    batches: list[Batch] = []
+    left = samples
+    with random_states_kept():
+        for each in unpacked(model, entries, forward=forward)[1]:
+            batches.append((each if left is None else each.first(left)).copied())
+            left = None if left is None else left - len(batches[-1].samples)
+            if left == 0:
+                break
+    if generator is not None:
+        generator.set_state(state)
+    if not batches:
+        raise UsageError("The loader yields no batch.")
+    return batches
