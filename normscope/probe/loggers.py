@@ -31,7 +31,7 @@ def check_logger(logger: Any) -> None:
     Traceback (most recent call last):
     normscope.errors.UsageError: logger is of type builtins.builtin_function_or_method, which ...
     """
-    if not (hasattr(logger, "add_scalar") or hasattr(logger, "log")):
+    if logger is not None and not (hasattr(logger, "add_scalar") or hasattr(logger, "log")):
         raise UsageError(
             f"logger is of type {type(logger).__module__}.{type(logger).__name__}, which has neither log(dict, step=), "
             "as wandb and trackio have, nor add_scalar(tag, value, step), as TensorBoard's SummaryWriter has."

@@ -24,6 +24,7 @@ from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.storage import save_capture
+from normscope.probe.loggers import check_logger, log
 from normscope.probe.numbers import FORM, numbers_of
 from normscope.runtime.files import check_writable
 from normscope.runtime.network import random_states_kept
@@ -56,7 +57,9 @@ class Probe:
             restored; an iterator loses the entries that it yields.
         forward: runs the model on a batch, see :func:`normscope.capture`.
         keep: folder for the capture of each record, ``step-00000500.safetensors``; None to keep none.
-        logger: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio.
+        logger: of the caller: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio, or
+            TensorBoard's ``SummaryWriter``. It receives the numbers of each record under ``normscope/``, after the file
+            is written; these three also an image of four S-curves. Its exceptions are not caught.
         about: ``model``, ``weights`` and ``data``, in words, for files and figures.
 
     Attributes:
@@ -100,6 +103,7 @@ class Probe:
         for name, number in {"every": every, "samples": samples}.items():
             if number is not None and number < 1:
                 raise UsageError(f"{name} is {number}; it is at least 1.")
+        check_logger(logger)
         self.every, self.logger, self.steps = every, logger, 0
         self.capture: Capture | None = None
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
@@ -152,7 +156,7 @@ class Probe:
         seen = captured(self._model, self._batches, layers=layers, about=about, report=self._report)
         numbers = numbers_of(seen, self._sites, self._curves)
         names = tuple(site.name for site in self._header.sites)
-        loss = None if loss is None else float(loss)
+        loss = loss.item() if isinstance(loss, Tensor) else loss
         record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
         self.capture = seen
         self._header = replace(self._header, dtype=seen.about["dtype"])
@@ -161,7 +165,7 @@ class Probe:
         if self._path is not None:
             self._append(self._path, record)
         if self.logger is not None:
-            self.logger.log(record.metrics(), step=record.step)
+            log(self.logger, record, seen, self._curves)
         return record
 
     def _check_modules(self) -> None:
