@@ -7,6 +7,7 @@ from .fits.comparison import compare as compare
 from .fits.fit import fit as fit
 from .fits.gradient import gradient as gradient
 from .fits.saturation import saturation as saturation
+from .fits.timeline import load_timeline as load_timeline
 from .inputs.batch import Batch as Batch
 from .loading import load as load
 from .loading import load_swapped as load_swapped

@@ -26,6 +26,7 @@ from normscope.cli.commands.simplify import simplify
 from normscope.cli.commands.stats import stats
 from normscope.cli.commands.swap import swap
 from normscope.cli.commands.swap_bench import swap_bench
+from normscope.cli.commands.timeline import timeline
 from normscope.cli.options import DIFFUSION, OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
 from normscope.errors import NormscopeError, StoppedError, UsageError
@@ -96,7 +97,7 @@ app = typer.Typer(
     epilog="Exit status: 0 done, 2 usage, 3 model or weights, 4 data, 5 device, 130 interrupted, 141 closed pipe.",
 )
 for _command in (
-    *(plot, fit, stats, gradient, report, compare, swap_bench, swap, heal, simplify),
+    *(plot, fit, stats, gradient, report, compare, timeline, swap_bench, swap, heal, simplify),
     *(capture, merge, layers, curves, models),
 ):
     app.command(_command.__name__.replace("_", "-"), cls=_InPanels, epilog=_command.epilog)(_command)  # type: ignore[attr-defined]

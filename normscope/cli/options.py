@@ -40,6 +40,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "models": "MODEL|FILE  Models (`normscope models` lists them) or captures; by default the embedded models.",
         "swap_bench.models": "MODEL  Models (`normscope models` lists them); by default the embedded ones.",
         "model": "MODEL  A model; `normscope models` lists them.",
+        "file": "RUN.jsonl  The file that a `normscope.Probe` wrote.",
         "files": "FILE  Captures of one model, of different inputs.",
     },
     MODEL: {
@@ -121,6 +122,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "output": f"FILE  In place of the terminal, {_OF_TABLES}.",
         "plot.output": "PATH  A folder; or, for one model, the figure's file.",
         "gradient.output": f"PATH  A folder for figures, or the figure's file; or {_OF_TABLES}.",
+        "timeline.output": f"PATH  A folder for figures, or a figure's file; or {_OF_TABLES} at every step.",
         "compare.output": f"PATH  A folder for the figure, or its file; or {_OF_TABLES}.",
         "report.output": "PATH  A folder, or the report's file, FILE.html.",
         "swap.output": "DIR  The folder to write; --weights takes it.",
@@ -129,6 +131,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "merge.output": "FILE  The file of all of them (safetensors).",
         "report.keep_inputs": "N  Inputs that readers of the report can see, with σ of every token; by default 2.",
         "swap_bench": "FILE  Also show the drift and speed that `normscope swap-bench --json` printed into it.",
+        "timeline": "RUN.jsonl  Also show the timeline of a training, which a `normscope.Probe` wrote.",
         "force": "Replace the output file even if it is not a capture.",
         "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
         "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
@@ -287,7 +290,7 @@ def _declaration(
         look["hidden"] = shared and _LISTED_BY.get(name, command) != command
         declaration = typer.Option(*names, **look)
     else:
-        complete = models_like if name != "files" else None
+        complete = None if name.startswith("file") else models_like
         declaration = typer.Argument(**look, callback=_CHECKS.get(name), autocompletion=complete)
     position = (panel != _ARGUMENTS and not required, rows.index((panel, key)))
     return position, parameter.replace(annotation=Annotated[kind, declaration], kind=parameter.KEYWORD_ONLY)

@@ -10,3 +10,5 @@ from .gradient import plot_gradient as plot_gradient
 from .scurves import overview as overview
 from .scurves import save_figure as save_figure
 from .speed import plot_speed as plot_speed
+from .timeline import plot_scurves_by_step as plot_scurves_by_step
+from .timeline import plot_timeline as plot_timeline

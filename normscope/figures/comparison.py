@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
 
-import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,6 +31,7 @@ from normscope.figures.style import (
     inches_of,
     key,
     scale_by_factors,
+    shades,
     sheet_of,
     that_fits,
     theme_of,
@@ -150,10 +150,7 @@ def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], them
     number = len(captures)
     colours: Sequence[Any] = theme.curves
     if number > len(colours):
-        # The end of the map that is near the background is left out.
-        low, high = (0.25, 1.0) if theme.background < theme.ink else (0.0, 0.85)
-        shades = matplotlib.colormaps[theme.tokens]
-        colours = [shades(low + (high - low) * place / (number - 1)) for place in range(number)]
+        colours = [shades(theme)(place / (number - 1)) for place in range(number)]
     lines = []
     for place, (capture, fitted, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
         last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)

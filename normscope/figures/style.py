@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import ListedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font_names
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -154,6 +154,12 @@ STYLES = {
         channels=(VERMILLION, GREEN, YELLOW, PURPLE),
     ),
 }
+
+
+def shades(style: Style) -> ListedColormap:
+    """Return the map of the tokens' σ without the end that is near the background, for lines."""
+    low, high = (0.25, 1.0) if style.background < style.ink else (0.0, 0.85)
+    return ListedColormap(matplotlib.colormaps[style.tokens](np.linspace(low, high, 256)))
 
 
 def style_named(name: str, font: str | None = None) -> Style:

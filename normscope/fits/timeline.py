@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, UsageError
-from normscope.pairs.norms.sites import NormSite
+from normscope.pairs.norms.sites import Layers, NormSite, select
 from normscope.runtime.files import visible
 from normscope.runtime.records import Record, Tabled, converted
 
@@ -123,6 +125,7 @@ class Timeline(Record, Tabled):
         captures: folder of the captures of every step, as seen from the file's; None if the probe kept none.
         dtype: of the probe's passes, ``float32``, or ``float32, autocast to bfloat16``.
         compiled: True if the network was compiled for training; the probe's passes ran eagerly.
+        file: that it was read from; empty for none.
     """
 
     model: str
@@ -134,6 +137,7 @@ class Timeline(Record, Tabled):
     dtype: str = "not named"
     compiled: bool = False
     records: list[StepRecord] = field(default_factory=list)
+    file: str = ""
 
     @property
     def steps(self) -> NDArray[np.int64]:
@@ -151,10 +155,61 @@ class Timeline(Record, Tabled):
         rows = [record.numbers.get(metric, missing) for record in self.records]
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.sites))
 
+    @property
+    def about(self) -> dict[str, str]:
+        """Model, weights and data, as of a capture."""
+        return {"model": self.model, "weights": self.weights, "data": self.data}
+
+    @property
+    def ends(self) -> tuple[StepRecord, StepRecord]:
+        """First and last record; DataError if there is none."""
+        if not self.records:
+            raise DataError(f"The timeline of {self.model} contains no record: its probe has not run yet.")
+        return self.records[0], self.records[-1]
+
+    def only(self, layers: Layers) -> Timeline:
+        """Return the timeline of some sites, named or numbered as for :func:`normscope.capture`.
+
+        Raises:
+            UsageError: if a part names no site.
+        """
+        numbered: list[Any] = [
+            SimpleNamespace(index=number, name=site.name, kind=site.kind) for number, site in enumerate(self.sites)
+        ]
+        places = [site.index for site in select(numbered, layers)]
+        sites = tuple(self.sites[place] for place in places)
+        records = [
+            replace(
+                record,
+                numbers={name: [values[place] for place in places] for name, values in record.numbers.items()},
+                sites=tuple(site.name for site in sites),
+            )
+            for record in self.records
+        ]
+        return replace(self, sites=sites, records=records)
+
+    def capture_of(self, record: StepRecord) -> Path | None:
+        """Return the file of a record's capture; None if there is none."""
+        path = Path(self.file).parent / (self.captures or "") / capture_name(record.step)
+        return path if self.captures is not None and path.is_file() else None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a CSV or Parquet file: all numbers of a step at a site, by the names of metrics."""
+        for record in self.records:
+            of_step = {"step": record.step, "time": record.time, "seconds": record.seconds, "loss": record.loss}
+            for place, site in enumerate(self.sites):
+                numbers = {name: values[place] for name, values in record.numbers.items()}
+                yield of_step | {"site": site.name, "kind": site.kind, "placement": site.placement} | numbers
+
     def header(self) -> str:
         """Return the first line of the file."""
-        own = {name: value for name, value in self.as_dict().items() if name != "records"}
+        own = {name: value for name, value in self.as_dict().items() if name not in ("records", "file")}
         return json.dumps({"normscope_timeline": FORMAT, **own}, separators=(",", ":")) + "\n"
+
+
+def capture_name(step: int) -> str:
+    """Return the name of a step's capture in the folder of captures."""
+    return f"step-{step:08d}.safetensors"
 
 
 def load_timeline(path: str | Path) -> Timeline:
@@ -179,7 +234,7 @@ def load_timeline(path: str | Path) -> Timeline:
             raise DataError(f"{path} is no timeline of normscope: line {number}: {visible(str(error))}.") from None
     if timeline is None:
         raise DataError(f"{path} is no timeline of normscope: it contains no whole line.")
-    return timeline
+    return replace(timeline, file=str(path))
 
 
 def _with_line(timeline: Timeline | None, line: bytes) -> Timeline:

@@ -10,6 +10,7 @@ COMMON = "Columns of several tables"
 TERMS = "Terms"
 _CEILING = "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound"
 _OFFSET = "distance of a token's mean from zero, in units of its σ: median over tokens"
+_SPREAD = "95th over 5th percentile of σ: the spread that bends the S-curve"
 # A definition per term or heading, without a full stop at its end, by the table that has the column.
 DEFINITIONS: dict[str, dict[str, str]] = {
     TERMS: {
@@ -95,7 +96,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "mean's share": "share of a token's Σx² that is due to its mean",
         "without": "change of y if the norm did not centre, Σ(y − RMSNorm(x))²/Σy²",
         "σ PERCENTILE": "percentile over tokens of the divisor σ = 1/rstd, with eps",
-        "95:5": "95th over 5th percentile of σ: the spread that bends the S-curve",
+        "95:5": _SPREAD,
         "eps": "share of tokens whose y eps lowers by 1 % or more",
         "holds to": "smallest c with y(c·x) = y(x), to 1 % for 99 % of the tokens",
         "linear": "share of pairs where the fitted tanh is within 5 % of its tangent",
@@ -147,6 +148,13 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "ceiling": _CEILING,
         "R² of 1": "R² of capture 1's curve on these pairs",
         "saturated": "share of the pairs where |f′| is under 5 % of its peak",
+    },
+    "timeline": {
+        "ceiling": _CEILING,
+        ">1": "share of pairs beyond the bend of the curve, with |αx + s| over 1",
+        "95:5": _SPREAD,
+        "|μ|/σ": _OFFSET,
+        "massive": "number of channels with massive activations",
     },
     "layers": {
         "f": "curve of a point-wise function in place of a norm, with its α",
@@ -246,7 +254,7 @@ def definitions(table: str) -> dict[str, str]:
 
 
 # Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
-_ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
+_ALSO = {"swap-bench": ("swap",), "heal": ("swap",), "timeline": ("stats",)}
 _NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+-?%", "NUMBER": r"\d+"}
 _TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
 

@@ -19,12 +19,14 @@ from normscope.fits.comparison import Compared
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import GradientView
 from normscope.fits.saturation import Saturation
+from normscope.fits.timeline import Timeline
 from normscope.pairs.captures import Capture
 from normscope.swaps.reports import BenchReport, DriftReport, HealReport, KeepReport, SimplifyReport
 from normscope.tables.card import card_tables, gradient_tables, saturation_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
 from normscope.tables.swaps import drift_tables, healing_table, keep_table, quality_table, simplify_table, speed_tables
 from normscope.tables.table import layers_table
+from normscope.tables.timeline import timeline_tables
 
 # A table, and the line above it: model, weights and data.
 Titled: TypeAlias = tuple[str, Table]
@@ -82,6 +84,7 @@ _TABLES: dict[type, Callable[[Sequence[Any]], Iterable[Table]]] = {
     GradientView: gradient_tables,
     TokenSlopes: lambda slopes: [slopes_table(slopes)],
     Compared: lambda rows: [comparison_table(rows)],
+    Timeline: lambda timelines: itertools.chain.from_iterable(map(timeline_tables, timelines)),
     Advice: lambda advice: [advice_table(advice)],
     DriftReport: drift_tables,
     BenchReport: lambda reports: itertools.chain.from_iterable(map(speed_tables, reports)),

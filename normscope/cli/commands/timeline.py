@@ -1,0 +1,61 @@
+"""``normscope timeline``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import normscope
+from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli.output import FIGURES, Output
+
+_VIEW, _SCURVES = "timeline", "scurves"
+
+
+@declared(
+    "normscope timeline run.jsonl · normscope timeline run.jsonl --layers '*.norm1' -o run.pdf · "
+    "normscope timeline run.jsonl -o run.parquet"
+)
+def timeline(
+    file: Path,
+    *,
+    layers: str = "all",
+    output: Path = Path(FIGURES),
+    look: Look,
+    say: Output,
+) -> None:
+    """Show how norms and point-wise functions change while a network trains, from the file of a probe.
+
+    A table of the first and the last step, and two figures: numbers by step and depth, and S-curves of up to four
+    sites. If the probe kept captures, also ceilings, and the intervals of the last step.
+    """
+    from normscope.curves.known import BY_NAME
+    from normscope.tables.fit import fits_table
+    from normscope.tables.timeline import timeline_tables
+
+    files = FigureFiles(say.place_of_figures(output), look, [file.stem], [_VIEW])
+    run = normscope.load_timeline(file).only(layers)
+    ends, norms = replace(run, records=list(run.ends)), [site.name for site in run.sites if not site.curve]
+    curves, captures = [name for name in run.curves if name in BY_NAME], list(map(run.capture_of, run.ends))
+    kept = captures if norms and curves and None not in captures else ()
+    fits = [normscope.fit(normscope.load_capture(path).only(norms), curves) for path in filter(None, kept)]
+    say.heading(run.about)
+    for table in timeline_tables(run, fits):
+        say.table(table)
+    if fits:
+        say.title(f"step {run.ends[1].step:,}, from its capture")
+        say.table(fits_table(fits[-1]))
+    figures = {
+        _VIEW: normscope.figures.plot_timeline(run, **look.of_figure),
+        _SCURVES: normscope.figures.plot_scurves_by_step(run, **look.of_figure),
+    }
+    saved = [files.save(figure, file.stem, view, run.about, say) for view, figure in figures.items()]
+    document = {
+        **run.about,
+        "curves": run.curves,
+        "steps": run.steps.tolist(),
+        "sites": list(ends.rows()),
+        "fits": [fit.as_dict() for of_step in fits[-1:] for fit in of_step],
+        "figures": saved,
+    }
+    say.document(document, list(run.rows()) if say.file else [])
