@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import normscope
+from normscope.figures.style import draw_guides, key, sheet_of, theme_of
+from normscope.fits.timeline import Timeline
 from normscope.inputs.loaded_model import Inputs
 
 STEPS, BATCH, PEAK_LR, WARMUP, EVERY = 600, 32, 3e-3, 60, 20
@@ -36,6 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    args.out.mkdir(parents=True, exist_ok=True)
     for name in args.functions:
         function, began = FUNCTIONS[name], time.process_time()
         path = args.out / f"{name.lower()}.jsonl"
@@ -48,8 +52,10 @@ def main() -> None:
         images, labels = digits(network.inputs)
         with torch.no_grad():
             correct = int((network.module.eval()(images).argmax(1) == labels).sum())
-        seconds = time.process_time() - began
-        print(f"{name}: loss {loss:.3f}, {correct}/{len(labels)} held-out digits, {seconds:.0f} s of one core", flush=True)
+        score = f"{correct}/{len(labels)} held-out digits, {time.process_time() - began:.0f} s of one core"
+        print(f"{name}: loss {loss:.3f}, {score}", flush=True)
+    runs = {name: path for name in FUNCTIONS if (path := args.out / f"{name.lower()}.jsonl").exists()}
+    draw({name: normscope.load_timeline(path) for name, path in runs.items()}, args.out / "functions.png")
 
 
 def digits(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -82,6 +88,32 @@ def train(
         losses = [*losses[1 - EVERY :], loss.detach()]
         probe.step(loss=torch.stack(losses).mean())  # a mean is less noisy than the loss of 32 digits
     return float(torch.stack(losses).mean())
+
+
+def draw(runs: dict[str, Timeline], path: Path) -> None:
+    """Draw the loss of all runs, and α, 1/std(x) and saturation of those with point-wise functions."""
+    theme = theme_of({})
+    colours = dict(zip(runs, (theme.ink, *theme.curves), strict=False))
+    titles = {"module_alpha": "α", "inverse_std": "1/std(x)", "beyond_1": "pairs with |αx| > 1 [%]"}
+    handles = [key(name, colour) for name, colour in colours.items()]
+    foot = ["Lines: medians over the 17 sites; areas: from the least to the largest of them"]
+    with sheet_of({}, theme, 7.0, 1.6, {}, foot=foot, handles=handles) as figure:
+        axes = figure.subplots(1, 1 + len(titles))
+        for name, run in runs.items():
+            losses = [math.nan if record.loss is None else record.loss for record in run.records]
+            axes[0].plot(run.steps, losses, color=colours[name], lw=1.0)
+            for ax, metric in zip(axes[1:], titles, strict=True):
+                values = run.values(metric) * (100 if metric.startswith("beyond") else 1)
+                low, median, high = np.quantile(values, (0, 0.5, 1), axis=1)
+                ax.fill_between(run.steps, low, high, color=colours[name], alpha=0.15, lw=0)
+                ax.plot(run.steps, median, color=colours[name], lw=1.0)
+        for ax, title in zip(axes, ("loss", *titles.values()), strict=True):
+            ax.set_title(title, loc="left", parse_math=False)
+            ax.set_xlabel("step", labelpad=1)
+            ax.set_ylim(bottom=0)
+            draw_guides(ax, theme)
+    normscope.figures.save_figure(figure, path, next(iter(runs.values())).about)
+    print(path)
 
 
 if __name__ == "__main__":

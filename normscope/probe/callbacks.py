@@ -23,24 +23,21 @@ def trainer_callback(batch: Any, **options: Any) -> Any:
         options: the others of :class:`normscope.Probe`: ``every``, ``path``, ``logger``, …
 
     Returns:
-        A ``transformers.TrainerCallback``; its attribute ``probe`` is the :class:`normscope.Probe` of the last training.
+        A ``transformers.TrainerCallback``; its ``probe`` is the :class:`normscope.Probe` of the last training.
 
     ``Trainer(model, …, callbacks=[trainer_callback(batch, every=100, path="run.jsonl")])``
     """
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
     class ProbeCallback(TrainerCallback):  # type: ignore[misc]
-        probe: Probe | None = None
+        probe: Probe
 
         def on_train_begin(
             self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: Any
         ) -> None:
             self.probe = Probe(model, batch, **options)
 
-        def on_step_end(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-        ) -> None:
-            assert self.probe is not None
+        def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
             losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
             self.probe.step(loss=next(losses, None), step=state.global_step)
 
@@ -56,7 +53,7 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
         options: the others of :class:`normscope.Probe`: ``every``, ``path``, ``logger``, …
 
     Returns:
-        A ``Callback`` of Lightning; its attribute ``probe`` is the :class:`normscope.Probe` of the last training.
+        A ``Callback`` of Lightning; its ``probe`` is the :class:`normscope.Probe` of the last training.
 
     Raises:
         UsageError: if neither of the two packages has been imported.
@@ -68,7 +65,7 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
         raise UsageError("lightning_callback needs Lightning: import lightning or pytorch_lightning first.")
 
     class ProbeCallback(package.Callback):  # type: ignore[name-defined,misc]
-        probe: Probe | None = None
+        probe: Probe
         done = 0
 
         def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
@@ -79,7 +76,6 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
                 return
             self.done = trainer.global_step
             loss = outputs.get("loss") if isinstance(outputs, dict) else None  # divided by the number of accumulations
-            assert self.probe is not None
             self.probe.step(loss=None if loss is None else loss * trainer.accumulate_grad_batches, step=self.done)
 
     return ProbeCallback()

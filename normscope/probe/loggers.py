@@ -67,15 +67,15 @@ def _image(record: StepRecord, capture: Capture, curves: Sequence[Curve]) -> Ima
     """Draw four sites evenly over the depth: the density of their pairs, E[y|x], and the record's curves."""
     from normscope.figures.scurves import overview
 
-    places, fits = {name: place for place, name in enumerate(record.sites)}, []
+    fits = []
     for site in select(capture.sites, _SITES):
+        place, n_pairs = record.sites.index(site.name), capture.stats[site.name].n_pairs
         for curve in curves:
-            names = ("amplitude", "alpha", "shift", "r2")
-            numbers = {name: record.numbers[f"{name}/{curve.name}"][places[site.name]] for name in names}
-            if None not in numbers.values():  # where the pairs identify no bend, there is no curve
-                about = about_site(capture, site.name)
-                n_pairs = capture.stats[site.name].n_pairs
-                fits.append(CurveFit(**about, curve=curve.name, function=curve, n_pairs=n_pairs, converged=True, **numbers))
+            names = ("r2", "amplitude", "alpha", "shift")
+            numbers: dict[str, Any] = {name: record.numbers[f"{name}/{curve.name}"][place] for name in names}
+            if None not in numbers.values():  # otherwise the pairs identify no curve
+                about = about_site(capture, site.name) | {"curve": curve.name, "function": curve, "n_pairs": n_pairs}
+                fits.append(CurveFit(**about, **numbers, converged=True))
     file = io.BytesIO()
     overview([capture], [fits], title=f"step {record.step:,}").savefig(file, format="png", dpi=_DPI)
     return Image.open(file).convert("RGB")

@@ -135,7 +135,8 @@ def test_a_loop_of_accelerate_takes_the_unwrapped_model(tmp_path):
         model = network()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(examples, batch_size=4))
-        probe = Probe(accelerator.unwrap_model(model), examples.tensors[0][:16], every=EVERY, path=path) if probed else None
+        unwrapped, batch = accelerator.unwrap_model(model), examples.tensors[0][:16]
+        probe = Probe(unwrapped, batch, every=EVERY, path=path) if probed else None
         losses = []
         for x, labels in loader:
             with accelerator.accumulate(model):
@@ -146,7 +147,7 @@ def test_a_loop_of_accelerate_takes_the_unwrapped_model(tmp_path):
             losses.append(loss.item())
             if probe and accelerator.sync_gradients:
                 probe.step(loss=loss)
-        return weights_of(accelerator.unwrap_model(model)), losses
+        return weights_of(unwrapped), losses
 
     with_probe, losses = trained(True)
     without, losses_without = trained(False)

@@ -1,7 +1,6 @@
-"""Loggers: numbers and images as TensorBoard, wandb and trackio read them back."""
+"""Loggers: numbers and images, read back by TensorBoard and wandb."""
 
 import io
-import json
 import math
 from types import SimpleNamespace
 
@@ -86,24 +85,15 @@ def test_tensorboard_reads_every_number_and_image(tmp_path):
 
 
 @pytest.mark.slow
-def test_wandb_keeps_numbers_and_images(tmp_path):
+def test_wandb_keeps_every_number_and_image(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
-    with wandb.init(mode="offline", dir=tmp_path, settings=wandb.Settings(silent=True)) as run:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(mode="offline", dir=tmp_path) as run:
         records = probed(run)
-        summary = json.loads(json.dumps(dict(run.summary), default=dict))
-        folder = run.dir
+        summary = dict(run.summary)
     assert {name: summary[name] for name in under(records[-1])} == pytest.approx(under(records[-1]))
     assert summary["_step"] == 4
-    (drawn, last) = sorted((folder_path := __import__("pathlib").Path(folder)).rglob("S-curves*.png"))
-    assert folder_path
-    assert_figure(Image.open(last))
-
-
-@pytest.mark.slow
-def test_trackio_keeps_numbers_and_images(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    trackio = pytest.importorskip("trackio")
-    run = trackio.init(project="probe")
-    records = probed(run)
-    trackio.finish()
-    raise AssertionError(records)
+    images = list(tmp_path.rglob("S-curves*.png"))
+    assert len(images) == 2
+    for image in images:
+        assert_figure(Image.open(image))
