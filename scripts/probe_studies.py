@@ -110,7 +110,6 @@ def draw(runs: dict[str, Timeline], path: Path) -> None:
         for ax, title in zip(axes, ("loss", *titles.values()), strict=True):
             ax.set_title(title, loc="left", parse_math=False)
             ax.set_xlabel("step", labelpad=1)
-            ax.set_ylim(bottom=0)
             draw_guides(ax, theme)
     normscope.figures.save_figure(figure, path, next(iter(runs.values())).about)
     print(path)
