@@ -28,6 +28,7 @@ from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
 from normscope.runtime.network import ForwardHook, KeptBuffers, heard_by, passes_by, run, with_weights_at_hand
+from normscope.runtime.sharded import whole, whole_weights
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -285,9 +286,11 @@ class Recorder:
         kind, of_one_sample = self.report.kinds[site.name], self.report.shapes[site.name]
 
         def add(module: nn.Module, x: Tensor, output: Tensor) -> None:
-            under_way = self._pass
-            if under_way is None:
-                return
+            if self._pass is not None:
+                with whole_weights(module):
+                    add_whole(self._pass, module, whole(x), whole(output, like=x))
+
+        def add_whole(under_way: _Pass, module: nn.Module, x: Tensor, output: Tensor) -> None:
             if kind.channels(module, x) != site.channels:
                 raise DataError(
                     f"The norm {site.name} (input {tuple(x.shape)}) has {kind.channels(module, x)} channels, but "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from normscope.curves.known import Curve
-from normscope.errors import UsageError, count
+from normscope.errors import NormscopeError, UsageError, count
 from normscope.fits.fit import curves_in
 from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, load_timeline
-from normscope.inputs.batch import Batch
+from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.loaded_model import LoadedModel, module_of
+from normscope.inputs.wrappers import class_of, named_modules, submodule
 from normscope.pairs.capture import captured
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
+from normscope.pairs.ranks import Group, Ranks
 from normscope.pairs.storage import save_capture
 from normscope.probe.loggers import check_logger, log
 from normscope.probe.numbers import FORM, numbers_of
@@ -60,6 +63,8 @@ class Probe:
         logger: of the caller: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio, or
             TensorBoard's ``SummaryWriter``. It receives the numbers of each record under ``normscope/``, after the file
             is written; these three also an image of four S-curves. Its exceptions are not caught.
+        group: the processes over which sums are added, see :func:`normscope.capture`; each rank passes its share of
+            the batch, and calls the probe at the same steps. Every rank returns the record, and rank 0 writes and logs.
         about: ``model``, ``weights`` and ``data``, in words, for files and figures.
 
     Attributes:
@@ -98,6 +103,7 @@ class Probe:
         forward: Forward | None = None,
         keep: str | Path | None = None,
         logger: Any = None,
+        group: Group = "world",
         about: Mapping[str, str] | None = None,
     ) -> None:
         for name, number in {"every": every, "samples": samples}.items():
@@ -108,27 +114,23 @@ class Probe:
         self.capture: Capture | None = None
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
         self._curves = curves_in(curves, FORM)
-        model = module_of(model)
-        compiled = any(map(_is_compiled, model.modules()))
-        self._model = _unwrapped(model)
+        self._model, self._ranks = module_of(model), Ranks.of_group(group)
         self._batches = _read(self._model, batch, samples, forward)
         self._report = find_norms(self._model, self._batches[0].first_sample())
         self._sites = select(self._report.sites, layers)
-        self._modules = {site.path: self._model.get_submodule(site.path) for site in self._sites}
-        n_samples = count(sum(len(each.samples) for each in self._batches), "sample")
-        given = {"model": type(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
-        self._about = {name: given[name] for name in ("model", "weights", "data")}
+        self._modules = {site.path: submodule(self._model, site.path) for site in self._sites}
+        n_samples = count(sum(self._ranks.told(sum(len(each.samples) for each in self._batches))), "sample")
+        named = {"model": class_of(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
+        self._about = named
         self._header = Timeline(
-            *self._about.values(),
+            model=named["model"],
+            weights=named["weights"],
+            data=named["data"],
             curves=tuple(curve.name for curve in self._curves),
             sites=tuple(map(TimelineSite.of, self._sites)),
             captures=None if keep is None else os.path.relpath(keep, Path(path or "-").parent),
-            compiled=compiled,
         )
-        if self._path is not None:
-            self._check_file(self._path)
-        if self._keep is not None:
-            check_writable(self._keep / _file_name(0))
+        self._on_first_rank(self._check_files)
 
     def step(self, *, loss: float | Tensor | None = None, step: int | None = None) -> StepRecord | None:
         """Count one training step; at every N-th, return the record of :meth:`run`, otherwise None.
@@ -150,26 +152,42 @@ class Probe:
         began = time.perf_counter()
         self._check_modules()
         self.capture = None  # so that there is no more than one at a time
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        self._batches = [batch.to(device, None) for batch in self._batches]
-        layers, about = [site.name for site in self._sites], {**self._about, "dtype": _dtype(self._model, device)}
-        seen = captured(self._model, self._batches, layers=layers, about=about, report=self._report)
+        device = _device(self._model)
+        self._batches = [batch.to(device, None) for batch in self._batches]  # the network may have moved
+        dtype, compiled = _dtype(self._model, device), any(map(_is_compiled, self._model.modules()))
+        self._header = replace(self._header, dtype=dtype, compiled=compiled)
+        layers, about = [site.name for site in self._sites], {**self._about, "dtype": dtype}
+        seen = captured(self._model, self._batches, layers=layers, about=about, ranks=self._ranks, report=self._report)
+        _reshard(self._model)
         numbers = numbers_of(seen, self._sites, self._curves)
         names = tuple(site.name for site in self._header.sites)
-        loss = loss.item() if isinstance(loss, Tensor) else loss
+        loss = None if loss is None else float(torch.as_tensor(loss).detach())
         record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
         self.capture = seen
-        self._header = replace(self._header, dtype=seen.about["dtype"])
-        if self._keep is not None:
-            save_capture(seen, self._keep / _file_name(self.steps))
-        if self._path is not None:
-            self._append(self._path, record)
-        if self.logger is not None:
+        self._on_first_rank(lambda: self._write(record, seen))
+        if self.logger is not None and self._ranks.rank == 0:
             log(self.logger, record, seen, self._curves)
         return record
 
+    def _on_first_rank(self, action: Callable[[], None]) -> None:
+        """Run an action with files on rank 0; every rank raises its error, as the others would wait for it."""
+        error = ""
+        if self._ranks.rank == 0:
+            try:
+                action()
+            except NormscopeError as refusal:
+                error = str(refusal)
+        if error := self._ranks.told(error)[0]:
+            raise UsageError(error)
+
+    def _write(self, record: StepRecord, seen: Capture) -> None:
+        if self._keep is not None:
+            save_capture(seen, self._keep / _file_name(record.step))
+        if self._path is not None:
+            self._append(self._path, record)
+
     def _check_modules(self) -> None:
-        modules = dict(self._model.named_modules())
+        modules = dict(named_modules(self._model))
         for path, module in self._modules.items():
             if modules.get(path) is not module:
                 raise UsageError(
@@ -177,8 +195,12 @@ class Probe:
                     "Make a new probe, with another path, after changing the network."
                 )
 
-    def _check_file(self, path: Path) -> None:
-        """Raise UsageError if no record can be appended; cut off a part of a line that a killed run left."""
+    def _check_files(self) -> None:
+        """Raise an error if no record can be written; cut off a part of a line that a killed run left."""
+        if self._keep is not None:
+            check_writable(self._keep / _file_name(0))
+        if (path := self._path) is None:
+            return
         check_writable(path)
         if not path.exists() or not path.stat().st_size:
             return
@@ -186,7 +208,7 @@ class Probe:
         for name in ("model", "data", "curves", "sites", "captures"):
             if (theirs := getattr(before, name)) != (mine := getattr(self._header, name)):
                 raise UsageError(
-                    f"{path} is of another run: its {name} are {_short(theirs)}, not {_short(mine)}. Name another path."
+                    f"{path} is of another run, with the {name} {_short(theirs)}, not {_short(mine)}. Name another path."
                 )
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -194,6 +216,7 @@ class Probe:
     def _append(self, path: Path, record: StepRecord) -> None:
         """Write a line whole, in one call, so that a killed process leaves at most a part of the last one."""
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
             try:
                 header = "" if os.fstat(descriptor).st_size else self._header.header()
@@ -216,8 +239,19 @@ def _short(value: Any) -> str:
     return f"{value!r:.100}"
 
 
-def _is_compiled(module: Any) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _reshard(model: nn.Module) -> None:
+    """Shard the weights of FSDP2 again: without a backward pass, training would go on with these of its root."""
+    for module in model.modules():
+        if hasattr(module, "reshard") and hasattr(module, "set_reshard_after_forward"):
+            module.reshard()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _dtype(model: nn.Module, device: torch.device) -> str:
@@ -228,14 +262,6 @@ def _dtype(model: nn.Module, device: torch.device) -> str:
     return ", ".join(dtypes).replace("torch.", "")
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the network inside the wrappers of torch.compile and of data parallelism."""
-    around = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    while hasattr(model, "_orig_mod") or isinstance(model, around):
-        model = model.module if isinstance(model, around) else model._orig_mod  # type: ignore[assignment]
-    return model
-
-
 def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | None) -> list[Batch]:
     """Return copies of a batch, or of the first samples of a loader."""
     given = (Tensor, Mapping, tuple, list, Batch)
@@ -243,19 +269,18 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
         raise UsageError(
             f"batch is a {type(batch).__name__}; pass samples=16 to read the first 16 samples of a loader."
         )
-    entries = batch if samples is not None else [batch]
     generator = getattr(batch, "generator", None)  # of a DataLoader
     state = generator and generator.get_state()
     batches: list[Batch] = []
-    left = samples
+    left, device = math.inf if samples is None else samples, _device(model)
     with random_states_kept():
-        for each in unpacked(model, entries, forward=forward)[1]:
-            batches.append((each if left is None else each.first(left)).copied())
-            left = None if left is None else left - len(batches[-1].samples)
-            if left == 0:
+        for each in as_batches([batch] if samples is None else batch, model, forward):
+            batches.append(each.first(int(min(left, len(each.samples)))).copied().to(device, None))
+            left -= len(batches[-1].samples)
+            if left <= 0:
                 break
     if generator is not None:
         generator.set_state(state)
     if not batches:
         raise UsageError("The loader yields no batch.")
-    return batches
+    return list(unpacked(model, batches)[1])

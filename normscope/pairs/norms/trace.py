@@ -36,6 +36,7 @@ from normscope.pairs.norms.recognition import (
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run, uncompiled
+from normscope.runtime.sharded import address, whole, whole_weights
 
 NOT_CALLED = "not called"
 
@@ -372,11 +373,12 @@ def _calls_of(
                     calls[name].overwrites |= overwrites
                     calls[name].of_weights &= of_weights
                 else:
-                    args, kwargs = with_input(args, kwargs, copy) if overwrites else (args, kwargs)
                     # Now, while the input is what the norm saw: the network may go on to add to it in place.
-                    with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
-                        kind = _resolve(module, own_args, own_kwargs, output)
-                        pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
+                    with watch.paused(), whole_weights(module):
+                        args, kwargs = with_input(args, kwargs, whole(copy if overwrites else x))
+                        with at_hand(module, args, kwargs) as (own_args, own_kwargs):
+                            kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
+                            pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
                     calls[name] = _FirstCall(
                         next(watch.order), name, module, x, output, kind, mark[1], overwrites, of_weights, pointwise
                     )
@@ -418,7 +420,7 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _site(index: int, call: _FirstCall, kind: NormKind, placement: str | None) -> NormSite:
-    x = call.input
+    x = whole(call.input)
     axes = (1,) if kind.groups is not None else kind.axes(call.module, x.ndim)
     return NormSite(
         index=index,
@@ -478,9 +480,9 @@ def _placements(
 
 
 def _identity(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the address and size of a tensor; None for one that torch.vmap made, which has no address."""
+    """Return the address and size of a tensor or shard; None for one that torch.vmap made, which has no address."""
     try:
-        return tensor.data_ptr(), tensor.numel()
+        return address(tensor)
     except RuntimeError:
         return None
 
