@@ -96,9 +96,9 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
     columns = columns_of(options, len(panels), _LEAST_PANEL, _COLUMNS)
     rows, detail = math.ceil(len(panels) / columns), _steps(timeline)
     inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES * columns)
-    with sheet_of(
-        options, theme, inches, (_HEIGHT + 0.25) * rows, timeline.about, detail=detail, handles=handles
-    ) as figure:
+    foot = ["Saturated pairs: median over the sites, and their range"] if functions else []
+    parts: dict[str, Any] = {"detail": detail, "foot": foot, "handles": handles}
+    with sheet_of(options, theme, inches, (_HEIGHT + 0.25) * rows, timeline.about, **parts) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         for ax in axes.flat[len(panels) :]:
             ax.set_visible(False)
@@ -111,7 +111,8 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
                 ax.set_xlabel("step", labelpad=1)
             if not ax.images:
                 ax.set_xlim(*(timeline.steps[[0, -1]] if len(timeline.records) > 1 else (None, None)))
-                scale_where_wide(ax)
+                if "%" not in title:
+                    scale_where_wide(ax)
                 draw_guides(ax, theme)
             elif number % columns and axes.flat[number - 1].images:
                 ax.tick_params(labelleft=False)
@@ -203,7 +204,7 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
     kept = any(map(timeline.capture_of, records))
     foot = [
         f"{'E[y|x]' if kept else 'Fits, dashed where they do not bend'}, over 99 % of the pairs of each step",
-        f"Above panels: R² of the fitted {timeline.curves[0]} at the first and the last step",
+        f"Above panels: R² of the fitted {timeline.curves[0]}, or a function's α, at the first and the last step",
     ]
     with sheet_of(options, theme, inches, 1.6 * rows, timeline.about, detail=_steps(timeline), foot=foot) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
@@ -217,9 +218,9 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
             ax.set_visible(number < len(shown.sites))
             if number < len(shown.sites):
                 site = shown.sites[number]
-                of_curve = shown.values(f"r2/{_curve_of(timeline, site)}")
-                r2 = [written(value, ".3f") for value in of_curve[[0, -1], number]]
-                pad = write_above(ax, [[(f"R² {' → '.join(dict.fromkeys(r2))}", theme.ink)]])
+                name, metric = ("α", "module_alpha") if site.curve else ("R²", f"r2/{timeline.curves[0]}")
+                ends = [written(value, ".3f") for value in shown.values(metric)[[0, -1], number]]
+                pad = write_above(ax, [[(f"{name} {' → '.join(dict.fromkeys(ends))}", theme.ink)]])
                 ax.set_title(names[site.name], loc="left", y=1, pad=pad, parse_math=False)
                 ax.xaxis.set_major_locator(MaxNLocator(4))
                 ax.set_xlabel("norm input x", labelpad=1)

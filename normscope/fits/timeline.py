@@ -27,6 +27,7 @@ OF_CURVES = {  # of each curve y ≈ A·f(αx + s), as r2/tanh
     "alpha": "α, in units of 1/x",
     "shift": "s",
     "slope": "slope of the curve where it is steepest",
+    "at_zero": "value of the curve at x = 0",
     "beyond": "share of pairs beyond the bend, |αx + s| > 1",
 }
 OF_SITES = {

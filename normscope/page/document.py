@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,31 +11,40 @@ from typing import Any
 from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import UsageError
 from normscope.figures.style import STYLES, Style, heading
+from normscope.figures.timeline import plot_scurves_by_step, plot_timeline
 from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import Nodes, batches, fit_targets
+from normscope.fits.timeline import Timeline
 from normscope.inputs.loaded_model import Provenance
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import short_names
 from normscope.tables.glossary import definitions
+from normscope.tables.timeline import timeline_tables
 
 FORMAT = 2
 _ELEMENTS = 2_400_000  # of tokens that are shown, over all sites of all captures: two bytes each
 _MOST_ELEMENTS, _LEAST_ELEMENTS = 32_000, 4_000  # of one site
+_DOTS = 160  # an inch, of a timeline's figures
 _OWN_CURVE = re.compile(r"[A-Za-z0-9_ .,+\-*/()]+")
 _RANDOM = Provenance.random(0).description.removesuffix("0")
 _ABOUT = ("model", "part", "weights", "data", "dtype", "sample")
 
 
-def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps: Mapping[str, Any]) -> dict[str, Any]:
+def document(
+    seen: Sequence[Capture],
+    fits: Sequence[Sequence[CurveFit]],
+    swaps: Mapping[str, Any],
+    timeline: Timeline | None = None,
+) -> dict[str, Any]:
     """Return the page's data; below ``drawn``, that of each site's figures, which are read when it is opened.
 
     Raises:
         UsageError: if captures and fits do not match.
-        DataError: if a capture lacks their sums.
+        DataError: if a capture lacks their sums, or if the timeline contains no record.
     """
     if not seen:
         raise UsageError("There is no capture to report on.")
@@ -56,10 +67,15 @@ def document(seen: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], swaps:
         "drawn": {name: site.pop("drawn") for name, site in sites.items()},
         "line_points": LINE_POINTS,
         "density_rows": ROWS,
-        "terms": {"sites": definitions("report") | definitions("fit"), "swaps": definitions("swap-bench")},
+        "terms": {
+            "sites": definitions("report") | definitions("fit"),
+            "swaps": definitions("swap-bench"),
+            "training": definitions("stats") | definitions("timeline"),
+        },
         "matches": [match(seen[0].sites, capture.sites).counterparts for capture in seen],
         "curves": {curve.name: curve_data(curve) for curve in [*CURVES.values(), *own.values()]},
         "swaps": dict(swaps),
+        "training": training_data(timeline) if timeline else None,
         "styles": {name: style_data(style, names) for name, style in STYLES.items()},
     }
 
@@ -91,6 +107,31 @@ def capture_data(capture: Capture, fits: Sequence[CurveFit], elements: int) -> d
         "inputs": inputs_data(capture.inputs),
         "sites": sites,
     }
+
+
+def training_data(timeline: Timeline) -> dict[str, Any]:
+    """Return the figures of a timeline, a PNG in each style, and its tables."""
+    figures = {"By step and depth": plot_timeline, "S-curves by step": plot_scurves_by_step}
+    tables = []
+    for table in timeline_tables(timeline):
+        rows: list[list[str]] = []
+        for site, *cells in zip(*(map(str, column.cells) for column in table.columns), strict=True):
+            rows.append([site or rows[-1][0], *cells])  # the page may sort them
+        tables.append({"heads": table.headings, "rows": rows})
+    return {
+        "about": timeline.about,
+        "figures": [
+            {"label": label, **{style: _png(plot(timeline, style=style, title="none")) for style in STYLES}}
+            for label, plot in figures.items()
+        ],
+        "tables": tables,
+    }
+
+
+def _png(figure: Any) -> str:
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=_DOTS, format="png")
+    return f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
 
 
 def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:

@@ -18,6 +18,7 @@ from normscope.curves.known import BUILT_IN, in_javascript
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
+from normscope.fits.timeline import Timeline
 from normscope.page.document import document
 from normscope.page.swap_results import SwapResults, swap_results
 from normscope.pairs.captures import Capture
@@ -27,7 +28,7 @@ from normscope.runtime.files import visible, whole_file
 SCRIPTS = (
     *("palette", "reading", "functions", "formula", "solving", "axes", "pinch", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
-    *("overview", "site", "explorer", "swap", "compare", "page"),
+    *("overview", "site", "explorer", "swap", "training", "compare", "page"),
 )
 _ASSETS = resources.files("normscope.page") / "assets"
 _FRAME_HEIGHT = 900  # pixels in a notebook
@@ -84,14 +85,16 @@ def report(
     fits: Sequence[CurveFit] | Sequence[Sequence[CurveFit]] | None = None,
     *,
     drift: SwapResults | None = None,
+    timeline: Timeline | None = None,
 ) -> Page:
-    """Make one HTML page of captures, their fits and the effects of a swap, to open from disk and to send.
+    """Make one HTML page of captures, their fits, a swap and a training, to open from disk and to send.
 
     Args:
         seen: the result of :func:`normscope.capture`; or several, which are also shown side by side.
         fits: the result of :func:`normscope.fit`, for several captures a list each; by default tanh and isru.
         drift: the result of :func:`normscope.drift` or :func:`normscope.bench`, or several of these; or the document
             that ``normscope swap-bench --json`` prints.
+        timeline: the result of :func:`normscope.load_timeline`.
 
     Returns:
         A :class:`Page`; ``.save("FILE.html")`` writes it.
@@ -99,7 +102,7 @@ def report(
     Raises:
         UsageError: if there is no capture, if captures and lists of fits differ in number, or if ``drift`` is of
             another type.
-        DataError: if the document of a swap is invalid.
+        DataError: if the document of a swap is invalid, or if the timeline contains no record.
 
     >>> import normscope, torch
     >>> from torch import nn
@@ -109,7 +112,7 @@ def report(
     (False, True)
     """
     captures = [seen] if isinstance(seen, Capture) else list(seen)
-    return Page(document(captures, _of_each(captures, fits), swap_results(drift)))
+    return Page(document(captures, _of_each(captures, fits), swap_results(drift), timeline))
 
 
 def _of_each(captures: Sequence[Capture], fits: Any) -> list[Sequence[CurveFit]]:

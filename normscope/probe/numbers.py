@@ -87,15 +87,17 @@ def _of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
     line = solutions.converged & solutions.only_power & (curve.power_at_origin == 1)
     at_origin = curve.derivative(solutions.shift)
     slope = solutions.amplitude * solutions.alpha * at_origin.where(line, curve.peak)
-    columns = (r2, solutions.amplitude, solutions.alpha, solutions.shift, slope, bends, bends | line)
+    at_zero = solutions.amplitude * curve.function(solutions.shift)
+    columns = (r2, solutions.amplitude, solutions.alpha, solutions.shift, slope, at_zero, bends, bends | line)
     for target, *values, is_bent, has_slope in zip(problems.targets, *(c.tolist() for c in columns), strict=True):
-        r2_of, amplitude, alpha, shift, steepest = values
+        r2_of, amplitude, alpha, shift, steepest, value_at_zero = values
         numbers = {
             "r2": r2_of,
             "amplitude": amplitude if is_bent else None,
             "alpha": alpha if is_bent else None,
             "shift": shift if is_bent else None,
             "slope": steepest if has_slope else None,
+            "at_zero": value_at_zero if has_slope else None,
             "beyond": _beyond_the_bend(target, alpha, shift) if is_bent else None,
         }
         yield {f"{name}/{curve.name}": number for name, number in numbers.items()}

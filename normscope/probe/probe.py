@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normscope.curves.known import Curve
 from normscope.errors import NormscopeError, UsageError, count
 from normscope.fits.fit import curves_in
-from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, load_timeline
+from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, capture_name, load_timeline
 from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, named_modules, submodule
@@ -182,7 +182,7 @@ class Probe:
 
     def _write(self, record: StepRecord, seen: Capture) -> None:
         if self._keep is not None:
-            save_capture(seen, self._keep / _file_name(record.step))
+            save_capture(seen, self._keep / capture_name(record.step))
         if self._path is not None:
             self._append(self._path, record)
 
@@ -198,7 +198,7 @@ class Probe:
     def _check_files(self) -> None:
         """Raise an error if no record can be written; cut off a part of a line that a killed run left."""
         if self._keep is not None:
-            check_writable(self._keep / _file_name(0))
+            check_writable(self._keep / capture_name(0))
         if (path := self._path) is None:
             return
         check_writable(path)
@@ -227,10 +227,6 @@ class Probe:
                 os.close(descriptor)
         except OSError as error:
             raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
-
-
-def _file_name(step: int) -> str:
-    return f"step-{step:08d}.safetensors"
 
 
 def _short(value: Any) -> str:

@@ -18,7 +18,7 @@ _OF_A_MODEL = 2  # inputs that are kept
 
 @declared(
     "normscope report vit_b16 · normscope report monday.safetensors tuesday.safetensors -o both.html · "
-    "normscope report demo_vit --swap-bench demo_vit.json",
+    "normscope report demo_vit --swap-bench demo_vit.json · normscope report step100.safetensors --timeline run.jsonl",
     without=("verify", "columns"),
 )
 def report(
@@ -31,6 +31,7 @@ def report(
     by: str | None = None,
     keep_inputs: int | None = None,
     swap_bench: Path | None = None,
+    timeline: Path | None = None,
     output: Path = Path(FIGURES),
     say: Output,
 ) -> None:
@@ -44,6 +45,7 @@ def report(
     path = _path(output, names)
     check_writable(path)
     swaps = read_swap_results(swap_bench) if swap_bench else None
+    training = normscope.load_timeline(timeline) if timeline else None
     kept: dict[str, Any] = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
     seen, fits, shown = [], [], []
     for captured in captures([(name, run) for name in names], layers, say, by, **kept):
@@ -52,7 +54,7 @@ def report(
         seen.append(capture)
         fits.append(normscope.fit(capture, func, shift=shift))
         shown.append({**capture.about, "sites": [site.name for site in capture.sites]})
-    normscope.report(seen, fits, drift=swaps).save(path)
+    normscope.report(seen, fits, drift=swaps, timeline=training).save(path)
     size = path.stat().st_size
     say.result(f"{path} ({size / 1e6:.1f} MB)")
     say.document({"page": str(path), "bytes": size, "captures": shown, "skipped": skipped_as_json(seen)})

@@ -3,6 +3,7 @@
 
 const VIEWS = { overview: "Overview", site: "Site", explorer: "Explorer" };
 if (PAGE.swaps.drift.length || PAGE.swaps.speed.length) VIEWS.swap = "Swap";
+if (PAGE.training) VIEWS.training = "Training";
 if (PAGE.captures.length > 1) VIEWS.compare = "Compare";
 const COLOURS = ["density", "token", "channel"];
 const SCALES = ["linear", "asinh"];
@@ -43,7 +44,8 @@ const open = {
 function asAddress() {
   const said = new URLSearchParams();
   said.set("view", state.view);
-  if (PAGE.captures.length > 1) said.set("capture", state.capture + 1);
+  if (PAGE.training) VIEWS.training = "Training";
+if (PAGE.captures.length > 1) said.set("capture", state.capture + 1);
   said.set("site", open.capture.sites.length ? open.site.name : "");
   for (const [name, field, write, read] of KEPT) {
     const text = write(state[field]);
