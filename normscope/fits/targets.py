@@ -118,14 +118,13 @@ def _of_site(site: NormSite, stats: PairStats, weights_by: str) -> FitTarget:
 
 def site_target(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
     """Target of a site from sums of pairs, ``(folds, 6, bins)``, without a bound on y."""
-    low, high = stats.channel_extremes
+    (low, high), n_pairs = stats.channel_extremes, stats.n_pairs
     return FitTarget(
         site=site.name,
         moments=moments,
         counts=moments[:, 0],
-        reach=float(stats.reach.max()) if stats.n_pairs else math.nan,
-        nothing=_degenerate(stats, stats.n_pairs, float(low.min()), float(high.max()))
-        or _nothing_in(moments, NO_WEIGHT),
+        reach=float(stats.reach.max()) if n_pairs else math.nan,
+        nothing=_degenerate(stats, n_pairs, float(low.min()), float(high.max())) or _nothing_in(moments, NO_WEIGHT),
         fold_by=stats.fold_by,
         drawn=(stats.tokens.x,),
     )

@@ -183,6 +183,7 @@ def _difference_of_sites(mine: Sequence[NormSite], theirs: Sequence[NormSite]) -
     return None
 
 
+@functools.cache  # reading them takes a tenth of a probe
 def versions() -> dict[str, str]:
     """Return the versions of Python and the libraries, by name."""
     installed = {"python": platform.python_version()}

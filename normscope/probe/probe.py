@@ -41,10 +41,9 @@ class Probe:
 
     Call :meth:`step` once after each training step. The training step itself has no hook, and none of its numbers
     change: the probe runs the network in eval mode, without gradients, on a copy of the batch, and restores training
-    flags, buffers and random states. Gradients are left as they are. A compiled network runs eagerly in the probe, and
-    an FSDP2 network, in which every rank calls :meth:`step`, is resharded afterwards.
-
-    The passes compute in the dtype of the weights; within ``torch.autocast`` if :meth:`step` is called there.
+    flags, buffers and random states. Gradients are left as they are. The probe runs a compiled network eagerly, which
+    the file reports. It computes in the dtype of the weights, and under ``torch.autocast`` if :meth:`step` is called
+    there; the file reports that too.
 
     Args:
         model: the network, also compiled, or wrapped for several processes.
@@ -158,7 +157,6 @@ class Probe:
         self._header = replace(self._header, dtype=dtype, compiled=compiled)
         layers, about = [site.name for site in self._sites], {**self._about, "dtype": dtype}
         seen = captured(self._model, self._batches, layers=layers, about=about, ranks=self._ranks, report=self._report)
-        _reshard(self._model)
         numbers = numbers_of(seen, self._sites, self._curves)
         names = tuple(site.name for site in self._header.sites)
         loss = None if loss is None else float(torch.as_tensor(loss).detach())
@@ -206,10 +204,10 @@ class Probe:
             return
         before = load_timeline(path)
         for name in ("model", "data", "curves", "sites", "captures"):
-            if (theirs := getattr(before, name)) != (mine := getattr(self._header, name)):
-                raise UsageError(
-                    f"{path} is of another run, with the {name} {_short(theirs)}, not {_short(mine)}. Name another path."
-                )
+            theirs, mine = getattr(before, name), getattr(self._header, name)
+            if theirs != mine:
+                what = f"the {name} {_short(theirs)}, not {_short(mine)}"
+                raise UsageError(f"{path} is of another run, with {what}. Name another path.")
         with path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
 
@@ -237,13 +235,6 @@ def _short(value: Any) -> str:
 
 def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _reshard(model: nn.Module) -> None:
-    """Shard the weights of FSDP2 again: without a backward pass, training would go on with these of its root."""
-    for module in model.modules():
-        if hasattr(module, "reshard") and hasattr(module, "set_reshard_after_forward"):
-            module.reshard()
 
 
 def _device(model: nn.Module) -> torch.device:

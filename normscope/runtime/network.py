@@ -49,7 +49,15 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
         restored.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         restored.enter_context(torch.no_grad())
+        # restored.callback(_shard_again, model)
         yield buffers
+
+
+def _shard_again(model: nn.Module) -> None:
+    """Shard the weights of FSDP2: without a backward pass its root keeps them whole, for passes after an update too."""
+    for module in model.modules():
+        if hasattr(module, "set_reshard_after_forward"):
+            module.reshard()  # type: ignore[operator]
 
 
 @contextlib.contextmanager

@@ -60,10 +60,10 @@ def trained(network, rank=0, size=1, **probed):
         loss = network(inputs(16, step)[rank::size]).square().mean()
         optimizer.zero_grad()
         loss.backward()
+        if probe:  # before the update, after which FSDP2's root would go on with its gathered weights
+            records += filter(None, [probe.step()])
         optimizer.step()
         losses.append(loss.item())
-        if probe:
-            records += filter(None, [probe.step()])
     weights = {name: whole(value) for name, value in network.state_dict().items()}
     return [each.metrics() for each in records], losses, weights, probe
 
