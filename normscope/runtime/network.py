@@ -45,11 +45,11 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
         if not timed:
             restored.enter_context(module_by_module(model))
         restored.enter_context(random_states_kept(cuda_devices(model)))
-        # Copies of weights in autocast's cache would serve the caller's later passes, and have no gradient.
+        # Its copies of weights may be from before an update in the caller's context.
         restored.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         restored.enter_context(torch.no_grad())
-        # restored.callback(_shard_again, model)
+        restored.callback(_shard_again, model)
         yield buffers
 
 

@@ -107,6 +107,19 @@ def test_random_numbers_of_numpy_and_python_go_on_as_without_a_probe():
     assert (random.random(), np.random.rand()) == expected  # noqa: S311
 
 
+def test_within_autocast_the_weights_are_those_after_the_update():
+    """Autocast keeps copies of weights until its context ends."""
+    model = Mixed()
+    probe = normscope.Probe(model, inputs(), curves="tanh")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(inputs())
+        with torch.no_grad():
+            model.first.weight.mul_(3)
+        within = probe.run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe.run().numbers == within.numbers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_network_trains_the_same_and_compiles_nothing_anew(in_place):
