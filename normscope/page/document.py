@@ -70,7 +70,7 @@ def document(
         "terms": {
             "sites": definitions("report") | definitions("fit"),
             "swaps": definitions("swap-bench"),
-            "training": definitions("stats") | definitions("timeline"),
+            "training": definitions("timeline"),
         },
         "matches": [match(seen[0].sites, capture.sites).counterparts for capture in seen],
         "curves": {curve.name: curve_data(curve) for curve in [*CURVES.values(), *own.values()]},

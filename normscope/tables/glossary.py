@@ -11,6 +11,11 @@ TERMS = "Terms"
 _CEILING = "held-out R² of the best function of x found; an estimate of the best R² possible, not a bound"
 _OFFSET = "distance of a token's mean from zero, in units of its σ: median over tokens"
 _SPREAD = "95th over 5th percentile of σ: the spread that bends the S-curve"
+_POINTWISE = {
+    "f": "function of a point-wise module, weight·f(αx + s) + bias",
+    "1/std": "1 over the standard deviation of all x",
+    **{f">{end}": f"share of pairs with |αx + s| over {end}" for end in (1, 2, 3)},
+}
 # A definition per term or heading, without a full stop at its end, by the table that has the column.
 DEFINITIONS: dict[str, dict[str, str]] = {
     TERMS: {
@@ -100,14 +105,10 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "eps": "share of tokens whose y eps lowers by 1 % or more",
         "holds to": "smallest c with y(c·x) = y(x), to 1 % for 99 % of the tokens",
         "linear": "share of pairs where the fitted tanh is within 5 % of its tangent",
-        "f": "function of a point-wise module, weight·f(αx + s) + bias",
+        **_POINTWISE,
         "α": "the module's own; a range, in any column, is the 5th to 95th percentile over channels",
         "slope": "slope of f(αx + s) at x = 0, α·f′(s)",
-        "1/std": "1 over the standard deviation of all x",
         "α×std": "α times that standard deviation",
-        ">1": "share of pairs with |αx + s| over 1",
-        ">2": "share of pairs with |αx + s| over 2",
-        ">3": "share of pairs with |αx + s| over 3",
         "saturated": "share of pairs beyond the ends of f, where |f′| stays under 5 % of its peak",
         "|weight|": "magnitude of the weight",
         "stuck": "number of channels that are always saturated: all x beyond the same end",
@@ -151,7 +152,8 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "timeline": {
         "ceiling": _CEILING,
-        ">1": "share of pairs beyond the bend of the curve, with |αx + s| over 1",
+        "α": "of the fitted curve; of a point-wise function its own, the median over channels",
+        **_POINTWISE,
         "95:5": _SPREAD,
         "|μ|/σ": _OFFSET,
         "massive": "number of channels with massive activations",
@@ -254,7 +256,7 @@ def definitions(table: str) -> dict[str, str]:
 
 
 # Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
-_ALSO = {"swap-bench": ("swap",), "heal": ("swap",), "timeline": ("stats",)}
+_ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
 _NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+-?%", "NUMBER": r"\d+"}
 _TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
 

@@ -69,5 +69,5 @@ def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ())
     functions = [(n, site.curve) for n, site in enumerate(timeline.sites) if site.curve]
     steps = _ARROW.join(f"step {record.step:,}" for record in ends)
     caption = [f"{steps}, of {count(len(timeline.records), 'step')} · {NONE}: not identified, or none"]
-    tables = ((norms, of_norms, "timeline"), (functions, of_functions, "stats"))
-    return [table_of(rows, columns, caption=caption, about=about) for rows, columns, about in tables if rows]
+    tables = ((norms, of_norms), (functions, of_functions))
+    return [table_of(rows, columns, caption=caption, about="timeline") for rows, columns in tables if rows]

@@ -5,6 +5,7 @@ import pytest
 import torch
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
+from timelines import timeline
 from torch import nn
 
 import normscope
@@ -180,13 +181,15 @@ def drawn(seen, fits, drifts, speed, functions):
         "keep": lambda **look: normscope.figures.plot_keep(kept(seen.sites), **look),
         "heal": lambda **look: normscope.figures.plot_healing(HEALED, **look),
         "speed": lambda **look: normscope.figures.plot_speed(speed, **look),
+        "timeline": lambda **look: normscope.figures.plot_timeline(timeline(norms=9, functions=9), **look),
+        "timeline, S-curves": lambda **look: normscope.figures.plot_scurves_by_step(timeline(), **look),
     }
 
 
 FIGURES = (
     *("plot", "plot --share-axes", "overview", "overview --share-axes", "fit --plot", "stats --plot", "curves"),
     *("gradient", "compare", "drift", "keep", "heal", "speed"),
-    *("stats --plot, functions", "compare, functions", "plot, functions"),
+    *("stats --plot, functions", "compare, functions", "plot, functions", "timeline", "timeline, S-curves"),
 )
 TWICE = ("plot --share-axes", "overview --share-axes")  # which look like those without it
 

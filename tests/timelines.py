@@ -1,0 +1,30 @@
+"""Timelines in tests, of numbers that numpy makes."""
+
+import numpy as np
+
+from normscope.fits.timeline import OF_CURVES, OF_NORMS, OF_POINTWISE, OF_SITES, StepRecord, Timeline, TimelineSite
+
+
+def timeline(steps=(0, 50, 100, 400), norms=6, functions=0, curves=("tanh", "isru")):
+    """Norms, then point-wise functions; each metric differs between any two steps and sites, and is over 0."""
+    sites = [TimelineSite(f"blocks.{n}.norm", "LayerNorm", "pre-norm", 8) for n in range(norms)]
+    sites += [TimelineSite(f"blocks.{n}.norm", "DyT", "pre-norm", 8, "tanh") for n in range(norms, norms + functions)]
+    names = [f"{name}/{curve}" for curve in curves for name in OF_CURVES] + [*OF_SITES, *OF_NORMS, *OF_POINTWISE]
+    draw, records = np.random.default_rng(0), []
+    for step in steps:
+        numbers = {name: draw.uniform(0.1, 0.9, len(sites)).tolist() for name in names}
+        numbers |= {"low": [-5.0] * len(sites), "high": [7.0] * len(sites)}
+        for name in (*OF_NORMS, *OF_POINTWISE):
+            numbers[name] = [
+                v if bool(site.curve) == (name in OF_POINTWISE) else None
+                for v, site in zip(numbers[name], sites, strict=True)
+            ]
+        records.append(
+            StepRecord(step, 1.7e9 + step, 0.25, numbers, 2 - step / 1e3, tuple(site.name for site in sites))
+        )
+    return Timeline("a_net", "in training", "noise & <more>", tuple(curves), tuple(sites), records=records)
+
+
+def written(run, path):
+    path.write_text(run.header() + "".join(record.line() for record in run.records))
+    return path
