@@ -27,6 +27,7 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import Group, Ranks
 from normscope.pairs.storage import save_capture
+from normscope.probe.loggers import check_logger, log
 from normscope.probe.numbers import FORM, numbers_of
 from normscope.runtime.files import check_writable
 from normscope.runtime.network import random_states_kept
@@ -58,7 +59,9 @@ class Probe:
             restored; an iterator loses the entries that it yields.
         forward: runs the model on a batch, see :func:`normscope.capture`.
         keep: folder for the capture of each record, ``step-00000500.safetensors``; None to keep none.
-        logger: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio.
+        logger: of the caller: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio, or
+            TensorBoard's ``SummaryWriter``. It receives the numbers of each record under ``normscope/``, after the file
+            is written; these three also an image of four S-curves. Its exceptions are not caught.
         group: the processes over which sums are added, see :func:`normscope.capture`; each rank passes its share of
             the batch, and calls the probe at the same steps. Every rank returns the record, and rank 0 writes and logs.
         about: ``model``, ``weights`` and ``data``, in words, for files and figures.
@@ -105,6 +108,7 @@ class Probe:
         for name, number in {"every": every, "samples": samples}.items():
             if number is not None and number < 1:
                 raise UsageError(f"{name} is {number}; it is at least 1.")
+        check_logger(logger)
         self.every, self.logger, self.steps = every, logger, 0
         self.capture: Capture | None = None
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
@@ -160,7 +164,7 @@ class Probe:
         self.capture = seen
         self._on_first_rank(lambda: self._write(record, seen))
         if self.logger is not None and self._ranks.rank == 0:
-            self.logger.log(record.metrics(), step=record.step)
+            log(self.logger, record, seen, self._curves)
         return record
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
