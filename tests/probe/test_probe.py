@@ -13,13 +13,13 @@ import time
 import numpy as np
 import pytest
 import torch
+from networks import PreNorm, State, network_of, same, values_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import normscope
 from normscope.errors import UsageError
 from normscope.fits.timeline import load_timeline
-from tests.networks import PreNorm, State, network_of, same, values_of
 
 WIDTH = 8
 
