@@ -18,7 +18,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from numpy.typing import NDArray
 
 from normscope.curves.known import BY_NAME
-from normscope.errors import count
+from normscope.errors import DataError, count
 from normscope.figures.axes import XAxis, mean_line
 from normscope.figures.style import (
     MANY_TIMES,
@@ -67,10 +67,10 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        DataError: if the timeline contains no record.
+        DataError: if the timeline contains no record, or no number.
         UsageError: if an option is not valid.
     """
-    theme, handles = theme_of(options), list[Artist]()
+    theme, handles, detail = theme_of(options), list[Artist](), _steps(timeline)
     functions = [site.name for site in timeline.sites if site.curve]
     few = timeline if len(timeline.sites) <= _FEW else timeline.only(functions or "all").only(_FEW)
     names = site_labels([site.name for site in timeline.sites], options)
@@ -93,8 +93,10 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
         panels["saturated pairs [%]"] = functools.partial(_draw_shares, timeline=timeline, theme=theme)
         handles += [key("α", theme.ink), key("1/std(x)", theme.ink, _DASHED)]
         handles += [key(label, theme.curves[place]) for place, label in enumerate(_SHARES.values(), 1)]
+    if not panels:
+        raise DataError("No site of the timeline has a finite number, so that there is nothing to draw.")
     columns = columns_of(options, len(panels), _LEAST_PANEL, _COLUMNS)
-    rows, detail = math.ceil(len(panels) / columns), _steps(timeline)
+    rows = math.ceil(len(panels) / columns)
     inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES * columns)
     foot = ["Saturated pairs: median over the sites, and their range"] if functions else []
     parts: dict[str, Any] = {"detail": detail, "foot": foot, "handles": handles}

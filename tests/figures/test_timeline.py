@@ -114,6 +114,12 @@ def test_a_run_of_one_record_has_points_and_one_without_any_is_refused(tmp_path)
         normscope.figures.save_figure(plot(one), tmp_path / "one.png", one.about)
         with pytest.raises(DataError, match="contains no record"):
             plot(replace(one, records=[]))
+    norms = timeline((7,), norms=2)
+    with pytest.raises(DataError, match="contains no record"):
+        plot_timeline(replace(norms, records=[]))
+    nothing = {name: [None, None] for name in norms.records[0].numbers}
+    with pytest.raises(DataError, match="nothing to draw"):
+        plot_timeline(replace(norms, records=[replace(norms.records[0], loss=None, numbers=nothing)]))
     [line] = panels(plot_timeline(one))["loss"].lines
     assert line.get_marker() == "o"
 
