@@ -29,7 +29,7 @@ def trainer_callback(batch: Any, **options: Any) -> Any:
     """
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-    class ProbeCallback(TrainerCallback):  # type: ignore[misc]
+    class TrainerProbe(TrainerCallback):  # type: ignore[misc]
         probe: Probe
 
         def on_train_begin(
@@ -41,7 +41,7 @@ def trainer_callback(batch: Any, **options: Any) -> Any:
             losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
             self.probe.step(loss=next(losses, None), step=state.global_step)
 
-    return ProbeCallback()
+    return TrainerProbe()
 
 
 def lightning_callback(batch: Any, model: nn.Module | None = None, **options: Any) -> Any:
@@ -64,7 +64,7 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
     if package is None:
         raise UsageError("lightning_callback needs Lightning: import lightning or pytorch_lightning first.")
 
-    class ProbeCallback(package.Callback):  # type: ignore[name-defined,misc]
+    class LightningProbe(package.Callback):  # type: ignore[name-defined,misc]
         probe: Probe
         done = 0
 
@@ -78,4 +78,4 @@ def lightning_callback(batch: Any, model: nn.Module | None = None, **options: An
             loss = outputs.get("loss") if isinstance(outputs, dict) else None  # divided by the number of accumulations
             self.probe.step(loss=None if loss is None else loss * trainer.accumulate_grad_batches, step=self.done)
 
-    return ProbeCallback()
+    return LightningProbe()
