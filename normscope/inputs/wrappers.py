@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+_SYNCHRONIZING = (
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+)
 # Attributes that contain the wrapped module, by class: a name alone, such as module, may be any network's own.
 _WRAPPED = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    _SYNCHRONIZING[0]: "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.optim.swa_utils.AveragedModel": "module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    _SYNCHRONIZING[1]: "_fsdp_wrapped_module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "peft.peft_model.PeftModel": "base_model",
     "peft.mixed_model.PeftMixedModel": "base_model",
@@ -63,6 +67,17 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
         outer = (module if hasattr(module, name) else outer).get_submodule(name)
         module = unwrapped(outer)
     return module
+
+
+def synchronized(model: nn.Module) -> bool:
+    """True if DDP or FSDP1 wraps a network or a part of it, which train only the parameters that they were made with.
+
+    >>> from torch import nn
+    >>> synchronized(nn.LayerNorm(4))
+    False
+    """
+    names = {f"{base.__module__}.{base.__qualname__}" for part in model.modules() for base in type(part).__mro__}
+    return not names.isdisjoint(_SYNCHRONIZING)
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:

@@ -24,6 +24,14 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import normscope
@@ -124,6 +132,89 @@ def data_parallel(folder, rank):
     save(folder, f"unnamed alone {rank}", normscope.capture(Network(), unnamed, group=None))
 
 
+COLUMNS = {f"blocks.{n}.up": lambda **layouts: ColwiseParallel(**layouts) for n in range(2)}
+ROWS = {f"blocks.{n}.down": lambda **layouts: RowwiseParallel(**layouts) for n in range(2)}
+
+
+def tensor_parallel(network, mesh):
+    return parallelize_module(network, mesh, {path: make() for path, make in {**COLUMNS, **ROWS}.items()})
+
+
+def sequence_parallel(network, mesh):
+    """Norms see a shard of the sequence, as a DTensor; the outputs of some are plain tensors of that shard."""
+    plan = {
+        "blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        **{path: make(input_layouts=Shard(1)) for path, make in COLUMNS.items()},
+        **{path: make(output_layouts=Shard(1), use_local_output=False) for path, make in ROWS.items()},
+    }
+    for n in range(2):
+        plan |= {f"blocks.{n}.{norm}": SequenceParallel() for norm in ("norm2", "module")}
+        plan[f"blocks.{n}.norm1"] = SequenceParallel(use_local_output=bool(n))
+    return parallelize_module(network, mesh, plan)
+
+
+def channel_parallel(network, mesh):
+    """The first norm sees a shard of the channels."""
+    plan = {"blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(2))}
+    return parallelize_module(network, mesh, plan)
+
+
+def of_tensor_parallel(folder, rank):
+    """All ranks have the same data, of which there is no axis."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for parallel in (tensor_parallel, sequence_parallel):
+        network = parallel(Network(), mesh)
+        seen = normscope.capture(network, [batch(index) for index in BATCHES], group=None, **OPTIONS)
+        save(folder, f"{parallel.__name__} {rank}", seen)
+        swapped(folder, f"{parallel.__name__} {rank}", network, seen)
+    save_refusals(folder, rank, mesh, network, seen)
+
+
+def of_fully_sharded(folder, rank):
+    network = fsdp2(Network())
+    swapped(folder, f"fully_sharded {rank}", network, normscope.capture(network, of_rank(rank)[:2]))
+
+
+def of_both(folder, rank):
+    """Two data ranks, of two tensor ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    network = sequence_parallel(Network(), mesh["tp"])
+    for part in (*network.blocks, network):
+        fully_shard(part, mesh=mesh["dp"])
+    seen = normscope.capture(network, of_rank(mesh["dp"].get_local_rank())[:2], group=mesh["dp"], **OPTIONS)
+    save(folder, f"both {rank}", seen)
+    swapped(folder, f"both {rank}", network, seen)
+
+
+def swapped(folder, name, network, seen):
+    """Write the drift of a swap, on the same batches on every rank."""
+    modules = normscope.replacements(network, "dyt", seen, layers="*.norm*,*.module")
+    report = normscope.drift(network, [batch(8), batch(9)], modules)
+    (folder / f"{name}.json").write_text(json.dumps(drifts(report)))
+
+
+def drifts(report):
+    return [[row.site, row.relative_l2.p50, row.relative_l2.max] for row in report.rows]
+
+
+def save_refusals(folder, rank, mesh, network, seen):
+    calls = {
+        "channels": lambda: normscope.capture(channel_parallel(Network(), mesh), [batch(0)], group=None),
+        "calibrate": lambda: normscope.swap(network, "dyt", seen, init="calibrated", learn=[batch(0), batch(1)]),
+        "heal": lambda: normscope.heal(network, network, [batch(0)], [batch(1)]),
+        "rmsnorm": lambda: normscope.replacements(network, "rmsnorm", seen, layers="*.norm2"),
+        "DDP": lambda: normscope.swap(DistributedDataParallel(Network()), "dyt", seen, layers="*.norm2"),
+    }
+    (folder / f"errors {rank}.json").write_text(json.dumps({name: error_of(call) for name, call in calls.items()}))
+
+
+def error_of(call):
+    try:
+        call()
+    except NormscopeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def refused(folder, rank):
     """Write the errors of calls that ranks do not agree in."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -134,12 +225,7 @@ def refused(folder, rank):
         "layers": lambda: normscope.capture(Network(), of_rank(rank), layers=[rank]),
         "missing": lambda: rank or normscope.capture(Network(), of_rank(rank), group=impatient),
     }
-    errors = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except NormscopeError as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+    errors = {name: error_of(call) for name, call in calls.items()}
     same = normscope.capture(Network(), [batch(0)], group=mesh["dp"])
     errors["n_samples"] = same.n_samples
     (folder / f"errors {rank}.json").write_text(json.dumps(errors))
@@ -149,7 +235,7 @@ def save(folder, name, seen):
     normscope.save_capture(seen, folder / f"{name}.safetensors")
 
 
-PROGRAMS = {"two": (data_parallel, refused)}
+PROGRAMS = {"two": (data_parallel, refused), "sharded": (of_tensor_parallel, of_fully_sharded), "four": (of_both,)}
 
 
 # --- what came of it ----------------------------------------------------------------------------------------------
@@ -198,7 +284,7 @@ def test_ranks_with_batches_of_their_own_see_what_one_process_sees(two, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "alone"), [("plain", "alone"), ("unnamed", "unnamed alone")])
 def test_merged_captures_of_ranks_are_the_capture_of_the_group(two, whole, alone):
-    merged = normscope.merge_captures(*(two / f"{alone} {rank}.safetensors" for rank in range(2)))
+    merged = normscope.merge_captures([two / f"{alone} {rank}.safetensors" for rank in range(2)])
     assert_same(normscope.load_capture(two / f"{whole} 0.safetensors"), merged)
     single = normscope.capture(Network(), [batch(index) for index in BATCHES])
     for name, stats in merged.stats.items():  # folds depend on the names of samples, and counts do not
@@ -210,10 +296,10 @@ def test_ranks_that_do_not_agree_are_refused(two):
     errors = [json.loads((two / f"errors {rank}.json").read_text()) for rank in range(2)]
     for said in errors:
         assert said["mesh"].startswith("UsageError: group is a DeviceMesh of the axes dp, tp. Pass the axis along")
-        assert said["same"].startswith("DataError: Two ranks have captured sample 0 of the same data, which would be")
+        assert said["same"].startswith("DataError: Two ranks have captured sample ")
         assert "sees another layers than" in said["layers"]
         assert said["n_samples"] == 3
-    assert "every rank of the group must call it" in errors[0]["missing"] and "missing" not in errors[1]
+    assert "every rank of the group must call it" in errors[0]["missing"] and errors[1]["missing"] is None
 
 
 def test_without_torch_distributed_there_is_no_group():
