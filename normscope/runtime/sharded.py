@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from normscope.errors import ModelError
 from normscope.inputs.wrappers import class_of, synchronized
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Importing torch.distributed.tensor takes a third of a second; a script that has a DTensor has imported it.
 
@@ -83,6 +86,22 @@ def of_shards(function: Callable[[Tensor], Tensor], x: Tensor, channel_axes: set
     sharded = sharded.redistribute(placements=kept)
     y = function(sharded.to_local())
     return DTensor.from_local(y, sharded.device_mesh, kept, run_check=False, shape=x.shape, stride=sharded.stride())
+
+
+def tensor_parallel_group(model: nn.Module) -> ProcessGroup | None:
+    """Return the ranks that run a network on the same data, by the meshes of its DTensors; None if there are none.
+
+    The axes of a mesh up to the first that ``fully_shard`` divides parameters along are axes of the data.
+    """
+    fully_sharded = any(hasattr(type(part), "unshard") for part in model.modules())
+    for parameter in filter(is_sharded, model.parameters()):
+        layout: Any = parameter
+        dividing = (axis for axis, placement in enumerate(layout.placements) if placement.is_shard())
+        n_data = 1 + next(dividing, -1) if fully_sharded else 0
+        if n_data < layout.device_mesh.ndim:
+            group: ProcessGroup = layout.device_mesh.get_group(n_data)
+            return group
+    return None
 
 
 def check_one_process(model: nn.Module, action: str) -> None:

@@ -159,6 +159,16 @@ def channel_parallel(network, mesh):
     return parallelize_module(network, mesh, plan)
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm = nn.Linear(D, 2 * D).double(), nn.RMSNorm(D).double()
+
+    def forward(self, x):
+        return self.norm(self.up(x).unflatten(-1, (-1, D)))
+
+
 def of_tensor_parallel(folder, rank):
     """All ranks have the same data, of which there is no axis."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -186,9 +196,15 @@ def of_both(folder, rank):
     swapped(folder, f"both {rank}", network, seen)
 
 
+SWAPPED = "*.norm*,*.module"
+
+
 def swapped(folder, name, network, seen):
     """Write the drift of a swap, on the same batches on every rank."""
-    modules = normscope.replacements(network, "dyt", seen, layers="*.norm*,*.module")
+    modules = normscope.replacements(network, "dyt", seen, layers=SWAPPED)
+    for path, module in modules.items():
+        norm = network.get_submodule(path)
+        assert getattr(module.weight, "placements", None) == getattr(norm.weight, "placements", None)
     report = normscope.drift(network, [batch(8), batch(9)], modules)
     (folder / f"{name}.json").write_text(json.dumps(drifts(report)))
 
@@ -200,6 +216,9 @@ def drifts(report):
 def save_refusals(folder, rank, mesh, network, seen):
     calls = {
         "channels": lambda: normscope.capture(channel_parallel(Network(), mesh), [batch(0)], group=None),
+        "heads": lambda: normscope.capture(
+            parallelize_module(Heads(), mesh, {"up": ColwiseParallel()}), [batch(0)], group=None
+        ),
         "calibrate": lambda: normscope.swap(network, "dyt", seen, init="calibrated", learn=[batch(0), batch(1)]),
         "heal": lambda: normscope.heal(network, network, [batch(0)], [batch(1)]),
         "rmsnorm": lambda: normscope.replacements(network, "rmsnorm", seen, layers="*.norm2"),
@@ -251,7 +270,7 @@ def launched(folder, program, size):
     command = [sys.executable, __file__, program, str(folder)]
     environments = [{**os.environ, **given, "RANK": str(rank)} for rank in range(size)]
     ranks = [subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) for own in environments]
-    ends = [rank.communicate(timeout=120)[1] for rank in ranks]
+    ends = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(ends)
     return folder
 
@@ -272,9 +291,7 @@ def assert_same(seen, known):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DATA_PARALLEL)
 def test_ranks_with_batches_of_their_own_see_what_one_process_sees(two, name):
-    files = [(two / f"{name} {rank}.safetensors").read_bytes() for rank in range(2)]
-    assert files[0] == files[1]
-    seen = normscope.load_capture(two / f"{name} 0.safetensors")
+    seen = normscope.load_capture(of_all(two, name, "safetensors"))
     batches = [batch(index) for index in (BATCHES[:4] if name in SHARDED else BATCHES)]
     assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
     assert [site.name for site in seen.sites][:3] == ["blocks.0.norm1", "blocks.0.norm2", "blocks.0.module"]
@@ -289,6 +306,64 @@ def test_merged_captures_of_ranks_are_the_capture_of_the_group(two, whole, alone
     single = normscope.capture(Network(), [batch(index) for index in BATCHES])
     for name, stats in merged.stats.items():  # folds depend on the names of samples, and counts do not
         assert torch.equal(stats.moments[:, 0].sum(0), single.stats[name].moments[:, 0].sum(0))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("sharded"), "sharded", 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("four"), "four", 4)
+
+
+def of_all(folder, name, extension, size=2):
+    """Return the file that every rank wrote the same."""
+    files = [folder / f"{name} {rank}.{extension}" for rank in range(size)]
+    assert len({file.read_bytes() for file in files}) == 1
+    return files[0]
+
+
+def assert_same_drift(file, captured):
+    """Outputs differ by roundings of float64, 1e-16 each; the fitted curves by those of sums, of 1e-12."""
+    network = Network()
+    modules = normscope.replacements(network, "dyt", normscope.capture(network, captured), layers=SWAPPED)
+    known = drifts(normscope.drift(network, [batch(8), batch(9)], modules))
+    for (site, *measured), (name, *expected) in zip(json.loads(file.read_text()), known, strict=True):
+        assert (site, measured) == (name, pytest.approx(expected, rel=1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel"])
+def test_ranks_with_the_same_data_count_once(sharded, name):
+    batches = [batch(index) for index in BATCHES]
+    seen = normscope.load_capture(of_all(sharded, name, "safetensors"))
+    assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
+    assert_same_drift(of_all(sharded, name, "json"), batches)
+
+
+@pytest.mark.slow
+def test_norms_of_fully_sharded_networks_are_swapped(sharded):
+    assert_same_drift(of_all(sharded, "fully_sharded", "json"), [batch(index) for index in BATCHES[:4]])
+
+
+@pytest.mark.slow
+def test_two_data_ranks_of_two_tensor_ranks_each(four):
+    batches = [batch(index) for index in BATCHES[:4]]
+    seen = normscope.load_capture(of_all(four, "both", "safetensors", 4))
+    assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
+    assert_same_drift(of_all(four, "both", "json", 4), batches)
+
+
+@pytest.mark.slow
+def test_what_sharded_networks_do_not_support_is_refused(sharded):
+    errors = json.loads((sharded / "errors 0.json").read_text())
+    assert "blocks.0.norm1 is sharded along its channels, so that no rank sees a whole token" in errors["channels"]
+    assert errors["heads"].startswith("ModelError: Ranks of tensor parallelism saw different inputs of the norm norm")
+    for name, action in (("calibrate", "Calibration"), ("heal", "Healing"), ("rmsnorm", "A swap for rmsnorm")):
+        assert errors[name].startswith(f"ModelError: {action} runs in one process")
+    assert errors["DDP"].startswith("ModelError: DDP or FSDP1 wraps this Network")
 
 
 @pytest.mark.slow
