@@ -33,7 +33,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     >>> unwrapped(nn.DataParallel(nn.LayerNorm(4)))
     LayerNorm((4,), eps=1e-05, elementwise_affine=True)
     """
-    while (name := _wrapped_name(type(module))) is not None:
+    while (name := wrapped_name(type(module))) is not None:
         module = getattr(module, name)
     return module
 
@@ -88,6 +88,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return original if sharded else cls
 
 
-def _wrapped_name(cls: type) -> str | None:
+def wrapped_name(cls: type) -> str | None:
+    """Return the attribute of a wrapping class that contains the wrapped module; None for other classes."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
     return next((_WRAPPED[name] for name in names if name in _WRAPPED), None)

@@ -18,7 +18,7 @@ from normscope.errors import MemoryEndedError, ModelError, NormscopeError, Usage
 from normscope.inputs.batch import BY_HAND, Batch
 from normscope.inputs.chunks import Inputs
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.wrappers import class_of, synchronized
+from normscope.inputs.wrappers import class_of, synchronized, wrapped_name
 from normscope.runtime.processes import Place
 
 _ALLOCATORS = (
@@ -371,8 +371,8 @@ def copied(module: nn.Module) -> nn.Module:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the network inside torch.compile's wrapper."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+    inner: Any = model
+    return inner._orig_mod if wrapped_name(type(model)) == "_orig_mod" else inner  # type: ignore[no-any-return]
 
 
 _SUMS = 2**28  # bytes of a GPU reserved for the sums of the norms, some 5 MB each, and the steps of their loops
