@@ -325,12 +325,12 @@ def of_all(folder, name, extension, size=2):
     return files[0]
 
 
-def assert_same_drift(file, captured):
+def assert_same_drift(file, known):
     """Outputs differ by roundings of float64, 1e-16 each; the fitted curves by those of sums, of 1e-12."""
     network = Network()
-    modules = normscope.replacements(network, "dyt", normscope.capture(network, captured), layers=SWAPPED)
-    known = drifts(normscope.drift(network, [batch(8), batch(9)], modules))
-    for (site, *measured), (name, *expected) in zip(json.loads(file.read_text()), known, strict=True):
+    modules = normscope.replacements(network, "dyt", known, layers=SWAPPED)
+    expected_rows = drifts(normscope.drift(network, [batch(8), batch(9)], modules))
+    for (site, *measured), (name, *expected) in zip(json.loads(file.read_text()), expected_rows, strict=True):
         assert (site, measured) == (name, pytest.approx(expected, rel=1e-6))
 
 
@@ -339,21 +339,24 @@ def assert_same_drift(file, captured):
 def test_ranks_with_the_same_data_count_once(sharded, name):
     batches = [batch(index) for index in BATCHES]
     seen = normscope.load_capture(of_all(sharded, name, "safetensors"))
-    assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
-    assert_same_drift(of_all(sharded, name, "json"), batches)
+    known = normscope.capture(Network(), batches, **OPTIONS)
+    assert_same(seen, known)
+    assert_same_drift(of_all(sharded, name, "json"), known)
 
 
 @pytest.mark.slow
 def test_norms_of_fully_sharded_networks_are_swapped(sharded):
-    assert_same_drift(of_all(sharded, "fully_sharded", "json"), [batch(index) for index in BATCHES[:4]])
+    known = normscope.capture(Network(), [batch(index) for index in BATCHES[:4]])
+    assert_same_drift(of_all(sharded, "fully_sharded", "json"), known)
 
 
 @pytest.mark.slow
 def test_two_data_ranks_of_two_tensor_ranks_each(four):
     batches = [batch(index) for index in BATCHES[:4]]
     seen = normscope.load_capture(of_all(four, "both", "safetensors", 4))
-    assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
-    assert_same_drift(of_all(four, "both", "json", 4), batches)
+    known = normscope.capture(Network(), batches, **OPTIONS)
+    assert_same(seen, known)
+    assert_same_drift(of_all(four, "both", "json", 4), known)
 
 
 @pytest.mark.slow
