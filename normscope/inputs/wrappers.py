@@ -8,13 +8,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+_SYNCHRONIZING = (
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+)
 # Attributes that contain the wrapped module, by class: a name alone, such as module, may be any network's own.
 _WRAPPED = {
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    _SYNCHRONIZING[0]: "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch.optim.swa_utils.AveragedModel": "module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    _SYNCHRONIZING[1]: "_fsdp_wrapped_module",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
     "peft.peft_model.PeftModel": "base_model",
     "peft.mixed_model.PeftMixedModel": "base_model",
@@ -29,7 +33,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     >>> unwrapped(nn.DataParallel(nn.LayerNorm(4)))
     LayerNorm((4,), eps=1e-05, elementwise_affine=True)
     """
-    while (name := _wrapped_name(type(module))) is not None:
+    while (name := wrapped_name(type(module))) is not None:
         module = getattr(module, name)
     return module
 
@@ -65,6 +69,17 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
     return module
 
 
+def synchronized(model: nn.Module) -> bool:
+    """True if DDP or FSDP1 wraps a network or a part of it, which train only the parameters that they were made with.
+
+    >>> from torch import nn
+    >>> synchronized(nn.LayerNorm(4))
+    False
+    """
+    names = {f"{base.__module__}.{base.__qualname__}" for part in model.modules() for base in type(part).__mro__}
+    return not names.isdisjoint(_SYNCHRONIZING)
+
+
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module inside all wrappers, before ``fully_shard`` replaced it by a subclass."""
     cls = type(unwrapped(module))
@@ -73,6 +88,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return original if sharded else cls
 
 
-def _wrapped_name(cls: type) -> str | None:
+def wrapped_name(cls: type) -> str | None:
+    """Return the attribute of a wrapping class that contains the wrapped module; None for other classes."""
     names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
     return next((_WRAPPED[name] for name in names if name in _WRAPPED), None)

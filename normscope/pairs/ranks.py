@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
+from normscope.errors import DataError, ModelError, RankLostError, StoppedError, UsageError, count
 from normscope.inputs.chunks import Done, LeftOut
-from normscope.pairs.captures import shared_input
+from normscope.pairs.captures import Capture, shared_input
 from normscope.pairs.recorder import Progress, Recorder
 from normscope.pairs.storage import pack, unpack
 from normscope.runtime.files import check_writable
@@ -256,6 +256,25 @@ def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
                 raise DataError(
                     f"Rank {rank} sees another {name} than rank {ranks.rank}: {theirs.get(name)!r:.80}, not "
                     f"{value!r:.80}. All hosts need the same files and the same options."
+                )
+
+
+_SAME = 1e-5  # of Σx²: far above the roundings by which ranks with the same data may differ
+
+
+def check_same_data(seen: Capture, ranks: Ranks) -> None:
+    """Refuse captures of ranks that run a network on the same data and saw different inputs of a norm; ModelError.
+
+    Plain tensors do not show that ranks divide them, as transformers' tensor parallelism divides heads.
+    """
+    squares = {name: float(stats.moments[:, 3].sum()) for name, stats in seen.stats.items()}
+    for theirs in ranks.told(squares):
+        for name, value in squares.items():
+            if abs(theirs[name] - value) > _SAME * abs(value):
+                raise ModelError(
+                    f"Ranks of tensor parallelism saw different inputs of the norm {name}: they ran on different "
+                    "batches, or divide its tokens, such as heads, among plain tensors, which cannot be counted. Leave "
+                    "such norms out by layers=."
                 )
 
 

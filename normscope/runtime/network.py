@@ -20,6 +20,7 @@ from normscope.errors import MemoryEndedError, ModelError, NormscopeError, Usage
 from normscope.inputs.batch import BY_HAND, Batch
 from normscope.inputs.chunks import Inputs
 from normscope.inputs.loaded_model import LoadedModel
+from normscope.inputs.wrappers import class_of, synchronized, wrapped_name
 from normscope.runtime.processes import Place
 
 _ALLOCATORS = (
@@ -321,11 +322,16 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise ModelError if accelerate has spread a network whose modules are to be replaced."""
+    """Raise ModelError if accelerate, DDP or FSDP1 has a network whose modules are to be replaced."""
     if is_spread(model):
         raise ModelError(
             f"This {type(model).__name__} is spread by accelerate, and norms are replaced in a network on one device "
             "alone. Load it without a device map."
+        )
+    if synchronized(model):
+        raise ModelError(
+            f"DDP or FSDP1 wraps this {class_of(model).__name__} or a part of it, and would not train what replaces "
+            "its norms. Replace them in the network itself, and wrap it afterwards; or shard it by fully_shard (FSDP2)."
         )
 
 
@@ -371,7 +377,14 @@ def with_weights_at_hand(module: nn.Module, hook: ForwardHook) -> ForwardHook:
 def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose weights are :func:`at_hand`, without what accelerate attached to it."""
     hooks = [getattr(part, _HOOK) for part in module.modules() if hasattr(part, _HOOK)]
-    twin = copy.deepcopy(module, {id(hook): None for hook in hooks})  # each holds the weights of the whole network
+    memo: dict[int, Any] = {id(hook): None for hook in hooks}  # each holds the weights of the whole network
+    if hasattr(type(module), "unshard"):  # fully_shard's class, which refuses copies; its hooks hold all of its group
+        own = {name: value for name, value in vars(module).items() if "hook" not in name and "composable" not in name}
+        twin = nn.Module.__new__(class_of(module))
+        nn.Module.__init__(twin)
+        vars(twin).update(copy.deepcopy(own, memo))
+    else:
+        twin = copy.deepcopy(module, memo)
     for part in twin.modules():
         if part.__dict__.pop(_HOOK, hooks) is not hooks:
             for name in ("forward", "_old_forward"):
@@ -381,8 +394,8 @@ def copied(module: nn.Module) -> nn.Module:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the network inside torch.compile's wrapper."""
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    return inner
+    inner: Any = model
+    return inner._orig_mod if wrapped_name(type(model)) == "_orig_mod" else inner  # type: ignore[no-any-return]
 
 
 _SUMS = 2**28  # bytes of a GPU reserved for the sums of the norms, some 5 MB each, and the steps of their loops

@@ -13,6 +13,7 @@ from normscope.curves.expressions import curves_named
 from normscope.curves.known import CURVES, Curve
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
+from normscope.runtime.sharded import is_sharded, of_shards, whole
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.eager import Parameters
@@ -105,6 +106,11 @@ class PointwiseFunction(nn.Module):
             (input,) = named.values()
         if input.is_nested:
             return of_each(self, input)
+        if is_sharded(input):
+            first = (
+                input.ndim - len(self.normalized_shape) if self.channel_axis == -1 else self.channel_axis % input.ndim
+            )
+            return of_shards(self.forward, input, {*range(first, first + len(self.normalized_shape))})
         if self.keeps != "all":
             input = with_strides_kept(input, self.keeps)
         stored: dict[str, Any] = self._parameters
@@ -114,6 +120,10 @@ class PointwiseFunction(nn.Module):
         shift = stored["shift"] if "shift" in stored else self.shift  # noqa: SIM401
         weight = stored["weight"] if "weight" in stored else self.weight  # noqa: SIM401
         bias = stored["bias"] if "bias" in stored else self.bias  # noqa: SIM401
+        if type(weight) is not nn.Parameter and is_sharded(weight):
+            alpha, shift, weight, bias = (
+                None if p is None else self._gathered(p) for p in (alpha, shift, weight, bias)
+            )
         parameters = (alpha, shift, weight, bias)
         output = None
         if not torch.compiler.is_dynamo_compiling():
@@ -158,6 +168,14 @@ class PointwiseFunction(nn.Module):
         shape = ", ".join(map(str, self.normalized_shape))
         axis = "" if self.channel_axis == -1 else f", channel_axis={self.channel_axis}"
         return f"{self.curve.name}, {shape}{axis}"
+
+    def _gathered(self, parameter: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            raise UsageError(
+                "A point-wise function that was swapped into a sharded network has no gradients: run it under "
+                "torch.no_grad(), or swap the norms before the network is sharded, to train them."
+            )
+        return whole(parameter)
 
     def _behind(self, input: Tensor) -> int:
         """Return the number of the input's axes after those of its channels."""

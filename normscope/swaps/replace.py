@@ -23,6 +23,7 @@ from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite
 from normscope.runtime.network import check_whole, uncompiled
+from normscope.runtime.sharded import check_one_process, is_sharded, shard_like, whole, whole_weights
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, RMSNorm, TokenWise
 from normscope.swaps.start import Fits, Start, few_channels, norms_of, only, starts
@@ -184,8 +185,15 @@ def replacements(
     check_whole(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)
-    start_values = starts(curve, only(fits, chosen), init)
-    return {start.norm.name: replacement(norms[start.norm.name], start, where) for start in start_values}
+    made = {}
+    for start in starts(curve, only(fits, chosen), init):
+        norm = norms[start.norm.name]
+        if start.curve is None:
+            check_one_process(norm, f"A swap for {start.func}")
+        with whole_weights(norm):
+            module = replacement(norm, start, where)
+        made[start.norm.name] = shard_like(module, norm)
+    return made
 
 
 def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
@@ -276,7 +284,8 @@ def outputs_at(network: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, l
     def copying(watched: nn.Module, copies: list[Tensor]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, result: Any) -> None:
             if module is watched:  # a norm shares its hooks with its replacement
-                copies.extend(tensor.clone() for tensor in tensors_of(result) if tensor.is_floating_point())
+                like = next(iter(tensors_of(args)), None)
+                copies.extend(whole(each, like).clone() for each in tensors_of(result) if each.is_floating_point())
 
         return hook
 
@@ -291,7 +300,8 @@ def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     """Return a tensor with the device and dtype of a replacement of ``module``."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
-    return next(floating, torch.zeros(()) if otherwise is None else otherwise)
+    like = next(floating, torch.zeros(()) if otherwise is None else otherwise)
+    return torch.empty((), dtype=like.dtype, device=like.device) if is_sharded(like) else like
 
 
 def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> tuple[str, ...]:

@@ -24,6 +24,14 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import normscope
@@ -124,6 +132,108 @@ def data_parallel(folder, rank):
     save(folder, f"unnamed alone {rank}", normscope.capture(Network(), unnamed, group=None))
 
 
+COLUMNS = {f"blocks.{n}.up": lambda **layouts: ColwiseParallel(**layouts) for n in range(2)}
+ROWS = {f"blocks.{n}.down": lambda **layouts: RowwiseParallel(**layouts) for n in range(2)}
+
+
+def tensor_parallel(network, mesh):
+    return parallelize_module(network, mesh, {path: make() for path, make in {**COLUMNS, **ROWS}.items()})
+
+
+def sequence_parallel(network, mesh):
+    """Norms see a shard of the sequence, as a DTensor; the outputs of some are plain tensors of that shard."""
+    plan = {
+        "blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        **{path: make(input_layouts=Shard(1)) for path, make in COLUMNS.items()},
+        **{path: make(output_layouts=Shard(1), use_local_output=False) for path, make in ROWS.items()},
+    }
+    for n in range(2):
+        plan |= {f"blocks.{n}.{norm}": SequenceParallel() for norm in ("norm2", "module")}
+        plan[f"blocks.{n}.norm1"] = SequenceParallel(use_local_output=bool(n))
+    return parallelize_module(network, mesh, plan)
+
+
+def channel_parallel(network, mesh):
+    """The first norm sees a shard of the channels."""
+    plan = {"blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(2))}
+    return parallelize_module(network, mesh, plan)
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm = nn.Linear(D, 2 * D).double(), nn.RMSNorm(D).double()
+
+    def forward(self, x):
+        return self.norm(self.up(x).unflatten(-1, (-1, D)))
+
+
+def of_tensor_parallel(folder, rank):
+    """All ranks have the same data, of which there is no axis."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for parallel in (tensor_parallel, sequence_parallel):
+        network = parallel(Network(), mesh)
+        seen = normscope.capture(network, [batch(index) for index in BATCHES], group=None, **OPTIONS)
+        save(folder, f"{parallel.__name__} {rank}", seen)
+        swapped(folder, f"{parallel.__name__} {rank}", network, seen)
+    save_refusals(folder, rank, mesh, network, seen)
+
+
+def of_fully_sharded(folder, rank):
+    network = fsdp2(Network())
+    swapped(folder, f"fully_sharded {rank}", network, normscope.capture(network, of_rank(rank)[:2]))
+
+
+def of_both(folder, rank):
+    """Two data ranks, of two tensor ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    network = sequence_parallel(Network(), mesh["tp"])
+    for part in (*network.blocks, network):
+        fully_shard(part, mesh=mesh["dp"])
+    seen = normscope.capture(network, of_rank(mesh["dp"].get_local_rank())[:2], group=mesh["dp"], **OPTIONS)
+    save(folder, f"both {rank}", seen)
+    swapped(folder, f"both {rank}", network, seen)
+
+
+SWAPPED = "*.norm*,*.module"
+
+
+def swapped(folder, name, network, seen):
+    """Write the drift of a swap, on the same batches on every rank."""
+    modules = normscope.replacements(network, "dyt", seen, layers=SWAPPED)
+    for path, module in modules.items():
+        norm = network.get_submodule(path)
+        assert getattr(module.weight, "placements", None) == getattr(norm.weight, "placements", None)
+    report = normscope.drift(network, [batch(8), batch(9)], modules)
+    (folder / f"{name}.json").write_text(json.dumps(drifts(report)))
+
+
+def drifts(report):
+    return [[row.site, row.relative_l2.p50, row.relative_l2.max] for row in report.rows]
+
+
+def save_refusals(folder, rank, mesh, network, seen):
+    calls = {
+        "channels": lambda: normscope.capture(channel_parallel(Network(), mesh), [batch(0)], group=None),
+        "heads": lambda: normscope.capture(
+            parallelize_module(Heads(), mesh, {"up": ColwiseParallel()}), [batch(0)], group=None
+        ),
+        "calibrate": lambda: normscope.swap(network, "dyt", seen, init="calibrated", learn=[batch(0), batch(1)]),
+        "heal": lambda: normscope.heal(network, network, [batch(0)], [batch(1)]),
+        "rmsnorm": lambda: normscope.replacements(network, "rmsnorm", seen, layers="*.norm2"),
+        "DDP": lambda: normscope.swap(DistributedDataParallel(Network()), "dyt", seen, layers="*.norm2"),
+    }
+    (folder / f"errors {rank}.json").write_text(json.dumps({name: error_of(call) for name, call in calls.items()}))
+
+
+def error_of(call):
+    try:
+        call()
+    except NormscopeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def refused(folder, rank):
     """Write the errors of calls that ranks do not agree in."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -134,12 +244,7 @@ def refused(folder, rank):
         "layers": lambda: normscope.capture(Network(), of_rank(rank), layers=[rank]),
         "missing": lambda: rank or normscope.capture(Network(), of_rank(rank), group=impatient),
     }
-    errors = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except NormscopeError as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+    errors = {name: error_of(call) for name, call in calls.items()}
     same = normscope.capture(Network(), [batch(0)], group=mesh["dp"])
     errors["n_samples"] = same.n_samples
     (folder / f"errors {rank}.json").write_text(json.dumps(errors))
@@ -149,7 +254,7 @@ def save(folder, name, seen):
     normscope.save_capture(seen, folder / f"{name}.safetensors")
 
 
-PROGRAMS = {"two": (data_parallel, refused)}
+PROGRAMS = {"two": (data_parallel, refused), "sharded": (of_tensor_parallel, of_fully_sharded), "four": (of_both,)}
 
 
 # --- what came of it ----------------------------------------------------------------------------------------------
@@ -165,7 +270,7 @@ def launched(folder, program, size):
     command = [sys.executable, __file__, program, str(folder)]
     environments = [{**os.environ, **given, "RANK": str(rank)} for rank in range(size)]
     ranks = [subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) for own in environments]
-    ends = [rank.communicate(timeout=120)[1] for rank in ranks]
+    ends = [rank.communicate(timeout=600)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(ends)
     return folder
 
@@ -186,9 +291,7 @@ def assert_same(seen, known):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DATA_PARALLEL)
 def test_ranks_with_batches_of_their_own_see_what_one_process_sees(two, name):
-    files = [(two / f"{name} {rank}.safetensors").read_bytes() for rank in range(2)]
-    assert files[0] == files[1]
-    seen = normscope.load_capture(two / f"{name} 0.safetensors")
+    seen = normscope.load_capture(of_all(two, name, "safetensors"))
     batches = [batch(index) for index in (BATCHES[:4] if name in SHARDED else BATCHES)]
     assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
     assert [site.name for site in seen.sites][:3] == ["blocks.0.norm1", "blocks.0.norm2", "blocks.0.module"]
@@ -198,11 +301,72 @@ def test_ranks_with_batches_of_their_own_see_what_one_process_sees(two, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "alone"), [("plain", "alone"), ("unnamed", "unnamed alone")])
 def test_merged_captures_of_ranks_are_the_capture_of_the_group(two, whole, alone):
-    merged = normscope.merge_captures(*(two / f"{alone} {rank}.safetensors" for rank in range(2)))
+    merged = normscope.merge_captures([two / f"{alone} {rank}.safetensors" for rank in range(2)])
     assert_same(normscope.load_capture(two / f"{whole} 0.safetensors"), merged)
     single = normscope.capture(Network(), [batch(index) for index in BATCHES])
     for name, stats in merged.stats.items():  # folds depend on the names of samples, and counts do not
         assert torch.equal(stats.moments[:, 0].sum(0), single.stats[name].moments[:, 0].sum(0))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("sharded"), "sharded", 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("four"), "four", 4)
+
+
+def of_all(folder, name, extension, size=2):
+    """Return the file that every rank wrote the same."""
+    files = [folder / f"{name} {rank}.{extension}" for rank in range(size)]
+    assert len({file.read_bytes() for file in files}) == 1
+    return files[0]
+
+
+def assert_same_drift(file, known):
+    """Outputs differ by roundings of float64, 1e-16 each; the fitted curves by those of sums, of 1e-12."""
+    network = Network()
+    modules = normscope.replacements(network, "dyt", known, layers=SWAPPED)
+    expected_rows = drifts(normscope.drift(network, [batch(8), batch(9)], modules))
+    for (site, *measured), (name, *expected) in zip(json.loads(file.read_text()), expected_rows, strict=True):
+        assert (site, measured) == (name, pytest.approx(expected, rel=1e-6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel"])
+def test_ranks_with_the_same_data_count_once(sharded, name):
+    batches = [batch(index) for index in BATCHES]
+    seen = normscope.load_capture(of_all(sharded, name, "safetensors"))
+    known = normscope.capture(Network(), batches, **OPTIONS)
+    assert_same(seen, known)
+    assert_same_drift(of_all(sharded, name, "json"), known)
+
+
+@pytest.mark.slow
+def test_norms_of_fully_sharded_networks_are_swapped(sharded):
+    known = normscope.capture(Network(), [batch(index) for index in BATCHES[:4]])
+    assert_same_drift(of_all(sharded, "fully_sharded", "json"), known)
+
+
+@pytest.mark.slow
+def test_two_data_ranks_of_two_tensor_ranks_each(four):
+    batches = [batch(index) for index in BATCHES[:4]]
+    seen = normscope.load_capture(of_all(four, "both", "safetensors", 4))
+    known = normscope.capture(Network(), batches, **OPTIONS)
+    assert_same(seen, known)
+    assert_same_drift(of_all(four, "both", "json", 4), known)
+
+
+@pytest.mark.slow
+def test_what_sharded_networks_do_not_support_is_refused(sharded):
+    errors = json.loads((sharded / "errors 0.json").read_text())
+    assert "blocks.0.norm1 is sharded along its channels, so that no rank sees a whole token" in errors["channels"]
+    assert errors["heads"].startswith("ModelError: Ranks of tensor parallelism saw different inputs of the norm norm")
+    for name, action in (("calibrate", "Calibration"), ("heal", "Healing"), ("rmsnorm", "A swap for rmsnorm")):
+        assert errors[name].startswith(f"ModelError: {action} runs in one process")
+    assert errors["DDP"].startswith("ModelError: DDP or FSDP1 wraps this Network")
 
 
 @pytest.mark.slow
@@ -210,10 +374,10 @@ def test_ranks_that_do_not_agree_are_refused(two):
     errors = [json.loads((two / f"errors {rank}.json").read_text()) for rank in range(2)]
     for said in errors:
         assert said["mesh"].startswith("UsageError: group is a DeviceMesh of the axes dp, tp. Pass the axis along")
-        assert said["same"].startswith("DataError: Two ranks have captured sample 0 of the same data, which would be")
+        assert said["same"].startswith("DataError: Two ranks have captured sample ")
         assert "sees another layers than" in said["layers"]
         assert said["n_samples"] == 3
-    assert "every rank of the group must call it" in errors[0]["missing"] and "missing" not in errors[1]
+    assert "every rank of the group must call it" in errors[0]["missing"] and errors[1]["missing"] is None
 
 
 def test_without_torch_distributed_there_is_no_group():

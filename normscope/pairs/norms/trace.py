@@ -36,7 +36,7 @@ from normscope.pairs.norms.recognition import (
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run, uncompiled
-from normscope.runtime.sharded import address, whole, whole_weights
+from normscope.runtime.sharded import address, sharded_axes, whole, whole_weights
 
 NOT_CALLED = "not called"
 
@@ -257,6 +257,7 @@ class _TraceWatch(FunctionWatch):
             self.calls[name].calls += 1
         else:
             norm = norm_of_call()
+            _check_tokens_whole(name, norm.kind, norm, x)
             x = norm.laid_out(x)
             output = norm.laid_out(output) if isinstance(output, Tensor) else x  # native_layer_norm returns three
             self.calls[name] = _FirstCall(next(self.order), name, norm, x, output, norm.kind, len(self.additions))
@@ -350,6 +351,8 @@ def _calls_of(
     def enter(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = input_of(args, kwargs)
+            if x is not None:
+                _check_tokens_whole(name, kind_of(module), module, x)
             with watch.paused():
                 copy, version = (None, None) if x is None else (x.detach().clone(), _version(x))
                 before[name].append((copy, version, watch.mark()))
@@ -393,6 +396,14 @@ def _calls_of(
             hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name)), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave(name)), with_kwargs=True).remove)
         yield calls
+
+
+def _check_tokens_whole(name: str, kind: NormKind | str | None, module: nn.Module, x: Tensor) -> None:
+    if isinstance(kind, NormKind) and sharded_axes(x) & {axis % x.ndim for axis in kind.axes(module, x.ndim)}:
+        raise ModelError(
+            f"The input {tuple(x.shape)} of the norm {name} is sharded along its channels, so that no rank sees a "
+            "whole token; shard it along the batch or the sequence."
+        )
 
 
 def _lone_value(module: nn.Module, x: Tensor) -> bool:

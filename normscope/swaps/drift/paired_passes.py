@@ -17,6 +17,7 @@ from normscope.inputs.chunks import LeftOut, Share, shared
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
+from normscope.runtime.sharded import whole
 from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
 from normscope.swaps.replace import Holders, Swap, outputs_at
 from normscope.swaps.reports import END, OUTPUT, Drift
@@ -201,7 +202,7 @@ class PairedPasses:
         """Run one batch from the original buffers; return the outputs of the network and of modules at some paths."""
         self._buffers.put_back()
         with outputs_at(self.model, paths) as at_sites, torch.random.fork_rng(self._devices):
-            output = self.outputs.read(run(self.model, batch), batch)
+            output = whole(self.outputs.read(run(self.model, batch), batch))
         return output.clone(), at_sites  # it may be a buffer, which the next pass restores
 
     def _distances(self, batch: Batch, done: Configuration, original: _Seen, swapped: _Seen) -> Iterator[_Entry]:
