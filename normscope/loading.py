@@ -98,6 +98,7 @@ def load(
         "data": None if data is None else str(data),
         "batch_size": size,
         "dtype": resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
+        "default_dtype": dtype is None,
         "device": resolve_device(device),
     }
     options = LoadOptions(**given)
