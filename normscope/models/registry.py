@@ -220,6 +220,25 @@ def check_device_map(device_map: str | None, device: str) -> None:
         raise ModelError("--device-map auto needs accelerate. Install it: pip install 'normscope[accelerate]'.")
 
 
+def check_tp(
+    entry: ModelEntry, tp: int | None, *, weights: str | Path, device_map: str | None, batch_size: int | str
+) -> None:
+    """Raise UsageError if a network cannot be sharded over ``tp`` ranks."""
+    ranks = Place.from_environment().ranks
+    if tp in (None, 1):
+        return
+    reasons = {
+        f"takes torchrun with {tp} ranks or a multiple, and there is {ranks}": tp < 1 or ranks % tp > 0,
+        f"shards models of transformers, and {entry.name} is none": entry.library != "transformers",
+        "shards weights while they are read from a folder or the hub: leave --weights out": weights != "pretrained",
+        "and --device-map both spread the weights: leave one of them out": device_map is not None,
+        "needs the same batches on all ranks: take a number for --batch-size": batch_size == "auto",
+    }
+    for reason, refused in reasons.items():
+        if refused:
+            raise UsageError(f"--tp {tp} {reason}.")
+
+
 def check_library(entry: ModelEntry) -> None:
     """Raise ModelError for a speech model where torchaudio cannot be imported."""
     if entry.family == "speech":

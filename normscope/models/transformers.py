@@ -41,6 +41,7 @@ from normscope.models.weights.checkpoints import (
 )
 from normscope.models.weights.devices import LARGE, check_room, offload_folder, quiet
 from normscope.models.weights.repository import NotFetchedError, Repository, refuse_code
+from normscope.runtime.processes import Place
 
 Takes = Literal["texts", "images", "recordings", "images with texts", "prompts"]
 
@@ -315,7 +316,10 @@ def _as_stored(name: str, config: Any, options: LoadOptions) -> tuple[LoadOption
     detail = of_torchao["default"]["_type"] if "default" in of_torchao else f"{bits}-bit" if bits else ""
     quantized = f"{stored.get('quant_method', 'bitsandbytes')} {detail}".strip()
     if options.dtype is not None and not options.default_dtype:
-        raise UsageError(f"{name} is quantized by {quantized}, and its weights are not converted: leave --dtype out.")
+        raise UsageError(
+            f"{name} is quantized by {quantized} and cannot be converted: leave --dtype out, or take "
+            "the checkpoint that it was made from."
+        )
     return replace(options, dtype=None), quantized
 
 
@@ -371,10 +375,14 @@ class _Network:
     def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
         files = repository.weights()
+        if self.options.tp > 1:
+            _check_plan(self.name, self.kind, self.config, self.quantized)
         what = f"The model of {repository.name}{f', quantized by {self.quantized},' if self.quantized else ''}"
         if self.options.device_map is None:
             # Libraries of quantized weights would choose a device themselves.
-            place = {"device_map": {"": self.options.device}} if self.quantized else {}
+            place: dict[str, Any] = {"device_map": {"": self.options.device}} if self.quantized else {}
+            if self.options.tp > 1:
+                place["distributed_config"] = _sharding(self.library, self.options.tp)
             module, report = self._loaded(repository, what, **repository.where(), **place)
         else:  # each part is read into its place, and the whole is nowhere
             with quiet(), offload_folder() as (folder, kept_by):
@@ -417,6 +425,8 @@ class _Network:
             )
         except Exception as error:  # of safetensors, of torch, of any model's own conversion
             what += f" does not load with transformers {self.library.__version__}"
+            if self.quantized:  # most formats have a library of their own
+                what += " (install what it names, or take the checkpoint that it was made from)"
             raise (source.failure(what, error) if source else ModelError(f"{what}: {first_line(error)}.")) from error
         return module, report
 
@@ -425,6 +435,29 @@ class _Network:
         takes_it = "add_pooling_layer" in inspect.signature(self.kind.__init__).parameters
         saved = self.config.architectures or []
         return {"add_pooling_layer": False} if takes_it and self.kind.__name__ not in saved else {}
+
+
+def _check_plan(name: str, kind: Any, config: Any, quantized: str) -> None:
+    """Refuse to shard what transformers has no plan for, and norms that would see a part of the heads; ModelError."""
+    plan = {**(config.get_text_config().base_model_tp_plan or {}), **(kind._tp_plan or {})}
+    of_heads = [path for path, style in plan.items() if style == "replicated_with_grad_allreduce"]
+    if not plan or quantized:
+        reason = f"are quantized by {quantized}" if quantized else f"have no tp_plan in transformers ({kind.__name__})"
+        raise ModelError(f"The weights of {name} {reason}: leave --tp out, or take --device-map auto.")
+    if of_heads:
+        raise ModelError(
+            f"Under --tp, {of_heads[0]} of {name} would see a part of the heads on each rank, and the capture would "
+            "miss the others: leave --tp out, or take --device-map auto."
+        )
+
+
+def _sharding(library: Any, tp: int) -> Any:
+    """Return the configuration of ``tp`` ranks for each copy of the weights; ModelError of versions without it."""
+    try:
+        config = importlib.import_module("transformers.distributed").DistributedConfig
+        return config(tp_size=tp, dp_replicate_size=Place.from_environment().ranks // tp)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ModelError(f"--tp needs a newer transformers than {library.__version__}: {first_line(error)}.") from error
 
 
 def _with_dtypes(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: Any) -> Provenance:

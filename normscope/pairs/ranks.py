@@ -25,6 +25,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
@@ -60,6 +61,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     device: torch.device | str = "cpu"
+    group: dist.ProcessGroup | None = None
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in the order of ranks; they may differ in size along axis 0 alone."""
@@ -80,11 +82,11 @@ class Ranks:
             yield data
             return
         sizes = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        _together(dist.all_gather, sizes, torch.tensor(len(data), device=self.device))
+        _together(dist.all_gather, sizes, torch.tensor(len(data), device=self.device), group=self.group)
         for rank, size in enumerate(map(int, sizes)):
             sent = _tensor_of(data if rank == self.rank else bytes(size)).to(self.device)
             if size:
-                _together(dist.broadcast, sent, src=rank)
+                _together(dist.broadcast, sent, group_src=rank, group=self.group)
             yield sent.cpu().numpy().tobytes()
 
     def from_first(self, data: bytes) -> bytes:
@@ -100,12 +102,13 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
+def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
     """Join the processes that torchrun started in the block; alone without torchrun.
 
     Args:
         place: of this process.
         device: where its network runs: tensors on CUDA travel by nccl, all others by gloo.
+        tp: number of consecutive ranks that share one network: they get the same inputs, which count once.
     """
     if place.alone:
         yield ALONE
@@ -118,7 +121,9 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
-        yield Ranks(place.rank, place.ranks, device if device.type == "cuda" else torch.device("cpu"))
+        sent_by = device if device.type == "cuda" else torch.device("cpu")
+        data = init_device_mesh(sent_by.type, (place.ranks // tp, tp), mesh_dim_names=("dp", "tp"))["dp"]
+        yield Ranks(data.get_local_rank(), data.size(), sent_by, data.get_group() if tp > 1 else None)
     finally:
         dist.destroy_process_group()
 

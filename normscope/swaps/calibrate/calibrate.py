@@ -23,7 +23,7 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
 from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import copied, left_as_found, uncompiled
+from normscope.runtime.network import check_not_quantized, copied, left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
@@ -122,6 +122,7 @@ def calibrate(
         learn = original.inputs if original.calibration is None else original.calibration
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
     teacher, student = uncompiled(module), uncompiled(swapped)
+    check_not_quantized(teacher)
     functions = {path: f for path, f in student.named_modules() if isinstance(f, PointwiseFunction)}
     if teacher is student or not functions:
         raise UsageError("Nothing was swapped: calibrate takes the original and a copy of it with norms replaced.")

@@ -18,7 +18,7 @@ from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
-from normscope.runtime.network import uncompiled
+from normscope.runtime.network import check_not_quantized, uncompiled
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
@@ -82,6 +82,7 @@ def save_swapped(
     ['model.safetensors', 'pointwise.py', 'swap.json']
     """
     model = uncompiled(model)
+    check_not_quantized(model)
     sources = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
     sites = tuple(
         _site(path, module)
