@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from normscope.errors import DataError, count
+from normscope.inputs.wrappers import unwrapped
 
 if TYPE_CHECKING:
     import torch
@@ -404,7 +405,7 @@ class ForwardSignature:
     @classmethod
     def of(cls, model: nn.Module | None) -> ForwardSignature:
         """Read the signature of ``model.forward``."""
-        model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        model = None if model is None else unwrapped(model)
         try:
             parameters = inspect.signature(model.forward).parameters.values()  # type: ignore[union-attr]
         except (AttributeError, TypeError, ValueError):  # no network, or a forward that is not written in Python

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.chunks import Inputs as Inputs
+from normscope.inputs.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -196,5 +197,5 @@ _HEADS: dict[str, Kind] = {
 
 def output_kind(model: nn.Module) -> Kind:
     """Return the kind of output that the names of transformers' classes state; ``tensor`` of other modules."""
-    names = [base.__name__ for base in type(model).__mro__]
+    names = [base.__name__ for base in type(unwrapped(model)).__mro__]
     return next((kind for head, kind in _HEADS.items() for name in names if name.endswith(head)), "tensor")

@@ -224,11 +224,10 @@ def check_tp(
     entry: ModelEntry, tp: int | None, *, weights: str | Path, device_map: str | None, batch_size: int | str
 ) -> None:
     """Raise UsageError if a network cannot be sharded over ``tp`` ranks."""
-    ranks = Place.from_environment().ranks
-    if tp in (None, 1):
+    if tp is None:
         return
+    Place.from_environment().networks(tp)
     reasons = {
-        f"takes torchrun with {tp} ranks or a multiple, and there is {ranks}": tp < 1 or ranks % tp > 0,
         f"shards models of transformers, and {entry.name} is none": entry.library != "transformers",
         "shards weights while they are read from a folder or the hub: leave --weights out": weights != "pretrained",
         "and --device-map both spread the weights: leave one of them out": device_map is not None,

@@ -455,7 +455,7 @@ def _sharding(library: Any, tp: int) -> Any:
     """Return the configuration of ``tp`` ranks for each copy of the weights; ModelError of versions without it."""
     try:
         config = importlib.import_module("transformers.distributed").DistributedConfig
-        return config(tp_size=tp, dp_replicate_size=Place.from_environment().ranks // tp)
+        return config(tp_size=tp, dp_replicate_size=Place.from_environment().networks(tp))
     except (ImportError, AttributeError, TypeError) as error:
         raise ModelError(f"--tp needs a newer transformers than {library.__version__}: {first_line(error)}.") from error
 

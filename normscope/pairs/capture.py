@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
-from normscope.pairs.captures import Capture
+from normscope.inputs.wrappers import class_of
+from normscope.pairs.captures import Capture, joined_names
 from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
@@ -24,6 +26,7 @@ from normscope.runtime.progress import Progress, StageProgress, reporting, silen
 
 if TYPE_CHECKING:
     from normscope.inputs.batch import Forward
+    from normscope.pairs.ranks import Group
 
 _ALL = Summing()
 
@@ -43,6 +46,7 @@ def capture(
     by_part: bool = False,
     keep_inputs: int = 0,
     forward: Forward | None = None,
+    group: Group = "world",
     progress: Progress = silent,
 ) -> Capture:
     """Run ``model`` over ``batches`` and sum up the input of its norms and their output before the affine step.
@@ -77,17 +81,24 @@ def capture(
             sizes of every token at every norm. Of a diffusion model, at each timestep. Batches may have a method
             ``preview(batch, place)``, which returns a :class:`normscope.inputs.previews.Preview` or None.
         forward: runs the model on any entry of ``batches``: ``lambda model, batch: model(batch.x)``.
+        group: the processes over which sums are added, in a script that has initialized torch.distributed: each rank
+            calls with its own batches, and every rank returns the whole. A process group or a DeviceMesh of one axis;
+            by default all ranks. None for this rank alone. Under tensor parallelism, ranks with the same data count
+            once: pass the axis of the data, ``mesh["dp"]``, or None if there is no such axis.
         progress: called with ``"samples"``, the number done, and the total, None if unknown.
 
     Returns:
-        A :class:`Capture` on the CPU, whose size does not depend on the number of batches.
+        A :class:`Capture` on the CPU, whose size does not depend on the number of batches. Several ranks return what
+        :func:`normscope.merge_captures` makes of their captures.
 
     Raises:
-        DataError: if there is no batch, or if the tokens of a mask, or their place at a norm, cannot be identified.
+        DataError: if there is no batch, if the tokens of a mask, or their place at a norm, cannot be identified, or if
+            ranks captured the same input, or with different options.
         ModelError: if the model raises, if it calls no norm that normscope knows, or if verification fails.
         UsageError: if ``layers`` names no site, if ``sample`` or ``keep_inputs`` is too small, or if a module comes
             without batches.
         MemoryEndedError: if a single sample takes more memory than there is; larger batches are split.
+        RankLostError: if another rank of the group does not call within the group's timeout, or ends.
 
     >>> import normscope, torch
     >>> capture(normscope.load("demo_vit", limit=4), layers="norm").stats["norm"].n_pairs
@@ -97,7 +108,10 @@ def capture(
     256
     """
     summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part, keep_inputs)
-    return captured(model, batches, summing, layers=layers, about=about, forward=forward, progress=progress)
+    ranks = Ranks.of_group(group)
+    return captured(
+        model, batches, summing, layers=layers, about=about, forward=forward, progress=progress, ranks=ranks
+    )
 
 
 def captured(
@@ -114,8 +128,9 @@ def captured(
 ) -> Capture:
     """Capture as :func:`capture` does, with the options of commands; every rank returns the whole.
 
-    ``ranks``, see :func:`normscope.pairs.ranks.joined`, divide the batches; progress counts the samples of all as far
-    as each can tell. ``checkpoints`` save the progress of the capture, which is resumed from them.
+    ``ranks``, see :func:`normscope.pairs.ranks.joined`, divide the batches, unless each has its own; progress counts
+    the samples of all as far as each can tell. ``checkpoints`` save the progress of the capture, which is resumed from
+    them.
 
     Raises:
         UsageError: if a checkpoint is of another capture; and all errors of :func:`capture`.
@@ -130,20 +145,21 @@ def captured(
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
     agree_on_batches(batches, ranks)
     taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested
-    first, chunks = shared(batches, Share(ranks.rank, ranks.size, taken))
+    sharing = ALONE if ranks.own_batches else ranks
+    first, chunks = shared(batches, Share(sharing.rank, sharing.size, taken))
     model = uncompiled(model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
-    about = {"model": type(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
+    about = {"model": class_of(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
     with captured_once(model):
         report = find_norms(model, first)
         sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)
         recorder = Recorder(model, summing, report, sites, previews)
-        settings = _settings(recorder, batches, first, about)
+        settings = _settings(recorder, about) | ({} if ranks.own_batches else _inputs(batches, first, about))
         check_alike(ranks, settings)
         if checkpoints is not None:
             taken.add(checkpoints.begin(recorder, ranks, settings).numbers)
-        samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), ranks.size)
+        samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), sharing.size)
         with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
             for chunk in chunks:
                 for batch in chunk.batches:
@@ -161,26 +177,34 @@ def captured(
         if checkpoints is not None:
             checkpoints.keep()
         raise
-    if isinstance(getattr(batches, "left_out", None), LeftOut):
+    if isinstance(getattr(batches, "left_out", None), LeftOut) and not ranks.own_batches:
         batches.left_out = recorder.progress.left_out
-    return recorder.captured({**about, **_described(batches)})
+    data = [_data(batches, about)]
+    about = {**about, "data": functools.reduce(joined_names, ranks.told(data[0]) if ranks.own_batches else data)}
+    return recorder.captured(about)
 
 
-def _settings(recorder: Recorder, batches: Iterable[Any], first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
+def _settings(recorder: Recorder, about: Mapping[str, str]) -> dict[str, Any]:
     """Describe the capture: ranks must agree in it, and a checkpoint is resumed with the same only."""
     summing = {name: value for name, value in vars(recorder.summing).items() if name not in ("verify", "observe")}
     return {
         "model": about["model"],
         "weights": about["weights"],
-        "data": _described(batches).get("data", about["data"]),
-        "first sample": list(astuple(first.samples[0])),
-        "number of samples": getattr(batches, "n_samples", None),
         "dtype": about["dtype"],
         **summing,
         "layers": [site.name for site in recorder.sites],
     }
 
 
-def _described(batches: object) -> dict[str, str]:
+def _inputs(batches: object, first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
+    """Describe the inputs, likewise."""
+    return {
+        "data": _data(batches, about),
+        "first sample": list(astuple(first.samples[0])),
+        "number of samples": getattr(batches, "n_samples", None),
+    }
+
+
+def _data(batches: object, about: Mapping[str, str]) -> str:
     description = getattr(batches, "description", None)
-    return {} if description is None else {"data": str(description)}
+    return about["data"] if description is None else str(description)

@@ -108,7 +108,7 @@ def added(first: Capture, second: Capture) -> Capture:
     """Merge without checks; while captures are under way, sites and parts may be in one of them only."""
     sites = {site.name: site for site in (*second.sites, *first.sites)}
     stats = _union(first.stats, second.stats, PairStats.merge)
-    data = _joined(*(each.about.get("data", "").removesuffix(_MIXED) for each in (first, second)))
+    data = joined_names(*(each.about.get("data", "").removesuffix(_MIXED) for each in (first, second)))
     mixed = any(sums.sources.assignment == "mixed" for sums in stats.values())
     about = {**first.about, "data": data + _MIXED * mixed}
     if first.about.get("part") != second.about.get("part"):
@@ -120,7 +120,7 @@ def added(first: Capture, second: Capture) -> Capture:
         stats=stats,
         n_samples=first.n_samples + second.n_samples,
         seed=first.seed,
-        versions=_union(first.versions, second.versions, _joined),
+        versions=_union(first.versions, second.versions, joined_names),
         parts=_union(first.parts, second.parts, added),
         inputs=first_inputs([*first.inputs, *second.inputs]),
     )
@@ -160,10 +160,10 @@ def _union(mine: Mapping[str, _T], theirs: Mapping[str, _T], merge: Callable[[_T
     return {**mine, **theirs, **both}
 
 
-def _joined(mine: str, theirs: str) -> str:
+def joined_names(mine: str, theirs: str) -> str:
     """Join two lists of names, without repetition.
 
-    >>> _joined("digits + letters", "letters")
+    >>> joined_names("digits + letters", "letters")
     'digits + letters'
     """
     return " + ".join(dict.fromkeys([*mine.split(" + "), *theirs.split(" + ")]))

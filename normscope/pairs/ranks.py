@@ -1,4 +1,4 @@
-"""Progress of a capture, exchanged among the processes of torchrun and kept in checkpoints.
+"""Progress of a capture, exchanged among the processes of torchrun or of the caller, and kept in checkpoints.
 
 Nothing is pickled: texts travel as bytes in tensors. Every rank has the result.
 A checkpoint is one file per rank: its sums, and the inputs that are in them. It appears whole or not at all, so every
@@ -18,18 +18,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
 from normscope.inputs.chunks import Done, LeftOut
+from normscope.pairs.captures import shared_input
 from normscope.pairs.recorder import Progress, Recorder
 from normscope.pairs.storage import pack, unpack
 from normscope.runtime.files import check_writable
@@ -38,6 +39,8 @@ from normscope.runtime.records import converted
 from normscope.runtime.sealed_files import read_checked, refusing_damage, write_checked
 
 logger = logging.getLogger(__name__)
+
+Group = Literal["world"] | dist.ProcessGroup | DeviceMesh | None
 
 FORMAT = "normscope-checkpoint"
 FORMAT_VERSIONS = (1, 2, 3, 4, 5)  # that are read; the last one is written
@@ -56,12 +59,38 @@ class Ranks:
         rank: number of this one.
         size: number of all.
         device: where tensors that are sent to the others lie.
+        group: the processes, of the caller's own process group; None for all that torchrun started.
+        own_batches: each rank brings its own batches; otherwise all have the same and divide them.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device | str = "cpu"
     group: dist.ProcessGroup | None = None
+    own_batches: bool = False
+
+    @classmethod
+    def of_group(cls, group: Group) -> Ranks:
+        """Return the ranks of a group that the caller made, see :func:`normscope.capture`; or UsageError."""
+        if not (dist.is_available() and dist.is_initialized()) or group is None:
+            if group not in (None, "world"):
+                raise UsageError("group is given, but torch.distributed is not initialized in this process.")
+            return ALONE
+        if isinstance(group, DeviceMesh) and group.ndim > 1:
+            axes = group.mesh_dim_names or ("dp", "tp")
+            raise UsageError(
+                f"group is a DeviceMesh of the axes {', '.join(axes)}. Pass the axis along which ranks have different "
+                f"batches, such as mesh[{axes[0]!r}]: ranks along another have the same data, which counts once."
+            )
+        if isinstance(group, DeviceMesh):
+            group = group.get_group()
+        group = None if group == "world" else group
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise UsageError("This process is not in the group whose captures are to be summed.")
+        on_cuda = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+        return cls(rank, size, device, group, own_batches=True)
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in the order of ranks; they may differ in size along axis 0 alone."""
@@ -82,16 +111,20 @@ class Ranks:
             yield data
             return
         sizes = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        _together(dist.all_gather, sizes, torch.tensor(len(data), device=self.device), group=self.group)
+        self._together(dist.all_gather, sizes, torch.tensor(len(data), device=self.device))
         for rank, size in enumerate(map(int, sizes)):
             sent = _tensor_of(data if rank == self.rank else bytes(size)).to(self.device)
             if size:
-                _together(dist.broadcast, sent, group_src=rank, group=self.group)
+                self._together(dist.broadcast, sent, group_src=rank)
             yield sent.cpu().numpy().tobytes()
 
     def from_first(self, data: bytes) -> bytes:
         """Return the bytes of rank 0, on every rank."""
         return b"".join(self.each(data if self.rank == 0 else b""))
+
+    def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        lost = _NOT_CALLED if self.own_batches else _LOST
+        _together(collective, *arguments, lost=lost, group=self.group, **options)
 
 
 def _tensor_of(data: bytes) -> Tensor:
@@ -110,6 +143,7 @@ def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
         device: where its network runs: tensors on CUDA travel by nccl, all others by gloo.
         tp: number of consecutive ranks that share one network: they get the same inputs, which count once.
     """
+    networks = place.networks(tp)
     if place.alone:
         yield ALONE
         return
@@ -122,8 +156,11 @@ def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
     _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
         sent_by = device if device.type == "cuda" else torch.device("cpu")
-        data = init_device_mesh(sent_by.type, (place.ranks // tp, tp), mesh_dim_names=("dp", "tp"))["dp"]
-        yield Ranks(data.get_local_rank(), data.size(), sent_by, data.get_group() if tp > 1 else None)
+        if tp == 1:
+            yield Ranks(place.rank, place.ranks, sent_by)
+        else:
+            data = init_device_mesh(sent_by.type, (networks, tp), mesh_dim_names=("dp", "tp"))["dp"]
+            yield Ranks(data.get_local_rank(), networks, sent_by, data.get_group())
     finally:
         dist.destroy_process_group()
 
@@ -131,25 +168,42 @@ def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
 def agree_on_batches(batches: object, ranks: Ranks) -> None:
     """Set the batch size of the inputs to the smallest of all ranks, so that each cuts the same chunks.
 
-    Batches without a ``batch_size`` that can be set stay as they are.
+    Batches without a ``batch_size`` that can be set stay as they are, and so do each rank's own batches.
     """
     if ranks.size == 1:
         return
     batch_size = getattr(batches, "batch_size", None)  # a DataLoader's cannot be set
     sizes = [size for size in ranks.told(batch_size) if size is not None]
-    if batch_size is not None and batch_size != min(sizes):
+    if not ranks.own_batches and batch_size is not None and batch_size != min(sizes):
         batches.batch_size = min(sizes)  # type: ignore[attr-defined]
 
 
 def merge_progress(recorder: Recorder, ranks: Ranks) -> None:
-    """Replace the progress of the recorder by that of all ranks, which observe the same sites."""
+    """Replace the progress of the recorder by that of all ranks, which observe the same sites.
+
+    Raises:
+        DataError: if two ranks with batches of their own had the same input.
+    """
     if ranks.size == 1:
         return
     header, tensors = _pack_progress(recorder.progress)
     headers = ranks.told(header)
     files = ranks.each(safetensors.torch.save(tensors))
     parts = (_unpack_progress(*part) for part in zip(headers, map(safetensors.torch.load, files), strict=True))
-    recorder.progress = functools.reduce(Progress.merge, parts)
+    recorder.progress = functools.reduce(_merged_apart if ranks.own_batches else Progress.merge, parts)
+
+
+def _merged_apart(first: Progress, second: Progress) -> Progress:
+    """Merge the progress of ranks with batches of their own."""
+    for name, part in second.capture.parts.items():
+        before = first.capture.parts.get(name)
+        if before is not None and (common := shared_input(before, part)):
+            raise DataError(
+                f"Two ranks have captured {common}, which would be counted twice. Each rank passes its own batches; if "
+                "ranks have the same on purpose, as in tensor parallelism, pass the ranks with different batches as "
+                "group: mesh['dp'], or None if all have the same."
+            )
+    return first.merge(second)
 
 
 @dataclass(frozen=True)
@@ -182,15 +236,22 @@ def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
     return merged
 
 
-def _together(collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+_LOST = (
+    "Another rank ended before its part was done. What each rank kept at its last checkpoint is there: the same "
+    "command with --resume goes on."
+)
+_NOT_CALLED = (
+    "Another rank ended, or did not call normscope.capture within its group's timeout: every rank of the group must "
+    "call it, as captures sum over all ranks by default. To capture on this rank alone, pass group=None."
+)
+
+
+def _together(collective: Callable[..., Any], *arguments: Any, lost: str = _LOST, **options: Any) -> None:
     """Call a collective of torch.distributed; RankLostError where a rank is gone."""
     try:
         collective(*arguments, **options)
     except RuntimeError as error:
-        raise RankLostError(
-            "Another rank ended before its part was done. What each rank kept at its last checkpoint is there: the "
-            "same command with --resume goes on."
-        ) from error
+        raise RankLostError(lost) from error
 
 
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
+from normscope.inputs.wrappers import submodule
 from normscope.pairs.captures import Capture, added, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.functional import Adder, ExpectedCalls
@@ -27,6 +28,7 @@ from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
 from normscope.runtime.network import ForwardHook, KeptBuffers, heard_by, passes_by, run, with_weights_at_hand
+from normscope.runtime.sharded import whole, whole_weights
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -134,12 +136,12 @@ class Recorder:
         with contextlib.ExitStack() as hooks:
             for idle in self.report.skipped:
                 if idle.reason == NOT_CALLED:
-                    norm, hook = self.model.get_submodule(idle.name), heard_by(self.lock, self._late(idle))
+                    norm, hook = submodule(self.model, idle.name), heard_by(self.lock, self._late(idle))
                     hooks.callback(norm.register_forward_pre_hook(hook).remove)
             for site in self.sites:
                 if site.is_call:
                     continue
-                norm = self.model.get_submodule(site.name)
+                norm = submodule(self.model, site.name)
                 hook = with_weights_at_hand(norm, self._hook(site))
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
@@ -279,9 +281,11 @@ class Recorder:
         kind, of_one_sample = self.report.kinds[site.name], self.report.shapes[site.name]
 
         def add(module: nn.Module, x: Tensor, output: Tensor) -> None:
-            under_way = self._pass
-            if under_way is None:
-                return
+            if self._pass is not None:
+                with whole_weights(module):
+                    add_whole(self._pass, module, whole(x), whole(output, like=x))
+
+        def add_whole(under_way: _Pass, module: nn.Module, x: Tensor, output: Tensor) -> None:
             if kind.channels(module, x) != site.channels:
                 raise DataError(
                     f"The norm {site.name} (input {tuple(x.shape)}) has {kind.channels(module, x)} channels, but "

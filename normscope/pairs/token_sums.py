@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.inputs.held_out import Pool
+from normscope.inputs.wrappers import submodule
 from normscope.pairs.capture import captured
 from normscope.pairs.norms.formulas import FORMS
 from normscope.pairs.norms.sites import NormSite
@@ -81,7 +82,7 @@ def token_sums(
 
         def add(site: NormSite, rows: Tensor, y: Tensor, part: int = part) -> None:
             if site.name not in sums:
-                gamma = report.kinds[site.name].gamma(network.get_submodule(site.path), site.channels)
+                gamma = report.kinds[site.name].gamma(submodule(network, site.path), site.channels)
                 sums[site.name] = TokenSums.begun(site, rows, gamma)
             sums[site.name].add(rows, part)
 

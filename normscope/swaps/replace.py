@@ -17,6 +17,7 @@ from normscope.curves.known import Curve
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import tensors_of
 from normscope.inputs.loaded_model import LoadedModel, module_of
+from normscope.inputs.wrappers import class_of, submodule
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kept_strides, kind_at
@@ -259,10 +260,10 @@ def module_at(model: nn.Module, path: str) -> nn.Module:
         ModelError: if there is none.
     """
     try:
-        return model.get_submodule(path)
+        return submodule(model, path)
     except AttributeError as error:
         raise ModelError(
-            f"The {type(model).__name__} has no module {path!r}; were the fits made of another network?"
+            f"The {class_of(model).__name__} has no module {path!r}; were the fits made of another network?"
         ) from error
 
 

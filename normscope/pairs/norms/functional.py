@@ -16,6 +16,7 @@ from torch._C._functorch import is_batchedtensor
 from torch.overrides import TorchFunctionMode
 
 from normscope.errors import ModelError
+from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.formulas import rms_norm
 from normscope.pairs.norms.kinds import NormKind, group_norm, running_norm, token_norm
 from normscope.pairs.norms.known import NORMS
@@ -171,7 +172,7 @@ class FunctionWatch(TorchFunctionMode):
     def following(self, model: nn.Module) -> Iterator[None]:
         """Follow the calls of a network's modules in the block; hooks that were registered before run inside them."""
         with contextlib.ExitStack() as hooks:
-            for path, module in model.named_modules():
+            for path, module in named_modules(model):
                 of_torch = type(module).__module__.startswith(_TORCH) and path and path not in self._norms
                 if not of_torch and not isinstance(module, torch.jit.ScriptModule):
                     enter = heard_by(self._lock, partial(self._enter, path))

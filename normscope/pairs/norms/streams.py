@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, ForwardSignature, read, taken_once, tensors_at, tensors_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
+from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
 
@@ -51,7 +52,7 @@ class _StreamWatch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, tensors: Mapping[_Path, Tensor], masks: frozenset[_Path]) -> None:
         super().__init__()
-        self._modules, self._tensors, self._masks = dict(model.named_modules()), tensors, masks
+        self._modules, self._tensors, self._masks = dict(named_modules(model)), tensors, masks
         self._origins: MutableMapping[Tensor, _Origins] = WeakTensorKeyDictionary()
         self._origins.update(dict.fromkeys(model.buffers(), frozenset()))
         self._origins.update({tensor: frozenset([path]) for path, tensor in tensors.items()})
@@ -148,7 +149,7 @@ def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -
     first = batch.first_sample()
     watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), masks)
     with left_as_found(model), contextlib.ExitStack() as hooks, watch:
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             if not isinstance(module, torch.jit.ScriptModule):
                 hooks.callback(module.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(watch.leave).remove)

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import LoadedModel
+from normscope.inputs.wrappers import class_of, named_modules
 from normscope.pairs.norms.formulas import channel_vectors, gain_and_shift
 from normscope.pairs.norms.functional import CalledNorm, Frame, FunctionWatch, inseparable
 from normscope.pairs.norms.kinds import NormKind
@@ -34,7 +35,8 @@ from normscope.pairs.norms.recognition import (
 )
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
-from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run
+from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run, uncompiled
+from normscope.runtime.sharded import address, whole, whole_weights
 
 NOT_CALLED = "not called"
 
@@ -106,7 +108,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     model, batches, *_ = unpacked(model, None if batch is None else [batch])
     batch = next(iter(batches)) if batch is None else batch
     _refuse_what_hooks_cannot_enter(model)
-    model = getattr(model, "_orig_mod", model)  # inside torch.compile: compiled code calls no hook of its parts
+    model = uncompiled(model)  # inside torch.compile: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
     watch = _TraceWatch(named)
     with left_as_found(model) as buffers:
@@ -124,7 +126,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
             reason = "it does not take and return one tensor" if name in watch.tensorless else NOT_CALLED
             skipped.append(SkippedNorm(name, type(module).__name__, reason))
     if not kinds:
-        raise ModelError(_no_sites(type(model).__name__, skipped, len(watch.weights_normed)))
+        raise ModelError(_no_sites(class_of(model).__name__, skipped, len(watch.weights_normed)))
     calls_of_sites = [call for call in called if call.name in kinds]
     placements = _placements(calls_of_sites, watch.additions, watch.queries_and_keys)
     sites = [_site(index, call, kinds[call.name], placements[call.name]) for index, call in enumerate(calls_of_sites)]
@@ -319,7 +321,7 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
 
 
 def _hookable(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [named for named in model.named_modules() if not isinstance(named[1], torch.jit.ScriptModule)]
+    return [named for named in named_modules(model) if not isinstance(named[1], torch.jit.ScriptModule)]
 
 
 def _parents(name: str) -> list[str]:
@@ -371,11 +373,12 @@ def _calls_of(
                     calls[name].overwrites |= overwrites
                     calls[name].of_weights &= of_weights
                 else:
-                    args, kwargs = with_input(args, kwargs, copy) if overwrites else (args, kwargs)
                     # Now, while the input is what the norm saw: the network may go on to add to it in place.
-                    with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
-                        kind = _resolve(module, own_args, own_kwargs, output)
-                        pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
+                    with watch.paused(), whole_weights(module):
+                        args, kwargs = with_input(args, kwargs, whole(copy if overwrites else x))
+                        with at_hand(module, args, kwargs) as (own_args, own_kwargs):
+                            kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
+                            pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
                     calls[name] = _FirstCall(
                         next(watch.order), name, module, x, output, kind, mark[1], overwrites, of_weights, pointwise
                     )
@@ -417,7 +420,7 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _site(index: int, call: _FirstCall, kind: NormKind, placement: str | None) -> NormSite:
-    x = call.input
+    x = whole(call.input)
     axes = (1,) if kind.groups is not None else kind.axes(call.module, x.ndim)
     return NormSite(
         index=index,
@@ -477,9 +480,9 @@ def _placements(
 
 
 def _identity(tensor: Tensor) -> tuple[int, int] | None:
-    """Return the address and size of a tensor; None for one that torch.vmap made, which has no address."""
+    """Return the address and size of a tensor or shard; None for one that torch.vmap made, which has no address."""
     try:
-        return tensor.data_ptr(), tensor.numel()
+        return address(tensor)
     except RuntimeError:
         return None
 

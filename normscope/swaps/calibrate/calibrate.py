@@ -20,6 +20,7 @@ from normscope.errors import UsageError, count, unknown
 from normscope.inputs.batch import Batch
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
+from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
@@ -123,7 +124,7 @@ def calibrate(
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
     teacher, student = uncompiled(module), uncompiled(swapped)
     check_not_quantized(teacher)
-    functions = {path: f for path, f in student.named_modules() if isinstance(f, PointwiseFunction)}
+    functions = {path: f for path, f in named_modules(student) if isinstance(f, PointwiseFunction)}
     if teacher is student or not functions:
         raise UsageError("Nothing was swapped: calibrate takes the original and a copy of it with norms replaced.")
     for function in functions.values():

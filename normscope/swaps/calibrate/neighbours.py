@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from normscope.inputs.batch import Batch, leaves
+from normscope.inputs.wrappers import named_modules, submodule
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import left_as_found, run
@@ -78,7 +79,7 @@ def neighbours_of(network: nn.Module, sites: Sequence[NormSite], swapped: Sequen
     """
     by_name = {site.name: site for site in sites if site.replaceable}
     streams = {name: site for name, site in by_name.items() if site.placement != "qk" and site.calls == 1}
-    layers = {path: layer for path, module in network.named_modules() if (layer := LinearLayer.of(module)) is not None}
+    layers = {path: layer for path, module in named_modules(network) if (layer := LinearLayer.of(module)) is not None}
     few = batch.first(_SAMPLES)
     seen = _seen(network, [*layers, *by_name], few)
     calls = Counter(call.path for call in seen)
@@ -178,7 +179,7 @@ def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_Modul
 
     with contextlib.ExitStack() as hooks:
         for path in paths:
-            module = network.get_submodule(path)
+            module = submodule(network, path)
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave(path)).remove)
         with left_as_found(network):

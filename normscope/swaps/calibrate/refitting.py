@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
+from normscope.inputs.wrappers import named_modules, submodule
 from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import input_of
@@ -79,7 +80,7 @@ class Refitting:
     modules: list[CalibratedModule] = field(default_factory=list)  # results, in the order of calls
 
     def __post_init__(self) -> None:
-        self._functions = {path: f for path, f in self.swapped.named_modules() if isinstance(f, PointwiseFunction)}
+        self._functions = {path: f for path, f in named_modules(self.swapped) if isinstance(f, PointwiseFunction)}
         self._originals: dict[str, list[_Originals]] = {}
         self._norm_inputs: dict[str, list[Tensor]] = {}  # in the swapped network, as rows
         self._conditions: dict[str, list[Tensor]] = {}  # inputs of layers that modulate, in the swapped network
@@ -135,7 +136,7 @@ class Refitting:
         return rows(value.movedim(called.channel_axis, -1), self.batches[number].valid_at(called.path)).clone()
 
     def _layer(self, network: nn.Module, called: CalledModule) -> LinearLayer:
-        layer = LinearLayer.of(network.get_submodule(called.path))
+        layer = LinearLayer.of(submodule(network, called.path))
         if layer is None:
             raise ModelError(f"{called.path} is a linear layer in the original, but not in the swapped network.")
         return layer
@@ -239,7 +240,7 @@ class Refitting:
     ) -> tuple[LayerSums, LayerSums]:
         """Sums with x̂/θ − base as target: x̂ is the norm's own output, θ a slope for each channel."""
         originals = self._in_original(into.path)
-        norm, channels = self.original.get_submodule(into.path), originals[0].output.shape[-1]
+        norm, channels = submodule(self.original, into.path), originals[0].output.shape[-1]
         kind = kind_at(norm, self.sites[into.path])
         if isinstance(kind, str):
             raise ModelError(f"The norm {into.path} cannot be calibrated: {kind}.")
@@ -421,11 +422,11 @@ def paused_passes(
     passes = [PausedPass(network, batch) for batch in batches]
     with contextlib.ExitStack() as ended:
         for path in paths:
-            module = network.get_submodule(path)
+            module = submodule(network, path)
             register = module.register_forward_hook if behind else module.register_forward_pre_hook
             ended.callback(register(pausing(path), with_kwargs=True).remove)
         for path in kept:
-            ended.callback(network.get_submodule(path).register_forward_hook(keeping(path)).remove)
+            ended.callback(submodule(network, path).register_forward_hook(keeping(path)).remove)
         for paused in passes:
             ended.callback(paused.end)
         yield passes

@@ -18,6 +18,7 @@ from normscope.errors import DataError, ModelError, UsageError, unknown
 from normscope.inputs.batch import Batch, as_batches, taken_once, tensor_bytes
 from normscope.inputs.held_out import Pool, by_length, divided, evenly, kept_in_memory
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
+from normscope.inputs.wrappers import named_modules, submodule
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled
@@ -194,9 +195,9 @@ def swapped_sites(original: nn.Module, swapped: nn.Module) -> list[str]:
     Raises:
         UsageError: if there are none, or if they are the same module.
     """
-    modules = dict(original.named_modules())
+    modules = dict(named_modules(original))
     sites: list[str] = []
-    for name, module in swapped.named_modules():
+    for name, module in named_modules(swapped):
         inside = any(name.startswith(f"{site}.") for site in sites)
         if not inside and (name not in modules or type(module) is not type(modules[name])):
             sites.append(name)
@@ -303,7 +304,7 @@ class _Healing:
         def gradients(step: int) -> float:
             return targets.gradients(drawn(self.options["seed"], step, number=len(of_steps)))
 
-        shapes = (getattr(self.swapped.get_submodule(path), "normalized_shape", (1,)) for path in self.sites)
+        shapes = (getattr(submodule(self.swapped, path), "normalized_shape", (1,)) for path in self.sites)
         schedule = (state, trained, max(map(math.prod, shapes)), self.options["steps"])
         training.train(*schedule, gradients, self._drift, saved, self.progress, checked)
 
@@ -328,7 +329,7 @@ class _Healing:
         """Settings that identify a checkpoint."""
         return {
             "model": type(self.original).__name__,
-            "sites": {name: repr(self.swapped.get_submodule(name)) for name in self.sites},
+            "sites": {name: repr(submodule(self.swapped, name)) for name in self.sites},
             **self.options,
             "weights": _digest(self.original.state_dict()),
             "start values": _digest(self.swapped.state_dict()),

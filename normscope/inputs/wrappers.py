@@ -1,0 +1,78 @@
+"""Modules that wrap another one: compiled, distributed, checkpointed and adapted networks, and paths without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Attributes that contain the wrapped module, by class: a name alone, such as module, may be any network's own.
+_WRAPPED = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "peft.peft_model.PeftModel": "base_model",
+    "peft.mixed_model.PeftMixedModel": "base_model",
+    "peft.tuners.tuners_utils.BaseTuner": "model",
+}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers.
+
+    >>> from torch import nn
+    >>> unwrapped(nn.DataParallel(nn.LayerNorm(4)))
+    LayerNorm((4,), eps=1e-05, elementwise_affine=True)
+    """
+    while (name := _wrapped_name(type(module))) is not None:
+        module = getattr(module, name)
+    return module
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once with its path, both without wrappers; otherwise as ``nn.Module.named_modules`` does.
+
+    >>> from torch import nn
+    >>> [path for path, _ in named_modules(nn.DataParallel(nn.Sequential(nn.LayerNorm(4))))]
+    ['', '0']
+    """
+    return _named_modules(model, "", set())
+
+
+def _named_modules(model: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    module = unwrapped(model)
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _named_modules(child, f"{path}.{name}" if path else name, seen)
+
+
+def submodule(model: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path without wrappers, or at one that names them; AttributeError if there is none."""
+    module = unwrapped(model)
+    outer = model
+    for name in path.split(".") if path else []:
+        outer = (module if hasattr(module, name) else outer).get_submodule(name)
+        module = unwrapped(outer)
+    return module
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module inside all wrappers, before ``fully_shard`` replaced it by a subclass."""
+    cls = type(unwrapped(module))
+    *added, original = cls.__bases__
+    sharded = cls.__module__.startswith("torch.distributed.") and added and added[0].__module__.startswith("torch.dist")
+    return original if sharded else cls
+
+
+def _wrapped_name(cls: type) -> str | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return next((_WRAPPED[name] for name in names if name in _WRAPPED), None)
