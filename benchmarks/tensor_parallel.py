@@ -77,7 +77,9 @@ def run_rank() -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    command = f"capture transformers:. --tp {os.environ['WORLD_SIZE']} --device cpu --data lines.txt -o seen.safetensors"
+    command = (
+        f"capture transformers:. --tp {os.environ['WORLD_SIZE']} --device cpu --data lines.txt -o seen.safetensors"
+    )
     try:
         app([*command.split(), "--force"], standalone_mode=False)
     except SystemExit as end:
