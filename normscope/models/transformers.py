@@ -377,7 +377,8 @@ class _Network:
         files = repository.weights()
         if self.options.tp > 1:
             _check_plan(self.name, self.kind, self.config, self.quantized)
-        what = f"The model of {repository.name}{f', quantized by {self.quantized},' if self.quantized else ''}"
+        of = f"{repository.name}{f', quantized by {self.quantized},' if self.quantized else ''}"
+        what = f"The model of {of}"
         if self.options.device_map is None:
             # Libraries of quantized weights would choose a device themselves.
             place: dict[str, Any] = {"device_map": {"": self.options.device}} if self.quantized else {}
@@ -391,7 +392,7 @@ class _Network:
                 kept_by(module)
         if left_out := sorted(report["unexpected_keys"]):
             logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, first_few(left_out))
-        _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")
+        _check(report | {"unexpected_keys": []}, f"The weights of {of} do not fit {self.kind.__name__}")
         provenance = repository.provenance(files)
         if self.quantized:
             return module, replace(provenance, description=f"{provenance.description}, quantized by {self.quantized}")
