@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import logging
@@ -359,8 +360,9 @@ class _Network:
         if options.weights == "pretrained":
             parameters, stored = sizes_of_files(repository.weights())
         else:
+            draft = replace(self, config=copy.deepcopy(self.config))  # in whose dtype transformers writes its own
             with torch.device("meta"):
-                parameters = sum(tensor.numel() for tensor in self.fresh().parameters())
+                parameters = sum(tensor.numel() for tensor in draft.fresh().parameters())
             stored = parameters * (self.config.dtype or torch.float32).itemsize
         if options.default_dtype and parameters >= LARGE:
             options = replace(options, dtype=None)
