@@ -1,4 +1,4 @@
-"""Memory of each rank of ``--tp``, with a Llama of a billion random parameters: ``python benchmarks/tensor_parallel.py``.
+"""Memory of each rank of ``--tp``, with a Llama of a billion parameters: ``python benchmarks/tensor_parallel.py``.
 
 On the CPU with gloo. The folder of the weights (2 GB in bfloat16) is made below TMPDIR and removed at the end.
 """
@@ -18,9 +18,9 @@ from common import Measurement, finish, options
 RANKS = (1, 2)
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 ABOUT = """
-`normscope capture MODEL --tp N` of a Llama of random weights in bfloat16, saved in files of 500 MB, over three words.
+`normscope capture MODEL --tp N --dtype float32` of a Llama of random weights, in files of 500 MB, over two lines.
 Memory: the process's own pages (RssAnon) beyond those before the weights are read, at their peak, on the fullest rank;
-pages of the mapped files are the system's to drop. Share: of the weights.
+pages of the mapped files are the system's to drop. Share: of the weights in float32.
 """
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     args = options(__doc__).parse_args()
     measurements = []
     with tempfile.TemporaryDirectory() as folder:
-        weights = save(Path(folder))
+        weights = 4 * save(Path(folder))
         measurements.append(Measurement("weights", "", "memory", "GB", [weights / 1e9]))
         for ranks in RANKS:
             launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def save(folder: Path) -> int:
-    """Save the network and a tokenizer of three words; return the bytes of the weights."""
+    """Save the network and a tokenizer of three words; return the number of its parameters."""
     import torch
     import transformers
 
@@ -57,7 +57,7 @@ def save(folder: Path) -> int:
     for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
         tensor.data.normal_(0, 0.02) if tensor.ndim > 1 else tensor.data.fill_(1.0 if "norm" in name else 0.01)
     network.save_pretrained(folder, max_shard_size="500MB")
-    return sum(tensor.nbytes for tensor in network.parameters())
+    return sum(tensor.numel() for tensor in network.parameters())
 
 
 def run_rank() -> None:
@@ -65,7 +65,7 @@ def run_rank() -> None:
     import transformers  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    import normscope.pairs.capture
+    import normscope.pairs.capture  # noqa: F401
     from normscope.cli import app
 
     before, peak, done = own_bytes(), 0, threading.Event()
@@ -77,11 +77,9 @@ def run_rank() -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    command = (
-        f"capture transformers:. --tp {os.environ['WORLD_SIZE']} --device cpu --data lines.txt -o seen.safetensors"
-    )
+    more = f"--tp {os.environ['WORLD_SIZE']} --dtype float32 --device cpu --data lines.txt --force"
     try:
-        app([*command.split(), "--force"], standalone_mode=False)
+        app(f"capture transformers:. -o seen.safetensors {more}".split(), standalone_mode=False)
     except SystemExit as end:
         if end.code:
             raise
