@@ -40,7 +40,7 @@ class DeviceError(NormscopeError):
 
 
 class MemoryEndedError(DeviceError):
-    """A forward pass needs more memory than there is."""
+    """Weights or a forward pass need more memory than there is."""
 
 
 class RankLostError(DeviceError):

@@ -33,6 +33,7 @@ def load(
     workers: int | None = None,
     shuffle: bool = False,
     device_map: str | None = None,
+    tp: int | None = None,
 ) -> LoadedModel:
     """Load a network and inputs for it.
 
@@ -50,9 +51,10 @@ def load(
             the first one. Recordings, and prompts with an image, are taken one at a time.
         seed: of random weights and of the choice of default inputs; torch's global random state is unaffected.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``, or a :class:`torch.device`.
-        dtype: of weights and inputs: ``float32`` (the default), ``bfloat16`` or ``float16``, ``fp32``, ``bf16`` or
-            ``fp16`` for short, or a :class:`torch.dtype`. ``keep``, the default for a network of your own, converts no
-            weights, and no inputs of a dtype that some weights have; others get that of the first weights.
+        dtype: of weights and inputs: ``float32``, ``bfloat16`` or ``float16``, ``fp32``, ``bf16`` or ``fp16`` for
+            short, or a :class:`torch.dtype`. ``keep`` converts no weights, and no inputs of a dtype that some weights
+            have; others get that of the first weights. By default float32; ``keep`` for a network of your own, and for
+            one of transformers that is quantized or has a billion parameters.
         guidance: scale of a diffusion model's classifier-free guidance, 1 for none; None for the model's own.
         timesteps: of a diffusion model: a number of timesteps evenly along its trajectory (``4``), or a list of them
             (``"980,500,0"``, ``"980,"``).
@@ -60,13 +62,15 @@ def load(
         shuffle: take the inputs in a random order under ``seed``, before ``limit``.
         device_map: ``auto`` to spread a network that one device has no room for over the GPUs, the CPU's memory and
             the disk, through accelerate. It can be captured, but not swapped.
+        tp: number of ranks of torchrun that share each copy of the weights, sharded by transformers' ``tp_plan``.
 
     Raises:
         UsageError: if an argument cannot be understood, or does not apply to the model.
         ModelError: if there is no such model, its weights cannot be had or do not fit, or a library is missing.
         DataError: if ``data`` is missing or contains nothing that the model takes.
         DeviceError: if there is no such device.
-        MemoryEndedError: if ``batch_size`` is ``auto``, and there is no memory for a single sample.
+        MemoryEndedError: if the device has no room for the weights, or none for a single sample and ``batch_size`` is
+            ``auto``.
 
     >>> model = load("demo_vit", weights="random", limit=2, device="cpu")
     >>> model.about["weights"]
@@ -88,6 +92,7 @@ def load(
     registry.check_data(data)
     registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     registry.check_device_map(device_map, device)
+    registry.check_tp(entry, tp, weights=weights, device_map=device_map, batch_size=batch_size)
     registry.check_library(entry)
     from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 
@@ -98,6 +103,8 @@ def load(
         "data": None if data is None else str(data),
         "batch_size": size,
         "dtype": resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
+        "default_dtype": dtype is None,
+        "tp": tp or 1,
         "device": resolve_device(device),
     }
     options = LoadOptions(**given)

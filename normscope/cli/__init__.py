@@ -61,8 +61,8 @@ class _InPanels(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
-        if self.name in _SWAPPING and any(arg.partition("=")[0] == "--device-map" for arg in args):
-            raise UsageError("A network on several devices cannot be swapped; leave --device-map out, or use --device.")
+        if self.name in _SWAPPING and (spreading := {arg.partition("=")[0] for arg in args} & {"--device-map", "--tp"}):
+            raise UsageError(f"A network on several devices cannot be swapped; leave {spreading.pop()} out.")
         return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
 
 

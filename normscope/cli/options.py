@@ -93,7 +93,9 @@ _ROWS: dict[str, dict[str, str]] = {
     RUNNING: {
         "device": "DEVICE  auto, cpu, cuda, cuda:1 …, mps.",
         "device_map": "auto  Spread a network too large for one device over GPUs, memory and disk (needs accelerate).",
-        "dtype": "DTYPE  float32, bfloat16, float16, or keep, which converts nothing; by default float32, py: keep.",
+        "tp": "N  Shard a model of transformers over N ranks of torchrun each (tensor parallel, by its tp_plan).",
+        "dtype": "DTYPE  float32, bfloat16, float16, or keep, which converts nothing; by default float32, and keep for "
+        "py:, quantized weights and a billion parameters or more.",
         "batch_size": "N|auto  Samples per forward pass, at most; auto doubles them until memory ends.",
         "heal.batch_size": "N  Samples per forward pass, at most; by default 16, and for py: its own batches.",
         "workers": "N  Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
@@ -153,7 +155,7 @@ _NAMES = {
 }
 # Options of several commands that only one of them lists in its help.
 _LISTED_BY = {
-    **dict.fromkeys(("shuffle", "sample", "workers", "seed", "device_map", "verify"), "capture"),
+    **dict.fromkeys(("shuffle", "sample", "workers", "seed", "device_map", "tp", "verify"), "capture"),
     **dict.fromkeys(("figure_format", "dpi", "style", "labels", "font", "caption"), "plot"),
 }
 _LARGEST = 2**63 - 1
@@ -197,7 +199,7 @@ def _columns(context: typer.Context, text: str | None) -> str | None:
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"data": _path, "batch_size": _size}
 _CHECKS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size"), _between(1)),
+    **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size", "tp"), _between(1)),
     **dict.fromkeys(("workers", "keep_inputs", "report.keep_inputs"), _between(0)),
     **dict.fromkeys(("seconds", "checkpoint_every"), _between(0, math.inf, " seconds")),
     "dpi": _between(20, 1200),

@@ -39,6 +39,7 @@ class RunOptions:
     seed: int = 0
     device: str = "auto"
     device_map: str | None = None
+    tp: int | None = None
     dtype: str | None = None
     guidance: float | None = None
     timesteps: str | None = None
@@ -77,7 +78,7 @@ class RunOptions:
         from normscope.models.weights.devices import resolve_device
         from normscope.pairs.ranks import joined
 
-        return joined(Place.from_environment(), resolve_device(self.device))
+        return joined(Place.from_environment(), resolve_device(self.device), self.tp or 1)
 
     def changed(self) -> list[str]:
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]

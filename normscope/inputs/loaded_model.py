@@ -116,7 +116,10 @@ class Provenance:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The checked options of :func:`normscope.load`; a ``dtype`` of None converts nothing."""
+    """The checked options of :func:`normscope.load`; a ``dtype`` of None converts nothing.
+
+    Where ``default_dtype`` is True, nobody asked for the dtype, and large or quantized weights keep theirs.
+    """
 
     weights: str | Path
     data: str | None
@@ -130,6 +133,8 @@ class LoadOptions:
     workers: int | None = None
     shuffle: bool = False
     device_map: str | None = None
+    default_dtype: bool = False
+    tp: int = 1
 
 
 @dataclass(repr=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import ModelError, NormscopeError, first_few, first_line
+from normscope.errors import ModelError, NormscopeError, UsageError, first_few, first_line
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.images import class_task, suffixes
@@ -35,11 +36,13 @@ from normscope.models.weights.checkpoints import (
     placed,
     provenance_of_file,
     read_state_dict,
+    sizes_of_files,
     with_dtypes,
     with_weights,
 )
-from normscope.models.weights.devices import offload_folder, quiet
+from normscope.models.weights.devices import LARGE, check_room, offload_folder, quiet
 from normscope.models.weights.repository import NotFetchedError, Repository, refuse_code
+from normscope.runtime.processes import Place
 
 Takes = Literal["texts", "images", "recordings", "images with texts", "prompts"]
 
@@ -223,11 +226,13 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     repository = Repository(str(folder) if folder.exists() else architecture)
     with _quiet(library):
         config = _config(library, name, repository, options)
+        options, quantized = _as_stored(name, config, options)
         kind, config = _kind(library, name, config)
         takes = taken_by(library, name, repository, kind, options.data)
-        network = _Network(library, name, kind, config, options.dtype, options.device_map)
         read_tokenizer = partial(_tokenizer, library, name, repository, options)
         processor, tokenizer = readers_of(library, name, repository, kind, takes, read_tokenizer)
+        network = _Network(library, name, kind, config, options, quantized).sized(repository)
+        options = network.options
         if options.weights in ("pretrained", "random"):
             module, provenance = with_weights(
                 name, options, build=network.fresh, pretrained=lambda: network.of(repository), on_gpu=True
@@ -298,6 +303,27 @@ def _tokenizer(library: Any, name: str, repository: Repository, options: LoadOpt
         raise
 
 
+def _as_stored(name: str, config: Any, options: LoadOptions) -> tuple[LoadOptions, str]:
+    """Keep the dtype of quantized weights, and return their format; it is empty for others.
+
+    Random weights and those of a file are not quantized, whatever the configuration says.
+    """
+    stored = getattr(config, "quantization_config", None)
+    if not stored or options.weights != "pretrained":
+        config.quantization_config = None
+        return options, ""
+    bits = 4 if stored.get("load_in_4bit") else 8 if stored.get("load_in_8bit") else stored.get("bits")
+    of_torchao = stored.get("quant_type") or {}
+    detail = of_torchao["default"]["_type"] if "default" in of_torchao else f"{bits}-bit" if bits else ""
+    quantized = f"{stored.get('quant_method', 'bitsandbytes')} {detail}".strip()
+    if options.dtype is not None and not options.default_dtype:
+        raise UsageError(
+            f"{name} is quantized by {quantized} and cannot be converted: leave --dtype out, or take "
+            "the checkpoint that it was made from."
+        )
+    return replace(options, dtype=None), quantized
+
+
 def _kind(library: Any, name: str, config: Any) -> tuple[Any, Any]:
     """Choose the class, with the head that the configuration names or without any, and its configuration."""
     named = (config.architectures or [""])[0]
@@ -325,29 +351,54 @@ class _Network:
     name: str
     kind: Any
     config: Any
-    dtype: torch.dtype | None
-    device_map: str | None = None
+    options: LoadOptions
+    quantized: str = ""  # format of the weights
+
+    def sized(self, repository: Repository) -> _Network:
+        """Keep the stored dtype of large weights by default; report their size, and refuse them without room."""
+        options = self.options
+        if options.weights == "pretrained":
+            parameters, stored = sizes_of_files(repository.weights())
+        else:
+            draft = replace(self, config=copy.deepcopy(self.config))  # in whose dtype transformers writes its own
+            with torch.device("meta"):
+                parameters = sum(tensor.numel() for tensor in draft.fresh().parameters())
+            stored = parameters * (self.config.dtype or torch.float32).itemsize
+        if options.default_dtype and parameters >= LARGE:
+            options = replace(options, dtype=None)
+        check_room(self.name, parameters, parameters * options.dtype.itemsize if options.dtype else stored, options)
+        return replace(self, options=options)
 
     def fresh(self) -> nn.Module:
-        dtype = {} if self.dtype is None else {"dtype": self.dtype}
+        dtype = {} if self.options.dtype is None else {"dtype": self.options.dtype}
         module: nn.Module = self.kind._from_config(self.config, **dtype, **self._without_pooler())
         return module
 
     def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
         files = repository.weights()
-        what = f"The model of {repository.name}"
-        if self.device_map is None:
-            module, report = self._loaded(repository, what, **repository.where())
+        if self.options.tp > 1:
+            _check_plan(self.name, self.kind, self.config, self.quantized)
+        of = f"{repository.name}{f', quantized by {self.quantized},' if self.quantized else ''}"
+        what = f"The model of {of}"
+        if self.options.device_map is None:
+            # Libraries of quantized weights would choose a device themselves.
+            place: dict[str, Any] = {"device_map": {"": self.options.device}} if self.quantized else {}
+            if self.options.tp > 1:
+                place["distributed_config"] = _sharding(self.library, self.options.tp)
+            module, report = self._loaded(repository, what, **repository.where(), **place)
         else:  # each part is read into its place, and the whole is nowhere
             with quiet(), offload_folder() as (folder, kept_by):
-                spread = {"device_map": self.device_map, "offload_folder": folder}
+                spread = {"device_map": self.options.device_map, "offload_folder": folder}
                 module, report = self._loaded(repository, what, **repository.where(), **spread)
                 kept_by(module)
         if left_out := sorted(report["unexpected_keys"]):
             logger.warning("%s: %s has no place for %s.", self.name, self.kind.__name__, first_few(left_out))
-        _check(report | {"unexpected_keys": []}, f"The weights of {repository.name} do not fit {self.kind.__name__}")
-        return module, _with_dtypes(repository.provenance(files), dtypes_of_files(files), module)
+        _check(report | {"unexpected_keys": []}, f"The weights of {of} do not fit {self.kind.__name__}")
+        provenance = repository.provenance(files)
+        if self.quantized:
+            return module, replace(provenance, description=f"{provenance.description}, quantized by {self.quantized}")
+        return module, _with_dtypes(provenance, dtypes_of_files(files), module)
 
     def of_file(self, path: Path) -> tuple[nn.Module, Provenance]:
         """Load the weights of a file, which has to hold those of this class and no others, except for a head's."""
@@ -367,7 +418,7 @@ class _Network:
             module, report = self.kind.from_pretrained(
                 None if source is None else source.name,
                 config=self.config,
-                dtype=self.dtype or "auto",  # that of the weights
+                dtype=self.options.dtype or "auto",  # that of the weights
                 use_safetensors=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # the report names them, and they are refused
@@ -377,6 +428,8 @@ class _Network:
             )
         except Exception as error:  # of safetensors, of torch, of any model's own conversion
             what += f" does not load with transformers {self.library.__version__}"
+            if self.quantized:  # most formats have a library of their own
+                what += " (install what it names, or take the checkpoint that it was made from)"
             raise (source.failure(what, error) if source else ModelError(f"{what}: {first_line(error)}.")) from error
         return module, report
 
@@ -385,6 +438,29 @@ class _Network:
         takes_it = "add_pooling_layer" in inspect.signature(self.kind.__init__).parameters
         saved = self.config.architectures or []
         return {"add_pooling_layer": False} if takes_it and self.kind.__name__ not in saved else {}
+
+
+def _check_plan(name: str, kind: Any, config: Any, quantized: str) -> None:
+    """Refuse to shard what transformers has no plan for, and norms that would see a part of the heads; ModelError."""
+    plan = {**(config.get_text_config().base_model_tp_plan or {}), **(kind._tp_plan or {})}
+    of_heads = [path for path, style in plan.items() if style == "replicated_with_grad_allreduce"]
+    if not plan or quantized:
+        reason = f"are quantized by {quantized}" if quantized else f"have no tp_plan in transformers ({kind.__name__})"
+        raise ModelError(f"The weights of {name} {reason}: leave --tp out, or take --device-map auto.")
+    if of_heads:
+        raise ModelError(
+            f"Under --tp, {of_heads[0]} of {name} would see a part of the heads on each rank, and the capture would "
+            "miss the others: leave --tp out, or take --device-map auto."
+        )
+
+
+def _sharding(library: Any, tp: int) -> Any:
+    """Return the configuration of ``tp`` ranks for each copy of the weights; ModelError of versions without it."""
+    try:
+        config = importlib.import_module("transformers.distributed").DistributedConfig
+        return config(tp_size=tp, dp_replicate_size=Place.from_environment().networks(tp))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ModelError(f"--tp needs a newer transformers than {library.__version__}: {first_line(error)}.") from error
 
 
 def _with_dtypes(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: Any) -> Provenance:

@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, ModelError, RankLostError, StoppedError, UsageError, count
@@ -135,13 +135,15 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
+def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
     """Join the processes that torchrun started in the block; alone without torchrun.
 
     Args:
         place: of this process.
         device: where its network runs: tensors on CUDA travel by nccl, all others by gloo.
+        tp: number of consecutive ranks that share one network: they get the same inputs, which count once.
     """
+    networks = place.networks(tp)
     if place.alone:
         yield ALONE
         return
@@ -153,7 +155,12 @@ def joined(place: Place, device: torch.device) -> Iterator[Ranks]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
-        yield Ranks(place.rank, place.ranks, device if device.type == "cuda" else torch.device("cpu"))
+        sent_by = device if device.type == "cuda" else torch.device("cpu")
+        if tp == 1:
+            yield Ranks(place.rank, place.ranks, sent_by)
+        else:
+            data = init_device_mesh(sent_by.type, (networks, tp), mesh_dim_names=("dp", "tp"))["dp"]
+            yield Ranks(data.get_local_rank(), networks, sent_by, data.get_group())
     finally:
         dist.destroy_process_group()
 

@@ -335,6 +335,15 @@ def check_whole(model: nn.Module) -> None:
         )
 
 
+def check_not_quantized(model: nn.Module) -> None:
+    """Raise ModelError if transformers read quantized weights, which can be neither changed nor written here."""
+    if method := getattr(uncompiled(model), "quantization_method", None):
+        raise ModelError(
+            f"The weights of this {type(model).__name__} are quantized ({getattr(method, 'value', method)}): norms are "
+            "captured and fitted, but no weights are changed or written. Take the checkpoint that they were made from."
+        )
+
+
 @contextlib.contextmanager
 def at_hand(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -60,7 +60,14 @@ MISTAKES = [
     ("merge seen.safetensors copy.safetensors -o notes.txt", 2, "Cannot write notes.txt: it exists, and is not a cap"),
     ("capture demo_vit -o seen.safetensors --raw", 2, "seen-raw exists already"),
     ("capture demo_vit -o new --raw --resume", 2, "--raw writes all pairs in one go, so there is nothing to resume;"),
-    ("swap demo_vit -o new --device-map auto", 2, "A network on several devices cannot be swapped"),
+    ("swap demo_vit -o new --device-map auto", 2, "on several devices cannot be swapped; leave --device-map out"),
+    ("swap-bench demo_vit --tp 2", 2, "A network on several devices cannot be swapped; leave --tp out."),
+    ("capture demo_vit -o new --tp 2", 2, "--tp 2 takes 2 ranks or a multiple, and there is 1: torchrun --nproc-per-"),
+    ("capture demo_vit -o new --tp 1", 2, "--tp 1 shards models of transformers, and demo_vit is none."),
+    ("capture demo_vit -o new --tp 1 --resume", 2, "--tp keeps no checkpoints, so there is nothing to resume;"),
+    ("capture transformers:a/b -o new --tp 1 --weights random", 2, "--tp 1 shards weights while they are read from a"),
+    ("capture transformers:a/b -o new --tp 1 --device-map auto", 2, "--tp 1 and --device-map both spread the weights"),
+    ("capture transformers:a/b -o new --tp 1 --batch-size auto", 2, "--tp 1 needs the same batches on all ranks: take"),
     ("fit demo_vit --columns site,alhpa", 2, "There is no column 'alhpa'. Did you mean 'alpha'?"),
     *(
         (f"fit demo_vit -o notes.txt/below{suffix}", 2, f"Cannot write notes.txt/below{suffix}")

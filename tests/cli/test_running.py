@@ -16,10 +16,10 @@ from normscope.cli.running import RunOptions
 LEFT_OUT = {
     **{command: {"verify"} for command in ("plot", "fit", "stats", "gradient", "compare", "report")},
     "capture": set(),
-    "layers": {"limit", "shuffle", "batch_size", "workers", "sample", "seed", "dtype", "guidance", "timesteps"},
-    "swap": {"sample", "device_map", "verify"},
-    "swap-bench": {"sample", "device_map", "verify"},
-    "heal": {"device_map", "dtype", "sample", "verify"},
+    "layers": {"limit", "shuffle", "batch_size", "workers", "sample", "seed", "tp", "dtype", "guidance", "timesteps"},
+    "swap": {"sample", "device_map", "tp", "verify"},
+    "swap-bench": {"sample", "device_map", "tp", "verify"},
+    "heal": {"device_map", "tp", "dtype", "sample", "verify"},
 }
 OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}
 FIELDS = {field.name: field.default for field in dataclasses.fields(RunOptions)}

@@ -57,12 +57,15 @@ def capture(
         raise UsageError(f"--raw needs a single process, and torchrun started {place.ranks}; drop --raw or torchrun.")
     if raw and resume:
         raise UsageError("--raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume.")
+    if run.tp and resume:
+        raise UsageError("--tp keeps no checkpoints, so there is nothing to resume; drop --tp or --resume.")
     from normscope.pairs.ranks import Checkpoints
     from normscope.pairs.storage import RawPairs
 
     pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
     kept = Checkpoints(output.with_name(f"{output.name}{CHECKPOINT}"), checkpoint_every, resume or place.restarts > 0)
-    if place.speaks and not raw:
+    unkept = raw or run.tp is not None
+    if place.speaks and not unkept:
         kept.check()
         if kept.resume:
             start = f"going on from {kept.folder}" if kept.exist else "nothing to resume; starting from the beginning"
@@ -70,13 +73,13 @@ def capture(
     sums: dict[str, Any] = {"by_gamma": by_gamma, "per_channel": per_channel, "diagonal": diagonal}
     sums |= {"keep_inputs": keep_inputs, "by_part": by is not None, "observe": pairs.add if pairs else None}
     try:
-        network = run.load(model, say)
-        if pairs:
-            _announce(pairs, network, layers, run.sample, say)
-        # A signal stops at once where nothing would be kept.
-        stopping = nullcontext(lambda: False) if raw else stopping_between_chunks(say.warn)
-        with run.joined() as ranks, stopping as kept.stopping:
-            seen = run.capture(network, layers, say, ranks, None if raw else kept, **sums)
+        with run.joined() as ranks:
+            network = run.load(model, say)
+            if pairs:
+                _announce(pairs, network, layers, run.sample, say)
+            # A signal stops at once where nothing would be kept.
+            with nullcontext(lambda: False) if unkept else stopping_between_chunks(say.warn) as kept.stopping:
+                seen = run.capture(network, layers, say, ranks, None if unkept else kept, **sums)
         if not place.speaks:
             raise typer.Exit
         say.account(seen, layers, network.inputs.unreadable)

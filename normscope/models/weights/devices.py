@@ -11,12 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
-from normscope.errors import DeviceError, ModelError, UsageError, count, unknown
+from normscope.errors import DeviceError, MemoryEndedError, ModelError, UsageError, count, unknown
+from normscope.inputs.loaded_model import LoadOptions
 from normscope.runtime.processes import Place
 
+logger = logging.getLogger(__name__)
+
+LARGE = 10**9  # parameters, from which on weights keep their stored dtype by default
 DTYPES = ("float32", "bfloat16", "float16")
 KEEP = "keep"
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -105,6 +110,23 @@ def resolve_dtype(name: str) -> torch.dtype | None:
         return None
     dtype: torch.dtype = getattr(torch, dtype_name(name))
     return dtype
+
+
+def check_room(name: str, parameters: int, size: int, options: LoadOptions) -> None:
+    """Report large weights before they are read; MemoryEndedError if the device has fewer free bytes than ``size``."""
+    device, share = options.device, size / options.tp
+    dtype = "their stored dtype" if options.dtype is None else str(options.dtype).removeprefix("torch.")
+    what = f"{share / 1e9:.3g} GB in {dtype}{f' on each of {options.tp} ranks' if options.tp > 1 else ''}"
+    if parameters >= LARGE:
+        logger.warning("%s: its %.3g billion parameters take %s.", name, parameters / 1e9, what)
+    if options.device_map is not None:  # accelerate divides the room there is
+        return
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if share > free:
+        raise MemoryEndedError(
+            f"The weights of {name} take {what}, and {device} has {free / 1e9:.3g} GB free. Take --dtype bfloat16, "
+            "--device-map auto, or --tp N under torchrun."
+        )
 
 
 _ROWS = (nn.ModuleList, nn.Sequential)

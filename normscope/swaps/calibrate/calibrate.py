@@ -24,7 +24,7 @@ from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import copied, left_as_found, uncompiled
+from normscope.runtime.network import check_not_quantized, copied, left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.runtime.sharded import check_one_process
@@ -125,6 +125,7 @@ def calibrate(
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
     teacher, student = uncompiled(module), uncompiled(swapped)
     check_one_process(teacher, "Calibration")
+    check_not_quantized(teacher)
     functions = {path: f for path, f in named_modules(student) if isinstance(f, PointwiseFunction)}
     if teacher is student or not functions:
         raise UsageError("Nothing was swapped: calibrate takes the original and a copy of it with norms replaced.")

@@ -21,7 +21,7 @@ from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import check_whole, left_as_found, run, uncompiled
+from normscope.runtime.network import check_not_quantized, check_whole, left_as_found, run, uncompiled
 from normscope.runtime.sharded import check_one_process
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
 from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
@@ -66,6 +66,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     network = uncompiled(module)
     check_whole(network)
     check_one_process(network, "Simplification")
+    check_not_quantized(network)
     if not (few := list(itertools.islice(inputs, _BATCHES))):
         raise DataError("There is no batch to prove the rewrites on.")
     found = find_norms(network, few[0].first_sample())

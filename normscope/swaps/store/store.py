@@ -18,7 +18,7 @@ from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
-from normscope.runtime.network import uncompiled
+from normscope.runtime.network import check_not_quantized, uncompiled
 from normscope.runtime.sharded import check_one_process
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
@@ -84,6 +84,7 @@ def save_swapped(
     """
     model = uncompiled(model)
     check_one_process(model, "Saving a swapped network")
+    check_not_quantized(model)
     sources = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
     sites = tuple(
         _site(path, module)
