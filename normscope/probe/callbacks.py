@@ -29,13 +29,13 @@ def trainer_callback(batch: Any, **options: Any) -> Any:
     """
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-    class TrainerProbe(TrainerCallback):  # type: ignore[misc]
+    class TrainerProbe(TrainerCallback):
         probe: Probe
 
         def on_train_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **_: Any
+            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trained: Any
         ) -> None:
-            self.probe = Probe(model, batch, **options)
+            self.probe = Probe(trained["model"], batch, **options)
 
         def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
             losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
