@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 import weakref
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from normscope.errors import MemoryEndedError, ModelError, NormscopeError, Usage
 from normscope.inputs.batch import BY_HAND, Batch
 from normscope.inputs.chunks import Inputs
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.wrappers import class_of, synchronized, wrapped_name
+from normscope.inputs.wrappers import class_of, submodule, synchronized, wrapped_name
 from normscope.runtime.processes import Place
 
 _ALLOCATORS = (
@@ -321,13 +323,18 @@ def is_spread(module: nn.Module) -> bool:
     return any(hasattr(part, _HOOK) for part in module.modules())
 
 
-def check_whole(model: nn.Module) -> None:
-    """Raise ModelError if accelerate, DDP or FSDP1 has a network whose modules are to be replaced."""
+def check_not_spread(model: nn.Module, action: str) -> None:
+    """Raise ModelError if accelerate moves the weights of a network, which an action would change or time."""
     if is_spread(model):
+        name = type(uncompiled(model)).__name__
         raise ModelError(
-            f"This {type(model).__name__} is spread by accelerate, and norms are replaced in a network on one device "
-            "alone. Load it without a device map."
+            f"{action} takes a network on one device, and this {name} is spread by accelerate. Load it without a "
+            "device map."
         )
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise ModelError if DDP or FSDP1 wraps a network whose modules are to be replaced."""
     if synchronized(model):
         raise ModelError(
             f"DDP or FSDP1 wraps this {class_of(model).__name__} or a part of it, and would not train what replaces "
@@ -361,7 +368,7 @@ def at_hand(
     with contextlib.ExitStack() as aligned:
         for part in module.modules():
             aligned.enter_context(align_module_device(part))
-        tensors = [*module.parameters(), *module.buffers()]
+        tensors = _tensors(module)
         if any(tensor.is_meta for tensor in tensors):
             raise ModelError(f"accelerate gives no access to the weights of a {type(module).__name__} it has put away.")
 
@@ -381,6 +388,106 @@ def with_weights_at_hand(module: nn.Module, hook: ForwardHook) -> ForwardHook:
             hook(module, own_args, own_kwargs, output)
 
     return brought_together
+
+
+def hooked(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
+    """Return the innermost module that contains the one at ``path`` and that accelerate moves, and its own path.
+
+    It is the module itself, or the block that reads the weights of all its parts before it runs; None without
+    accelerate.
+    """
+    names = path.split(".")
+    for n in range(len(names), -1, -1):
+        prefix = ".".join(names[:n])
+        if hasattr(part := submodule(model, prefix), _HOOK):
+            return part, prefix
+    return None
+
+
+@contextlib.contextmanager
+def weights_at_hand(model: nn.Module, path: str) -> Iterator[torch.device | None]:
+    """Keep the weights of a part of a network :func:`at_hand` within the block; yield the device that it runs on.
+
+    The device is None in a network that is not spread.
+    """
+    holder = hooked(model, path)
+    if holder is None:
+        yield None
+        return
+    away = any(tensor.is_meta for tensor in _tensors(submodule(model, path)))
+    with at_hand(holder[0], (), {}) if away else contextlib.nullcontext():
+        yield _device_of(holder[0])
+
+
+def state_at_hand(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a network, with those weights on the CPU that accelerate keeps elsewhere.
+
+    Weights of several names are several tensors then.
+
+    Raises:
+        MemoryEndedError: if memory has no room for them.
+    """
+    state = model.state_dict()
+    if not is_spread(model):
+        return state
+    from accelerate.utils import align_module_device, has_offloaded_params
+
+    size, free = sum(value.nbytes for value in state.values() if value.is_meta), psutil.virtual_memory().available
+    if size > free:
+        raise MemoryEndedError(
+            f"The weights of this {type(model).__name__} that lie on the disk take {size / 1e9:.3g} GB, and memory has "
+            f"{free / 1e9:.3g} GB free to write them from."
+        )
+    for path, part in model.named_modules():
+        if has_offloaded_params(part):
+            with align_module_device(part, torch.device("cpu")):
+                own = part.state_dict(prefix=f"{path}." if path else "")
+                state |= {name: value for name, value in own.items() if not value.is_meta}
+    return state
+
+
+def move_like(model: nn.Module, path: str, module: nn.Module) -> Callable[[], object]:
+    """Have accelerate move a module as it moves the one at ``path``, whose place it is to take; return the reverse.
+
+    The module's weights stay on the device where it runs, or come and go with those of the block around it.
+    """
+    holder = hooked(model, path)
+    if holder is None:
+        return lambda: None
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+
+    part, prefix = holder
+    hook: Any = getattr(part, _HOOK)
+    if prefix == path:
+        add_hook_to_module(module, AlignDevicesHook(hook.execution_device))
+        return lambda: remove_hook_from_module(module)
+    if not (hook.offload and hook.place_submodules):
+        return lambda: None
+    if not isinstance(hook.weights_map, ChainMap):
+        hook.weights_map = ChainMap({}, hook.weights_map)
+    below = path[len(prefix) :].removeprefix(".")
+    tensors = {
+        f"{below}.{name}": value.detach() for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    hook.weights_map.update(tensors)
+    parameters = [(each, dict(each._parameters)) for each in module.modules()]
+
+    def back() -> None:
+        for name in tensors:
+            del hook.weights_map[name]
+        for each, own in parameters:
+            each._parameters.update(own)
+
+    return back
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _device_of(part: nn.Module) -> torch.device | None:
+    device = getattr(getattr(part, _HOOK), "execution_device", None)
+    return None if device is None else torch.device(device)
 
 
 def copied(module: nn.Module) -> nn.Module:

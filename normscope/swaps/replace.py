@@ -22,7 +22,7 @@ from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite
-from normscope.runtime.network import check_whole, uncompiled
+from normscope.runtime.network import check_not_wrapped, move_like, uncompiled, weights_at_hand
 from normscope.runtime.sharded import check_one_process, is_sharded, shard_like, whole, whole_weights
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, RMSNorm, TokenWise
@@ -40,11 +40,11 @@ _FULL_BACKWARD = "_is_full_backward_hook"
 
 
 class Holders:
-    """Index of the parents of each module, reused across swaps; ModelError if accelerate has spread the network."""
+    """Index of the parents of each module, reused across swaps; ModelError if DDP or FSDP1 wraps the network."""
 
     def __init__(self, model: nn.Module) -> None:
         self._inner = uncompiled(model)
-        check_whole(self._inner)
+        check_not_wrapped(self._inner)
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in self._inner.modules():
             for name, child in parent._modules.items():  # named_children() names a child only once
@@ -116,6 +116,7 @@ class Swap:
         for norm, module, before in self._hooks:
             for name in before:
                 setattr(module, name, getattr(norm, name))
+        self._moved = [move_like(inner, path, module) for path, _, module in replaced.values()]
         for parent, name, norm, module in self._places:
             module.train(norm.training)
             if isinstance(module, (PointwiseFunction, TokenWise)):
@@ -145,10 +146,12 @@ class Swap:
                 norm._is_full_backward_hook = module._is_full_backward_hook
             for name, value in before.items():
                 setattr(module, name, value)
+        for move_back in self._moved:
+            move_back()
         with torch.no_grad():
             for parameter, value in self._own:
                 parameter.copy_(value)
-        self._places, self._hooks, self._own = [], [], []
+        self._places, self._hooks, self._moved, self._own = [], [], [], []
 
     def __enter__(self) -> Swap:
         return self
@@ -182,7 +185,7 @@ def replacements(
     {'norm': PointwiseFunction(tanh, 64)}
     """
     inner, chosen = uncompiled(module_of(model)), norms_of(fits, layers)
-    check_whole(inner)
+    check_not_wrapped(inner)
     norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)
     made = {}
@@ -190,8 +193,8 @@ def replacements(
         norm = norms[start.norm.name]
         if start.curve is None:
             check_one_process(norm, f"A swap for {start.func}")
-        with whole_weights(norm):
-            module = replacement(norm, start, where)
+        with weights_at_hand(inner, start.norm.name) as device, whole_weights(norm):
+            module = replacement(norm, start, where if device is None else torch.empty_like(where, device=device))
         made[start.norm.name] = shard_like(module, norm)
     return made
 

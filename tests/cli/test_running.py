@@ -17,8 +17,8 @@ LEFT_OUT = {
     **{command: {"verify"} for command in ("plot", "fit", "stats", "gradient", "compare", "report")},
     "capture": set(),
     "layers": {"limit", "shuffle", "batch_size", "workers", "sample", "seed", "tp", "dtype", "guidance", "timesteps"},
-    "swap": {"sample", "device_map", "tp", "verify"},
-    "swap-bench": {"sample", "device_map", "tp", "verify"},
+    "swap": {"sample", "tp", "verify"},
+    "swap-bench": {"sample", "tp", "verify"},
     "heal": {"device_map", "tp", "dtype", "sample", "verify"},
 }
 OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}

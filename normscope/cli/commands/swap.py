@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @declared(
     "normscope swap demo_vit --func dyt -o demo_vit-dyt · normscope swap vit_b16 --layers final,pre-norm -o safe · "
     "normscope swap demo_dit --func best -o best · normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
-    without=("sample", "device_map", "tp", "verify"),
+    without=("sample", "tp", "verify"),
 )
 def swap(
     model: str,
@@ -53,7 +53,7 @@ def swap(
 ) -> None:
     """Replace a model's norms by point-wise functions, and write the model into a folder."""
     check_models([model])
-    from normscope.runtime.network import check_not_quantized
+    from normscope.runtime.network import check_not_quantized, check_not_spread
     from normscope.swaps.quality import Judge
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
@@ -72,6 +72,8 @@ def swap(
             check_writable(drawn)
     network = run.load(model, say)
     check_not_quantized(network.module)  # before minutes of fitting
+    if how.calibrated:
+        check_not_spread(network.module, "Calibration")
     with run.joined() as ranks:
         source = swapping.SwapSource(network, layers, run.seed, say, ranks)
         fits = source.fits(how)

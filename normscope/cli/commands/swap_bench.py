@@ -31,7 +31,7 @@ _FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "d
 @declared(
     "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
     "normscope swap-bench vit_b16 --layers least:8 · normscope swap-bench llama_7b --device cuda",
-    without=("sample", "device_map", "tp", "verify"),
+    without=("sample", "tp", "verify"),
 )
 def swap_bench(
     models: list[str] | None = None,
@@ -53,6 +53,7 @@ def swap_bench(
 ) -> None:
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
+    from normscope.runtime.network import check_not_spread
     from normscope.swaps.bench.bench import in_words, published, why_not
     from normscope.swaps.start import fits_scale
     from normscope.tables.swaps import published_table
@@ -62,7 +63,8 @@ def swap_bench(
     say.result(f"on {where}" if device.type == "cuda" else f"on {where}; no number here is of a GPU")
     names = named_or_embedded(models, say)
     check_models(names)
-    if _PUBLISHED in names and (reason := why_not(device)):  # before seven billion weights are made
+    timed = run.device_map is None
+    if timed and _PUBLISHED in names and (reason := why_not(device)):  # before seven billion weights are made
         raise DeviceError(reason)
     if quick and (full or seconds is not None):
         raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
@@ -74,9 +76,15 @@ def swap_bench(
     swapping.check_calibrated(init, refit, choices)
     choices = swapping.with_controls(choices)
     place = Place.from_environment()
-    files = FigureFiles(output, look, names if place.speaks else [], ["drift", "speed"])
+    files = FigureFiles(output, look, names if place.speaks else [], ["drift", *(["speed"] if timed else [])])
     if not place.alone:
         say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
+    if not timed:
+        if of_timings := [
+            name for name, given in (("--full", full), ("--quick", quick), ("--seconds", seconds)) if given
+        ]:
+            raise UsageError(f"Under --device-map nothing is timed: leave {of_timings[0]} out.")
+        say.result("No speed: under --device-map the transfers between devices are what would be timed.")
     drifts, speeds, tables = [], [], []
     figures: list[dict[str, str]] = []
     with run.joined() as ranks:
@@ -84,25 +92,28 @@ def swap_bench(
             ranks.told(name)  # the other ranks wait: none loads the next network while the first times this one
             network = run.load(name, say)
             source = swapping.SwapSource(network, layers, run.seed, say, ranks)
+            if any(choice.calibrated for choice in choices):
+                check_not_spread(network.module, "Calibration")
             _remark_on_cost(source, choices, say)
             moved = _drift(source, choices, refit, all_samples, say)
             if not place.speaks:
                 continue
-            speed = _speed(network, curves, run, full, seconds, say)
-            if network.name == _PUBLISHED:
-                with say.bars() as progress:
-                    table = published(network.module, curves, outputs=network.outputs, progress=progress)
-                say.table(published_table(table))
-                tables.append(table.as_dict())
+            drifts += [report.as_dict() for report in moved]
             drawn = [report for report in moved if report.by_site]
-            for view, figure, about in (
-                ("drift", normscope.figures.plot_drift(drawn, source.norms, **look.of_figure), moved[0].about),
-                ("speed", normscope.figures.plot_speed(speed, **look.of_figure), speed.about),
-            ):
+            drift_figure = normscope.figures.plot_drift(drawn, source.norms, **look.of_figure)
+            views = [("drift", drift_figure, moved[0].about)]
+            if timed:
+                speed = _speed(network, curves, run, full, seconds, say)
+                speeds.append(speed.as_dict())
+                views.append(("speed", normscope.figures.plot_speed(speed, **look.of_figure), speed.about))
+                if network.name == _PUBLISHED:
+                    with say.bars() as progress:
+                        table = published(network.module, curves, outputs=network.outputs, progress=progress)
+                    say.table(published_table(table))
+                    tables.append(table.as_dict())
+            for view, figure, about in views:
                 file = files.save(figure, network.name, view, about, say)
                 figures.append({"model": network.name, "view": view, "file": file})
-            drifts += [report.as_dict() for report in moved]
-            speeds.append(speed.as_dict())
     if not place.speaks:
         raise typer.Exit
     document = {"device": where, "drift": drifts, "speed": speeds, "figures": figures}

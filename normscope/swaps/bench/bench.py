@@ -23,7 +23,7 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NormReport, find_norms
 from normscope.runtime.launches import EAGER, TRITON, VARIABLE
-from normscope.runtime.network import left_as_found, uncompiled
+from normscope.runtime.network import check_not_spread, left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.swaps.bench.timing import (
     AT_LEAST,
@@ -122,6 +122,7 @@ def bench(
     '1 sample of 64 held-out digits'
     """
     model, batches, about, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
+    check_not_spread(model, "A timing")
     if batch is None:
         batch = next(iter(batches))
         batch = batch.first_sample() if model_tensor(model).device.type == "cpu" else batch

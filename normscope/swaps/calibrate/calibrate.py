@@ -24,7 +24,7 @@ from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import check_not_quantized, copied, left_as_found, uncompiled
+from normscope.runtime.network import check_not_quantized, check_not_spread, copied, left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.runtime.sharded import check_one_process
@@ -125,6 +125,7 @@ def calibrate(
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
     teacher, student = uncompiled(module), uncompiled(swapped)
     check_one_process(teacher, "Calibration")
+    check_not_spread(teacher, "Calibration")
     check_not_quantized(teacher)
     functions = {path: f for path, f in named_modules(student) if isinstance(f, PointwiseFunction)}
     if teacher is student or not functions:
@@ -275,6 +276,7 @@ def calibrated(
     """
     original = uncompiled(module_of(model))
     check_one_process(original, "Calibration")
+    check_not_spread(original, "Calibration")
     student = copied(original)
     swapped = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
     report = calibrate(model, student, learn, **options)

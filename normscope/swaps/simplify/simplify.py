@@ -21,7 +21,14 @@ from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import check_not_quantized, check_whole, left_as_found, run, uncompiled
+from normscope.runtime.network import (
+    check_not_quantized,
+    check_not_spread,
+    check_not_wrapped,
+    left_as_found,
+    run,
+    uncompiled,
+)
 from normscope.runtime.sharded import check_one_process
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
 from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
@@ -64,7 +71,8 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     """
     module, inputs, about, outputs = unpacked(model, batches)
     network = uncompiled(module)
-    check_whole(network)
+    check_not_wrapped(network)
+    check_not_spread(network, "Simplification")
     check_one_process(network, "Simplification")
     check_not_quantized(network)
     if not (few := list(itertools.islice(inputs, _BATCHES))):

@@ -18,7 +18,7 @@ from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
-from normscope.runtime.network import check_not_quantized, uncompiled
+from normscope.runtime.network import check_not_quantized, check_not_spread, state_at_hand, uncompiled
 from normscope.runtime.sharded import check_one_process
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
@@ -132,6 +132,7 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
     record = read_record(folder)
     tensors = _read(folder, record)
     model = uncompiled(model)
+    check_not_spread(model, "Loading a swap")
     where = model_tensor(model)
     swap = Swap(model, {site.name: _module(model, site, tensors, where, folder) for site in record.sites})
     make_room(model, tensors.keys() - record.tied.keys())
@@ -195,7 +196,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tied: dict[str, str] = {}
     names: dict[object, str] = {}
     storages: set[int] = set()
-    for name, value in model.state_dict().items():
+    for name, value in state_at_hand(model).items():
         if not isinstance(value, Tensor) or value.is_meta:
             what = "on the meta device, without values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ModelError(f"The network's {name} is {what}; only tensors with values can be written.")

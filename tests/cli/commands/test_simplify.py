@@ -40,7 +40,7 @@ def test_the_table_names_reasons(tmp_path):
 def test_what_it_does_not_take(tmp_path):
     refused = {
         "simplify demo_vit -o .": "the folder that this runs in",
-        "simplify demo_vit -o new --device-map auto": "A network on several devices cannot be swapped",
+        "simplify demo_vit -o new --device-map auto": "simplify takes a network on one device",
         "simplify demo_vit.safetensors -o new": "names a file, not a model",
     }
     for command, sentence in refused.items():

@@ -58,6 +58,7 @@ class Net(nn.Module):
         return self.mean(self.odd(x))
 
 def make():
+    torch.manual_seed(0)
     return Net(), [torch.randn(40, 32)]
 """
 
@@ -172,13 +173,44 @@ def test_no_room_for_a_block_is_refused(room):
         normscope.load("demo_vit", device_map="auto")
 
 
-def test_norms_of_a_spread_network_are_not_replaced(room, tmp_path):
+SWAPS = {"factory": ("dyt", "free"), "demo_vit": ("dyt", "rmsnorm"), "demo_dit": ("dyt",), "llama": ("dyt",)}
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_swaps_their_drift_and_their_folders_are_the_same_to_the_bit(room, named, tmp_path, name):
+    given = named(name)
+    whole = normscope.load(device="cpu", **given)
+    seen = normscope.capture(whole, by_gamma=True)
+    room({"factory": 30, **ON_DISK}[name])
+    apart = normscope.load(device_map="auto", **given)
+    places_before = {key: value.device for key, value in apart.module.state_dict().items()}
+    assert {device.type for device in places_before.values()} == {"cpu", "meta"}
+    for func in SWAPS[name]:
+        moved, saved = [], []
+        for network in (whole, apart):
+            modules = normscope.replacements(network, func, seen)
+            report = normscope.drift(network, replacements=modules, cumulative=False)
+            moved.append([(row.site, row.at, row.relative_l2) for row in report.rows])
+            with normscope.swap(network, func, seen):
+                folder = normscope.save_swapped(network.module, tmp_path / func, whole.about)
+                saved.append([path.read_bytes() for path in sorted(folder.iterdir())])
+        assert moved[0] == moved[1]
+        assert saved[0] == saved[1]
+        assert {key: value.device for key, value in apart.module.state_dict().items()} == places_before
+
+
+def test_what_changes_weights_takes_one_device(room, tmp_path):
     whole = normscope.load("demo_vit", device="cpu", limit=2)
     seen = normscope.capture(whole.module, whole.inputs, by_gamma=True, about=whole.about)
     room(700)
     apart = normscope.load("demo_vit", device_map="auto", limit=2)
-    with pytest.raises(ModelError, match="This VisionTransformer is spread by accelerate"):
-        normscope.swap(apart.module, "dyt", seen)
+    for action in (
+        lambda: normscope.swap(apart, "dyt", seen, init="calibrated"),
+        lambda: normscope.bench(apart, curves="dyt", budget=0),
+        lambda: normscope.simplify(apart),
+    ):
+        with pytest.raises(ModelError, match="takes a network on one device, and this VisionTransformer is spread"):
+            action()
     normscope.swap(whole.module, "dyt", seen)
     normscope.save_swapped(whole.module, tmp_path / "new", whole.about, func="dyt", init="fit")
     with pytest.raises(UsageError, match="is a swap, which needs its network on one device: leave device_map out"):
