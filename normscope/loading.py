@@ -61,7 +61,7 @@ def load(
         workers: processes that read inputs; 0 for this one alone, None for as many as suit the device.
         shuffle: take the inputs in a random order under ``seed``, before ``limit``.
         device_map: ``auto`` to spread a network that one device has no room for over the GPUs, the CPU's memory and
-            the disk, through accelerate. It can be captured, but not swapped.
+            the disk, through accelerate. It can be captured and swapped, but not calibrated or timed.
         tp: number of ranks of torchrun that share each copy of the weights, sharded by transformers' ``tp_plan``.
 
     Raises:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -368,7 +367,7 @@ def at_hand(
     with contextlib.ExitStack() as aligned:
         for part in module.modules():
             aligned.enter_context(align_module_device(part))
-        tensors = _tensors(module)
+        tensors = [*module.parameters(), *module.buffers()]
         if any(tensor.is_meta for tensor in tensors):
             raise ModelError(f"accelerate gives no access to the weights of a {type(module).__name__} it has put away.")
 
@@ -391,58 +390,42 @@ def with_weights_at_hand(module: nn.Module, hook: ForwardHook) -> ForwardHook:
 
 
 def hooked(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
-    """Return the innermost module that contains the one at ``path`` and that accelerate moves, and its own path.
-
-    It is the module itself, or the block that reads the weights of all its parts before it runs; None without
-    accelerate.
-    """
+    """Return the innermost module around a path that accelerate moves, or the one there, and its path; None if none."""
     names = path.split(".")
-    for n in range(len(names), -1, -1):
-        prefix = ".".join(names[:n])
-        if hasattr(part := submodule(model, prefix), _HOOK):
-            return part, prefix
-    return None
+    prefixes = (".".join(names[:n]) for n in range(len(names), -1, -1))
+    parts = ((submodule(model, prefix), prefix) for prefix in prefixes)
+    return next((each for each in parts if hasattr(each[0], _HOOK)), None)
 
 
 @contextlib.contextmanager
 def weights_at_hand(model: nn.Module, path: str) -> Iterator[torch.device | None]:
-    """Keep the weights of a part of a network :func:`at_hand` within the block; yield the device that it runs on.
+    """Keep the weights of a part of a network :func:`at_hand` within the block; yield its device if accelerate has it.
 
-    The device is None in a network that is not spread.
+    >>> with weights_at_hand(nn.Sequential(nn.LayerNorm(4)), "0") as device:
+    ...     print(device)
+    None
     """
-    holder = hooked(model, path)
+    holder, norm = hooked(model, path), submodule(model, path)
     if holder is None:
         yield None
         return
-    away = any(tensor.is_meta for tensor in _tensors(submodule(model, path)))
+    device = getattr(getattr(holder[0], _HOOK), "execution_device", None)
+    away = any(tensor.is_meta for tensor in (*norm.parameters(), *norm.buffers()))
     with at_hand(holder[0], (), {}) if away else contextlib.nullcontext():
-        yield _device_of(holder[0])
+        yield None if device is None else torch.device(device)
 
 
 def state_at_hand(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a network, with those weights on the CPU that accelerate keeps elsewhere.
-
-    Weights of several names are several tensors then.
-
-    Raises:
-        MemoryEndedError: if memory has no room for them.
-    """
+    """Return the state dict of a network, with the weights that accelerate keeps elsewhere in the CPU's memory."""
     state = model.state_dict()
-    if not is_spread(model):
-        return state
-    from accelerate.utils import align_module_device, has_offloaded_params
+    if is_spread(model):
+        from accelerate.utils import align_module_device, has_offloaded_params
 
-    size, free = sum(value.nbytes for value in state.values() if value.is_meta), psutil.virtual_memory().available
-    if size > free:
-        raise MemoryEndedError(
-            f"The weights of this {type(model).__name__} that lie on the disk take {size / 1e9:.3g} GB, and memory has "
-            f"{free / 1e9:.3g} GB free to write them from."
-        )
-    for path, part in model.named_modules():
-        if has_offloaded_params(part):
-            with align_module_device(part, torch.device("cpu")):
-                own = part.state_dict(prefix=f"{path}." if path else "")
-                state |= {name: value for name, value in own.items() if not value.is_meta}
+        for path, part in model.named_modules():
+            if has_offloaded_params(part):
+                with align_module_device(part, torch.device("cpu")):
+                    own = part.state_dict(prefix=f"{path}." if path else "")
+                    state |= {name: value for name, value in own.items() if not value.is_meta}
     return state
 
 
@@ -456,38 +439,27 @@ def move_like(model: nn.Module, path: str, module: nn.Module) -> Callable[[], ob
         return lambda: None
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
 
-    part, prefix = holder
-    hook: Any = getattr(part, _HOOK)
-    if prefix == path:
+    hook: Any = getattr(holder[0], _HOOK)
+    if holder[1] == path:
         add_hook_to_module(module, AlignDevicesHook(hook.execution_device))
         return lambda: remove_hook_from_module(module)
     if not (hook.offload and hook.place_submodules):
         return lambda: None
+    # Before it runs, the block reads all tensors below it from this map, by name.
     if not isinstance(hook.weights_map, ChainMap):
         hook.weights_map = ChainMap({}, hook.weights_map)
-    below = path[len(prefix) :].removeprefix(".")
-    tensors = {
-        f"{below}.{name}": value.detach() for name, value in (*module.named_parameters(), *module.named_buffers())
-    }
-    hook.weights_map.update(tensors)
-    parameters = [(each, dict(each._parameters)) for each in module.modules()]
+    below = path[len(holder[1]) :].removeprefix(".")
+    named = (*module.named_parameters(prefix=below), *module.named_buffers(prefix=below))
+    hook.weights_map.update({name: value.detach() for name, value in named})
+    parameters = [(part, dict(part._parameters)) for part in module.modules()]
 
     def back() -> None:
-        for name in tensors:
+        for name, _ in named:
             del hook.weights_map[name]
-        for each, own in parameters:
-            each._parameters.update(own)
+        for part, own in parameters:
+            part._parameters.update(own)
 
     return back
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _device_of(part: nn.Module) -> torch.device | None:
-    device = getattr(getattr(part, _HOOK), "execution_device", None)
-    return None if device is None else torch.device(device)
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -110,7 +110,7 @@ def bench(
     Raises:
         UsageError: if there is no such curve or dtype, a module comes without a batch, or ``NORMSCOPE_KERNELS`` asks
             for kernels that cannot run here.
-        ModelError: if the network has no norm, or does not run on the batch.
+        ModelError: if the network has no norm, is spread over devices, or does not run on the batch.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))

@@ -10,6 +10,7 @@ import accelerate
 import pytest
 import torch
 from accelerate.utils import modeling
+from command_line import document
 from networks import save_llama
 from torch import nn
 from transformers.integrations import accelerate as of_transformers
@@ -173,10 +174,12 @@ def test_no_room_for_a_block_is_refused(room):
         normscope.load("demo_vit", device_map="auto")
 
 
-SWAPS = {"factory": ("dyt", "free"), "demo_vit": ("dyt", "rmsnorm"), "demo_dit": ("dyt",), "llama": ("dyt",)}
+SWAPS = {"factory": ("dyt",), "demo_vit": ("free", "rmsnorm"), "demo_dit": ("dyt",), "llama": ("dyt",)}
 
 
-@pytest.mark.parametrize("name", SWAPS)
+@pytest.mark.parametrize(
+    "name", [name if name == "factory" else pytest.param(name, marks=pytest.mark.slow) for name in SWAPS]
+)
 def test_swaps_their_drift_and_their_folders_are_the_same_to_the_bit(room, named, tmp_path, name):
     given = named(name)
     whole = normscope.load(device="cpu", **given)
@@ -189,7 +192,7 @@ def test_swaps_their_drift_and_their_folders_are_the_same_to_the_bit(room, named
         moved, saved = [], []
         for network in (whole, apart):
             modules = normscope.replacements(network, func, seen)
-            report = normscope.drift(network, replacements=modules, cumulative=False)
+            report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
             moved.append([(row.site, row.at, row.relative_l2) for row in report.rows])
             with normscope.swap(network, func, seen):
                 folder = normscope.save_swapped(network.module, tmp_path / func, whole.about)
@@ -197,6 +200,25 @@ def test_swaps_their_drift_and_their_folders_are_the_same_to_the_bit(room, named
         assert moved[0] == moved[1]
         assert saved[0] == saved[1]
         assert {key: value.device for key, value in apart.module.state_dict().items()} == places_before
+
+
+@pytest.mark.slow
+def test_the_commands_write_and_print_what_they_do_on_one_device(room, tmp_path):
+    told = {}
+    for where, spreading in (("cpu", "--device cpu"), ("disk", "--device-map auto")):
+        if where == "disk":
+            room(700)
+        swapped = document(f"swap demo_vit --limit 4 --keep 2 -o {tmp_path / where} {spreading}")
+        bench = "swap-bench demo_vit --limit 4 --layers 0,1,final --func dyt,few:4"
+        quick = "--quick" if where == "cpu" else ""
+        measured = document(f"{bench} -o {tmp_path} {spreading} {quick}")
+        drifts = [each for each in measured["drift"] if each["func"] != "rmsnorm centred"]  # which rewrites weights
+        told[where] = (swapped["sites"], swapped["keep"], swapped["quality"], drifts)
+        assert bool(measured["speed"]) == (where == "cpu")
+    assert told["cpu"] == told["disk"]
+    assert normscope.load_swapped(tmp_path / "disk") is not None
+    tensors = [(tmp_path / where / "model.safetensors").read_bytes() for where in told]
+    assert tensors[0] == tensors[1]
 
 
 def test_what_changes_weights_takes_one_device(room, tmp_path):
