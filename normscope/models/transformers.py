@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, NormscopeError, UsageError, first_few, first_line
@@ -358,7 +359,10 @@ class _Network:
         """Keep the stored dtype of large weights by default; report their size, and refuse them without room."""
         options = self.options
         if options.weights == "pretrained":
-            parameters, stored = sizes_of_files(repository.weights())
+            try:
+                parameters, stored = sizes_of_files(repository.weights())
+            except SafetensorError:
+                return self  # loading reports the damage
         else:
             draft = replace(self, config=copy.deepcopy(self.config))  # in whose dtype transformers writes its own
             with torch.device("meta"):

@@ -58,7 +58,7 @@ def together(size, work):
 
     def one(rank):
         try:
-            return work(Threads(rank, size, "cpu", barrier, told))
+            return work(Threads(rank, size, "cpu", barrier=barrier, told_so_far=told))
         except NormscopeError as error:  # which all of them come to
             return error
         except Exception:
