@@ -22,7 +22,7 @@ def timeline(steps=(0, 50, 100, 400), norms=6, functions=0, curves=("tanh", "isr
         records.append(
             StepRecord(step, 1.7e9 + step, 0.25, numbers, 2 - step / 1e3, tuple(site.name for site in sites))
         )
-    return Timeline("a_net", "in training", "noise & <more>", tuple(curves), tuple(sites), records=records)
+    return Timeline("a_net", "random init", "noise & <more>", tuple(curves), tuple(sites), records=records)
 
 
 def written(run, path):

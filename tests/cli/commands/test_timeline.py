@@ -29,7 +29,7 @@ def lines_of(path):
 
 def test_the_table_has_the_first_and_the_last_step_and_fits_into_80_columns(folder):
     out = invoke("timeline run.jsonl", cwd=folder, COLUMNS="80").stdout
-    assert out.splitlines()[0] == "a_net · in training · noise & <more>"
+    assert out.splitlines()[0] == "a_net · random init · noise & <more>"
     assert max(map(len, out.splitlines())) <= 80
     names, (first, *_, last) = lines_of(folder / "run.jsonl")
     row = next(line for line in out.splitlines() if line.startswith(names[2]))
