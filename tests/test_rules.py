@@ -50,7 +50,7 @@ LIBRARIES = {
     "timm": {"models"},
     "torchaudio": {"models"},
     "diffusers": {"models"},
-    "transformers": {"models", "probe/callbacks.py"},
+    "transformers": {"models"},
     "accelerate": {"models", "runtime/network.py"},
     "pyarrow": {"cli"},
     "typer": {"cli"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -27,17 +28,15 @@ def trainer_callback(batch: Any, **options: Any) -> Any:
 
     ``Trainer(model, …, callbacks=[trainer_callback(batch, every=100, path="run.jsonl")])``
     """
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    transformers = importlib.import_module("transformers")
 
-    class TrainerProbe(TrainerCallback):
+    class TrainerProbe(transformers.TrainerCallback):  # type: ignore[name-defined,misc]
         probe: Probe
 
-        def on_train_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **trained: Any
-        ) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **trained: Any) -> None:
             self.probe = Probe(trained["model"], batch, **options)
 
-        def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             losses = (entry["loss"] for entry in reversed(state.log_history) if "loss" in entry)
             self.probe.step(loss=next(losses, None), step=state.global_step)
 
