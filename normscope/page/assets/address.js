@@ -44,8 +44,7 @@ const open = {
 function asAddress() {
   const said = new URLSearchParams();
   said.set("view", state.view);
-  if (PAGE.training) VIEWS.training = "Training";
-if (PAGE.captures.length > 1) said.set("capture", state.capture + 1);
+  if (PAGE.captures.length > 1) said.set("capture", state.capture + 1);
   said.set("site", open.capture.sites.length ? open.site.name : "");
   for (const [name, field, write, read] of KEPT) {
     const text = write(state[field]);
