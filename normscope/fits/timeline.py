@@ -145,11 +145,6 @@ class Timeline(Record, Tabled):
         """Steps of the records, ``(records,)``."""
         return np.array([record.step for record in self.records], dtype=np.int64)
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the metrics that any record contains."""
-        return list(dict.fromkeys(name for record in self.records for name in record.numbers))
-
     def values(self, metric: str) -> NDArray[np.float64]:
         """Return a metric at every step and site, float64 ``(records, sites)``, NaN where there is none."""
         missing = [None] * len(self.sites)
