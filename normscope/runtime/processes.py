@@ -41,7 +41,7 @@ class Place:
         """
         if tp < 1 or self.ranks % tp:
             start = f"torchrun --nproc-per-node {tp} -m normscope …"
-            raise UsageError(f"--tp {tp} takes {tp} ranks or a multiple, and there is {self.ranks}: {start}")
+            raise UsageError(f"--tp {tp} takes a multiple of {tp} ranks, not {self.ranks}: {start}")
         return self.ranks // tp
 
     @property

@@ -63,7 +63,7 @@ MISTAKES = [
     ("heal demo_vit -o new --device-map auto", 2, "heal takes a network on one device; leave --device-map out"),
     ("swap-bench demo_vit --tp 2", 2, "swap-bench takes a network on one device; leave --tp out."),
     ("swap-bench demo_vit --device-map auto --quick", 2, "Under --device-map nothing is timed: leave --quick out."),
-    ("capture demo_vit -o new --tp 2", 2, "--tp 2 takes 2 ranks or a multiple, and there is 1: torchrun --nproc-per-"),
+    ("capture demo_vit -o new --tp 2", 2, "--tp 2 takes a multiple of 2 ranks, not 1: torchrun --nproc-per-"),
     ("capture demo_vit -o new --tp 1", 2, "--tp 1 shards models of transformers, and demo_vit is none."),
     ("capture demo_vit -o new --tp 1 --resume", 2, "--tp keeps no checkpoints, so there is nothing to resume;"),
     ("capture transformers:a/b -o new --tp 1 --weights random", 2, "--tp 1 shards weights while they are read from a"),
