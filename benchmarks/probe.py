@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import Measurement, finish, of_each, options, ratios, seconds_of
+from common import Measurement, finish, in_turn, of_each, options, ratios, seconds_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,7 +27,7 @@ A network is trained by AdamW in blocks of {every} steps, in turn without a prob
 a block, on a quarter of a training batch. Throughput is relative to the block before; a ratio of 1 is a probe for
 nothing. The ViTs have created weights: ViT-S/16 of timm at batch 16, and demo_vit, whose steps take milliseconds, at
 batch 64. Memory is that of the process after each of {probes} probes, relative to the tenth. A file has {sites} sites
-and {records} records of random numbers.
+and {records} records of random numbers; `command` is `normscope timeline` on it, with both figures.
 """
 
 
@@ -40,7 +41,7 @@ def main() -> None:
         "ViT-S": (in_training, (vit_s, 16, args.every, args.repeats)),
         "demo_vit": (in_training, (demo_vit, 64, args.every, args.repeats)),
         "memory": (memory, ()),
-        "file": (file, ()),
+        "file": (file, (args.repeats,)),
     }
     measurements, failed = [], []
     for case in args.cases.split(","):
@@ -49,7 +50,7 @@ def main() -> None:
         measurements += rows
         failed += sentences
     text = ABOUT.format(every=args.every, probes=PROBES, sites=SITES, records=RECORDS)
-    finish("probe", text, measurements, args, threads=[args.threads], libraries=["timm"], failed=failed)
+    finish("probe", text, measurements, args, threads=[args.threads], libraries=["timm"], failed=failed, added=True)
 
 
 def vit_s(batch: int) -> tuple[nn.Module, Tensor]:
@@ -120,22 +121,25 @@ def resident_megabytes() -> float:
     return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1000
 
 
-def file(case: str) -> Iterator[Measurement]:
+def file(case: str, repeats: int) -> Iterator[Measurement]:
     """Write and read a long timeline of many sites."""
     sites = tuple(timeline.TimelineSite(f"blocks.{i}.norm1", "LayerNorm", "pre-norm", 384) for i in range(SITES))
-    run = timeline.Timeline("net", "created", "16 samples", ("tanh", "isru"), sites)
+    run = timeline.TimelineHeader("net", "created", "16 samples", ("tanh", "isru"), sites)
     names = [f"{name}/{curve}" for curve in run.curves for name in timeline.OF_CURVES]
     names += [*timeline.OF_SITES, *timeline.OF_NORMS]
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.jsonl")
         with path.open("w", encoding="utf-8") as lines:
-            lines.write(run.header())
+            lines.write(run.line())
             for step in range(RECORDS):
                 numbers = {name: random.lognormal(size=SITES).tolist() for name in names}
                 lines.write(timeline.StepRecord(500 * step, 1.7e9 + step, 0.5, numbers).line())
         yield Measurement(case, "", "size", "MB", [path.stat().st_size / 1e6])
-        yield Measurement(case, "", "reading", "s", [seconds_of(lambda: timeline.load_timeline(path))])
+        command = [sys.executable, "-m", "normscope", "timeline", str(path), "-o", folder, "--quiet"]
+        ways = {"reading": lambda: timeline.load_timeline(path), "command": lambda: subprocess.run(command, check=True)}
+        for way, seconds in in_turn(ways, repeats).items():
+            yield Measurement(case, "", way, "s", seconds)
 
 
 if __name__ == "__main__":

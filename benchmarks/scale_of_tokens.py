@@ -24,7 +24,6 @@ from normscope.swaps.drift.scale import SecondPass
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm", FCPE, *MOLECULES)
 FEW = ("few:4", "few:8", "random:4")
 TEXTS = 320
-NUMBERS = {"rxnmapper": (160, 48), "antiberty": (48, 24)}  # inputs to learn from and held out, in place of these
 LANGUAGES = tomllib.loads(Path(__file__).with_name("languages.toml").read_text(encoding="utf-8"))
 ABOUT = f"""
 Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms
@@ -32,14 +31,13 @@ that scale each token by its own σ (FCPE keeps its GroupNorm). Samples are inpu
 largest. Frozen: one σ per norm and the exact mean; first positions whose σ differs by more than a factor of 2 have
 their own. minilm is all-MiniLM-L6-v2; it learns from {TEXTS} docstrings of Python's standard library, and {HELD_OUT}
 docstrings of other modules are held out, or sentences in other languages. torchfcpe is FCPE, on the synthetic words of
-demo_wav2vec2. rxnmapper is RXNMapper, an ALBERT whose two norms serve twelve layers: {NUMBERS["rxnmapper"][0]}
-reactions of common types to learn from, and {NUMBERS["rxnmapper"][1]} of other molecules. antiberty is AntiBERTy, a
-BERT of antibodies: {NUMBERS["antiberty"][0]} human heavy chains whose genes are joined at random, and
-{NUMBERS["antiberty"][1]} with other V genes. Hidden tokens: every seventh of a held-out text is hidden, and the network
-predicts it, which shows that its weights were read properly. The others are embedded toys. few:K predicts σ²
-and the mean from K channels, random:4 from four channels drawn from the 128 largest. DyT is fitted, weighted by γ².
-Centred: the network of normscope.simplify, in which RMSNorm also replaces the LayerNorms that could not be rewritten
-exactly. Exact: LayerNorms that simplify turns into RMSNorms.
+demo_wav2vec2. rxnmapper is RXNMapper, an ALBERT whose two norms serve twelve layers: as many reactions of common types
+to learn from as docstrings, and others of other molecules. antiberty is AntiBERTy, a BERT of antibodies: human heavy
+chains whose genes are joined at random, likewise, and others with other V genes. Hidden tokens: every seventh of a
+held-out text is hidden, and the network predicts it, which shows that its weights were read properly. The others are
+embedded toys. few:K predicts σ² and the mean from K channels, random:4 from four channels drawn from the 128 largest.
+DyT is fitted, weighted by γ². Centred: the network of normscope.simplify, in which RMSNorm also replaces the LayerNorms
+that could not be rewritten exactly. Exact: LayerNorms that simplify turns into RMSNorms.
 """
 
 
@@ -55,8 +53,7 @@ def main() -> None:
 def measured(model: str) -> list[Measurement]:
     """Rewrite the network, swap its norms by each function, and compare the outputs."""
     torch.set_num_threads(1)
-    texts, judged = NUMBERS.get(model, (TEXTS, HELD_OUT))
-    network, learned, held_out = inputs_of(model, texts, held_out=judged)
+    network, learned, held_out = inputs_of(model, TEXTS)
     sites = normscope.find_norms(network.module, learned[0].first_sample()).sites
     layers = [site.name for site in sites if site.replaceable and not site.grouped]
     simplified = dataclasses.replace(network, module=copy.deepcopy(network.module))

@@ -100,8 +100,7 @@ def draw(runs: dict[str, Timeline], path: Path) -> None:
     with sheet_of({}, theme, 7.0, 1.6, {}, foot=foot, handles=handles) as figure:
         axes = figure.subplots(1, 1 + len(titles))
         for name, run in runs.items():
-            losses = [math.nan if record.loss is None else record.loss for record in run.records]
-            axes[0].plot(run.steps, losses, color=colours[name], lw=1.0)
+            axes[0].plot(run.steps, run.losses, color=colours[name], lw=1.0)
             for ax, metric in zip(axes[1:], titles, strict=True):
                 values = run.values(metric) * (100 if metric.startswith("beyond") else 1)
                 low, median, high = np.quantile(values, (0, 0.5, 1), axis=1)

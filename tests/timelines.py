@@ -2,11 +2,20 @@
 
 import numpy as np
 
-from normscope.fits.timeline import OF_CURVES, OF_NORMS, OF_POINTWISE, OF_SITES, StepRecord, Timeline, TimelineSite
+from normscope.fits.timeline import (
+    OF_CURVES,
+    OF_NORMS,
+    OF_POINTWISE,
+    OF_SITES,
+    StepRecord,
+    Timeline,
+    TimelineHeader,
+    TimelineSite,
+)
 
 
-def timeline(steps=(0, 50, 100, 400), norms=6, functions=0, curves=("tanh", "isru")):
-    """Norms, then point-wise functions; each metric differs between any two steps and sites, and is over 0."""
+def run_of(steps=(0, 50, 100, 400), norms=6, functions=0, curves=("tanh", "isru")):
+    """Header and records of norms, then point-wise functions; no two numbers of a metric are equal, and all are > 0."""
     sites = [TimelineSite(f"blocks.{n}.norm", "LayerNorm", "pre-norm", 8) for n in range(norms)]
     sites += [TimelineSite(f"blocks.{n}.norm", "DyT", "pre-norm", 8, "tanh") for n in range(norms, norms + functions)]
     names = [f"{name}/{curve}" for curve in curves for name in OF_CURVES] + [*OF_SITES, *OF_NORMS, *OF_POINTWISE]
@@ -22,9 +31,14 @@ def timeline(steps=(0, 50, 100, 400), norms=6, functions=0, curves=("tanh", "isr
         records.append(
             StepRecord(step, 1.7e9 + step, 0.25, numbers, 2 - step / 1e3, tuple(site.name for site in sites))
         )
-    return Timeline("a_net", "random init", "noise & <more>", tuple(curves), tuple(sites), records=records)
+    return TimelineHeader("a_net", "random init", "noise & <more>", tuple(curves), tuple(sites)), records
 
 
-def written(run, path):
-    path.write_text(run.header() + "".join(record.line() for record in run.records))
+def timeline(*of_run, **named):
+    return Timeline.of(*run_of(*of_run, **named))
+
+
+def written(path, *of_run, **named):
+    header, records = run_of(*of_run, **named)
+    path.write_text("".join(part.line() for part in (header, *records)))
     return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Unpack
 
 import numpy as np
@@ -38,7 +38,7 @@ from normscope.figures.style import (
     theme_of,
     write_above,
 )
-from normscope.fits.timeline import StepRecord, Timeline, TimelineSite
+from normscope.fits.timeline import Timeline
 from normscope.pairs.storage import load_capture
 from normscope.pairs.sums.stats import PairStats
 from normscope.tables.table import number as written
@@ -52,6 +52,7 @@ _STEPS, _POINTS = 10, 200  # curves in a panel at most, and points of each
 _SCURVE_INCHES, _LEAST_SCURVE = 1.7, 1.15
 _DASHED = (0, (4, 2))
 _SHARES = {f"beyond_{end}": f"|αx + s| > {end}" for end in (1, 2, 3)}
+_SATURATED = "saturated pairs [%]"
 _SITES = {"spread": "σ: 95th over 5th percentile", "offset": "median |μ|/σ", "largest": "largest |x|"}
 
 
@@ -67,39 +68,18 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        DataError: if the timeline contains no record, or no number.
+        DataError: if the timeline contains no number.
         UsageError: if an option is not valid.
     """
-    theme, handles, detail = theme_of(options), list[Artist](), _steps(timeline)
-    functions = [site.name for site in timeline.sites if site.curve]
-    few = timeline if len(timeline.sites) <= _FEW else timeline.only(functions or "all").only(_FEW)
-    names = site_labels([site.name for site in timeline.sites], options)
-    colours = {site.name: shades(theme)(place / max(len(few.sites) - 1, 1)) for place, site in enumerate(few.sites)}
-    panels: dict[str, Callable[[Axes], object]] = {}
-    numbers = _numbers(timeline)
-    for title, values in numbers.items():
-        alike = [of_curve for name, of_curve in numbers.items() if name.split(" of ")[0] == title.split(" of ")[0]]
-        draw = functools.partial(_draw_map, alike=np.array(alike), names=[*names.values()], style=theme)
-        if few is timeline:
-            draw = functools.partial(_draw_lines, colours=[*colours.values()])
-        panels[title] = functools.partial(draw, steps=timeline.steps, values=values)
-    if any(record.loss is not None for record in timeline.records):
-        losses = np.array([[record.loss] for record in timeline.records], float)
-        panels["loss"] = lambda ax: _draw_lines(ax, timeline.steps, losses, [theme.ink])
-    if few is timeline or functions:
-        handles += [key(names[site], colour) for site, colour in colours.items()]
-    if functions:
-        panels["α and 1/std(x)"] = functools.partial(_draw_alphas, timeline=few, colours=[*colours.values()])
-        panels["saturated pairs [%]"] = functools.partial(_draw_shares, timeline=timeline, theme=theme)
-        handles += [key("α", theme.ink), key("1/std(x)", theme.ink, _DASHED)]
-        handles += [key(label, theme.curves[place]) for place, label in enumerate(_SHARES.values(), 1)]
+    theme = theme_of(options)
+    panels, handles = _panels(timeline, theme, options)
     if not panels:
         raise DataError("No site of the timeline has a finite number, so that there is nothing to draw.")
     columns = columns_of(options, len(panels), _LEAST_PANEL, _COLUMNS)
     rows = math.ceil(len(panels) / columns)
     inches = inches_of(options.get("width"), 0.3 + _PANEL_INCHES * columns)
-    foot = ["Saturated pairs: median over the sites, and their range"] if functions else []
-    parts: dict[str, Any] = {"detail": detail, "foot": foot, "handles": handles}
+    foot = ["Saturated pairs: median over the sites, and their range"] if _SATURATED in panels else []
+    parts: dict[str, Any] = {"detail": _steps(timeline), "foot": foot, "handles": handles}
     with sheet_of(options, theme, inches, (_HEIGHT + 0.25) * rows, timeline.about, **parts) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         for ax in axes.flat[len(panels) :]:
@@ -112,8 +92,8 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
             if number + columns >= len(panels):
                 ax.set_xlabel("step", labelpad=1)
             if not ax.images:
-                ax.set_xlim(*(timeline.steps[[0, -1]] if len(timeline.records) > 1 else (None, None)))
-                if "%" not in title:
+                ax.set_xlim(*(timeline.steps[timeline.ends] if len(timeline.steps) > 1 else (None, None)))
+                if title != _SATURATED:
                     scale_where_wide(ax)
                 draw_guides(ax, theme)
             elif number % columns and axes.flat[number - 1].images:
@@ -122,8 +102,35 @@ def plot_timeline(timeline: Timeline, **options: Unpack[FigureOptions]) -> Figur
 
 
 def _steps(timeline: Timeline) -> str:
-    first, last = (f"{record.step:,}" for record in timeline.ends)
-    return f"step {first}" if first == last else f"{count(len(timeline.records), 'probe')}, step {first} to {last}"
+    ends = " to ".join(f"{step:,}" for step in timeline.steps[timeline.ends])
+    return f"step {ends}" if len(timeline.steps) == 1 else f"{count(len(timeline.steps), 'probe')}, step {ends}"
+
+
+def _panels(
+    timeline: Timeline, theme: Style, options: FigureOptions
+) -> tuple[dict[str, Callable[[Axes], object]], list[Artist]]:
+    """Return functions that draw the panels, by title, and the entries of the legend."""
+    functions = [site.name for site in timeline.sites if site.curve]
+    few = timeline if len(timeline.sites) <= _FEW else timeline.only(functions or "all").only(_FEW)
+    colours = shades(theme)(np.linspace(0, 1, len(few.sites)))
+    names, numbers, handles = site_labels([site.name for site in timeline.sites], options), _numbers(timeline), []
+    panels: dict[str, Callable[[Axes], object]] = {}
+    for title, values in numbers.items():
+        alike = [of_curve for name, of_curve in numbers.items() if name.split(" of ")[0] == title.split(" of ")[0]]
+        draw = functools.partial(_draw_map, alike=np.array(alike), names=[*names.values()], style=theme)
+        if few is timeline:
+            draw = functools.partial(_draw_lines, colours=colours)
+        panels[title] = functools.partial(draw, steps=timeline.steps, values=values)
+    if np.isfinite(timeline.losses).any():
+        panels["loss"] = lambda ax: _draw_lines(ax, timeline.steps, timeline.losses[:, None], [theme.ink])
+    if few is timeline or functions:
+        handles += [key(names[site.name], colour) for site, colour in zip(few.sites, colours, strict=True)]
+    if functions:
+        panels["α and 1/std(x)"] = functools.partial(_draw_alphas, timeline=few, colours=colours)
+        panels[_SATURATED] = functools.partial(_draw_shares, timeline=timeline, theme=theme)
+        handles += [key("α", theme.ink), key("1/std(x)", theme.ink, _DASHED)]
+        handles += [key(label, theme.curves[place]) for place, label in enumerate(_SHARES.values(), 1)]
+    return panels, handles
 
 
 def _numbers(timeline: Timeline) -> dict[str, Array]:
@@ -140,13 +147,13 @@ def _numbers(timeline: Timeline) -> dict[str, Array]:
     return {title: v for title, v in (of_curves | of_functions | of_sites).items() if np.isfinite(v).any()}
 
 
-def _draw_lines(ax: Axes, steps: NDArray[np.int64], values: Array, colours: list[Any], ls: Any = "-") -> None:
+def _draw_lines(ax: Axes, steps: NDArray[np.int64], values: Array, colours: Iterable[Any], ls: Any = "-") -> None:
     """Draw a line per column of values; a lone record is a point."""
     for of_site, colour in zip(values.T, colours, strict=True):
         ax.plot(steps, of_site, color=colour, ls=ls, lw=1.0, marker="o" if len(values) == 1 else "", ms=3)
 
 
-def _draw_alphas(ax: Axes, timeline: Timeline, colours: list[Any]) -> None:
+def _draw_alphas(ax: Axes, timeline: Timeline, colours: Iterable[Any]) -> None:
     _draw_lines(ax, timeline.steps, timeline.values("module_alpha"), colours)
     _draw_lines(ax, timeline.steps, timeline.values("inverse_std"), colours, _DASHED)
 
@@ -157,9 +164,7 @@ def _draw_shares(ax: Axes, timeline: Timeline, theme: Style) -> None:
         there = np.isfinite(percent).any(axis=1)
         low, median, high = np.nanquantile(percent[there], (0, 0.5, 1), axis=1)
         ax.fill_between(timeline.steps[there], low, high, color=colour, alpha=0.15, lw=0)
-        ax.plot(
-            timeline.steps[there], median, color=colour, lw=1.0, marker="o" if len(timeline.records) == 1 else "", ms=3
-        )
+        _draw_lines(ax, timeline.steps[there], median[:, None], [colour])
 
 
 def _draw_map(ax: Axes, steps: NDArray[np.int64], values: Array, alike: Array, names: list[str], style: Style) -> None:
@@ -192,18 +197,15 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
         options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
 
     Raises:
-        DataError: if the timeline contains no record.
         UsageError: if an option is not valid.
     """
     theme, shown = theme_of(options), timeline if len(timeline.sites) <= _FEW else timeline.only(_FEW)
-    first, last = shown.ends
-    places = np.linspace(0, len(shown.records) - 1, min(_STEPS, len(shown.records))).round().astype(int)
-    records = [shown.records[place] for place in places]
+    records = np.linspace(0, len(shown.steps) - 1, min(_STEPS, len(shown.steps))).round().astype(int).tolist()
     names = site_labels([site.name for site in timeline.sites], options)
     columns = columns_of(options, len(shown.sites), _LEAST_SCURVE, _FEW)
-    rows, colours, norm = math.ceil(len(shown.sites) / columns), shades(theme), Normalize(first.step, last.step)
+    rows, colours, norm = math.ceil(len(shown.sites) / columns), shades(theme), Normalize(*shown.steps[[0, -1]])
     inches = inches_of(options.get("width"), 0.6 + _SCURVE_INCHES * columns)
-    kept = any(map(timeline.capture_of, records))
+    kept = any(map(shown.capture_of, records))
     foot = [
         f"{'E[y|x]' if kept else 'Fits, dashed where they do not bend'}, over 99 % of the pairs of each step",
         f"Above panels: R² of the fitted {timeline.curves[0]}, or a function's α, at the first and the last step",
@@ -211,11 +213,11 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
     with sheet_of(options, theme, inches, 1.6 * rows, timeline.about, detail=_steps(timeline), foot=foot) as figure:
         axes = figure.subplots(rows, columns, squeeze=False)
         for record in records:
-            path = timeline.capture_of(record)
+            path = shown.capture_of(record)
             stats = load_capture(path).stats if path else {}
             for place, (ax, site) in enumerate(zip(axes.flat, shown.sites, strict=False)):
-                x, y, dashes = _scurve(record, place, _curve_of(timeline, site), stats.get(site.name), inches / columns)
-                ax.plot(x, y, color=colours(norm(record.step)), ls=dashes, lw=1.1)
+                x, y, dashes = _scurve(shown, record, place, stats.get(site.name), inches / columns)
+                ax.plot(x, y, color=colours(norm(shown.steps[record])), ls=dashes, lw=1.1)
         for number, ax in enumerate(axes.flat):
             ax.set_visible(number < len(shown.sites))
             if number < len(shown.sites):
@@ -235,18 +237,14 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
     return figure
 
 
-def _curve_of(timeline: Timeline, site: TimelineSite) -> str:
-    """Return the curve that is drawn: a function's own if it was fitted, otherwise the first."""
-    return site.curve if site.curve in timeline.curves else timeline.curves[0]
-
-
 def _scurve(
-    record: StepRecord, place: int, curve: str, stats: PairStats | None, inches: float
+    timeline: Timeline, record: int, place: int, stats: PairStats | None, inches: float
 ) -> tuple[Array, Array, Any]:
     """Return x, y and dashes of a site's S-curve at one step; empty where neither pairs nor a fit are known."""
+    own = timeline.sites[place].curve
+    curve = own if own in timeline.curves else timeline.curves[0]
     metrics = ("low", "high", *(f"{name}/{curve}" for name in ("amplitude", "alpha", "shift", "slope", "at_zero")))
-    values = (record.numbers[name][place] if name in record.numbers else None for name in metrics)
-    low, high, amplitude, alpha, shift, slope, at_zero = (math.nan if value is None else value for value in values)
+    low, high, amplitude, alpha, shift, slope, at_zero = (timeline.values(name)[record, place] for name in metrics)
     if not low < high:
         return np.empty(0), np.empty(0), "-"
     if stats is not None:

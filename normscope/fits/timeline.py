@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from normscope.errors import DataError, UsageError
 from normscope.pairs.norms.sites import Layers, NormSite, select
 from normscope.runtime.files import visible
-from normscope.runtime.records import Record, Tabled, converted
+from normscope.runtime.records import Record, Tabled, as_json, converted
+
+Array = NDArray[np.float64]
 
 FORMAT = 1
 _DIGITS = 6  # significant, of the numbers in a file
@@ -115,18 +117,16 @@ def _rounded(value: float | None) -> float | None:
 
 
 @dataclass(frozen=True, repr=False)
-class Timeline(Record, Tabled):
-    """A training run: what it is of, and its records, in ascending order of steps.
+class TimelineHeader:
+    """First line of a timeline's file: what the run is of.
 
     Attributes:
         model, weights, data: as of a capture; data is the probe's batch.
         curves: names of the fitted curves.
         sites: the sites, in the order of first calls.
-        records: one :class:`StepRecord` per step.
         captures: folder of the captures of every step, as seen from the file's; None if the probe kept none.
         dtype: of the probe's passes, ``float32``, or ``float32, autocast to bfloat16``.
         compiled: True if the network was compiled for training; the probe's passes ran eagerly.
-        file: that it was read from; empty for none.
     """
 
     model: str
@@ -137,31 +137,58 @@ class Timeline(Record, Tabled):
     captures: str | None = None
     dtype: str = "not named"
     compiled: bool = False
-    records: list[StepRecord] = field(default_factory=list)
-    file: str = ""
-
-    @property
-    def steps(self) -> NDArray[np.int64]:
-        """Steps of the records, ``(records,)``."""
-        return np.array([record.step for record in self.records], dtype=np.int64)
-
-    def values(self, metric: str) -> NDArray[np.float64]:
-        """Return a metric at every step and site, float64 ``(records, sites)``, NaN where there is none."""
-        missing = [None] * len(self.sites)
-        rows = [record.numbers.get(metric, missing) for record in self.records]
-        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.sites))
 
     @property
     def about(self) -> dict[str, str]:
         """Model, weights and data, as of a capture."""
         return {"model": self.model, "weights": self.weights, "data": self.data}
 
+    def line(self) -> str:
+        """Return the header as one line of JSON."""
+        return json.dumps({"normscope_timeline": FORMAT, **as_json(self)}, separators=(",", ":")) + "\n"
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(TimelineHeader, Tabled):
+    """A training run: what it is of, and its numbers at every record, in ascending order of steps; NaN for none.
+
+    Attributes:
+        steps: numbers of training steps done, int64 ``(records,)``.
+        times, seconds, losses: of each record, see :class:`StepRecord`, float64 ``(records,)``.
+        numbers: of each metric, float64 ``(records, sites)``.
+        file: that it was read from.
+    """
+
+    steps: NDArray[np.int64] = field(kw_only=True)
+    times: Array = field(kw_only=True)
+    seconds: Array = field(kw_only=True)
+    losses: Array = field(kw_only=True)
+    numbers: dict[str, Array] = field(kw_only=True)
+    file: str = ""
+
+    @classmethod
+    def of(cls, header: TimelineHeader, records: Sequence[StepRecord], file: str = "") -> Timeline:
+        """Join the header and the records of a run, at least one."""
+        missing = [None] * len(header.sites)
+        names = dict.fromkeys(name for record in records for name in record.numbers)
+        return cls(
+            **vars(header),
+            steps=np.array([record.step for record in records], np.int64),
+            times=np.array([record.time for record in records], np.float64),
+            seconds=np.array([record.seconds for record in records], np.float64),
+            losses=np.array([record.loss for record in records], np.float64),
+            numbers={name: np.array([r.numbers.get(name, missing) for r in records], np.float64) for name in names},
+            file=file,
+        )
+
     @property
-    def ends(self) -> tuple[StepRecord, StepRecord]:
-        """First and last record; DataError if there is none."""
-        if not self.records:
-            raise DataError(f"The timeline of {self.model} contains no record: its probe has not run yet.")
-        return self.records[0], self.records[-1]
+    def ends(self) -> list[int]:
+        """Numbers of the first and the last record."""
+        return sorted({0, len(self.steps) - 1})
+
+    def values(self, metric: str) -> Array:
+        """Return a metric at every record and site, float64 ``(records, sites)``; NaN if the run lacks it."""
+        return self.numbers.get(metric, np.full((len(self.steps), len(self.sites)), np.nan))
 
     def only(self, layers: Layers) -> Timeline:
         """Return the timeline of some sites, named or numbered as for :func:`normscope.capture`.
@@ -174,33 +201,21 @@ class Timeline(Record, Tabled):
         ]
         places = [site.index for site in select(numbered, layers)]
         sites = tuple(self.sites[place] for place in places)
-        records = [
-            replace(
-                record,
-                numbers={name: [values[place] for place in places] for name, values in record.numbers.items()},
-                sites=tuple(site.name for site in sites),
-            )
-            for record in self.records
-        ]
-        return replace(self, sites=sites, records=records)
+        return replace(self, sites=sites, numbers={name: values[:, places] for name, values in self.numbers.items()})
 
-    def capture_of(self, record: StepRecord) -> Path | None:
+    def capture_of(self, record: int) -> Path | None:
         """Return the file of a record's capture; None if there is none."""
-        path = Path(self.file).parent / (self.captures or "") / capture_name(record.step)
+        path = Path(self.file).parent / (self.captures or "") / capture_name(self.steps[record])
         return path if self.captures is not None and path.is_file() else None
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a CSV or Parquet file: all numbers of a step at a site, by the names of metrics."""
-        for record in self.records:
-            of_step = {"step": record.step, "time": record.time, "seconds": record.seconds, "loss": record.loss}
+    def rows(self, records: Iterable[int]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a CSV or Parquet file: all numbers of a record at a site, by the names of metrics."""
+        for record in records:
+            of_step = {"step": int(self.steps[record]), "time": self.times[record], "seconds": self.seconds[record]}
             for place, site in enumerate(self.sites):
-                numbers = {name: values[place] for name, values in record.numbers.items()}
-                yield of_step | {"site": site.name, "kind": site.kind, "placement": site.placement} | numbers
-
-    def header(self) -> str:
-        """Return the first line of the file."""
-        own = {name: value for name, value in self.as_dict().items() if name not in ("records", "file")}
-        return json.dumps({"normscope_timeline": FORMAT, **own}, separators=(",", ":")) + "\n"
+                of_site = {"site": site.name, "kind": site.kind, "placement": site.placement}
+                numbers = {name: values[record, place] for name, values in self.numbers.items()}
+                yield as_json({**of_step, "loss": self.losses[record], **of_site, **numbers})
 
 
 def capture_name(step: int) -> str:
@@ -214,45 +229,49 @@ def load_timeline(path: str | Path) -> Timeline:
     A run that was resumed from an earlier step replaces the records from there on.
 
     Raises:
-        DataError: if it is no such file, or malformed before its last line.
+        DataError: if it is no such file, is malformed before its last line, or contains no record.
         UsageError: if it cannot be read.
     """
     try:
         text = Path(path).read_bytes()
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror or error}.") from error
-    lines = text.split(b"\n")[:-1]  # a killed process may leave a part of a line
-    timeline: Timeline | None = None
-    for number, line in enumerate(lines, 1):
+    header: TimelineHeader | None = None
+    records: list[StepRecord] = []
+    for number, line in enumerate(text.split(b"\n")[:-1], 1):  # a killed process may leave a part of a line
         try:
-            timeline = _with_line(timeline, line)
+            if header is None or line.startswith(b'{"normscope_timeline"'):
+                header = _header(line, header)
+            else:
+                record = _record(line, header)
+                while records and records[-1].step >= record.step:
+                    records.pop()
+                records.append(record)
         except ValueError as error:
             raise DataError(f"{path} is no timeline of normscope: line {number}: {visible(str(error))}.") from None
-    if timeline is None:
-        raise DataError(f"{path} is no timeline of normscope: it contains no whole line.")
-    return replace(timeline, file=str(path))
+    if header is None or not records:
+        raise DataError(f"{path} is no timeline of normscope: it contains no record.")
+    return Timeline.of(header, records, str(path))
 
 
-def _with_line(timeline: Timeline | None, line: bytes) -> Timeline:
-    """Add a line to what was read before it; a resumed run has the same header again."""
+def _header(line: bytes, before: TimelineHeader | None) -> TimelineHeader:
+    """Read a header; a resumed run has the same again."""
+    document = json.loads(line)
+    if not isinstance(document, Mapping) or "normscope_timeline" not in document:
+        raise ValueError("the header is missing")
+    if document["normscope_timeline"] != FORMAT:
+        raise ValueError(f"it has format {document['normscope_timeline']!r}, and this version reads {FORMAT}")
+    header = converted(TimelineHeader, document, "header")
+    if before and (header.sites, header.curves) != (before.sites, before.curves):
+        raise ValueError("another run, with other sites or curves, begins")
+    return header
+
+
+def _record(line: bytes, header: TimelineHeader) -> StepRecord:
     import msgspec
 
-    if timeline is None or line.startswith(b'{"normscope_timeline"'):
-        document = json.loads(line)
-        if not isinstance(document, Mapping) or "normscope_timeline" not in document:
-            raise ValueError("the header is missing")
-        if document["normscope_timeline"] != FORMAT:
-            raise ValueError(f"it has format {document['normscope_timeline']!r}, and this version reads {FORMAT}")
-        header = converted(Timeline, {**document, "records": []}, "header")
-        if timeline and (header.sites, header.curves) != (timeline.sites, timeline.curves):
-            raise ValueError("another run, with other sites or curves, begins")
-        return timeline or header
-    names = tuple(site.name for site in timeline.sites)
-    record = replace(msgspec.json.decode(line, type=StepRecord), sites=names)
+    record = msgspec.json.decode(line, type=StepRecord)
     for name, values in record.numbers.items():
-        if len(values) != len(names):
-            raise ValueError(f"{name} has {len(values)} numbers for {len(names)} sites")
-    while timeline.records and timeline.records[-1].step >= record.step:
-        timeline.records.pop()
-    timeline.records.append(record)
-    return timeline
+        if len(values) != len(header.sites):
+            raise ValueError(f"{name} has {len(values)} numbers for {len(header.sites)} sites")
+    return record

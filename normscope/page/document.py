@@ -44,7 +44,7 @@ def document(
 
     Raises:
         UsageError: if captures and fits do not match.
-        DataError: if a capture lacks their sums, or if the timeline contains no record.
+        DataError: if a capture lacks their sums.
     """
     if not seen:
         raise UsageError("There is no capture to report on.")

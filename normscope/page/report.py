@@ -102,7 +102,7 @@ def report(
     Raises:
         UsageError: if there is no capture, if captures and lists of fits differ in number, or if ``drift`` is of
             another type.
-        DataError: if the document of a swap is invalid, or if the timeline contains no record.
+        DataError: if the document of a swap is invalid.
 
     >>> import normscope, torch
     >>> from torch import nn

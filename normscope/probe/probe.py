@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from normscope.curves.known import Curve
 from normscope.errors import NormscopeError, UsageError, count
 from normscope.fits.fit import curves_in
-from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, capture_name, load_timeline
+from normscope.fits.timeline import StepRecord, TimelineHeader, TimelineSite, capture_name, load_timeline
 from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, named_modules, submodule
@@ -121,7 +121,7 @@ class Probe:
         n_samples = count(sum(self._ranks.told(sum(len(each.samples) for each in self._batches))), "sample")
         named = {"model": class_of(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
         self._about = named
-        self._header = Timeline(
+        self._header = TimelineHeader(
             model=named["model"],
             weights=named["weights"],
             data=named["data"],
@@ -215,14 +215,10 @@ class Probe:
         """Write a line whole, in one call, so that a killed process leaves at most a part of the last one."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
-                header = "" if os.fstat(descriptor).st_size else self._header.header()
-                line = (header + record.line()).encode()
-                if os.write(descriptor, line) < len(line):
+            with path.open("ab", buffering=0) as file:
+                line = (("" if file.tell() else self._header.line()) + record.line()).encode()
+                if file.write(line) < len(line):
                     raise OSError("the disk is full")
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise UsageError(f"Cannot write {path}: {error.strerror or error}.") from error
 

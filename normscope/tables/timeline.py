@@ -22,25 +22,19 @@ def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ())
     Args:
         timeline: of which each cell has two steps.
         fits: of the captures of these two, for the ceilings.
-
-    Raises:
-        DataError: if it contains no record.
     """
-    first, last = timeline.ends
-    ends = [first] if first is last else [first, last]
-    missing = [None] * len(timeline.sites)
 
     def column(heading: str, metric: str, form: str, drop: int = 0) -> Column[_Row]:
         def cell(row: _Row) -> str:
-            values = (record.numbers.get(metric.format(row[1]), missing)[row[0]] for record in ends)
-            return _ARROW.join(number(value, form) for value in values)
+            place, curve = row
+            return _ARROW.join(number(v, form) for v in timeline.values(metric.format(curve))[timeline.ends, place])
 
         return Column(heading, cell, drop=drop)
 
     def name(row: _Row) -> str:
         return timeline.sites[row[0]].name
 
-    ceilings = [{fit.site: fit.r2_ceiling for fit in of_step} for of_step in fits[: len(ends)]]
+    ceilings = [{fit.site: fit.r2_ceiling for fit in of_step} for of_step in fits[: len(timeline.ends)]]
 
     def ceiling(row: _Row) -> str:
         return _ARROW.join(number(of_sites.get(name(row)), ".3f") for of_sites in ceilings)
@@ -67,7 +61,7 @@ def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ())
     ]
     norms = [(n, curve) for n, site in enumerate(timeline.sites) if not site.curve for curve in timeline.curves]
     functions = [(n, site.curve) for n, site in enumerate(timeline.sites) if site.curve]
-    steps = _ARROW.join(f"step {record.step:,}" for record in ends)
-    caption = [f"{steps}, of {count(len(timeline.records), 'step')} · {NONE}: not identified, or none"]
+    steps = _ARROW.join(f"step {step:,}" for step in timeline.steps[timeline.ends])
+    caption = [f"{steps}, of {count(len(timeline.steps), 'step')} · {NONE}: not identified, or none"]
     tables = ((norms, of_norms), (functions, of_functions))
     return [table_of(rows, columns, caption=caption, about="timeline") for rows, columns in tables if rows]

@@ -2,15 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from normscope.errors import DataError, UsageError
-from normscope.fits.timeline import StepRecord, Timeline, TimelineSite, load_timeline
+from normscope.fits.timeline import StepRecord, TimelineHeader, TimelineSite, load_timeline
 
 SITES = tuple(TimelineSite(f"blocks.{i}.norm", "LayerNorm", "pre-norm", 8) for i in range(3))
-RUN = Timeline("net", "created", "16 samples", ("tanh",), SITES)
+RUN = TimelineHeader("net", "created", "16 samples", ("tanh",), SITES)
 
 
 def record(step, first=0.123456789):
@@ -19,7 +20,7 @@ def record(step, first=0.123456789):
 
 
 def written(path, *parts):
-    path.write_text(RUN.header() + "".join(part if isinstance(part, str) else part.line() for part in parts))
+    path.write_text(RUN.line() + "".join(part if isinstance(part, str) else part.line() for part in parts))
     return path
 
 
@@ -31,7 +32,7 @@ def test_a_timeline_is_read_as_it_was_written(tmp_path):
     np.testing.assert_array_equal(read.values("r2/tanh"), [[0.123457, np.nan, np.nan], [2.5, np.nan, np.nan]])
     np.testing.assert_array_equal(read.values("channel")[0], [7, 0, 1234570])
     assert np.isnan(read.values("alpha/isru")).all()
-    assert read.records[1].metrics() == {
+    assert replace(record(50), numbers={"r2/tanh": [2.5, None, None], "channel": [7, 0, 1234570]}).metrics() == {
         "blocks.0.norm/r2/tanh": 2.5,
         **{f"blocks.{i}.norm/channel": value for i, value in enumerate([7.0, 0.0, 1234570.0])},
         "loss": 1.5,
@@ -53,7 +54,7 @@ def test_a_line_that_a_killed_process_left_is_ignored(tmp_path, cut):
 
 
 def test_a_resumed_run_replaces_the_records_from_there_on(tmp_path):
-    path = written(tmp_path / "run.jsonl", record(0), record(50), record(100), RUN.header(), record(50, 9.0))
+    path = written(tmp_path / "run.jsonl", record(0), record(50), record(100), RUN.line(), record(50, 9.0))
     read = load_timeline(path)
     assert read.steps.tolist() == [0, 50]
     assert read.values("r2/tanh")[1, 0] == 9
@@ -66,8 +67,8 @@ def test_a_resumed_run_replaces_the_records_from_there_on(tmp_path):
         ("[]", "line 2: Expected `object`, got `array`"),
         ('{"step":1,"time":1,"seconds":NaN,"numbers":{}}', "line 2: JSON is malformed"),
         ('{"step":1,"time":1,"seconds":1,"numbers":{"a":[1]}}', "line 2: a has 1 numbers for 3 sites"),
-        (RUN.header().replace(":1,", ":9,", 1).strip(), "line 2: it has format 9, and this version reads 1"),
-        (RUN.header().replace("tanh", "isru").strip(), "line 2: another run, with other sites or curves, begins"),
+        (RUN.line().replace(":1,", ":9,", 1).strip(), "line 2: it has format 9, and this version reads 1"),
+        (RUN.line().replace("tanh", "isru").strip(), "line 2: another run, with other sites or curves, begins"),
     ],
 )
 def test_malformed_lines_are_refused(tmp_path, line, sentence):
@@ -83,9 +84,10 @@ def test_other_files_are_refused(tmp_path, text):
         load_timeline(path)
 
 
-def test_files_without_a_line_and_missing_files_are_refused(tmp_path):
+def test_files_without_a_record_and_missing_files_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(DataError, match="no whole line"):
-        load_timeline(tmp_path / "empty.jsonl")
+    for path in (tmp_path / "empty.jsonl", written(tmp_path / "header.jsonl")):
+        with pytest.raises(DataError, match="contains no record"):
+            load_timeline(path)
     with pytest.raises(UsageError, match="Cannot read"):
         load_timeline(tmp_path / "missing.jsonl")

@@ -71,7 +71,7 @@ def test_the_trainer_of_transformers_trains_the_same_weights(tmp_path):
     assert logged == logged_without
     timeline = load_timeline(path)
     assert timeline.steps.tolist() == [2, 4, 6]
-    assert [record.loss for record in timeline.records] == [logged[step - 1] for step in timeline.steps]
+    assert timeline.losses.tolist() == [logged[step - 1] for step in timeline.steps]
     assert [site.name for site in timeline.sites][-1] == "model.norm"
     assert callback.probe.steps == STEPS
 
@@ -120,7 +120,7 @@ def test_lightning_trains_the_same_weights(package, tmp_path, monkeypatch):
     timeline = load_timeline(path)
     assert timeline.steps.tolist() == [2, 4, 6]
     # Of the last accumulated batch; Lightning halves and the callback doubles it, both exactly; a line has 17 digits.
-    assert [record.loss for record in timeline.records] == losses[2 * ACCUMULATED - 1 :: 2 * ACCUMULATED]
+    assert timeline.losses.tolist() == losses[2 * ACCUMULATED - 1 :: 2 * ACCUMULATED]
     assert [site.name for site in timeline.sites] == ["network.0.norms.0", "network.0.norms.1"]
 
 
@@ -155,7 +155,7 @@ def test_a_loop_of_accelerate_takes_the_unwrapped_model(tmp_path):
     assert losses == losses_without
     timeline = load_timeline(path)
     assert timeline.steps.tolist() == [2, 4, 6]
-    assert [record.loss for record in timeline.records] == losses[2 * ACCUMULATED - 1 :: 2 * ACCUMULATED]
+    assert timeline.losses.tolist() == losses[2 * ACCUMULATED - 1 :: 2 * ACCUMULATED]
 
 
 @pytest.mark.slow

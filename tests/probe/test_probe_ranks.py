@@ -1,4 +1,4 @@
-"""Probes by two ranks of DDP and FSDP2, against one process with the whole batch; this file is each rank's program.
+"""Probes by two ranks of DDP and FSDP, against one process with the whole batch; this file is each rank's program.
 
 Networks are in float64, so that another order of additions in a network does not change x in float32.
 """
@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import normscope
@@ -38,13 +39,19 @@ class Network(nn.Module):
         return self.last(x)
 
 
+def fsdp1(network):
+    return FullyShardedDataParallel(
+        network, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu")
+    )
+
+
 def fsdp2(network):
     for layer in network.layers:
         fully_shard(layer)
     return fully_shard(network)
 
 
-WRAPPED = {"DDP": DistributedDataParallel, "FSDP2": fsdp2}
+WRAPPED = {"DDP": DistributedDataParallel, "FSDP1": fsdp1, "FSDP2": fsdp2}
 
 
 def inputs(number, seed):

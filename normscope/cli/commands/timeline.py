@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import normscope
@@ -35,15 +34,16 @@ def timeline(
 
     files = FigureFiles(say.place_of_figures(output), look, [file.stem], [_VIEW])
     run = normscope.load_timeline(file).only(layers)
-    ends, norms = replace(run, records=list(run.ends)), [site.name for site in run.sites if not site.curve]
-    curves, captures = [name for name in run.curves if name in BY_NAME], list(map(run.capture_of, run.ends))
+    norms = [site.name for site in run.sites if not site.curve]
+    curves = [name for name in run.curves if name in BY_NAME]
+    captures = list(map(run.capture_of, run.ends))
     kept = captures if norms and curves and None not in captures else ()
     fits = [normscope.fit(normscope.load_capture(path).only(norms), curves) for path in filter(None, kept)]
     say.heading(run.about)
     for table in timeline_tables(run, fits):
         say.table(table)
     if fits:
-        say.title(f"step {run.ends[1].step:,}, from its capture")
+        say.title(f"step {run.steps[-1]:,}, from its capture")
         say.table(fits_table(fits[-1]))
     figures = {
         _VIEW: normscope.figures.plot_timeline(run, **look.of_figure),
@@ -54,8 +54,8 @@ def timeline(
         **run.about,
         "curves": run.curves,
         "steps": run.steps.tolist(),
-        "sites": list(ends.rows()),
+        "sites": list(run.rows(run.ends)),
         "fits": [fit.as_dict() for of_step in fits[-1:] for fit in of_step],
         "figures": saved,
     }
-    say.document(document, list(run.rows()) if say.file else [])
+    say.document(document, list(run.rows(range(len(run.steps)))) if say.file else [])

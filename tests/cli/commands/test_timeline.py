@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import document, invoke, words
 from pyarrow import parquet
-from timelines import timeline, written
+from timelines import run_of, written
 from torch import nn
 
 import normscope
@@ -18,7 +18,7 @@ import normscope
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("timeline")
-    written(timeline(norms=4, functions=2), folder / "run.jsonl")
+    written(folder / "run.jsonl", norms=4, functions=2)
     return folder
 
 
@@ -94,8 +94,8 @@ def test_kept_captures_add_ceilings_and_the_intervals_of_the_last_step(tmp_path)
 
 
 def test_half_a_line_is_ignored_and_a_lone_record_has_no_arrow(tmp_path):
-    run = timeline((7, 9), norms=2)
-    (tmp_path / "run.jsonl").write_text(run.header() + run.records[0].line() + run.records[1].line()[:-9])
+    header, (first, second) = run_of((7, 9), norms=2)
+    (tmp_path / "run.jsonl").write_text(header.line() + first.line() + second.line()[:-9])
     out = invoke("timeline run.jsonl", cwd=tmp_path).stdout
     assert "step 7, of 1 step" in words(out) and "→" not in out
 
@@ -105,8 +105,8 @@ def test_half_a_line_is_ignored_and_a_lone_record_has_no_arrow(tmp_path):
     [
         (None, "", 2, "Cannot read run.jsonl: No such file or directory."),
         ("step,loss\n1,2\n", "", 4, "run.jsonl is no timeline of normscope: line 1:"),
-        ("", "", 4, "run.jsonl is no timeline of normscope: it contains no whole line."),
-        (timeline().header(), "", 4, "The timeline of a_net contains no record: its probe has not run yet."),
+        ("", "", 4, "run.jsonl is no timeline of normscope: it contains no record."),
+        (run_of()[0].line(), "", 4, "run.jsonl is no timeline of normscope: it contains no record."),
         ("whole", "--layers blocks.3.nrom", 2, "There is no norm site 'blocks.3.nrom'. Did you mean 'blocks.3.norm'"),
         ("whole", "--layers 9-9", 2, "There are no layers 9-9"),
         ("whole", "-o x.gif", 2, "x.gif ends in .gif, but a figure's file ends in one of"),
@@ -115,7 +115,7 @@ def test_half_a_line_is_ignored_and_a_lone_record_has_no_arrow(tmp_path):
 )
 def test_mistakes_are_named_and_nothing_is_written(tmp_path, text, options, status, sentence):
     if text == "whole":
-        written(timeline(), tmp_path / "run.jsonl")
+        written(tmp_path / "run.jsonl")
     elif text is not None:
         (tmp_path / "run.jsonl").write_text(text)
     done = invoke(f"timeline run.jsonl {options}", status=status, cwd=tmp_path)
@@ -124,7 +124,7 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path, text, options, stat
 
 
 def test_a_report_shows_it_as_a_tab(tmp_path):
-    written(timeline(), tmp_path / "run.jsonl")
+    written(tmp_path / "run.jsonl")
     invoke("report demo_vit --limit 2 --layers norm --timeline run.jsonl -o page.html", cwd=tmp_path)
     page = (tmp_path / "page.html").read_text()
     data = json.loads(re.search('<script type="application/json" id="data">(.*?)</script>', page)[1])
