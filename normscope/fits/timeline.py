@@ -188,7 +188,8 @@ class Timeline(TimelineHeader, Tabled):
 
     def values(self, metric: str) -> Array:
         """Return a metric at every record and site, float64 ``(records, sites)``; NaN if the run lacks it."""
-        return self.numbers.get(metric, np.full((len(self.steps), len(self.sites)), np.nan))
+        there = metric in self.numbers
+        return self.numbers[metric] if there else np.full((len(self.steps), len(self.sites)), np.nan)
 
     def only(self, layers: Layers) -> Timeline:
         """Return the timeline of some sites, named or numbered as for :func:`normscope.capture`.
