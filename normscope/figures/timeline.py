@@ -113,7 +113,8 @@ def _panels(
     functions = [site.name for site in timeline.sites if site.curve]
     few = timeline if len(timeline.sites) <= _FEW else timeline.only(functions or "all").only(_FEW)
     colours = shades(theme)(np.linspace(0, 1, len(few.sites)))
-    names, numbers, handles = site_labels([site.name for site in timeline.sites], options), _numbers(timeline), []
+    names, numbers = site_labels([site.name for site in timeline.sites], options), _numbers(timeline)
+    handles: list[Artist] = []
     panels: dict[str, Callable[[Axes], object]] = {}
     for title, values in numbers.items():
         alike = [of_curve for name, of_curve in numbers.items() if name.split(" of ")[0] == title.split(" of ")[0]]
