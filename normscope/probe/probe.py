@@ -62,8 +62,9 @@ class Probe:
         logger: of the caller: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio, or
             TensorBoard's ``SummaryWriter``. It receives the numbers of each record under ``normscope/``, after the file
             is written; these three also an image of four S-curves. Its exceptions are not caught.
-        group: the processes over which sums are added, see :func:`normscope.capture`; each rank passes its share of
-            the batch, and calls the probe at the same steps. Every rank returns the record, and rank 0 writes and logs.
+        group: the processes over which sums are added, see :func:`normscope.capture`. Ranks that pass the same batch
+            divide it; otherwise each passes its share. All call the probe at the same steps and return the record;
+            rank 0 writes and logs.
         about: ``model``, ``weights`` and ``data``, in words, for files and figures.
 
     Attributes:
@@ -114,7 +115,7 @@ class Probe:
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
         self._curves = curves_in(curves, FORM)
         self._model, self._ranks = module_of(model), Ranks.of_group(group)
-        self._batches = _read(self._model, batch, samples, forward)
+        self._batches = _share(_read(self._model, batch, samples, forward), self._ranks)
         self._report = find_norms(self._model, self._batches[0].first_sample())
         self._sites = select(self._report.sites, layers)
         self._modules = {site.path: submodule(self._model, site.path) for site in self._sites}
@@ -267,3 +268,16 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
     if not batches:
         raise UsageError("The loader yields no batch.")
     return list(unpacked(model, batches)[1])
+
+
+def _share(batches: list[Batch], ranks: Ranks) -> list[Batch]:
+    """Return this rank's share of batches that all ranks have passed alike; others are shares already."""
+    samples = [[sample.data, sample.index] for batch in batches for sample in batch.samples]
+    if ranks.size == 1 or any(others != samples for others in ranks.told(samples)):
+        return batches
+    if any(len(batch.samples) < ranks.size or not batch.divisible for batch in batches):
+        raise UsageError(
+            f"All {ranks.size} ranks pass the same batch, which they cannot divide by samples "
+            f"({count(len(batches[0].samples), 'sample')}). Pass each rank inputs of its own."
+        )
+    return [batch.take(range(ranks.rank, len(batch.samples), ranks.size)) for batch in batches]

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import normscope
 from normscope.fits.timeline import load_timeline
+from normscope.inputs.batch import Batch, Sample
 
 D, STEPS, EVERY = 8, 4, 2
 
@@ -62,7 +63,9 @@ def inputs(number, seed):
 def trained(network, rank=0, size=1, *, before=True, **probed):
     """Train on this rank's share, and probe before the updates or after; return records, losses and weights."""
     optimizer, records, losses = torch.optim.SGD(network.parameters(), 0.05), [], []
-    probe = normscope.Probe(network, inputs(32, 9)[rank::size], every=EVERY, **probed) if probed else None
+    seen = inputs(32, 9)  # FSDP2's ranks divide it themselves
+    seen = seen if hasattr(network, "unshard") else seen[rank::size]
+    probe = normscope.Probe(network, seen, every=EVERY, **probed) if probed else None
     for step in range(STEPS):
         loss = network(inputs(16, step)[rank::size]).square().mean()
         optimizer.zero_grad()
@@ -94,6 +97,9 @@ def program(folder, rank, size):
             normscope.Probe(wrap(Network()), inputs(32, 9)[rank::size], **options | {"curves": "isru"})
         except normscope.errors.UsageError as error:
             results[name]["error"] = str(error)
+        for alike in (inputs(1, 9), Batch(([inputs(2, 9)],), samples=[Sample("", i, i) for i in range(2)])):
+            with pytest.raises(normscope.errors.UsageError, match="All 2 ranks pass the same batch"):
+                normscope.Probe(wrap(Network()), alike)
         results[name]["pairs"] = [stats.n_pairs for stats in probe.capture.stats.values()]
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
