@@ -28,11 +28,12 @@ from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_i
 from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
-from normscope.runtime.network import ForwardHook, KeptBuffers, heard_by, passes_by, run, with_weights_at_hand
-from normscope.runtime.sharded import whole, whole_weights
+from normscope.runtime.network import KeptBuffers, heard_by, passes_by, run
+from normscope.runtime.spread import at_hand, whole
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+ForwardHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 @dataclass
@@ -146,8 +147,7 @@ class Recorder:
             for site in self.sites:
                 if site.is_call:
                     continue
-                norm = submodule(self.model, site.name)
-                hook = with_weights_at_hand(norm, self._hook(site))
+                norm, hook = submodule(self.model, site.name), self._hook(site)
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
                     keep = heard_by(self.lock, keep)
@@ -291,8 +291,8 @@ class Recorder:
 
         def add(module: nn.Module, x: Tensor, output: Tensor) -> None:
             if self._pass is not None:
-                with whole_weights(module):
-                    add_whole(self._pass, module, whole(x), whole(output, like=x))
+                with at_hand(module, (x,)) as ((brought,), _):
+                    add_whole(self._pass, module, brought, whole(output, like=x))
 
         def add_whole(under_way: _Pass, module: nn.Module, x: Tensor, output: Tensor) -> None:
             if kind.channels(module, x) != site.channels:
