@@ -82,7 +82,9 @@ def synchronized(model: nn.Module) -> bool:
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module inside all wrappers, before ``fully_shard`` replaced it by a subclass."""
-    return next(base for base in type(unwrapped(module)).__mro__ if not base.__module__.startswith("torch.distributed."))
+    return next(
+        base for base in type(unwrapped(module)).__mro__ if not base.__module__.startswith("torch.distributed.")
+    )
 
 
 def wrapped_name(cls: type) -> str | None:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Group = Literal["world"] | dist.ProcessGroup | DeviceMesh | None
 
 FORMAT = "normscope-checkpoint"
-FORMAT_VERSIONS = (1, 2, 3, 4, 5)  # that are read; the last one is written
+FORMAT_VERSION = 5
 _AGAIN = "remove it to capture its inputs again"
 _PARTIAL = (".*.safetensors", ".tmp*")  # of files.whole_file, and of safetensors
 # Ranks wait for the slowest, whose share of recordings may be the longest; torchrun notices a lost one.
@@ -157,7 +157,7 @@ def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
         group: Group = "world"
         if tp > 1:
             with_other_inputs = [list(range(first, size, tp)) for first in range(tp)]
-            group, _ = dist.new_subgroups_by_enumeration(with_other_inputs, timeout=_PATIENCE)
+            group, _ = dist.new_subgroups_by_enumeration(with_other_inputs, _PATIENCE)  # type: ignore[no-untyped-call]
         yield replace(Ranks.of_group(group), own_batches=False)
     finally:
         dist.destroy_process_group()
@@ -309,9 +309,6 @@ class Checkpoints:
                 self._write()
                 for path in merged:
                     path.unlink(missing_ok=True)
-        parts = recorder.progress.capture.parts.values()
-        before = [stats.sources.assignment for part in parts for stats in part.stats.values()]
-        recorder.assignment = ranks.told((before or [recorder.assignment])[0])[0]
         return Done(ranks.from_first(recorder.progress.done.flags))
 
     @property
@@ -368,14 +365,12 @@ class Checkpoints:
 
     def _write(self) -> None:
         header, tensors = _pack_progress(self._recorder.progress)
-        kind = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], "settings": self._settings}
+        kind = {"format": FORMAT, "version": FORMAT_VERSION, "settings": self._settings}
         write_checked(self._path, kind | header, tensors)
 
     def _read(self, path: Path) -> Progress:
-        header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, _AGAIN)
+        header, tensors = read_checked(path, FORMAT, (FORMAT_VERSION,), _AGAIN)
         with refusing_damage(path, FORMAT, _AGAIN):
-            if "samples" in header:
-                header = _of_version_4(header)
             for name, value in self._settings.items():
                 if (stored := header["settings"].get(name)) != value:
                     raise UsageError(
@@ -383,16 +378,6 @@ class Checkpoints:
                         f"the options that it was begun with, or remove {self.folder} to begin anew."
                     )
             return _unpack_progress(header, tensors)
-
-
-def _of_version_4(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the header of format versions up to 4, which lack some settings and what all captures have."""
-    by_part = any(part["name"] for part in header["parts"])
-    settings = {"diagonal": False, "by_part": by_part, "keep_inputs": 0, **header["settings"]}
-    samples = header["samples"]
-    parts = [{**part, "about": {}, "n_samples": samples.get(part["name"], 0)} for part in header["parts"]]
-    whole = {"about": {}, "n_samples": 0, "seed": settings["seed"], "versions": {}, "sites": []}
-    return {**header, **whole, "settings": settings, "skipped": header["late"], "parts": parts}
 
 
 def _disjoint(stored: Mapping[Path, Progress]) -> list[Progress]:

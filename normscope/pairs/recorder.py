@@ -25,7 +25,6 @@ from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm
 from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
-from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
 from normscope.runtime.network import KeptBuffers, heard_by, passes_by, run
@@ -109,7 +108,6 @@ class Recorder:
 
     Attributes:
         progress: the sums so far.
-        assignment: of sources to folds; a resumed capture keeps its own.
         lock: identifies the passes of this recorder; held while a hook sums.
     """
 
@@ -124,7 +122,6 @@ class Recorder:
         """Observe ``sites`` among the norms of a report; ``previews`` return what is displayed of a sample."""
         self.model, self.summing, self.report, self.sites = model, summing, report, sites
         self.progress = Progress(Capture({}, sites, [], {}, 0, summing.seed, {}))
-        self.assignment: Assignment = "permuted"
         self.lock = threading.RLock()
         self._keeper = InputKeeper(summing.keep_inputs, previews)
         self._halving = Halving("taken")
@@ -360,7 +357,6 @@ class Recorder:
                 per_channel=self.summing.per_channel or site.channels_differ,
                 diagonal=self.summing.diagonal and site.has_diagonal,
             )
-            stats.sources = SourcesSeen(assignment=self.assignment)
         elif stats.channel_sums.device != device:  # read from a checkpoint
             stats = stats.to(device)
         self._part.stats[site.name] = stats

@@ -88,7 +88,10 @@ def sharded_as(tensor: Tensor, like: Tensor, *, on_all: bool = False) -> Tensor:
 
 @contextlib.contextmanager
 def at_hand(
-    module: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, within: nn.Module | None = None
+    module: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    within: nn.Module | None = None,
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Keep all weights of a module on its device within the block, and yield its arguments likewise.
 
@@ -103,7 +106,7 @@ def at_hand(
         if spread:
             from accelerate.utils import align_module_device
 
-            for part in dict.fromkeys((within or module, *module.modules())):
+            for part in dict.fromkeys((module if within is None else within, *module.modules())):
                 restored.enter_context(align_module_device(part))
         for part in module.modules():
             tables: list[dict[str, Any]] = [part._parameters, part._buffers]

@@ -46,7 +46,9 @@ def folder(tmp_path_factory):
         for parameter in network.parameters():
             torch.nn.init.uniform_(parameter, 0.1, 1.0)
         network.save_pretrained(folder / name)
-    (folder / "lines.txt").write_text("one two three\nthree two\ntwo two one three\n")  # an odd number, for two networks
+    (folder / "lines.txt").write_text(
+        "one two three\nthree two\ntwo two one three\n"
+    )  # an odd number, for two networks
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT), "OMP_WAIT_POLICY": "PASSIVE"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", __file__]
     done = subprocess.run(launcher, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)

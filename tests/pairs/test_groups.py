@@ -1,7 +1,7 @@
 """Captures by the ranks of a script that has its own process group, against one process with all batches.
 
-This file is also the program of the ranks: one launch, which forks them, captures every network, and writes what came of
-it. Networks are in float64, so that another order of additions in a network does not change x in float32, by which
+This file is also the program of the ranks: one launch, which forks them, captures every network and writes what came
+of it. Networks are in float64, so that another order of additions in a network does not change x in float32, by which
 pairs are counted.
 """
 
@@ -293,7 +293,9 @@ def run_rank(folder, name, rank):
 
 
 def run_ranks(folder):
-    """Fork the ranks of each program, which takes one import of torch; they end with status 0 or this fails."""
+    """Fork the ranks of each program, after everything is imported and compiled; they end with status 0 or this fails."""
+    seen = normscope.capture(Network(), [batch(0)], **OPTIONS)
+    normscope.drift(Network(), [batch(0)], normscope.replacements(Network(), "dyt", seen, layers=SWAPPED))
     fork = multiprocessing.get_context("fork")
     for name, (size, *_) in PROGRAMS.items():
         (folder / name).mkdir()

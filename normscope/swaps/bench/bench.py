@@ -24,8 +24,8 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NormReport, find_norms
 from normscope.runtime.launches import EAGER, TRITON, VARIABLE
 from normscope.runtime.network import left_as_found, uncompiled
-from normscope.runtime.spread import check_whole
 from normscope.runtime.progress import Progress, silent
+from normscope.runtime.spread import check_whole
 from normscope.swaps.bench.timing import (
     AT_LEAST,
     LEAST_SAMPLES,

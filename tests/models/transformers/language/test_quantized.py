@@ -74,7 +74,9 @@ def test_norms_are_verified_and_see_what_transformers_computes(quantized, lines,
     torch.testing.assert_close(stats.channel_sums[1].sum(), x.square().sum(), rtol=1e-12, atol=0)
     refusals = {
         "is quantized by .* and cannot be converted": lambda: load_folder(folder, data=lines, dtype="float32"),
-        "Saving a swapped network is not possible: this LlamaForCausalLM is quantized": lambda: normscope.save_swapped(loaded.module, folder.parent / "swap"),
+        "Saving a swapped network is not possible: this LlamaForCausalLM is quantized": lambda: normscope.save_swapped(
+            loaded.module, folder.parent / "swap"
+        ),
         "Simplification is not possible: this LlamaForCausalLM is quantized": lambda: normscope.simplify(loaded),
     }
     for sentence, call in refusals.items():
