@@ -25,7 +25,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -141,28 +141,40 @@ def tensor_parallel(network, mesh):
     return parallelize_module(network, mesh, {path: make() for path, make in {**COLUMNS, **ROWS}.items()})
 
 
-def sequence_parallel(network, mesh, axis=1):
+def sequence_parallel(network, mesh):
     """Norms see a shard of the sequence, as a DTensor; the outputs of some are plain tensors of that shard."""
     plan = {
-        "blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(axis)),
-        **{path: make(input_layouts=Shard(axis)) for path, make in COLUMNS.items()},
-        **{path: make(output_layouts=Shard(axis), use_local_output=False) for path, make in ROWS.items()},
+        "blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        **{path: make(input_layouts=Shard(1)) for path, make in COLUMNS.items()},
+        **{path: make(output_layouts=Shard(1), use_local_output=False) for path, make in ROWS.items()},
     }
     for n in range(2):
-        plan |= {f"blocks.{n}.{norm}": SequenceParallel(sequence_dim=axis) for norm in ("norm2", "module")}
-        plan[f"blocks.{n}.norm1"] = SequenceParallel(sequence_dim=axis, use_local_output=bool(n))
+        plan |= {f"blocks.{n}.{norm}": SequenceParallel() for norm in ("norm2", "module")}
+        plan[f"blocks.{n}.norm1"] = SequenceParallel(use_local_output=bool(n))
     return parallelize_module(network, mesh, plan)
-
-
-def batch_parallel(network, mesh):
-    """Norms see a shard of the batch, of two samples and of one."""
-    return sequence_parallel(network, mesh, axis=0)
 
 
 def channel_parallel(network, mesh):
     """The first norm sees a shard of the channels."""
     plan = {"blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(2))}
     return parallelize_module(network, mesh, plan)
+
+
+class BatchParallel(nn.Module):
+    """The norm sees a shard of the batch: of three samples, two on one rank; of one sample, none on the other."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.mesh = nn.Linear(D, D).double(), nn.LayerNorm(D).double(), mesh
+        if mesh is not None:
+            parallelize_module(self, mesh, {"norm": SequenceParallel(sequence_dim=0)})
+
+    def forward(self, x):
+        x = self.up(x)
+        if self.mesh is None:
+            return self.norm(x)
+        return self.norm(distribute_tensor(x, self.mesh, [Shard(0)])).full_tensor()
 
 
 class Heads(nn.Module):
@@ -181,11 +193,13 @@ class Heads(nn.Module):
 def of_tensor_parallel(folder, rank):
     """All ranks have the same data, of which there is no axis."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    for parallel in (tensor_parallel, batch_parallel, sequence_parallel):
+    for parallel in (tensor_parallel, sequence_parallel):
         network = parallel(Network(), mesh)
         seen = normscope.capture(network, [batch(index) for index in BATCHES], group=None, **OPTIONS)
         save(folder, f"{parallel.__name__} {rank}", seen)
-        swapped(folder, f"{parallel.__name__} {rank}", network, seen, [batch(8), batch(9)])
+        swapped(folder, f"{parallel.__name__} {rank}", network, seen)
+    seen_by_batch = normscope.capture(BatchParallel(mesh), [batch(0), batch(1)], group=None, **OPTIONS)
+    save(folder, f"batch_parallel {rank}", seen_by_batch)
     heads = parallelize_module(Heads(), mesh, {"up": ColwiseParallel()})
     save(folder, f"heads {rank}", normscope.capture(heads, [batch(0)], group=None))
     save_refusals(folder, rank, mesh, network, seen)
@@ -194,8 +208,7 @@ def of_tensor_parallel(folder, rank):
 def of_fully_sharded(folder, rank):
     network = fsdp2(Network())
     seen = normscope.capture(network, of_rank(rank)[:2])
-    swapped(folder, f"fully_sharded {rank}", network, seen, [batch(8), batch(9)])
-    swapped(folder, f"own {rank}", network, seen, [batch(8 + rank)])
+    swapped(folder, f"fully_sharded {rank}", network, seen)
 
 
 def of_both(folder, rank):
@@ -206,7 +219,7 @@ def of_both(folder, rank):
         fully_shard(part, mesh=mesh["dp"])
     seen = normscope.capture(network, of_rank(mesh["dp"].get_local_rank())[:2], group=mesh["dp"], **OPTIONS)
     save(folder, f"both {rank}", seen)
-    swapped(folder, f"both {rank}", network, seen, [batch(8), batch(9)])
+    swapped(folder, f"both {rank}", network, seen)
 
 
 def of_replicated_shards(folder, rank):
@@ -221,13 +234,13 @@ def of_replicated_shards(folder, rank):
 SWAPPED = "*.norm*,*.module"
 
 
-def swapped(folder, name, network, seen, batches):
-    """Write the drift of a swap."""
+def swapped(folder, name, network, seen):
+    """Write the drift of a swap, on the same batches on every rank."""
     modules = normscope.replacements(network, "dyt", seen, layers=SWAPPED)
     for path, module in modules.items():
         norm = network.get_submodule(path)
         assert getattr(module.weight, "placements", None) == getattr(norm.weight, "placements", None)
-    report = normscope.drift(network, batches, modules)
+    report = normscope.drift(network, [batch(8), batch(9)], modules)
     (folder / f"{name}.json").write_text(json.dumps(drifts(report)))
 
 
@@ -293,7 +306,7 @@ def run_rank(folder, name, rank):
 
 
 def run_ranks(folder):
-    """Fork the ranks of each program, after everything is imported and compiled; they end with status 0 or this fails."""
+    """Fork the ranks of each program, once all is imported and compiled; they end with status 0 or this fails."""
     seen = normscope.capture(Network(), [batch(0)], **OPTIONS)
     normscope.drift(Network(), [batch(0)], normscope.replacements(Network(), "dyt", seen, layers=SWAPPED))
     fork = multiprocessing.get_context("fork")
@@ -355,11 +368,11 @@ def of_all(folder, name, extension, size=2):
     return files[0]
 
 
-def assert_same_drift(file, known, batches):
+def assert_same_drift(file, known):
     """Outputs differ by roundings of float64, 1e-16 each; the fitted curves by those of sums, of 1e-12."""
     network = Network()
     modules = normscope.replacements(network, "dyt", known, layers=SWAPPED)
-    expected_rows = drifts(normscope.drift(network, batches, modules))
+    expected_rows = drifts(normscope.drift(network, [batch(8), batch(9)], modules))
     for (site, *measured), (name, *expected) in zip(json.loads(file.read_text()), expected_rows, strict=True):
         assert (site, measured) == (name, pytest.approx(expected, rel=1e-6))
 
@@ -368,7 +381,7 @@ def assert_same_drift(file, known, batches):
 @pytest.mark.parametrize(
     ("program", "name", "size", "swaps"),
     [
-        *(("sharded", name, 2, True) for name in ("tensor_parallel", "batch_parallel", "sequence_parallel")),
+        *(("sharded", name, 2, True) for name in ("tensor_parallel", "sequence_parallel")),
         *(("four", name, 4, name == "both") for name in ("both", "replicated_shards")),
     ],
 )
@@ -377,15 +390,19 @@ def test_ranks_with_the_same_data_count_once(folder, program, name, size, swaps)
     known = normscope.capture(Network(), [batch(index) for index in BATCHES][: 5 if size == 2 else 4], **OPTIONS)
     assert_same(seen, known)
     if swaps:
-        assert_same_drift(of_all(folder / program, name, "json", size), known, [batch(8), batch(9)])
+        assert_same_drift(of_all(folder / program, name, "json", size), known)
 
 
 @pytest.mark.slow
-def test_norms_of_fully_sharded_networks_are_swapped_and_ranks_measure_their_own_batches(folder):
+def test_norms_of_fully_sharded_networks_are_swapped(folder):
     known = normscope.capture(Network(), [batch(index) for index in BATCHES[:4]])
-    assert_same_drift(of_all(folder / "sharded", "fully_sharded", "json"), known, [batch(8), batch(9)])
-    for rank in range(2):
-        assert_same_drift(folder / "sharded" / f"own {rank}.json", known, [batch(8 + rank)])
+    assert_same_drift(of_all(folder / "sharded", "fully_sharded", "json"), known)
+
+
+@pytest.mark.slow
+def test_shards_of_the_batch_count_once(folder):
+    seen = normscope.load_capture(of_all(folder / "sharded", "batch_parallel", "safetensors"))
+    assert_same(seen, normscope.capture(BatchParallel(), [batch(0), batch(1)], **OPTIONS))
 
 
 @pytest.mark.slow
