@@ -153,9 +153,13 @@ def state_at_hand(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a network, with the weights that accelerate keeps elsewhere in the CPU's memory."""
     state = model.state_dict()
     if is_spread(model):
-        from accelerate.utils.modeling import get_state_dict_offloaded_model
+        from accelerate.utils import align_module_device, has_offloaded_params
 
-        state |= get_state_dict_offloaded_model(model)
+        for path, part in model.named_modules():
+            if has_offloaded_params(part):
+                with align_module_device(part, torch.device("cpu")):
+                    own = part.state_dict(prefix=f"{path}." if path else "")
+                    state |= {name: value for name, value in own.items() if not value.is_meta}
     return state
 
 
