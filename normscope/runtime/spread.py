@@ -25,7 +25,7 @@ _SAME = 1e-5  # of Σx²: far above the roundings by which ranks with the same d
 
 
 def check_whole(model: nn.Module, action: str, but: Collection[str] = ()) -> None:
-    """Raise ModelError if an action needs plain weights on one device, and those of a network are none.
+    """Raise ModelError if an action needs plain weights on one device, and a network has others.
 
     Weights may be ``wrapped`` by DDP or FSDP1, ``sharded`` over ranks, ``spread`` by accelerate, or ``quantized``;
     ``but`` names what the action supports.
