@@ -92,7 +92,7 @@ def load(
     registry.check_data(data)
     registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     registry.check_device_map(device_map, device)
-    registry.check_tp(entry, tp, weights=weights, device_map=device_map, batch_size=batch_size)
+    registry.check_tp(entry, tp, weights=weights, batch_size=batch_size)
     registry.check_library(entry)
     from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 

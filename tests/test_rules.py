@@ -51,7 +51,7 @@ LIBRARIES = {
     "torchaudio": {"models"},
     "diffusers": {"models"},
     "transformers": {"models"},
-    "accelerate": {"models", "runtime/network.py"},
+    "accelerate": {"models", "runtime/spread.py"},
     "pyarrow": {"cli"},
     "typer": {"cli"},
 }

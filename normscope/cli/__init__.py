@@ -34,10 +34,7 @@ from normscope.models.registry import is_diffusion
 
 _USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
 _OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
-_NOT_TAKEN = {  # options that spread a network, by command
-    **{name: {"--tp"} for name in ("swap", "swap-bench")},
-    **{name: {"--device-map", "--tp"} for name in ("heal", "simplify")},
-}
+_SPREADING = {"--device-map", "--tp"}
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -64,8 +61,9 @@ class _InPanels(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
-        spreading = {arg.partition("=")[0] for arg in args} & _NOT_TAKEN.get(str(self.name), set())
-        if spreading:
+        options = {name for param in self.params for name in param.opts}
+        spreading = {arg.partition("=")[0] for arg in args} & _SPREADING - options
+        if spreading and "--device" in options:
             raise UsageError(f"{self.name} takes a network on one device; leave {spreading.pop()} out.")
         return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
 

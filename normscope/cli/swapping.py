@@ -157,7 +157,7 @@ def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
         by_kernels(stand_in, resolve_device(device), torch.float32)
 
 
-def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> None:
+def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], device_map: str | None = None) -> None:
     """Refuse, before any work, a calibration or a second pass that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
     from normscope.swaps.start import fits_scale
@@ -170,6 +170,8 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice]) -> No
     if asked and not any(choice.calibrated for choice in choices):
         func = choices[0].func
         raise UsageError(f"There is no calibrated start of {func}: point-wise functions alone are calibrated.")
+    if asked and device_map is not None:
+        raise UsageError("--init calibrated takes a network on one device; leave --device-map out.")
     if asked:
         check_alone("Calibration runs")
     if second := [choice.func for choice in choices if fits_scale(choice.asked)]:

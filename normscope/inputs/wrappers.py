@@ -82,10 +82,9 @@ def synchronized(model: nn.Module) -> bool:
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module inside all wrappers, before ``fully_shard`` replaced it by a subclass."""
-    cls = type(unwrapped(module))
-    *added, original = cls.__bases__
-    sharded = cls.__module__.startswith("torch.distributed.") and added and added[0].__module__.startswith("torch.dist")
-    return original if sharded else cls
+    return next(
+        base for base in type(unwrapped(module)).__mro__ if not base.__module__.startswith("torch.distributed.")
+    )
 
 
 def wrapped_name(cls: type) -> str | None:

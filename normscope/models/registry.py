@@ -220,9 +220,7 @@ def check_device_map(device_map: str | None, device: str) -> None:
         raise ModelError("--device-map auto needs accelerate. Install it: pip install 'normscope[accelerate]'.")
 
 
-def check_tp(
-    entry: ModelEntry, tp: int | None, *, weights: str | Path, device_map: str | None, batch_size: int | str
-) -> None:
+def check_tp(entry: ModelEntry, tp: int | None, *, weights: str | Path, batch_size: int | str) -> None:
     """Raise UsageError if a network cannot be sharded over ``tp`` ranks."""
     if tp is None:
         return
@@ -230,7 +228,6 @@ def check_tp(
     reasons = {
         f"shards models of transformers, and {entry.name} is none": entry.library != "transformers",
         "shards weights while they are read from a folder or the hub: leave --weights out": weights != "pretrained",
-        "and --device-map both spread the weights: leave one of them out": device_map is not None,
         "needs the same batches on all ranks: take a number for --batch-size": batch_size == "auto",
     }
     for reason, refused in reasons.items():

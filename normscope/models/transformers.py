@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from normscope.errors import ModelError, NormscopeError, UsageError, first_few, first_line
@@ -37,7 +36,6 @@ from normscope.models.weights.checkpoints import (
     placed,
     provenance_of_file,
     read_state_dict,
-    sizes_of_files,
     with_dtypes,
     with_weights,
 )
@@ -358,19 +356,15 @@ class _Network:
     def sized(self, repository: Repository) -> _Network:
         """Keep the stored dtype of large weights by default; report their size, and refuse them without room."""
         options = self.options
-        if options.weights == "pretrained":
-            try:
-                parameters, stored = sizes_of_files(repository.weights())
-            except SafetensorError:
-                return self  # loading reports the damage
-        else:
-            draft = replace(self, config=copy.deepcopy(self.config))  # in whose dtype transformers writes its own
-            with torch.device("meta"):
-                parameters = sum(tensor.numel() for tensor in draft.fresh().parameters())
-            stored = parameters * (self.config.dtype or torch.float32).itemsize
+        with torch.device("meta"):
+            draft = self.kind(copy.deepcopy(self.config), **self._without_pooler())
+        parameters = sum(tensor.numel() for tensor in draft.parameters())
         if options.default_dtype and parameters >= LARGE:
             options = replace(options, dtype=None)
-        check_room(self.name, parameters, parameters * options.dtype.itemsize if options.dtype else stored, options)
+        stored = repository.weights() if options.dtype is None and options.weights == "pretrained" else []
+        size = sum(file.stat().st_size for file in stored)  # less than its dtype's, where weights are quantized
+        size = size or parameters * (options.dtype or self.config.dtype or torch.float32).itemsize
+        check_room(self.name, parameters, size, options)
         return replace(self, options=options)
 
     def fresh(self) -> nn.Module:
@@ -381,15 +375,13 @@ class _Network:
     def of(self, repository: Repository) -> tuple[nn.Module, Provenance]:
         """Load the weights of a folder or a repository: the network's own, unless this class has no place for them."""
         files = repository.weights()
-        if self.options.tp > 1:
-            _check_plan(self.name, self.kind, self.config, self.quantized)
         of = f"{repository.name}{f', quantized by {self.quantized},' if self.quantized else ''}"
         what = f"The model of {of}"
         if self.options.device_map is None:
             # Libraries of quantized weights would choose a device themselves.
             place: dict[str, Any] = {"device_map": {"": self.options.device}} if self.quantized else {}
             if self.options.tp > 1:
-                place["distributed_config"] = _sharding(self.library, self.options.tp)
+                place["distributed_config"] = self._sharding()
             module, report = self._loaded(repository, what, **repository.where(), **place)
         else:  # each part is read into its place, and the whole is nowhere
             with quiet(), offload_folder() as (folder, kept_by):
@@ -437,34 +429,28 @@ class _Network:
             raise (source.failure(what, error) if source else ModelError(f"{what}: {first_line(error)}.")) from error
         return module, report
 
+    def _sharding(self) -> Any:
+        """Return the configuration by which ranks share the weights; ModelError if transformers has no plan for it."""
+        reason = ""
+        if self.quantized:
+            reason = f"are quantized by {self.quantized}"
+        elif not (self.kind._tp_plan or self.config.get_text_config().base_model_tp_plan):
+            reason = f"have no tp_plan in transformers ({self.kind.__name__})"
+        if reason:
+            raise ModelError(f"The weights of {self.name} {reason}: leave --tp out, or take --device-map auto.")
+        try:
+            config = importlib.import_module("transformers.distributed").DistributedConfig
+            networks = Place.from_environment().networks(self.options.tp)
+            return config(tp_size=self.options.tp, dp_replicate_size=networks)
+        except (ImportError, AttributeError, TypeError) as error:
+            version = self.library.__version__
+            raise ModelError(f"--tp needs a newer transformers than {version}: {first_line(error)}.") from error
+
     def _without_pooler(self) -> dict[str, bool]:
         """Leave the pooling layer out where another class was saved than is loaded: not all of them have one."""
         takes_it = "add_pooling_layer" in inspect.signature(self.kind.__init__).parameters
         saved = self.config.architectures or []
         return {"add_pooling_layer": False} if takes_it and self.kind.__name__ not in saved else {}
-
-
-def _check_plan(name: str, kind: Any, config: Any, quantized: str) -> None:
-    """Refuse to shard what transformers has no plan for, and norms that would see a part of the heads; ModelError."""
-    plan = {**(config.get_text_config().base_model_tp_plan or {}), **(kind._tp_plan or {})}
-    of_heads = [path for path, style in plan.items() if style == "replicated_with_grad_allreduce"]
-    if not plan or quantized:
-        reason = f"are quantized by {quantized}" if quantized else f"have no tp_plan in transformers ({kind.__name__})"
-        raise ModelError(f"The weights of {name} {reason}: leave --tp out, or take --device-map auto.")
-    if of_heads:
-        raise ModelError(
-            f"Under --tp, {of_heads[0]} of {name} would see a part of the heads on each rank, and the capture would "
-            "miss the others: leave --tp out, or take --device-map auto."
-        )
-
-
-def _sharding(library: Any, tp: int) -> Any:
-    """Return the configuration of ``tp`` ranks for each copy of the weights; ModelError of versions without it."""
-    try:
-        config = importlib.import_module("transformers.distributed").DistributedConfig
-        return config(tp_size=tp, dp_replicate_size=Place.from_environment().networks(tp))
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ModelError(f"--tp needs a newer transformers than {library.__version__}: {first_line(error)}.") from error
 
 
 def _with_dtypes(provenance: Provenance, dtypes: Mapping[str, torch.dtype], module: Any) -> Provenance:

@@ -19,19 +19,10 @@ from normscope.pairs.captures import Capture, joined_names
 from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NormReport, find_norms
-from normscope.pairs.ranks import (
-    ALONE,
-    Checkpoints,
-    Ranks,
-    agree_on_batches,
-    check_alike,
-    check_same_data,
-    merge_progress,
-)
+from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, agree_on_batches, check_alike, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 from normscope.runtime.network import captured_once, left_as_found, memory_for, uncompiled
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
-from normscope.runtime.sharded import tensor_parallel_group
 
 if TYPE_CHECKING:
     from normscope.inputs.batch import Forward
@@ -103,8 +94,8 @@ def capture(
     Raises:
         DataError: if there is no batch, if the tokens of a mask, or their place at a norm, cannot be identified, or if
             ranks captured the same input, or with different options.
-        ModelError: if the model raises, if it calls no norm that normscope knows, if verification fails, or if ranks of
-            tensor parallelism have different inputs of a norm, or shards of its channels.
+        ModelError: if the model raises, if it calls no norm that normscope knows, if verification fails, or if ranks
+            have shards of a norm's channels.
         UsageError: if ``layers`` names no site, if ``sample`` or ``keep_inputs`` is too small, or if a module comes
             without batches.
         MemoryEndedError: if a single sample takes more memory than there is; larger batches are split.
@@ -190,12 +181,8 @@ def captured(
         raise
     if isinstance(getattr(batches, "left_out", None), LeftOut) and not ranks.own_batches:
         batches.left_out = recorder.progress.left_out
-    data = [_data(batches, about)]
-    about = {**about, "data": functools.reduce(joined_names, ranks.told(data[0]) if ranks.own_batches else data)}
-    seen = recorder.captured(about)
-    if (same_data := tensor_parallel_group(model)) is not None:
-        check_same_data(seen, Ranks.of_group(same_data))
-    return seen
+    data = functools.reduce(joined_names, ranks.told(_data(batches, about)))
+    return recorder.captured({**about, "data": data})
 
 
 def _settings(recorder: Recorder, about: Mapping[str, str]) -> dict[str, Any]:

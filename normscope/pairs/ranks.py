@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -25,12 +25,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from normscope.errors import DataError, ModelError, RankLostError, StoppedError, UsageError, count
+from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
 from normscope.inputs.chunks import Done, LeftOut
-from normscope.pairs.captures import Capture, shared_input
+from normscope.pairs.captures import shared_input
 from normscope.pairs.recorder import Progress, Recorder
 from normscope.pairs.storage import pack, unpack
 from normscope.runtime.files import check_writable
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 Group = Literal["world"] | dist.ProcessGroup | DeviceMesh | None
 
 FORMAT = "normscope-checkpoint"
-FORMAT_VERSIONS = (1, 2, 3, 4, 5)  # that are read; the last one is written
+FORMAT_VERSION = 5
 _AGAIN = "remove it to capture its inputs again"
 _PARTIAL = (".*.safetensors", ".tmp*")  # of files.whole_file, and of safetensors
 # Ranks wait for the slowest, whose share of recordings may be the longest; torchrun notices a lost one.
@@ -76,13 +76,12 @@ class Ranks:
             if group not in (None, "world"):
                 raise UsageError("group is given, but torch.distributed is not initialized in this process.")
             return ALONE
-        if isinstance(group, DeviceMesh) and group.ndim > 1:
-            axes = group.mesh_dim_names or ("dp", "tp")
-            raise UsageError(
-                f"group is a DeviceMesh of the axes {', '.join(axes)}. Pass the axis along which ranks have different "
-                f"batches, such as mesh[{axes[0]!r}]: ranks along another have the same data, which counts once."
-            )
         if isinstance(group, DeviceMesh):
+            if group.ndim > 1:
+                raise UsageError(
+                    "group is a DeviceMesh of several axes. Pass the one along which ranks have different batches, "
+                    "such as mesh['dp']: ranks along another have the same data, which counts once."
+                )
             group = group.get_group()
         group = None if group == "world" else group
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -143,7 +142,7 @@ def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
         device: where its network runs: tensors on CUDA travel by nccl, all others by gloo.
         tp: number of consecutive ranks that share one network: they get the same inputs, which count once.
     """
-    networks = place.networks(tp)
+    place.networks(tp)  # or an error
     if place.alone:
         yield ALONE
         return
@@ -155,12 +154,11 @@ def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
-        sent_by = device if device.type == "cuda" else torch.device("cpu")
-        if tp == 1:
-            yield Ranks(place.rank, place.ranks, sent_by)
-        else:
-            data = init_device_mesh(sent_by.type, (networks, tp), mesh_dim_names=("dp", "tp"))["dp"]
-            yield Ranks(data.get_local_rank(), networks, sent_by, data.get_group())
+        group: Group = "world"
+        if tp > 1:
+            with_other_inputs = [list(range(first, size, tp)) for first in range(tp)]
+            group, _ = dist.new_subgroups_by_enumeration(with_other_inputs, _PATIENCE)  # type: ignore[no-untyped-call]
+        yield replace(Ranks.of_group(group), own_batches=False)
     finally:
         dist.destroy_process_group()
 
@@ -266,25 +264,6 @@ def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
                 )
 
 
-_SAME = 1e-5  # of Σx²: far above the roundings by which ranks with the same data may differ
-
-
-def check_same_data(seen: Capture, ranks: Ranks) -> None:
-    """Refuse captures of ranks that run a network on the same data and saw different inputs of a norm; ModelError.
-
-    Plain tensors do not show that ranks divide them, as transformers' tensor parallelism divides heads.
-    """
-    squares = {name: float(stats.moments[:, 3].sum()) for name, stats in seen.stats.items()}
-    for theirs in ranks.told(squares):
-        for name, value in squares.items():
-            if abs(theirs[name] - value) > _SAME * abs(value):
-                raise ModelError(
-                    f"Ranks of tensor parallelism saw different inputs of the norm {name}: they ran on different "
-                    "batches, or divide its tokens, such as heads, among plain tensors, which cannot be counted. Leave "
-                    "such norms out by layers=."
-                )
-
-
 @dataclass
 class Checkpoints:
     """Files in which a capture saves its progress.
@@ -330,9 +309,6 @@ class Checkpoints:
                 self._write()
                 for path in merged:
                     path.unlink(missing_ok=True)
-        parts = recorder.progress.capture.parts.values()
-        before = [stats.sources.assignment for part in parts for stats in part.stats.values()]
-        recorder.assignment = ranks.told((before or [recorder.assignment])[0])[0]
         return Done(ranks.from_first(recorder.progress.done.flags))
 
     @property
@@ -389,14 +365,12 @@ class Checkpoints:
 
     def _write(self) -> None:
         header, tensors = _pack_progress(self._recorder.progress)
-        kind = {"format": FORMAT, "version": FORMAT_VERSIONS[-1], "settings": self._settings}
+        kind = {"format": FORMAT, "version": FORMAT_VERSION, "settings": self._settings}
         write_checked(self._path, kind | header, tensors)
 
     def _read(self, path: Path) -> Progress:
-        header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, _AGAIN)
+        header, tensors = read_checked(path, FORMAT, (FORMAT_VERSION,), _AGAIN)
         with refusing_damage(path, FORMAT, _AGAIN):
-            if "samples" in header:
-                header = _of_version_4(header)
             for name, value in self._settings.items():
                 if (stored := header["settings"].get(name)) != value:
                     raise UsageError(
@@ -404,16 +378,6 @@ class Checkpoints:
                         f"the options that it was begun with, or remove {self.folder} to begin anew."
                     )
             return _unpack_progress(header, tensors)
-
-
-def _of_version_4(header: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the header of format versions up to 4, which lack some settings and what all captures have."""
-    by_part = any(part["name"] for part in header["parts"])
-    settings = {"diagonal": False, "by_part": by_part, "keep_inputs": 0, **header["settings"]}
-    samples = header["samples"]
-    parts = [{**part, "about": {}, "n_samples": samples.get(part["name"], 0)} for part in header["parts"]]
-    whole = {"about": {}, "n_samples": 0, "seed": settings["seed"], "versions": {}, "sites": []}
-    return {**header, **whole, "settings": settings, "skipped": header["late"], "parts": parts}
 
 
 def _disjoint(stored: Mapping[Path, Progress]) -> list[Progress]:

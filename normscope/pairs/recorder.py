@@ -25,14 +25,14 @@ from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm
 from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
-from normscope.pairs.sums.sampling import Assignment, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
-from normscope.runtime.network import ForwardHook, KeptBuffers, heard_by, passes_by, run, with_weights_at_hand
-from normscope.runtime.sharded import whole, whole_weights
+from normscope.runtime.network import KeptBuffers, heard_by, passes_by, run
+from normscope.runtime.spread import at_hand, whole
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+ForwardHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
 @dataclass
@@ -108,7 +108,6 @@ class Recorder:
 
     Attributes:
         progress: the sums so far.
-        assignment: of sources to folds; a resumed capture keeps its own.
         lock: identifies the passes of this recorder; held while a hook sums.
     """
 
@@ -123,7 +122,6 @@ class Recorder:
         """Observe ``sites`` among the norms of a report; ``previews`` return what is displayed of a sample."""
         self.model, self.summing, self.report, self.sites = model, summing, report, sites
         self.progress = Progress(Capture({}, sites, [], {}, 0, summing.seed, {}))
-        self.assignment: Assignment = "permuted"
         self.lock = threading.RLock()
         self._keeper = InputKeeper(summing.keep_inputs, previews)
         self._halving = Halving("taken")
@@ -146,8 +144,7 @@ class Recorder:
             for site in self.sites:
                 if site.is_call:
                     continue
-                norm = submodule(self.model, site.name)
-                hook = with_weights_at_hand(norm, self._hook(site))
+                norm, hook = submodule(self.model, site.name), self._hook(site)
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
                     keep = heard_by(self.lock, keep)
@@ -291,8 +288,8 @@ class Recorder:
 
         def add(module: nn.Module, x: Tensor, output: Tensor) -> None:
             if self._pass is not None:
-                with whole_weights(module):
-                    add_whole(self._pass, module, whole(x), whole(output, like=x))
+                with at_hand(module, (x,)) as ((brought,), _):
+                    add_whole(self._pass, module, brought, whole(output, like=x))
 
         def add_whole(under_way: _Pass, module: nn.Module, x: Tensor, output: Tensor) -> None:
             if kind.channels(module, x) != site.channels:
@@ -360,7 +357,6 @@ class Recorder:
                 per_channel=self.summing.per_channel or site.channels_differ,
                 diagonal=self.summing.diagonal and site.has_diagonal,
             )
-            stats.sources = SourcesSeen(assignment=self.assignment)
         elif stats.channel_sums.device != device:  # read from a checkpoint
             stats = stats.to(device)
         self._part.stats[site.name] = stats

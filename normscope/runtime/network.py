@@ -1,15 +1,13 @@
-"""Running a network and restoring what was changed for it; its batch size; weights that accelerate has spread."""
+"""Running a network and restoring what was changed for it; its batch size."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 import threading
 import time
 import weakref
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ from normscope.errors import MemoryEndedError, ModelError, NormscopeError, Usage
 from normscope.inputs.batch import BY_HAND, Batch
 from normscope.inputs.chunks import Inputs
 from normscope.inputs.loaded_model import LoadedModel
-from normscope.inputs.wrappers import class_of, submodule, synchronized, wrapped_name
+from normscope.inputs.wrappers import wrapped_name
 from normscope.runtime.processes import Place
 
 _ALLOCATORS = (
@@ -306,178 +304,6 @@ def memory_ended(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ALLOCATORS)
-
-
-_HOOK = "_hf_hook"  # accelerate's own name for what it attaches to a module
-
-ForwardHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
-
-
-def is_spread(module: nn.Module) -> bool:
-    """True if accelerate moves the weights or the arguments of a module.
-
-    >>> is_spread(nn.LayerNorm(4))
-    False
-    """
-    return any(hasattr(part, _HOOK) for part in module.modules())
-
-
-def check_not_spread(model: nn.Module, action: str) -> None:
-    """Raise ModelError if accelerate moves the weights of a network, which an action would change or time."""
-    if is_spread(model):
-        name = type(uncompiled(model)).__name__
-        raise ModelError(
-            f"{action} takes a network on one device, and this {name} is spread by accelerate. Load it without a "
-            "device map."
-        )
-
-
-def check_not_wrapped(model: nn.Module) -> None:
-    """Raise ModelError if DDP or FSDP1 wraps a network whose modules are to be replaced."""
-    if synchronized(model):
-        raise ModelError(
-            f"DDP or FSDP1 wraps this {class_of(model).__name__} or a part of it, and would not train what replaces "
-            "its norms. Replace them in the network itself, and wrap it afterwards; or shard it by fully_shard (FSDP2)."
-        )
-
-
-def check_not_quantized(model: nn.Module) -> None:
-    """Raise ModelError if transformers read quantized weights, which can be neither changed nor written here."""
-    if method := getattr(uncompiled(model), "quantization_method", None):
-        raise ModelError(
-            f"The weights of this {type(model).__name__} are quantized ({getattr(method, 'value', method)}): norms are "
-            "captured and fitted, but no weights are changed or written. Take the checkpoint that they were made from."
-        )
-
-
-@contextlib.contextmanager
-def at_hand(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Keep the weights of a spread module on a device within the block, and move its tensor arguments there.
-
-    Raises:
-        ModelError: if accelerate gives no access to the weights.
-    """
-    if not is_spread(module):
-        yield args, kwargs
-        return
-    from accelerate.utils import align_module_device
-
-    with contextlib.ExitStack() as aligned:
-        for part in module.modules():
-            aligned.enter_context(align_module_device(part))
-        tensors = [*module.parameters(), *module.buffers()]
-        if any(tensor.is_meta for tensor in tensors):
-            raise ModelError(f"accelerate gives no access to the weights of a {type(module).__name__} it has put away.")
-
-        def moved(value: Any) -> Any:
-            return value.to(tensors[0].device) if tensors and isinstance(value, Tensor) else value
-
-        yield tuple(map(moved, args)), {key: moved(value) for key, value in kwargs.items()}
-
-
-def with_weights_at_hand(module: nn.Module, hook: ForwardHook) -> ForwardHook:
-    """Return a forward hook for a module that runs with its weights :func:`at_hand`."""
-    if not is_spread(module):
-        return hook
-
-    def brought_together(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        with at_hand(module, args, kwargs) as (own_args, own_kwargs):
-            hook(module, own_args, own_kwargs, output)
-
-    return brought_together
-
-
-def hooked(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
-    """Return the innermost module around a path that accelerate moves, or the one there, and its path; None if none."""
-    names = path.split(".")
-    prefixes = (".".join(names[:n]) for n in range(len(names), -1, -1))
-    parts = ((submodule(model, prefix), prefix) for prefix in prefixes)
-    return next((each for each in parts if hasattr(each[0], _HOOK)), None)
-
-
-@contextlib.contextmanager
-def weights_at_hand(model: nn.Module, path: str) -> Iterator[torch.device | None]:
-    """Keep the weights of a part of a network :func:`at_hand` within the block; yield its device if accelerate has it.
-
-    >>> with weights_at_hand(nn.Sequential(nn.LayerNorm(4)), "0") as device:
-    ...     print(device)
-    None
-    """
-    holder, norm = hooked(model, path), submodule(model, path)
-    if holder is None:
-        yield None
-        return
-    device = getattr(getattr(holder[0], _HOOK), "execution_device", None)
-    away = any(tensor.is_meta for tensor in (*norm.parameters(), *norm.buffers()))
-    with at_hand(holder[0], (), {}) if away else contextlib.nullcontext():
-        yield None if device is None else torch.device(device)
-
-
-def state_at_hand(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a network, with the weights that accelerate keeps elsewhere in the CPU's memory."""
-    state = model.state_dict()
-    if is_spread(model):
-        from accelerate.utils import align_module_device, has_offloaded_params
-
-        for path, part in model.named_modules():
-            if has_offloaded_params(part):
-                with align_module_device(part, torch.device("cpu")):
-                    own = part.state_dict(prefix=f"{path}." if path else "")
-                    state |= {name: value for name, value in own.items() if not value.is_meta}
-    return state
-
-
-def move_like(model: nn.Module, path: str, module: nn.Module) -> Callable[[], object]:
-    """Have accelerate move a module as it moves the one at ``path``, whose place it is to take; return the reverse.
-
-    The module's weights stay on the device where it runs, or come and go with those of the block around it.
-    """
-    holder = hooked(model, path)
-    if holder is None:
-        return lambda: None
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
-
-    hook: Any = getattr(holder[0], _HOOK)
-    if holder[1] == path:
-        add_hook_to_module(module, AlignDevicesHook(hook.execution_device))
-        return lambda: remove_hook_from_module(module)
-    if not (hook.offload and hook.place_submodules):
-        return lambda: None
-    # Before it runs, the block reads all tensors below it from this map, by name.
-    if not isinstance(hook.weights_map, ChainMap):
-        hook.weights_map = ChainMap({}, hook.weights_map)
-    below = path[len(holder[1]) :].removeprefix(".")
-    named = (*module.named_parameters(prefix=below), *module.named_buffers(prefix=below))
-    hook.weights_map.update({name: value.detach() for name, value in named})
-    parameters = [(part, dict(part._parameters)) for part in module.modules()]
-
-    def back() -> None:
-        for name, _ in named:
-            del hook.weights_map[name]
-        for part, own in parameters:
-            part._parameters.update(own)
-
-    return back
-
-
-def copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose weights are :func:`at_hand`, without what accelerate attached to it."""
-    hooks = [getattr(part, _HOOK) for part in module.modules() if hasattr(part, _HOOK)]
-    memo: dict[int, Any] = {id(hook): None for hook in hooks}  # each holds the weights of the whole network
-    if hasattr(type(module), "unshard"):  # fully_shard's class, which refuses copies; its hooks hold all of its group
-        own = {name: value for name, value in vars(module).items() if "hook" not in name and "composable" not in name}
-        twin = nn.Module.__new__(class_of(module))
-        nn.Module.__init__(twin)
-        vars(twin).update(copy.deepcopy(own, memo))
-    else:
-        twin = copy.deepcopy(module, memo)
-    for part in twin.modules():
-        if part.__dict__.pop(_HOOK, hooks) is not hooks:
-            for name in ("forward", "_old_forward"):
-                part.__dict__.pop(name, None)
-    return twin
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -13,7 +13,7 @@ from normscope.curves.expressions import curves_named
 from normscope.curves.known import CURVES, Curve
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
-from normscope.runtime.sharded import is_sharded, of_shards, whole
+from normscope.runtime.spread import is_sharded, sharded_as, whole
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.eager import Parameters
@@ -107,10 +107,7 @@ class PointwiseFunction(nn.Module):
         if input.is_nested:
             return of_each(self, input)
         if is_sharded(input):
-            first = (
-                input.ndim - len(self.normalized_shape) if self.channel_axis == -1 else self.channel_axis % input.ndim
-            )
-            return of_shards(self.forward, input, {*range(first, first + len(self.normalized_shape))})
+            return sharded_as(self.forward(whole(input)), input)
         if self.keeps != "all":
             input = with_strides_kept(input, self.keeps)
         stored: dict[str, Any] = self._parameters

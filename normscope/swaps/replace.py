@@ -22,8 +22,8 @@ from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import kept_strides, kind_at
 from normscope.pairs.norms.sites import Layers, NormSite
-from normscope.runtime.network import check_not_wrapped, move_like, uncompiled, weights_at_hand
-from normscope.runtime.sharded import check_one_process, is_sharded, shard_like, whole, whole_weights
+from normscope.runtime.network import uncompiled
+from normscope.runtime.spread import check_whole, move_like, norm_at_hand, shard_like, whole
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, RMSNorm, TokenWise
 from normscope.swaps.start import Fits, Start, few_channels, norms_of, only, starts
@@ -37,6 +37,7 @@ HOOKS = (
     *("_backward_pre_hooks", "_backward_hooks"),
 )
 _FULL_BACKWARD = "_is_full_backward_hook"
+_SWAPPED = ("sharded", "spread", "quantized")  # networks that can be, unlike those of DDP and FSDP1
 
 
 class Holders:
@@ -44,7 +45,7 @@ class Holders:
 
     def __init__(self, model: nn.Module) -> None:
         self._inner = uncompiled(model)
-        check_not_wrapped(self._inner)
+        check_whole(self._inner, "A swap", but=_SWAPPED)
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
         for parent in self._inner.modules():
             for name, child in parent._modules.items():  # named_children() names a child only once
@@ -185,15 +186,15 @@ def replacements(
     {'norm': PointwiseFunction(tanh, 64)}
     """
     inner, chosen = uncompiled(module_of(model)), norms_of(fits, layers)
-    check_not_wrapped(inner)
+    check_whole(inner, "A swap", but=_SWAPPED)
     norms = {norm.name: module_at(inner, norm.name) for norm in chosen}
     where = model_tensor(inner)
     made = {}
     for start in starts(curve, only(fits, chosen), init):
         norm = norms[start.norm.name]
         if start.curve is None:
-            check_one_process(norm, f"A swap for {start.func}")
-        with weights_at_hand(inner, start.norm.name) as device, whole_weights(norm):
+            check_whole(norm, f"A swap for {start.func}", but=("spread",))
+        with norm_at_hand(inner, start.norm.name) as device:
             module = replacement(norm, start, where if device is None else torch.empty_like(where, device=device))
         made[start.norm.name] = shard_like(module, norm)
     return made
@@ -300,11 +301,11 @@ def outputs_at(network: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, l
 
 
 def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
-    """Return a tensor with the device and dtype of a replacement of ``module``."""
+    """Return an empty tensor with the device and dtype of a replacement of ``module``."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     like = next(floating, torch.zeros(()) if otherwise is None else otherwise)
-    return torch.empty((), dtype=like.dtype, device=like.device) if is_sharded(like) else like
+    return torch.empty((), dtype=like.dtype, device=like.device)
 
 
 def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ MISTAKES = [
     ("capture demo_vit -o new --tp 1", 2, "--tp 1 shards models of transformers, and demo_vit is none."),
     ("capture demo_vit -o new --tp 1 --resume", 2, "--tp keeps no checkpoints, so there is nothing to resume;"),
     ("capture transformers:a/b -o new --tp 1 --weights random", 2, "--tp 1 shards weights while they are read from a"),
-    ("capture transformers:a/b -o new --tp 1 --device-map auto", 2, "--tp 1 and --device-map both spread the weights"),
+    ("swap demo_vit -o new --init calibrated --device-map auto", 2, "--init calibrated takes a network on one device;"),
     ("capture transformers:a/b -o new --tp 1 --batch-size auto", 2, "--tp 1 needs the same batches on all ranks: take"),
     ("fit demo_vit --columns site,alhpa", 2, "There is no column 'alhpa'. Did you mean 'alpha'?"),
     *(

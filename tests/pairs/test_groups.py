@@ -1,14 +1,15 @@
 """Captures by the ranks of a script that has its own process group, against one process with all batches.
 
-This file is also the program of each rank: one launch captures every network, and writes what came of it. Networks are
-in float64, so that another order of additions in a network does not change x in float32, by which pairs are counted.
+This file is also the program of the ranks: one launch, which forks them, captures every network and writes what came
+of it. Networks are in float64, so that another order of additions in a network does not change x in float32, by which
+pairs are counted.
 """
 
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -24,7 +25,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -159,14 +160,34 @@ def channel_parallel(network, mesh):
     return parallelize_module(network, mesh, plan)
 
 
+class BatchParallel(nn.Module):
+    """The norm sees a shard of the batch: of three samples, two on one rank; of one sample, none on the other."""
+
+    def __init__(self, mesh=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.mesh = nn.Linear(D, D).double(), nn.LayerNorm(D).double(), mesh
+        if mesh is not None:
+            parallelize_module(self, mesh, {"norm": SequenceParallel(sequence_dim=0)})
+
+    def forward(self, x):
+        x = self.up(x)
+        if self.mesh is None:
+            return self.norm(x)
+        return self.norm(distribute_tensor(x, self.mesh, [Shard(0)])).full_tensor()
+
+
 class Heads(nn.Module):
+    """A norm of tokens, and one of the heads, of which each rank has one as a plain tensor."""
+
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.norm = nn.Linear(D, 2 * D).double(), nn.RMSNorm(D).double()
+        self.norm, self.up, self.heads = nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.RMSNorm(D)
+        self.double()
 
     def forward(self, x):
-        return self.norm(self.up(x).unflatten(-1, (-1, D)))
+        return self.heads(self.up(self.norm(x)).unflatten(-1, (-1, D)))
 
 
 def of_tensor_parallel(folder, rank):
@@ -177,12 +198,17 @@ def of_tensor_parallel(folder, rank):
         seen = normscope.capture(network, [batch(index) for index in BATCHES], group=None, **OPTIONS)
         save(folder, f"{parallel.__name__} {rank}", seen)
         swapped(folder, f"{parallel.__name__} {rank}", network, seen)
+    seen_by_batch = normscope.capture(BatchParallel(mesh), [batch(0), batch(1)], group=None, **OPTIONS)
+    save(folder, f"batch_parallel {rank}", seen_by_batch)
+    heads = parallelize_module(Heads(), mesh, {"up": ColwiseParallel()})
+    save(folder, f"heads {rank}", normscope.capture(heads, [batch(0)], group=None))
     save_refusals(folder, rank, mesh, network, seen)
 
 
 def of_fully_sharded(folder, rank):
     network = fsdp2(Network())
-    swapped(folder, f"fully_sharded {rank}", network, normscope.capture(network, of_rank(rank)[:2]))
+    seen = normscope.capture(network, of_rank(rank)[:2])
+    swapped(folder, f"fully_sharded {rank}", network, seen)
 
 
 def of_both(folder, rank):
@@ -194,6 +220,15 @@ def of_both(folder, rank):
     seen = normscope.capture(network, of_rank(mesh["dp"].get_local_rank())[:2], group=mesh["dp"], **OPTIONS)
     save(folder, f"both {rank}", seen)
     swapped(folder, f"both {rank}", network, seen)
+
+
+def of_replicated_shards(folder, rank):
+    """Four data ranks; FSDP2 shards over two of them, and has a copy on the other two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    network = Network()
+    for part in (*network.blocks, network):
+        fully_shard(part, mesh=mesh)
+    save(folder, f"replicated_shards {rank}", normscope.capture(network, [batch(rank)], **OPTIONS))
 
 
 SWAPPED = "*.norm*,*.module"
@@ -216,9 +251,7 @@ def drifts(report):
 def save_refusals(folder, rank, mesh, network, seen):
     calls = {
         "channels": lambda: normscope.capture(channel_parallel(Network(), mesh), [batch(0)], group=None),
-        "heads": lambda: normscope.capture(
-            parallelize_module(Heads(), mesh, {"up": ColwiseParallel()}), [batch(0)], group=None
-        ),
+        "batches": lambda: normscope.capture(tensor_parallel(Network(), mesh), [batch(rank)], group=None),
         "calibrate": lambda: normscope.swap(network, "dyt", seen, init="calibrated", learn=[batch(0), batch(1)]),
         "heal": lambda: normscope.heal(network, network, [batch(0)], [batch(1)]),
         "rmsnorm": lambda: normscope.replacements(network, "rmsnorm", seen, layers="*.norm2"),
@@ -254,30 +287,50 @@ def save(folder, name, seen):
     normscope.save_capture(seen, folder / f"{name}.safetensors")
 
 
-PROGRAMS = {"two": (data_parallel, refused), "sharded": (of_tensor_parallel, of_fully_sharded), "four": (of_both,)}
+PROGRAMS = {
+    "two": (2, data_parallel, refused),
+    "sharded": (2, of_tensor_parallel, of_fully_sharded),
+    "four": (4, of_both, of_replicated_shards),
+}
+
+
+def run_rank(folder, name, rank):
+    size, *steps = PROGRAMS[name]
+    store, patience = f"file://{folder / name}/store", timedelta(minutes=2)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
+    for step in steps:
+        step(folder / name, rank)
+    with contextlib.suppress(RuntimeError):  # of a rank that is gone
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+def run_ranks(folder):
+    """Fork the ranks of each program, once all is imported and compiled; they end with status 0 or this fails."""
+    seen = normscope.capture(Network(), [batch(0)], **OPTIONS)
+    normscope.drift(Network(), [batch(0)], normscope.replacements(Network(), "dyt", seen, layers=SWAPPED))
+    fork = multiprocessing.get_context("fork")
+    for name, (size, *_) in PROGRAMS.items():
+        (folder / name).mkdir()
+        ranks = [fork.Process(target=run_rank, args=(folder, name, rank)) for rank in range(size)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert [rank.exitcode for rank in ranks] == [0] * size, name
 
 
 # --- what came of it ----------------------------------------------------------------------------------------------
 
 
-def launched(folder, program, size):
-    """Run a program on several ranks; they end with status 0 or this fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    given["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, __file__, program, str(folder)]
-    environments = [{**os.environ, **given, "RANK": str(rank)} for rank in range(size)]
-    ranks = [subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) for own in environments]
-    ends = [rank.communicate(timeout=600)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(ends)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("two"), "two", 2)
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 def assert_same(seen, known):
@@ -290,8 +343,8 @@ def assert_same(seen, known):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_ranks_with_batches_of_their_own_see_what_one_process_sees(two, name):
-    seen = normscope.load_capture(of_all(two, name, "safetensors"))
+def test_ranks_with_batches_of_their_own_see_what_one_process_sees(folder, name):
+    seen = normscope.load_capture(of_all(folder / "two", name, "safetensors"))
     batches = [batch(index) for index in (BATCHES[:4] if name in SHARDED else BATCHES)]
     assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
     assert [site.name for site in seen.sites][:3] == ["blocks.0.norm1", "blocks.0.norm2", "blocks.0.module"]
@@ -300,22 +353,12 @@ def test_ranks_with_batches_of_their_own_see_what_one_process_sees(two, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "alone"), [("plain", "alone"), ("unnamed", "unnamed alone")])
-def test_merged_captures_of_ranks_are_the_capture_of_the_group(two, whole, alone):
-    merged = normscope.merge_captures([two / f"{alone} {rank}.safetensors" for rank in range(2)])
-    assert_same(normscope.load_capture(two / f"{whole} 0.safetensors"), merged)
+def test_merged_captures_of_ranks_are_the_capture_of_the_group(folder, whole, alone):
+    merged = normscope.merge_captures([folder / "two" / f"{alone} {rank}.safetensors" for rank in range(2)])
+    assert_same(normscope.load_capture(folder / "two" / f"{whole} 0.safetensors"), merged)
     single = normscope.capture(Network(), [batch(index) for index in BATCHES])
     for name, stats in merged.stats.items():  # folds depend on the names of samples, and counts do not
         assert torch.equal(stats.moments[:, 0].sum(0), single.stats[name].moments[:, 0].sum(0))
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("sharded"), "sharded", 2)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return launched(tmp_path_factory.mktemp("four"), "four", 4)
 
 
 def of_all(folder, name, extension, size=2):
@@ -335,45 +378,57 @@ def assert_same_drift(file, known):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensor_parallel", "sequence_parallel"])
-def test_ranks_with_the_same_data_count_once(sharded, name):
-    batches = [batch(index) for index in BATCHES]
-    seen = normscope.load_capture(of_all(sharded, name, "safetensors"))
-    known = normscope.capture(Network(), batches, **OPTIONS)
+@pytest.mark.parametrize(
+    ("program", "name", "size", "swaps"),
+    [
+        *(("sharded", name, 2, True) for name in ("tensor_parallel", "sequence_parallel")),
+        *(("four", name, 4, name == "both") for name in ("both", "replicated_shards")),
+    ],
+)
+def test_ranks_with_the_same_data_count_once(folder, program, name, size, swaps):
+    seen = normscope.load_capture(of_all(folder / program, name, "safetensors", size))
+    known = normscope.capture(Network(), [batch(index) for index in BATCHES][: 5 if size == 2 else 4], **OPTIONS)
     assert_same(seen, known)
-    assert_same_drift(of_all(sharded, name, "json"), known)
+    if swaps:
+        assert_same_drift(of_all(folder / program, name, "json", size), known)
 
 
 @pytest.mark.slow
-def test_norms_of_fully_sharded_networks_are_swapped(sharded):
+def test_norms_of_fully_sharded_networks_are_swapped(folder):
     known = normscope.capture(Network(), [batch(index) for index in BATCHES[:4]])
-    assert_same_drift(of_all(sharded, "fully_sharded", "json"), known)
+    assert_same_drift(of_all(folder / "sharded", "fully_sharded", "json"), known)
 
 
 @pytest.mark.slow
-def test_two_data_ranks_of_two_tensor_ranks_each(four):
-    batches = [batch(index) for index in BATCHES[:4]]
-    seen = normscope.load_capture(of_all(four, "both", "safetensors", 4))
-    known = normscope.capture(Network(), batches, **OPTIONS)
-    assert_same(seen, known)
-    assert_same_drift(of_all(four, "both", "json", 4), known)
+def test_shards_of_the_batch_count_once(folder):
+    seen = normscope.load_capture(of_all(folder / "sharded", "batch_parallel", "safetensors"))
+    assert_same(seen, normscope.capture(BatchParallel(), [batch(0), batch(1)], **OPTIONS))
 
 
 @pytest.mark.slow
-def test_what_sharded_networks_do_not_support_is_refused(sharded):
-    errors = json.loads((sharded / "errors 0.json").read_text())
+def test_norms_whose_heads_ranks_divide_are_skipped(folder):
+    seen = normscope.load_capture(of_all(folder / "sharded", "heads", "safetensors"))
+    [skipped] = seen.skipped
+    assert skipped.name == "heads" and "each has some of the heads" in skipped.reason
+    known = normscope.capture(Heads(), [batch(0)], layers="norm")
+    assert_same_tensors(pack(seen.only("norm"))[1], pack(known)[1])
+
+
+@pytest.mark.slow
+def test_what_sharded_networks_do_not_support_is_refused(folder):
+    errors = json.loads((folder / "sharded" / "errors 0.json").read_text())
     assert "blocks.0.norm1 is sharded along its channels, so that no rank sees a whole token" in errors["channels"]
-    assert errors["heads"].startswith("ModelError: Ranks of tensor parallelism saw different inputs of the norm norm")
+    assert "norm1 (RMSNorm): ranks that share the network have different inputs of it" in errors["batches"]
     for name, action in (("calibrate", "Calibration"), ("heal", "Healing"), ("rmsnorm", "A swap for rmsnorm")):
-        assert errors[name].startswith(f"ModelError: {action} runs in one process")
-    assert errors["DDP"].startswith("ModelError: DDP or FSDP1 wraps this Network")
+        assert errors[name].startswith(f"ModelError: {action} is not possible: ranks share the weights of this ")
+    assert errors["DDP"].startswith("ModelError: A swap is not possible: DDP or FSDP1 wraps this Network")
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_agree_are_refused(two):
-    errors = [json.loads((two / f"errors {rank}.json").read_text()) for rank in range(2)]
+def test_ranks_that_do_not_agree_are_refused(folder):
+    errors = [json.loads((folder / "two" / f"errors {rank}.json").read_text()) for rank in range(2)]
     for said in errors:
-        assert said["mesh"].startswith("UsageError: group is a DeviceMesh of the axes dp, tp. Pass the axis along")
+        assert said["mesh"].startswith("UsageError: group is a DeviceMesh of several axes. Pass the one along which")
         assert said["same"].startswith("DataError: Two ranks have captured sample ")
         assert "sees another layers than" in said["layers"]
         assert said["n_samples"] == 3
@@ -388,9 +443,4 @@ def test_without_torch_distributed_there_is_no_group():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    for step in PROGRAMS[sys.argv[1]]:
-        step(Path(sys.argv[2]), dist.get_rank())
-    with contextlib.suppress(RuntimeError):  # of a rank that is gone
-        dist.destroy_process_group()
-    os._exit(0)
+    run_ranks(Path(sys.argv[1]))

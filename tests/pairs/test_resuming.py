@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from captures import with_every_fold
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from networks import OneNorm
@@ -30,7 +29,8 @@ from normscope.pairs import ranks as checkpoints_module
 from normscope.pairs import storage
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
-from normscope.pairs.recorder import Recorder, Summing
+from normscope.pairs.recorder import Summing
+from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.runtime.sealed_files import read_checked, write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -279,30 +279,6 @@ def test_another_capture(tmp_path, name):
     assert (tmp_path / "0.safetensors").read_bytes() == before
 
 
-def of_version_4(header, version=4):
-    """Return the header of a checkpoint as format versions 4 and 1 had it."""
-    parts = [{"name": part["name"], "sites": part["sites"]} for part in header["parts"]]
-    later = {"diagonal": False, "by_part": False, "keep_inputs": 0} if version == 1 else {}
-    return {
-        **{key: header[key] for key in ("format", "grids", "first", "unreadable", "cut")},
-        "version": version,
-        "settings": {name: value for name, value in header["settings"].items() if name not in later},
-        "samples": {part["name"]: part["n_samples"] for part in header["parts"]},
-        "late": header["skipped"],
-        "parts": parts,
-    }
-
-
-def test_a_checkpoint_of_before_there_were_sums_of_the_diagonal(tmp_path, whole):
-    stopped(tmp_path, 3)
-    path = tmp_path / "0.safetensors"
-    header, tensors = read_checked(path, checkpoints_module.FORMAT, (5,))
-    write_checked(path, of_version_4(header, 1), with_every_fold(tensors))
-    with pytest.raises(UsageError, match="its diagonal is False, not True"):
-        run(tmp_path, diagonal=True)
-    assert_as_if_nothing_happened(run(tmp_path), whole[2])
-
-
 def test_damaged_or_of_another_version(tmp_path, whole):
     stopped(tmp_path, 2)
     path = tmp_path / "0.safetensors"
@@ -312,7 +288,7 @@ def test_damaged_or_of_another_version(tmp_path, whole):
         with pytest.raises(DataError, match=r"checkpoint .*0\.safetensors.*remove it to capture its inputs again\."):
             run(tmp_path)
     write_checked(path, {"format": checkpoints_module.FORMAT, "version": 99}, {})
-    with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version 1 and 2"):
+    with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version 5; remove it"):
         run(tmp_path)
     path.unlink()
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
@@ -433,22 +409,11 @@ def without_assignment(header):
     return header
 
 
-def as_before(monkeypatch):
-    """Let recorders assign sources to folds as they did, by their number modulo eight."""
-    begin = Recorder.__init__
-
-    def begin_as_before(self, *args, **kwargs):
-        begin(self, *args, **kwargs)
-        self.assignment = "modulo"
-
-    monkeypatch.setattr(Recorder, "__init__", begin_as_before)
-
-
 @pytest.fixture
 def older(tmp_path):
     """A file of version 5, as normscope wrote it before."""
-    with pytest.MonkeyPatch.context() as patch:
-        as_before(patch)
+    with pytest.MonkeyPatch.context() as patch:  # sources are assigned to folds by their number modulo eight
+        patch.setattr(SourcesSeen.__init__, "__defaults__", (*SourcesSeen.__init__.__defaults__[:-1], "modulo"))
         seen = normscope.capture(plain_norm(), [word(number) for number in range(SOURCES)])
     path = normscope.save_capture(seen, tmp_path / "older.safetensors")
     header, tensors = read_checked(path, storage.FORMAT, storage.FORMAT_VERSIONS)
@@ -488,22 +453,6 @@ def test_a_merge_of_two_assignments_has_no_intervals_and_says_so(older):
         assert MIXED in fit.as_dict()["data"]
         assert merged.stats["norm"].n_tokens == sum(range(1, SOURCES + 1)) + 2 * sum(range(1, 10))
     assert MIXED not in new[0].merge(new[1]).about["data"]
-
-
-def test_a_resumed_capture_keeps_the_assignment_that_it_began_with(tmp_path, monkeypatch):
-    inputs = [word(number) for number in range(SOURCES)]
-    left = iter([False] * 6 + [True])
-    with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        as_before(patch)
-        captured(plain_norm(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, stopping=lambda: next(left)))
-    [path] = tmp_path.iterdir()
-    header, tensors = read_checked(path, checkpoints_module.FORMAT, (5,))
-    write_checked(path, of_version_4(without_assignment(header), 3), tensors)
-    seen = captured(plain_norm(), inputs, checkpoints=Checkpoints(tmp_path, 1e9, resume=True))
-    assert (seen.stats["norm"].moments[:, 0].sum(1) / D).tolist() == tokens_by_number(range(SOURCES)).tolist()
-    assert seen.stats["norm"].fold_by == "source"
-    anew = normscope.capture(plain_norm(), inputs)
-    assert (anew.stats["norm"].moments[:, 0].sum(1) / D).tolist() != tokens_by_number(range(SOURCES)).tolist()
 
 
 def test_of_folds_assigned_otherwise_the_same_inputs_are_not_compared_fold_by_fold(older):

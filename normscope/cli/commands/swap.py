@@ -53,14 +53,14 @@ def swap(
 ) -> None:
     """Replace a model's norms by point-wise functions, and write the model into a folder."""
     check_models([model])
-    from normscope.runtime.network import check_not_quantized, check_not_spread
+    from normscope.runtime.spread import check_whole
     from normscope.swaps.quality import Judge
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
     how = swapping.SwapChoice.of(func, init, per, shift)
     swapping.check_kernels([how], run.device)
-    swapping.check_calibrated(init, refit, [how])
+    swapping.check_calibrated(init, refit, [how], run.device_map)
     func = how.func
     swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None
@@ -71,9 +71,7 @@ def swap(
         if chooses:
             check_writable(drawn)
     network = run.load(model, say)
-    check_not_quantized(network.module)  # before minutes of fitting
-    if how.calibrated:
-        check_not_spread(network.module, "Calibration")
+    check_whole(network.module, "Saving a swapped network", but=("spread",))  # before minutes of fitting
     with run.joined() as ranks:
         source = swapping.SwapSource(network, layers, run.seed, say, ranks)
         fits = source.fits(how)

@@ -53,7 +53,6 @@ def swap_bench(
 ) -> None:
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
-    from normscope.runtime.network import check_not_spread
     from normscope.swaps.bench.bench import in_words, published, why_not
     from normscope.swaps.start import fits_scale
     from normscope.tables.swaps import published_table
@@ -73,7 +72,7 @@ def swap_bench(
     untimed = {choice.func for choice in choices if choice.func in ("free", "best") or fits_scale(choice.func)}
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in untimed))
     swapping.check_kernels(choices, run.device)
-    swapping.check_calibrated(init, refit, choices)
+    swapping.check_calibrated(init, refit, choices, run.device_map)
     choices = swapping.with_controls(choices)
     place = Place.from_environment()
     files = FigureFiles(output, look, names if place.speaks else [], ["drift", *(["speed"] if timed else [])])
@@ -92,8 +91,6 @@ def swap_bench(
             ranks.told(name)  # the other ranks wait: none loads the next network while the first times this one
             network = run.load(name, say)
             source = swapping.SwapSource(network, layers, run.seed, say, ranks)
-            if any(choice.calibrated for choice in choices):
-                check_not_spread(network.module, "Calibration")
             _remark_on_cost(source, choices, say)
             moved = _drift(source, choices, refit, all_samples, say)
             if not place.speaks:

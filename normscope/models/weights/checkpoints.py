@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import pickle
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,15 +36,6 @@ def dtypes_of_files(paths: Iterable[Path]) -> dict[str, torch.dtype]:
             by_name = {name: _DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
             dtypes |= {name: dtype for name, dtype in by_name.items() if dtype is not None}
     return dtypes
-
-
-def sizes_of_files(paths: Iterable[Path]) -> tuple[int, int]:
-    """Return the number of values in safetensors files, and their bytes, without reading them."""
-    paths, parameters = list(paths), 0
-    for path in paths:
-        with safe_open(path, framework="pt") as file:
-            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return parameters, sum(path.stat().st_size for path in paths)
 
 
 def with_dtypes(

@@ -41,7 +41,7 @@ from normscope.pairs.norms.kinds import (
 )
 from normscope.pairs.norms.known import NORMS, Row
 from normscope.pairs.norms.sites import NormSite
-from normscope.runtime.network import copied
+from normscope.runtime.spread import copied
 
 __all__ = ["ancestor_kind", "is_norm", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]
 
@@ -425,11 +425,7 @@ def _shapes_at(site: NormSite) -> Iterator[list[int]]:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Return a copy in eval mode, without hooks."""
-    twin = copied(module)
-    twin._forward_hooks.clear()
-    twin._forward_pre_hooks.clear()
-    return twin.eval()
+    return copied(module).eval()
 
 
 def _probed(

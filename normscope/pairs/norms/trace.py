@@ -35,10 +35,11 @@ from normscope.pairs.norms.recognition import (
 )
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
-from normscope.runtime.network import at_hand, heard_by, left_as_found, passes_by, run, uncompiled
-from normscope.runtime.sharded import address, sharded_axes, whole, whole_weights
+from normscope.runtime.network import heard_by, left_as_found, passes_by, run, uncompiled
+from normscope.runtime.spread import at_hand, differing_inputs, is_sharded, whole
 
 NOT_CALLED = "not called"
+_DIVIDED = "ranks that share the network have different inputs of it: each has some of the heads, or other batches"
 
 _ADDITIONS = {
     *(torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__),
@@ -119,6 +120,9 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     no_norms = _no_norms(calls, named)
     called = [call for name, call in calls.items() if name not in no_norms]
     called = sorted([*called, *watch.calls.values()], key=lambda call: call.order)
+    divided = differing_inputs(model, {call.name: call.input for call in called if isinstance(call.kind, NormKind)})
+    for call in called:
+        call.kind = _DIVIDED if call.name in divided else call.kind
     kinds = {call.name: call.kind for call in called if isinstance(call.kind, NormKind)}
     skipped = [SkippedNorm(call.name, call.class_name, str(call.kind)) for call in called if call.name not in kinds]
     for name, module in named.items():
@@ -377,11 +381,10 @@ def _calls_of(
                     calls[name].of_weights &= of_weights
                 else:
                     # Now, while the input is what the norm saw: the network may go on to add to it in place.
-                    with watch.paused(), whole_weights(module):
-                        args, kwargs = with_input(args, kwargs, whole(copy if overwrites else x))
-                        with at_hand(module, args, kwargs) as (own_args, own_kwargs):
-                            kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
-                            pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
+                    args, kwargs = with_input(args, kwargs, copy if overwrites else x)
+                    with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
+                        kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
+                        pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
                     calls[name] = _FirstCall(
                         next(watch.order), name, module, x, output, kind, mark[1], overwrites, of_weights, pointwise
                     )
@@ -399,7 +402,9 @@ def _calls_of(
 
 
 def _check_tokens_whole(name: str, kind: NormKind | str | None, module: nn.Module, x: Tensor) -> None:
-    if isinstance(kind, NormKind) and sharded_axes(x) & {axis % x.ndim for axis in kind.axes(module, x.ndim)}:
+    placements: Any = getattr(x, "placements", ())  # of a DTensor
+    divided = {placement.dim for placement in placements if placement.is_shard()}
+    if isinstance(kind, NormKind) and divided & {axis % x.ndim for axis in kind.axes(module, x.ndim)}:
         raise ModelError(
             f"The input {tuple(x.shape)} of the norm {name} is sharded along its channels, so that no rank sees a "
             "whole token; shard it along the batch or the sequence."
@@ -493,7 +498,9 @@ def _placements(
 def _identity(tensor: Tensor) -> tuple[int, int] | None:
     """Return the address and size of a tensor or shard; None for one that torch.vmap made, which has no address."""
     try:
-        return address(tensor)
+        local: Any = tensor
+        local = local.to_local() if is_sharded(tensor) else tensor
+        return local.data_ptr(), local.numel()
     except RuntimeError:
         return None
 

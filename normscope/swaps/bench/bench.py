@@ -23,8 +23,9 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NormReport, find_norms
 from normscope.runtime.launches import EAGER, TRITON, VARIABLE
-from normscope.runtime.network import check_not_spread, left_as_found, uncompiled
+from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
+from normscope.runtime.spread import check_whole
 from normscope.swaps.bench.timing import (
     AT_LEAST,
     LEAST_SAMPLES,
@@ -110,7 +111,7 @@ def bench(
     Raises:
         UsageError: if there is no such curve or dtype, a module comes without a batch, or ``NORMSCOPE_KERNELS`` asks
             for kernels that cannot run here.
-        ModelError: if the network has no norm, is spread over devices, or does not run on the batch.
+        ModelError: if the network has no norm, is spread over ranks or devices, or does not run on the batch.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -122,7 +123,7 @@ def bench(
     '1 sample of 64 held-out digits'
     """
     model, batches, about, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
-    check_not_spread(model, "A timing")
+    check_whole(model, "A timing", but=("quantized",))
     if batch is None:
         batch = next(iter(batches))
         batch = batch.first_sample() if model_tensor(model).device.type == "cpu" else batch

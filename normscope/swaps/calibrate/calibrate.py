@@ -24,10 +24,10 @@ from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.sites import Layers
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import check_not_quantized, check_not_spread, copied, left_as_found, uncompiled
+from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
-from normscope.runtime.sharded import check_one_process
+from normscope.runtime.spread import check_whole
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, parameter_values, put_parameters
 from normscope.swaps.distances import OutputErrors, measure_of, output_errors
@@ -124,9 +124,7 @@ def calibrate(
         learn = original.inputs if original.calibration is None else original.calibration
     module, learn, _, outputs = unpacked(original, learn, outputs=outputs)
     teacher, student = uncompiled(module), uncompiled(swapped)
-    check_one_process(teacher, "Calibration")
-    check_not_spread(teacher, "Calibration")
-    check_not_quantized(teacher)
+    check_whole(teacher, "Calibration")
     functions = {path: f for path, f in named_modules(student) if isinstance(f, PointwiseFunction)}
     if teacher is student or not functions:
         raise UsageError("Nothing was swapped: calibrate takes the original and a copy of it with norms replaced.")
@@ -275,9 +273,8 @@ def calibrated(
         Modules by path, changed values of other parameters by name, and the report.
     """
     original = uncompiled(module_of(model))
-    check_one_process(original, "Calibration")
-    check_not_spread(original, "Calibration")
-    student = copied(original)
+    check_whole(original, "Calibration")
+    student = copy.deepcopy(original)
     swapped = Swap(student, {path: copy.deepcopy(module) for path, module in modules.items()})
     report = calibrate(model, student, learn, **options)
     swapped.undo()

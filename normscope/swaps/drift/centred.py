@@ -13,7 +13,8 @@ from normscope.errors import ModelError
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
-from normscope.runtime.network import check_not_spread, left_as_found, run, uncompiled
+from normscope.runtime.network import left_as_found, run, uncompiled
+from normscope.runtime.spread import check_whole
 from normscope.swaps.distances import Configuration, Tallies, distances, output_by_sample
 from normscope.swaps.replace import Swap, replacements
 from normscope.swaps.reports import OUTPUT, DriftReport
@@ -29,7 +30,7 @@ def centred_drift(
     The report has the output's row alone. ModelError if none of the norms can be rewritten exactly.
     """
     module, batches, about, outputs = unpacked(model, batches)
-    check_not_spread(module, "Centring")
+    check_whole(module, "Centring")
     original, rewritten = uncompiled(module), copy.deepcopy(uncompiled(module))
     exact, sites = {norm.site for norm in simplify(rewritten, learn).exact}, [norm.name for norm in norms]
     if exact.isdisjoint(sites):

@@ -17,7 +17,7 @@ from normscope.inputs.chunks import LeftOut, Share, shared
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
-from normscope.runtime.sharded import whole
+from normscope.runtime.spread import whole
 from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
 from normscope.swaps.replace import Holders, Swap, outputs_at
 from normscope.swaps.reports import END, OUTPUT, Drift

@@ -21,9 +21,9 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.wrappers import named_modules, submodule
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import check_not_spread, left_as_found, uncompiled
+from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
-from normscope.runtime.sharded import check_one_process
+from normscope.runtime.spread import check_whole
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
 from normscope.swaps.calibrate.refitting import copies, parameter_values, put_parameters
@@ -135,8 +135,7 @@ def heal(
     module, batches, _, outputs = unpacked(original, learn, outputs=outputs)
     _, held_out, about, _ = unpacked(original, held_out)
     teacher, student = uncompiled(module), uncompiled(swapped)
-    check_one_process(student, "Healing")
-    check_not_spread(student, "Healing")
+    check_whole(student, "Healing")
     sites = swapped_sites(teacher, student)
     for name, parameter in student.named_parameters():
         if parameter.dtype not in (torch.float32, torch.float64):

@@ -21,15 +21,8 @@ from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import (
-    check_not_quantized,
-    check_not_spread,
-    check_not_wrapped,
-    left_as_found,
-    run,
-    uncompiled,
-)
-from normscope.runtime.sharded import check_one_process
+from normscope.runtime.network import left_as_found, run, uncompiled
+from normscope.runtime.spread import check_whole
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
 from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
 from normscope.swaps.simplify.dataflow import BlockedError, DataFlow, Reader, Writer, along
@@ -71,10 +64,7 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     """
     module, inputs, about, outputs = unpacked(model, batches)
     network = uncompiled(module)
-    check_not_wrapped(network)
-    check_not_spread(network, "Simplification")
-    check_one_process(network, "Simplification")
-    check_not_quantized(network)
+    check_whole(network, "Simplification")
     if not (few := list(itertools.islice(inputs, _BATCHES))):
         raise DataError("There is no batch to prove the rewrites on.")
     found = find_norms(network, few[0].first_sample())

@@ -18,8 +18,8 @@ from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
 from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
-from normscope.runtime.network import check_not_quantized, check_not_spread, state_at_hand, uncompiled
-from normscope.runtime.sharded import check_one_process
+from normscope.runtime.network import uncompiled
+from normscope.runtime.spread import check_whole, state_at_hand
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
@@ -83,8 +83,7 @@ def save_swapped(
     ['model.safetensors', 'pointwise.py', 'swap.json']
     """
     model = uncompiled(model)
-    check_one_process(model, "Saving a swapped network")
-    check_not_quantized(model)
+    check_whole(model, "Saving a swapped network", but=("spread",))
     sources = {"model": type(model).__name__, "weights": "not named", "data": "not named", **(about or {})}
     sites = tuple(
         _site(path, module)
@@ -132,7 +131,7 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
     record = read_record(folder)
     tensors = _read(folder, record)
     model = uncompiled(model)
-    check_not_spread(model, "Loading a swap")
+    check_whole(model, "Loading a swap")
     where = model_tensor(model)
     swap = Swap(model, {site.name: _module(model, site, tensors, where, folder) for site in record.sites})
     make_room(model, tensors.keys() - record.tied.keys())

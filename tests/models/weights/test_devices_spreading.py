@@ -20,7 +20,7 @@ from normscope.cli.output import Output
 from normscope.errors import ModelError, UsageError
 from normscope.models.weights.devices import blocks, places, spread
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import at_hand
+from normscope.runtime.spread import at_hand
 
 ON_DISK = {"demo_vit": 700, "demo_wav2vec2": 700, "demo_dit": 1200, "timm:test_convnext": 700, "llama": 40}  # kB
 FACTORY = """
@@ -231,7 +231,7 @@ def test_what_changes_weights_takes_one_device(room, tmp_path):
         lambda: normscope.bench(apart, curves="dyt", budget=0),
         lambda: normscope.simplify(apart),
     ):
-        with pytest.raises(ModelError, match="takes a network on one device, and this VisionTransformer is spread"):
+        with pytest.raises(ModelError, match="is not possible: accelerate spreads this VisionTransformer over devices"):
             action()
     normscope.swap(whole.module, "dyt", seen)
     normscope.save_swapped(whole.module, tmp_path / "new", whole.about, func="dyt", init="fit")
