@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from normscope.curves.known import Curve
@@ -31,6 +32,7 @@ from normscope.probe.loggers import check_logger, log
 from normscope.probe.numbers import FORM, numbers_of
 from normscope.runtime.files import check_writable
 from normscope.runtime.network import random_states_kept
+from normscope.runtime.spread import tensor_parallel_group
 
 if TYPE_CHECKING:
     from normscope.inputs.batch import Forward
@@ -115,6 +117,13 @@ class Probe:
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
         self._curves = curves_in(curves, FORM)
         self._model, self._ranks = module_of(model), Ranks.of_group(group)
+        peers = tensor_parallel_group(self._model)
+        if peers is not None and group == "world":
+            raise UsageError(
+                f"Ranks run this {class_of(self._model).__name__} together on the same data. Pass group=mesh['dp'], "
+                "the axis along which batches differ, or group=None if all ranks have the same."
+            )
+        self._writes = self._ranks.rank == 0 and (peers is None or dist.get_rank(peers) == 0)
         self._batches = _share(_read(self._model, batch, samples, forward), self._ranks)
         self._report = find_norms(self._model, self._batches[0].first_sample())
         self._sites = select(self._report.sites, layers)
@@ -164,14 +173,14 @@ class Probe:
         record = StepRecord(self.steps, time.time(), time.perf_counter() - began, numbers, loss, names)
         self.capture = seen
         self._on_first_rank(lambda: self._write(record, seen))
-        if self.logger is not None and self._ranks.rank == 0:
+        if self.logger is not None and self._writes:
             log(self.logger, record, seen, self._curves)
         return record
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
-        """Run an action with files on rank 0; every rank raises its error, as the others would wait for it."""
+        """Run an action with files on rank 0; every rank of the group raises its error, or the others would wait."""
         error = ""
-        if self._ranks.rank == 0:
+        if self._writes:
             try:
                 action()
             except NormscopeError as refusal:

@@ -227,7 +227,7 @@ def differing_inputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> set[str]
 
     Plain tensors do not show that ranks divide them, as transformers' tensor parallelism divides heads.
     """
-    group = _tensor_parallel_group(model)
+    group = tensor_parallel_group(model)
     if group is None or not inputs:
         return set()
     least = torch.stack([whole(x.detach()).double().square().sum() for x in inputs.values()])
@@ -238,7 +238,7 @@ def differing_inputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> set[str]
     return {name for name, differs in zip(inputs, differ, strict=True) if differs}
 
 
-def _tensor_parallel_group(model: nn.Module) -> ProcessGroup | None:
+def tensor_parallel_group(model: nn.Module) -> ProcessGroup | None:
     """Return the ranks that run a network on the same data, by the meshes of its DTensors; None if there are none.
 
     The axes of a mesh up to the first that ``fully_shard`` divides parameters along are axes of the data.

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import normscope
@@ -84,6 +86,16 @@ def whole(value):
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).flatten().tolist()
 
 
+def tensor_parallel(folder):
+    """Train one network on both ranks; return the records and the error of a group of ranks with the same data."""
+    network, mesh = Network(), dist.device_mesh.init_device_mesh("cpu", (2,))
+    styles = {f"layers.{n}": ColwiseParallel(output_layouts=Replicate(), use_local_output=True) for n in range(2)}
+    network = parallelize_module(network, mesh, styles)
+    with pytest.raises(normscope.errors.UsageError, match="Ranks run this Network together on the same data"):
+        normscope.Probe(network, inputs(32, 9))
+    return trained(network, path=folder / "TP.jsonl", curves="tanh", group=None)[0]
+
+
 def program(folder, rank, size):
     dist.init_process_group("gloo", rank=rank, world_size=size)
     results = {}
@@ -101,6 +113,7 @@ def program(folder, rank, size):
             with pytest.raises(normscope.errors.UsageError, match="All 2 ranks pass the same batch"):
                 normscope.Probe(wrap(Network()), alike)
         results[name]["pairs"] = [stats.n_pairs for stats in probe.capture.stats.values()]
+    results["TP"] = tensor_parallel(folder)
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
@@ -148,6 +161,17 @@ def test_two_ranks_record_what_one_process_records(two, name):
     seen = normscope.load_capture(two / name / "step-00000004.safetensors")
     counts = [[stats.moments.sum(0)[0] for stats in each.stats.values()] for each in (seen, probe.capture)]
     assert all(map(torch.equal, *counts))
+
+
+@pytest.mark.slow
+def test_ranks_of_one_network_record_it_once(two):
+    records, *_ = trained(Network(), path=two / "one TP.jsonl", curves="tanh")
+    for rank in range(2):
+        of_rank = json.loads((two / f"{rank}.json").read_text())["TP"]
+        for mine, theirs in zip(records, of_rank, strict=True):
+            # Columns of a product are added in another order, and a minimum of the fit is flat.
+            assert theirs == pytest.approx(mine, rel=1e-6, abs=1e-6)
+    assert len((two / "TP.jsonl").read_text().splitlines()) == 1 + len(records)
 
 
 @pytest.mark.slow
