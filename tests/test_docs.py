@@ -54,6 +54,7 @@ def test_the_citation_is_of_this_version():
     assert f"version = {{{version}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("few_inputs")
 def test_the_python_of_the_page_runs():
     [block] = python_of("curves")
     names = {}
@@ -62,6 +63,7 @@ def test_the_python_of_the_page_runs():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_inputs")
 @pytest.mark.parametrize("page", ["figures", "index", "probe", "related", "report", "scale-of-tokens", "swaps"])
 def test_the_python_of_other_pages_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -52,6 +52,11 @@ def docstrings(module):
     return list(dict.fromkeys(text for text in map(inspect.getdoc, parts) if text and len(text) > 150))
 
 
+def beginning(text):
+    """The first 300 letters, about 70 tokens, on one line."""
+    return " ".join(text.split())[:300]
+
+
 def raw_pairs(folder, site):
     [path] = (folder / "seen-raw").glob(f"{site.index:03d}-*.safetensors")
     return load_file(path)
@@ -100,13 +105,13 @@ def test_tanh_is_what_scipy_finds_on_the_raw_pairs(folder, seen):
 
 def test_every_command_takes_it(folder):
     (folder / "page.txt").write_text("A norm divides each token by its own size.\nWhat is large stays in bounds.\n" * 8)
-    fits = document("fit seen.safetensors --func all", cwd=folder)["fits"]
+    fits = document("fit seen.safetensors --func all --layers 4", cwd=folder)["fits"]
     sites = {site.name for site in normscope.load_capture(folder / "seen.safetensors").sites}
-    assert {fit["site"] for fit in fits} == sites and len(fits) == N_SITES * 18
+    assert len({fit["site"] for fit in fits} & sites) == 4 and len(fits) == 4 * 18
     cards = document("stats seen.safetensors", cwd=folder)["sites"]
-    views = document("gradient seen.safetensors --layers all -o out", cwd=folder)["gradient"]
-    assert len(cards) == N_SITES and {view["site"] for view in views} == {card["site"] for card in cards}
-    invoke("plot seen.safetensors --layers all --color token,channel -o out", cwd=folder)
+    views = document("gradient seen.safetensors --layers 4 -o out", cwd=folder)["gradient"]
+    assert {card["site"] for card in cards} == sites and len({view["site"] for view in views} & sites) == 4
+    invoke("plot seen.safetensors --layers 4 --color token,channel -o out", cwd=folder)
     assert (folder / "out" / "minilm-scurves.png").read_bytes()[:4] == b"\x89PNG"
     network = normscope.load("minilm", data=folder / "page.txt", device="cpu", limit=8)
     fitted = normscope.capture(network, by_gamma=True)
@@ -177,9 +182,9 @@ def test_four_and_eight_channels_carry_the_scale_of_its_tokens(tmp_path):
         tarfile,
         unittest,
     ]
-    texts = [" ".join(text.split()) for module in modules for text in docstrings(module)]
-    (tmp_path / "learned.txt").write_text("\n".join(texts[:96]))
-    (tmp_path / "held_out.txt").write_text("\n".join(" ".join(text.split()) for text in docstrings(statistics)))
+    texts = [beginning(text) for module in modules for text in docstrings(module)]
+    (tmp_path / "learned.txt").write_text("\n".join(texts[:48]))
+    (tmp_path / "held_out.txt").write_text("\n".join(map(beginning, docstrings(statistics)[:16])))
     network = normscope.load("minilm", data=tmp_path / "learned.txt", device="cpu")
     held_out = normscope.load("minilm", data=tmp_path / "held_out.txt", device="cpu").inputs
     second_pass, moved = SecondPass(network), {}

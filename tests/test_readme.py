@@ -21,6 +21,7 @@ class MyRMSNorm(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_inputs")
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     [block] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -30,6 +31,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("few_inputs")
 def test_the_python_of_its_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recognition, "_TABLE", dict(recognition._TABLE))

@@ -12,7 +12,7 @@ import normscope
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.training import TrainingState
 
-QUICK = "heal demo_vit --steps 16 --device cpu --func dyisru --layers 'blocks.0.*,norm' --limit 160"
+QUICK = "heal demo_vit --steps 16 --device cpu --func dyisru --layers 'blocks.0.*,norm' --limit 64"
 
 
 @pytest.mark.slow

@@ -109,21 +109,20 @@ def test_a_repository_that_timm_has_no_name_for(hub, load_each, options):
     assert load_each(of_hub, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")[0] == results
 
 
-@pytest.mark.parametrize(
-    ("config", "sentence"),
-    [
-        (None, "holds no network of timm: it has no config.json that names an architecture"),
-        ({"model_type": "vit"}, "holds no network of timm: it has no config.json that names an architecture"),
-        ({"architecture": "vit_of_nobody"}, "is a 'vit_of_nobody', which timm"),
-    ],
-)
-def test_a_repository_that_is_none_of_timm(hub, load_each, config, sentence):
-    with_seven_classes(hub)
-    hub.files[f"{OF_HUB}/config.json"] = json.dumps(config).encode()
-    if config is None:
-        del hub.files[f"{OF_HUB}/config.json"]
-    (result,), _ = load_each({"name": f"timm:hf-hub:{OF_HUB}"}, HF_ENDPOINT=hub.url)
-    assert result["exit_status"] == 3 and f"{OF_HUB} {sentence}" in result["sentence"]
+def test_repositories_that_are_none_of_timm(hub, load_each, tiny_vit_file):
+    unnamed = "holds no network of timm: it has no config.json that names an architecture"
+    refused = {
+        "someone/without-config": (None, unnamed),
+        "someone/without-architecture": ({"model_type": "vit"}, unnamed),
+        "someone/of-nobody": ({"architecture": "vit_of_nobody"}, "is a 'vit_of_nobody', which timm"),
+    }
+    for repo, (config, _) in refused.items():
+        hub.files[f"{repo}/model.safetensors"] = tiny_vit_file.read_bytes()
+        if config is not None:
+            hub.files[f"{repo}/config.json"] = json.dumps(config).encode()
+    results, _ = load_each(*({"name": f"timm:hf-hub:{repo}"} for repo in refused), HF_ENDPOINT=hub.url)
+    for (repo, (_, sentence)), result in zip(refused.items(), results, strict=True):
+        assert result["exit_status"] == 3 and f"{repo} {sentence}" in result["sentence"]
 
 
 def test_silent_hub_with_a_filled_cache(hub, silent_server, fetch, load_each):

@@ -259,11 +259,17 @@ class _StopError(Exception):
     pass
 
 
+@pytest.fixture(scope="module")
+def whole(untrained):
+    """A healing of 24 steps without an interruption: its report, and what it left."""
+    original, swapped = copy.deepcopy(untrained)
+    return normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24), values_of(swapped)
+
+
 @pytest.mark.parametrize(("stage", "at"), [("calibrate", 1), ("train", 1), ("train", 15), (None, None)])
-def test_it_resumes_where_it_stopped_to_the_bit(networks, tmp_path, stage, at):
-    original, swapped = networks
-    other, path = copy.deepcopy(swapped), tmp_path / "at.safetensors"
-    whole = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=24)
+def test_it_resumes_where_it_stopped_to_the_bit(networks, whole, tmp_path, stage, at):
+    original, other = networks
+    (report, values), path = whole, tmp_path / "at.safetensors"
 
     def stopping(of_stage, done, of):
         if (of_stage, done) == (stage, at):
@@ -276,8 +282,8 @@ def test_it_resumes_where_it_stopped_to_the_bit(networks, tmp_path, stage, at):
     if not stage:  # a finished healing is only read
         assert not any(name.startswith(("moment", "trained")) for name in load_file(path))
     resumed = normscope.heal(original, other, LEARN, HELD_OUT, **options, progress=lambda *now: told.append(now))
-    assert same(values_of(other), values_of(swapped))
-    assert resumed.as_dict() == whole.as_dict()
+    assert same(values_of(other), values)
+    assert resumed.as_dict() == report.as_dict()
     assert ("calibrate" in {of_stage for of_stage, _, _ in told}) == (stage == "calibrate")
     assert min((done for of_stage, done, _ in told if of_stage == "train"), default=None) == at
 
