@@ -289,7 +289,7 @@ def test_a_stdout_that_takes_nothing_is_said(run, folder):
         assert (done.returncode, done.stderr, "demo_vit" in done.stdout) == (status, message, status == 0)
     for arguments in (["models"], ["--help"]):
         with (folder / "full.txt").open("w") as full:
-            done = run(*arguments, cwd=folder, stdout=full, before=_leave_no_room)
+            done = run(*arguments, cwd=folder, stdout=full, before=_leave_no_room, PYTHONDONTWRITEBYTECODE="1")
         assert (done.returncode, done.stderr) == (2, "Error: Cannot write to standard output: File too large.\n")
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import resource
+import sys
+from unittest import mock
 
 import matplotlib.figure
 import pytest
@@ -68,13 +70,17 @@ WRITERS = {
 
 @contextlib.contextmanager
 def full_disk():
-    """Let no file grow beyond 512 bytes; benchmarks/faults.py fills a disk, which takes rights."""
+    """Let no file grow beyond 512 bytes; benchmarks/faults.py fills a disk, which takes rights.
+
+    Python would cut the bytecode of modules that are imported meanwhile, and read it in later processes.
+    """
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (512, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    with mock.patch.object(sys, "dont_write_bytecode", True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, old[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # it would stand behind the sentence
