@@ -107,17 +107,19 @@ def test_every_command_takes_it(folder):
     (folder / "page.txt").write_text("A norm divides each token by its own size.\nWhat is large stays in bounds.\n" * 8)
     fits = document("fit seen.safetensors --func all --layers 4", cwd=folder)["fits"]
     sites = {site.name for site in normscope.load_capture(folder / "seen.safetensors").sites}
-    assert len({fit["site"] for fit in fits} & sites) == 4 and len(fits) == 4 * 18
+    fitted = {fit["site"] for fit in fits}
+    assert fitted < sites and len(fitted) == 4 and len(fits) == 4 * 18
     cards = document("stats seen.safetensors", cwd=folder)["sites"]
     views = document("gradient seen.safetensors --layers 4 -o out", cwd=folder)["gradient"]
-    assert {card["site"] for card in cards} == sites and len({view["site"] for view in views} & sites) == 4
+    assert len(cards) == N_SITES and {card["site"] for card in cards} == sites
+    assert {view["site"] for view in views} == fitted
     invoke("plot seen.safetensors --layers 4 --color token,channel -o out", cwd=folder)
     assert (folder / "out" / "minilm-scurves.png").read_bytes()[:4] == b"\x89PNG"
     network = normscope.load("minilm", data=folder / "page.txt", device="cpu", limit=8)
-    fitted = normscope.capture(network, by_gamma=True)
-    moved = normscope.drift(network, replacements=normscope.replacements(network, "dyt", fitted))
+    seen = normscope.capture(network, by_gamma=True)
+    moved = normscope.drift(network, replacements=normscope.replacements(network, "dyt", seen))
     assert 0.2 < moved.all.relative_l2.p50 < 1.5  # without training a swap costs most of the output
-    same = normscope.drift(network, replacements=normscope.replacements(network, "rmsnorm", fitted))
+    same = normscope.drift(network, replacements=normscope.replacements(network, "rmsnorm", seen))
     assert same.all.relative_l2.p50 < moved.all.relative_l2.p50  # a norm that still rescales each token costs less
 
 

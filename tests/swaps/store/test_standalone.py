@@ -102,7 +102,8 @@ def test_transformers_loads_the_folder_in_its_own_way_and_never_as_a_network_wit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("func", "dtype"), [("few:4", torch.bfloat16), ("frozen", torch.float32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("func", ["few:4", "frozen"])
 def test_scales_of_tokens_need_no_normscope(func, dtype, tmp_path):
     model, batch = bert(), Batch(kwargs={"input_ids": torch.arange(12).view(2, 6)}, samples=TWO)
     swap(model, func, normscope.fit_scale(model, [batch, replace(batch, samples=THREE_AND_FOUR)], func))
