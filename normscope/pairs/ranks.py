@@ -78,9 +78,10 @@ class Ranks:
             return ALONE
         if isinstance(group, DeviceMesh):
             if group.ndim > 1:
+                axes = group.mesh_dim_names or ("dp", "tp")
                 raise UsageError(
-                    "group is a DeviceMesh of several axes. Pass the one along which ranks have different batches, "
-                    "such as mesh['dp']: ranks along another have the same data, which counts once."
+                    f"group is a DeviceMesh of the axes {', '.join(axes)}. Pass the axis along which batches differ, "
+                    f"such as mesh[{axes[0]!r}]: ranks along another have the same data, which counts once."
                 )
             group = group.get_group()
         group = None if group == "world" else group
@@ -142,7 +143,7 @@ def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
         device: where its network runs: tensors on CUDA travel by nccl, all others by gloo.
         tp: number of consecutive ranks that share one network: they get the same inputs, which count once.
     """
-    place.networks(tp)  # or an error
+    place.networks(tp)  # an error if some ranks are left over
     if place.alone:
         yield ALONE
         return

@@ -428,7 +428,7 @@ def test_what_sharded_networks_do_not_support_is_refused(folder):
 def test_ranks_that_do_not_agree_are_refused(folder):
     errors = [json.loads((folder / "two" / f"errors {rank}.json").read_text()) for rank in range(2)]
     for said in errors:
-        assert said["mesh"].startswith("UsageError: group is a DeviceMesh of several axes. Pass the one along which")
+        assert said["mesh"].startswith("UsageError: group is a DeviceMesh of the axes dp, tp. Pass the axis along")
         assert said["same"].startswith("DataError: Two ranks have captured sample ")
         assert "sees another layers than" in said["layers"]
         assert said["n_samples"] == 3
