@@ -277,7 +277,8 @@ class Recorder:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if (x := input_of(args, kwargs)) is None:
                 raise DataError(f"The norm {site.name} was called without a tensor.")
-            add(module, x, output)
+            if not self._functions.called_by_norm:
+                add(module, x, output)
 
         return hook
 

@@ -245,15 +245,17 @@ def cuda_devices(model: nn.Module) -> list[int]:
     return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
 
 
-def run(model: nn.Module, batch: Batch) -> Any:
-    """Run the model on a copy of a batch, as it may change it in place, and return its output.
+def run(model: nn.Module, batch: Batch, watch: contextlib.AbstractContextManager[Any] | None = None) -> Any:
+    """Run the model, within ``watch``, on a copy of a batch, as it may change it in place, and return its output.
 
     Raises:
         MemoryEndedError: if memory ends.
         ModelError: if the model raises anything else.
     """
     try:
-        return call(model, batch.copied())
+        batch = batch.copied()
+        with watch or contextlib.nullcontext():
+            return call(model, batch)
     except NormscopeError:  # of a hook
         raise
     except Exception as error:

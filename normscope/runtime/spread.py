@@ -213,6 +213,8 @@ def copied(module: nn.Module) -> nn.Module:
     hooks = [getattr(part, _HOOK) for part in module.modules() if hasattr(part, _HOOK)]
     # Each of these holds the weights of the whole network, and those of fully_shard hold all of its group.
     memo: dict[int, Any] = {id(module): twin, **{id(hook): None for hook in hooks}}
+    tables = [table for part in module.modules() for name, table in vars(part).items() if "_hooks" in name]
+    memo |= {id(table): type(table)() for table in tables if isinstance(table, dict)}
     own = {name: value for name, value in vars(module).items() if "_hooks" not in name and "composable" not in name}
     vars(twin).update(copy.deepcopy(own, memo))
     for part in twin.modules():

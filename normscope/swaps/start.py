@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -165,7 +166,7 @@ def fitted(
 
 
 def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
-    """Return the replaceable norm sites of fits, each once, in the order of the network.
+    """Return the replaceable norm sites of fits, each once, in the order of the network; warn of others among all.
 
     Raises:
         UsageError: if there is none, or if a fit pools several.
@@ -173,7 +174,11 @@ def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
     norms = [_norm_of(fit) for fit in (fits.sites if isinstance(fits, Capture) else fits)]
     if not norms:
         raise UsageError("There is no norm site to swap: pass a capture, fits of one, or norm sites.")
-    return replaceable(sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index), layers)
+    sites = sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index)
+    chosen = replaceable(sites, layers)
+    if layers == "all" and (left := why_not_replaced(sites)):
+        warnings.warn(f"{left[0].upper()}{left[1:]}.", stacklevel=3)
+    return chosen
 
 
 def replaceable(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:

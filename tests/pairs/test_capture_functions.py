@@ -220,12 +220,13 @@ def test_functions_without_a_token_of_their_own_are_skipped():
         assert skipped.name == f"(model):{name}" and skipped.kind == name[:-2] and reason in skipped.reason
 
 
-def test_calls_outside_of_the_network_and_inside_of_norms_are_no_sites():
+def test_calls_outside_of_modules_are_sites_and_inside_of_norms_are_none():
     own = network_of(lambda self, x: self.part(x), "OwnNorm", part=network_of(lambda self, x: norm(x)))
     model = nn.Sequential(own, nn.Linear(6, 6))
     batches = [torch.randn(3, 6)]
     seen = normscope.capture(model, batches, forward=lambda model, x: F.rms_norm(model(norm(x)), (6,)), verify=True)
-    assert [site.name for site in seen.sites] == ["0"] and not seen.skipped
+    assert [site.name for site in seen.sites] == ["(forward):rms_norm.0", "0", "(forward):rms_norm.1"]
+    assert not seen.skipped
 
 
 def test_a_norm_of_weights_counts_but_is_no_site():

@@ -20,6 +20,7 @@ from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.formulas import rms_norm
 from normscope.pairs.norms.kinds import NormKind, group_norm, running_norm, token_norm
 from normscope.pairs.norms.known import NORMS
+from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import heard_by
 
 _LAYER = ("input", "normalized_shape", "weight", "bias", "eps")
@@ -42,6 +43,8 @@ _NO_SITES: dict[Any, str] = {
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _NORM_OPERATORS = re.compile(r"aten\.(_?native_|_fused_|cudnn_|miopen_)?(batch|group|instance|layer|rms)_norm\b")
 _TORCH = "torch.nn.modules."  # whose classes call norm functions in norms alone
+
+_OUTSIDE = "(forward)"  # in place of a module's path, where no module runs: a method, or a function passed as forward=
 
 Adder = Callable[[nn.Module, Tensor, Tensor], None]
 Sequences = Mapping[str, Collection[tuple[str, ...]]]
@@ -118,7 +121,7 @@ def inseparable(x: Tensor) -> str | None:
 
 
 class Frame:
-    """A running call of a module's forward.
+    """A running call of a module's forward, or all that a pass runs outside of modules.
 
     Attributes:
         path: of the module.
@@ -152,28 +155,37 @@ class FunctionWatch(TorchFunctionMode):
         """Receive a call of a norm function, by the name of its site."""
 
     def left(self, frame: Frame) -> None:
-        """Receive the end of a call of a module's forward, outside of norms."""
+        """Receive the end of a call of a module's forward, or of a pass, outside of norms."""
 
     @property
     def frames(self) -> list[Frame]:
-        """Running calls of modules in this thread, the innermost last."""
+        """Running calls of modules in this thread, the innermost last; the first is outside of modules."""
         return self._here.frames
 
+    @property
+    def called_by_norm(self) -> bool:
+        """True if the running module was called inside a norm module."""
+        return self.frames[-2].in_norm
+
     def __enter__(self) -> FunctionWatch:
-        self._here.frames, self._here.entered = [], True  # a pass before may have ended with an error
+        # A pass before may have ended with an error.
+        self._here.frames, self._here.entered = [Frame(_OUTSIDE, False)], True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        whole_pass = raised[0] is None and not self._here.by_itself
         self._here.entered = self._here.by_itself = False
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if whole_pass:
+            self.left(self.frames[0])
 
     @contextlib.contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
         """Follow the calls of a network's modules in the block; hooks that were registered before run inside them."""
         with contextlib.ExitStack() as hooks:
             for path, module in named_modules(model):
-                of_torch = type(module).__module__.startswith(_TORCH) and path and path not in self._norms
+                of_torch = type(module).__module__.startswith(_TORCH) and path and not is_norm(module)
                 if not of_torch and not isinstance(module, torch.jit.ScriptModule):
                     enter = heard_by(self._lock, partial(self._enter, path))
                     hooks.callback(module.register_forward_pre_hook(enter).remove)
@@ -184,12 +196,11 @@ class FunctionWatch(TorchFunctionMode):
         if not self._here.entered:  # a thread that the network started, as nn.DataParallel does
             self.__enter__()
             self._here.by_itself = True
-        within = bool(self.frames) and self.frames[-1].in_norm
-        self.frames.append(Frame(path, within or path in self._norms))
+        self.frames.append(Frame(path, self.frames[-1].in_norm or path in self._norms))
 
     def _leave(self, *_: Any) -> None:
         frame = self.frames.pop()
-        if not self.frames and self._here.by_itself:
+        if len(self.frames) == 1 and self._here.by_itself:
             self.__exit__(None, None, None)
         if not frame.in_norm:
             self.left(frame)
@@ -197,8 +208,9 @@ class FunctionWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if _is_norm_function(func) and self.frames and not self.frames[-1].in_norm:
-            frame, function = self.frames[-1], _name(func)
+        frame = self.frames[-1]
+        if _is_norm_function(func) and not frame.in_norm:
+            function = _name(func)
             name = f"{frame.path or '(model)'}:{function}.{len(frame.functions)}"
             frame.functions.append(function)
             x = args[0] if args else kwargs["input"]
@@ -225,8 +237,10 @@ class ExpectedCalls(FunctionWatch):
         expected = self._sequences.get(frame.path, ((),))
         if tuple(frame.functions) not in expected:
             seen, traced = (", ".join(names) or "none" for names in (frame.functions, next(iter(expected))))
+            outside = frame.path == _OUTSIDE
+            caller = "The code outside of modules" if outside else f"The forward of {frame.path or 'the network'}"
             raise ModelError(
-                f"The forward of {frame.path or 'the network'} called other norm functions than with the first sample: "
+                f"{caller} called other norm functions than with the first sample: "
                 f"{seen}, not {traced}. The number and order of these calls name the norm sites, and must not depend "
                 "on the input. Capture inputs of one kind at a time."
             )

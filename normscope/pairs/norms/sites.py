@@ -43,7 +43,8 @@ class NormSite:
     Attributes:
         index: its number in the order of first calls.
         name: its module path; of a function, the path of the module whose forward calls it, the function and the
-            number of the call there: ``blocks.3.attn:rms_norm.0``.
+            number of the call there: ``blocks.3.attn:rms_norm.0``. In place of a path, ``(model)`` is the network's own
+            forward, and ``(forward)`` what runs outside of all modules, such as a method passed as ``forward``.
         kind: its name in the table of norms.
         normalized_shape: sizes of the axes that share one statistic, at the first call.
         channel_axis: the axis or axes of the norm's input that number the channels.
@@ -82,7 +83,8 @@ class NormSite:
     @property
     def path(self) -> str:
         """Path of the module, or of the module whose forward calls the function; empty for the network itself."""
-        return _CALL.sub("", self.name).removeprefix("(model)") if self.is_call else self.name
+        path = _CALL.sub("", self.name)
+        return "" if path in ("(model)", "(forward)") else path
 
     @property
     def is_call(self) -> bool:

@@ -46,6 +46,8 @@ _ADDITIONS = {
     *(torch.sub, Tensor.sub, Tensor.sub_, Tensor.__sub__, Tensor.__rsub__),
     *(torch.addcmul, Tensor.addcmul, Tensor.addcmul_, torch.lerp, Tensor.lerp),
 }
+# Functions that a norm written by hand calls.
+_BY_HAND = {"rsqrt", "sqrt", "std", "var", "std_mean", "var_mean", "norm", "linalg_vector_norm", "normalize"}
 # Names in timm (q_norm), diffusers (norm_q, norm_added_k, q_rms_norm_t) and transformers (q_layernorm, qk_norm,
 # q_layernorm.norms.0 of one head); a norm before the projection (pre_norm_q, q_a_layernorm) is none of them.
 _QUERY_OR_KEY = re.compile(
@@ -69,7 +71,7 @@ class NormReport:
         keeps_state: whether the pass changed a buffer.
         of_weights: names of the sites whose input is computed from parameters alone: no token of theirs is padding.
         positions: the number of positions in the padding mask of a sample, for sites that have such a mask.
-        norm_modules: paths of the norm modules, whose functions are no sites.
+        norm_modules: paths of the norm modules, inside which nothing is a site.
         sequences: names of the norm functions that the forward of each other module calls, in order.
     """
 
@@ -111,22 +113,23 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     _refuse_what_hooks_cannot_enter(model)
     model = uncompiled(model)  # inside torch.compile: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
-    watch = _TraceWatch(named)
+    watch = _TraceWatch([name for name, module in named.items() if kind_of(module)])
     with left_as_found(model) as buffers:
-        with _calls_of(named, weighing, watch) as calls, watch.following(model), passes_by(watch.lock), watch:
-            run(model, batch)
+        with _followed(named, weighing, watch), watch.following(model), passes_by(watch.lock):
+            run(model, batch, watch)
         keeps_state = buffers.changed
 
-    no_norms = _no_norms(calls, named)
-    called = [call for name, call in calls.items() if name not in no_norms]
-    called = sorted([*called, *watch.calls.values()], key=lambda call: call.order)
-    divided = differing_inputs(model, {call.name: call.input for call in called if isinstance(call.kind, NormKind)})
+    # Modules that only multiply by a weight, and those whose norms are sites of their own.
+    no_norms = weighing.keys() | (watch.with_sites - watch.by_hand)
+    called = [call for call in watch.calls.values() if call.is_site or call.name not in no_norms]
+    called = sorted(called, key=lambda call: call.order)
+    divided = differing_inputs(model, {call.name: call.input for call in called if call.is_site})
     for call in called:
         call.kind = _DIVIDED if call.name in divided else call.kind
     kinds = {call.name: call.kind for call in called if isinstance(call.kind, NormKind)}
     skipped = [SkippedNorm(call.name, call.class_name, str(call.kind)) for call in called if call.name not in kinds]
     for name, module in named.items():
-        if name not in calls and name not in no_norms:
+        if name not in watch.calls.keys() | watch.within_norms | no_norms:
             reason = "it does not take and return one tensor" if name in watch.tensorless else NOT_CALLED
             skipped.append(SkippedNorm(name, type(module).__name__, reason))
     if not kinds:
@@ -144,7 +147,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
         keeps_state,
         frozenset(call.name for call in calls_of_sites if call.of_weights),
         {name: mask.shape[1] for name, mask in masks.items() if mask is not None},
-        frozenset(named) | (kinds.keys() & calls.keys()),
+        frozenset((named.keys() | kinds.keys()) - watch.with_sites),
         watch.sequences,
     )
 
@@ -195,7 +198,11 @@ class _FirstCall:
     overwrites: bool = False
     of_weights: bool = False
     pointwise: PointwiseParameters | None = None
-    calls: int = 1
+    calls: int = 0
+
+    @property
+    def is_site(self) -> bool:
+        return isinstance(self.kind, NormKind)
 
     @property
     def class_name(self) -> str:
@@ -226,8 +233,12 @@ class _TraceWatch(FunctionWatch):
     def __init__(self, norms: Collection[str]) -> None:
         self.lock = threading.RLock()  # identifies the watched pass
         super().__init__(norms, self.lock)
+        self.calls: dict[str, _FirstCall] = {}  # of suspects and functions
+        self.log: list[str] = []  # names of all their calls
         self.tensorless: set[str] = set()
-        self.calls: dict[str, _FirstCall] = {}
+        self.within_norms: set[str] = set()  # whose calls were forgotten
+        self.with_sites: set[str] = set()  # suspects that are no sites, but in which there are some
+        self.by_hand: set[str] = set()  # modules that compute the root of a statistic by themselves
         self.sequences: dict[str, set[tuple[str, ...]]] = {}  # of the functions that each module calls
         self.additions: list[_Addition] = []
         self.queries_and_keys: list[Tensor] = []
@@ -238,33 +249,43 @@ class _TraceWatch(FunctionWatch):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore the functions that normscope itself calls."""
+        """Ignore the functions that normscope itself calls, and the modules that a trial runs."""
         self._paused = True
-        yield
+        with passes_by(None):
+            yield
         self._paused = False
 
     def mark(self) -> tuple[int, int]:
-        """Return the number of norms and additions so far."""
-        return len(self.calls), len(self.additions)
+        """Return the number of calls of norms and of additions so far."""
+        return len(self.log), len(self.additions)
+
+    def record(self, call: _FirstCall) -> None:
+        """Count a call of a suspect or of a norm function."""
+        self.calls[call.name] = call
+        call.calls += 1
+        self.log.append(call.name)
 
     def forget_since(self, mark: tuple[int, int]) -> None:
-        """Forget what a norm did inside: its x − mean is no branch, and the function it calls no other norm."""
-        for name in list(self.calls)[mark[0] :]:
-            del self.calls[name]
-        del self.additions[mark[1] :]
+        """Forget what a norm did inside: its x − mean is no branch, and what it calls no other norm."""
+        for name in self.log[mark[0] :]:
+            self.calls[name].calls -= 1
+            if not self.calls[name].calls:
+                del self.calls[name]
+                self.within_norms.add(name)
+        del self.log[mark[0] :], self.additions[mark[1] :]
 
     def called(self, name: str, norm_of_call: Callable[[], CalledNorm], x: Tensor, output: Any) -> None:
         """Record a call of a norm function, unless on weights."""
         if self.is_weight(x):
             self.weights_normed.add(self.frames[-1].path)
         elif name in self.calls:
-            self.calls[name].calls += 1
+            self.record(self.calls[name])
         else:
             norm = norm_of_call()
             _check_tokens_whole(name, norm.kind, norm, x)
             x = norm.laid_out(x)
             output = norm.laid_out(output) if isinstance(output, Tensor) else x  # native_layer_norm returns three
-            self.calls[name] = _FirstCall(next(self.order), name, norm, x, output, norm.kind, len(self.additions))
+            self.record(_FirstCall(next(self.order), name, norm, x, output, norm.kind, len(self.additions)))
 
     def left(self, frame: Frame) -> None:
         """Record the norm functions that a forward called, in order."""
@@ -281,9 +302,10 @@ class _TraceWatch(FunctionWatch):
             self.additions.append(_Addition(operands, in_place))
         elif func is F.scaled_dot_product_attention:
             self.queries_and_keys += [*args, *kwargs.values()][:2]
+        elif getattr(func, "__name__", "") in _BY_HAND and not all(map(self.is_weight, operands)):
+            self.by_hand.add(self.frames[-1].path)
         result = super().__torch_function__(func, types, args, kwargs)
-        # Outside of every module it is the batch that is copied, which may be a parameter.
-        if self.frames and isinstance(result, Tensor):
+        if isinstance(result, Tensor):
             sources = tensors_of([args, kwargs])
             if sources and all(map(self.is_weight, sources)):
                 self._of_weights[result] = _version(result)
@@ -333,21 +355,9 @@ def _parents(name: str) -> list[str]:
     return [name[: dot.start()] for dot in re.finditer(r"\.|^(?=.)", name)]
 
 
-def _no_norms(calls: dict[str, _FirstCall], named: dict[str, nn.Module]) -> set[str]:
-    """Return the suspects that only multiply by a weight, are part of a norm, or only contain one."""
-    sites = {name for name, call in calls.items() if isinstance(call.kind, NormKind)}
-    weigh_or_part = {name for name in calls.keys() - named.keys() if name not in sites or sites & {*_parents(name)}}
-    contained = sites - named.keys() - weigh_or_part
-    around = {name for site in contained for name in _parents(site) if name in named and refusal(named[name]) is None}
-    return weigh_or_part | around
-
-
 @contextlib.contextmanager
-def _calls_of(
-    named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _TraceWatch
-) -> Iterator[dict[str, _FirstCall]]:
+def _followed(named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _TraceWatch) -> Iterator[None]:
     """Record the first call of each suspect, and let the watch forget what norms do inside."""
-    calls: dict[str, _FirstCall] = {}
     suspects = {**named, **weighing}
     # Of the running calls, as a module may call itself: a copy of the input, its version, and the watch's mark.
     before: dict[str, list[tuple[Tensor | None, int | None, tuple[int, int]]]] = {name: [] for name in suspects}
@@ -367,29 +377,33 @@ def _calls_of(
 
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            x, (copy, version, mark) = input_of(args, kwargs), before[name].pop()
+            x, (copy, version, mark), call = input_of(args, kwargs), before[name].pop(), watch.calls.get(name)
             if x is None or copy is None or not isinstance(output, Tensor):
                 watch.tensorless.add(name)
+                call = None
             else:
                 with watch.paused():
                     overwrites = _changed(x, copy, version)
                 of_weights = watch.is_weight(x)
-                if name in calls:
-                    calls[name].calls += 1
-                    calls[name].kind = inseparable(x) or calls[name].kind  # its own calls with the parts came first
-                    calls[name].overwrites |= overwrites
-                    calls[name].of_weights &= of_weights
-                else:
+                if call is None:
                     # Now, while the input is what the norm saw: the network may go on to add to it in place.
                     args, kwargs = with_input(args, kwargs, copy if overwrites else x)
                     with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                         kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
                         pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
-                    calls[name] = _FirstCall(
+                    call = _FirstCall(
                         next(watch.order), name, module, x, output, kind, mark[1], overwrites, of_weights, pointwise
                     )
-            if name in named or (name in calls and isinstance(calls[name].kind, NormKind)):
+                call.kind = inseparable(x) or call.kind  # its own calls with the parts came first
+                call.overwrites |= overwrites
+                call.of_weights &= of_weights
+            is_site = call is not None and call.is_site
+            if not is_site and any(watch.calls[each].is_site for each in watch.log[mark[0] :] if each != name):
+                watch.with_sites.add(name)
+            elif is_site or name in named:
                 watch.forget_since(mark)
+            if call is not None:
+                watch.record(call)
             return output[:1] if copy is not None and _lone_value(module, copy) else None
 
         return hook
@@ -398,7 +412,7 @@ def _calls_of(
         for name, module in suspects.items():
             hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name)), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave(name)), with_kwargs=True).remove)
-        yield calls
+        yield
 
 
 def _check_tokens_whole(name: str, kind: NormKind | str | None, module: nn.Module, x: Tensor) -> None:
