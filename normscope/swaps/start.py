@@ -177,7 +177,7 @@ def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
     sites = sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index)
     chosen = replaceable(sites, layers)
     if layers == "all" and (left := why_not_replaced(sites)):
-        warnings.warn(f"{left[0].upper()}{left[1:]}.", stacklevel=3)
+        warnings.warn(f"Not all norms are replaced: {left}.", stacklevel=3)
     return chosen
 
 

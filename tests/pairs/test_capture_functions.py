@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -229,6 +230,90 @@ def test_calls_outside_of_modules_are_sites_and_inside_of_norms_are_none():
     assert not seen.skipped
 
 
+class TwoTowers(nn.Module):
+    """A network with norms in methods that are not its forward, as CLIP's encode_image."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense, self.ln = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.tower = network_of(lambda self, x: self.inner(norm(x)), inner=nn.Linear(6, 6))
+        type(self.tower).encode = lambda self, x: F.layer_norm(self.inner(x), (6,))
+
+    def encode_image(self, x):
+        return self.normed(self.ln(self.dense(x)))
+
+    def normed(self, x):
+        return F.rms_norm(x, (6,))
+
+    def forward(self, image, text):
+        return self.encode_image(image) @ self.encode_image(text).mT
+
+
+WAYS = {
+    "a method": (lambda model, x: model.encode_image(x), ["ln", "(forward):rms_norm.0"]),
+    "two methods": (
+        lambda model, x: model.normed(model.encode_image(x)),
+        ["ln", "(forward):rms_norm.0", "(forward):rms_norm.1"],
+    ),
+    "of a part": (lambda model, x: model.tower.encode(model.dense(x)), ["(forward):layer_norm.0"]),
+    "a part and its method": (
+        lambda model, x: model.tower.encode(model.tower(x)),
+        ["tower:rms_norm.0", "(forward):layer_norm.0"],
+    ),
+    "the user's own": (
+        lambda model, x: F.group_norm(model.dense(x).mT, 2) + norm(model.ln(x)).mT,
+        ["(forward):group_norm.0", "ln", "(forward):rms_norm.1"],
+    ),
+    "forward itself": (lambda model, x: norm(model.tower.forward(x)), ["(forward):rms_norm.0", "(forward):rms_norm.1"]),
+    "beside the network's": (
+        lambda model, x: norm(model(x, x + 1)),
+        ["ln", "(model):rms_norm.0", "(model):rms_norm.1", "(forward):rms_norm.0"],
+    ),
+    "a wrapped network": (
+        lambda model, x: getattr(model, "module", model).encode_image(x),
+        ["ln", "(forward):rms_norm.0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_functions_are_sites_in_whatever_method_they_are_called(way):
+    forward, names = WAYS[way]
+    batches = [torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    model = TwoTowers().eval()
+    network = nn.DataParallel(model) if way == "a wrapped network" else model
+    seen = normscope.capture(network, batches, forward=forward, verify=True)
+    assert [site.name for site in seen.sites] == names
+    assert {norm.reason for norm in seen.skipped} <= {"not called"}
+    with recorded("layer_norm", "rms_norm", "group_norm") as calls, torch.no_grad():
+        for batch in batches:
+            forward(model, batch)
+    moments = sum(stats.moments.sum((0, 2)) for stats in seen.stats.values())
+    torch.testing.assert_close(moments, sums(calls), rtol=1e-5, atol=1e-4)  # no norm has a weight
+
+
+def test_norms_in_methods_alone_are_found():
+    model = network_of(lambda self: None, dense=nn.Linear(6, 6))
+    type(model).features = lambda self, x: norm(self.dense(x))
+    seen = normscope.capture(model, [torch.randn(3, 6)], forward=lambda model, x: model.features(x), verify=True)
+    assert [(site.name, site.path, site.is_call) for site in seen.sites] == [("(forward):rms_norm.0", "", True)]
+
+
+def test_passes_outside_of_modules_are_compared_with_the_first():
+    calls = iter([norm, torch.tanh])
+    with pytest.raises(ModelError, match=r"The code outside of modules called other .*: none, not rms_norm\."):
+        normscope.capture(TwoTowers(), [torch.randn(3, 6)], forward=lambda model, x: next(calls)(model.ln(x)))
+
+
+def test_weights_that_are_normalized_outside_of_modules_are_no_activations():
+    model, batches = TwoTowers(), [nn.Parameter(torch.randn(3, 6))]
+    seen = normscope.capture(model, batches, forward=lambda model, x: model.ln(x) @ norm(2 * model.dense.weight).mT)
+    assert [site.name for site in seen.sites] == ["ln"]
+    seen = normscope.capture(model, batches, forward=lambda model, x: norm(x))  # what a batch brings is an activation
+    assert [site.name for site in seen.sites] == ["(forward):rms_norm.0"]
+
+
 def test_a_norm_of_weights_counts_but_is_no_site():
     def standardized(self, x):
         weight = F.layer_norm(self.conv.weight, self.conv.weight.shape[1:])
@@ -417,8 +502,12 @@ def test_a_swap_replaces_the_norm_modules_and_leaves_the_calls():
     model = Mixed()
     seen = normscope.capture(model, batches)
     assert len(seen.sites) == 3
-    modules = normscope.replacements(model, "dyt", seen)
+    with pytest.warns(UserWarning, match=r"Not all norms are replaced: a swap leaves 2 calls of norm functions \("):
+        modules = normscope.replacements(model, "dyt", seen)
     assert list(modules) == ["norm"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(normscope.replacements(model, "dyt", seen, layers="norm")) == ["norm"]
     last = network_of(lambda self, x: self.norm(norm(norm(x))), norm=nn.LayerNorm(8))
     for layers in (1, "1", [2], "norm", "all", "0-2"):
         chosen = normscope.replacements(last, "dyt", normscope.capture(last, batches), layers=layers, init="paper")

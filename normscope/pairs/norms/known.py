@@ -35,7 +35,6 @@ _FILTER_RESPONSE = (
 )
 _GLOBAL_RESPONSE = "it scales whole channels by their share in the norm of all, and adds its input"
 _LOCAL_RESPONSE = "it divides by the energy of neighbouring channels to a power, and has no statistic of a token"
-_SECOND_INPUT = "its scale and shift are made from a second tensor that it is called with"
 
 
 def _dropped_and_activated(module: Any, out: Tensor) -> Tensor:
@@ -173,8 +172,6 @@ _DIFFUSERS: dict[str, Row] = {
     "models.normalization.FP32LayerNorm": token_norm("FP32LayerNorm"),
     "models.normalization.LpNorm": _lp_norm,
     "models.normalization.GlobalResponseNorm": _GLOBAL_RESPONSE,
-    "models.normalization.AdaGroupNorm": _SECOND_INPUT,
-    "models.unets.unet_kandinsky3.Kandinsky3ConditionalGroupNorm": _SECOND_INPUT,
     "models.unets.unet_stable_cascade.SDCascadeLayerNorm": token_norm("SDCascadeLayerNorm", axes=(1,)),
     "models.unets.unet_stable_cascade.GlobalResponseNorm": _GLOBAL_RESPONSE,
     "models.autoencoders.autoencoder_kl_ltx2.PerChannelRMSNorm": _along("PerChannelRMSNorm", "channel_dim"),

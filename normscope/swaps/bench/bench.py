@@ -54,7 +54,7 @@ from normscope.swaps.reports import (
     PublishedReport,
     Timing,
 )
-from normscope.swaps.start import replaceable
+from normscope.swaps.start import replaceable, why_not_replaced
 
 CURVES = ("dyt", "dyisru", "derf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -139,8 +139,10 @@ def bench(
         if tensor.device.type == "cuda":
             find_norms(inner, batch)  # the first pass loads libraries for seconds
         begun = clock()
-        report = _replaceable(find_norms(inner, batch))
-        a_pass = clock() - begun
+        found = find_norms(inner, batch)
+        a_pass, report = clock() - begun, _replaceable(found)
+        if left := why_not_replaced(found.sites):
+            left_out.append(f"Not all norms are replaced: {left}.")
         until = time.monotonic() - a_pass + budget
         for dtype in chosen:
             cast = inner if dtype == tensor.dtype else copy.deepcopy(inner).to(dtype)
