@@ -113,12 +113,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     _refuse_what_hooks_cannot_enter(model)
     model = uncompiled(model)  # inside torch.compile: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
-    watch = _TraceWatch([name for name, module in named.items() if kind_of(module)])
-    with left_as_found(model) as buffers:
-        with _followed(named, weighing, watch), watch.following(model), passes_by(watch.lock):
-            run(model, batch, watch)
-        keeps_state = buffers.changed
-
+    watch = _traced(model, batch, named, weighing)
     # Modules that only multiply by a weight, and those whose norms are sites of their own.
     no_norms = weighing.keys() | (watch.with_sites - watch.by_hand)
     called = [call for call in watch.calls.values() if call.is_site or call.name not in no_norms]
@@ -144,7 +139,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
         kinds,
         {call.name: call.shape for call in calls_of_sites},
         frozenset(call.name for call in calls_of_sites if call.overwrites),
-        keeps_state,
+        watch.keeps_state,
         frozenset(call.name for call in calls_of_sites if call.of_weights),
         {name: mask.shape[1] for name, mask in masks.items() if mask is not None},
         frozenset((named.keys() | kinds.keys()) - watch.with_sites),
@@ -230,9 +225,12 @@ class _TraceWatch(FunctionWatch):
     functions made of parameters alone. Such a call normalizes no activations, and is no site.
     """
 
-    def __init__(self, norms: Collection[str]) -> None:
+    def __init__(self, norms: Collection[str], torn: Collection[str]) -> None:
+        """Watch a network outside of its ``norms``; ``torn`` suspects are none, as some of their calls differ."""
         self.lock = threading.RLock()  # identifies the watched pass
         super().__init__(norms, self.lock)
+        self.torn, self.keeps_state = torn, False
+        self.signatures: dict[str, set[tuple[bool, int]]] = {}  # whether suspects return a tensor, and take how many
         self.calls: dict[str, _FirstCall] = {}  # of suspects and functions
         self.log: list[str] = []  # names of all their calls
         self.tensorless: set[str] = set()
@@ -355,6 +353,23 @@ def _parents(name: str) -> list[str]:
     return [name[: dot.start()] for dot in re.finditer(r"\.|^(?=.)", name)]
 
 
+def _traced(
+    model: nn.Module,
+    batch: Batch,
+    named: dict[str, nn.Module],
+    weighing: dict[str, nn.Module],
+    torn: Collection[str] = (),
+) -> _TraceWatch:
+    """Run a network; once more if a suspect is a norm in some of its calls and takes or returns others in the rest."""
+    watch = _TraceWatch([name for name, module in named.items() if kind_of(module)], torn)
+    with left_as_found(model) as buffers:
+        with _followed(named, weighing, watch), watch.following(model), passes_by(watch.lock):
+            run(model, batch, watch)
+        watch.keeps_state = buffers.changed
+    differing = [name for name, call in watch.calls.items() if call.is_site and len(watch.signatures.get(name, ())) > 1]
+    return _traced(model, batch, named, weighing, [*torn, *differing]) if differing else watch
+
+
 @contextlib.contextmanager
 def _followed(named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _TraceWatch) -> Iterator[None]:
     """Record the first call of each suspect, and let the watch forget what norms do inside."""
@@ -378,7 +393,9 @@ def _followed(named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             x, (copy, version, mark), call = input_of(args, kwargs), before[name].pop(), watch.calls.get(name)
-            if x is None or copy is None or not isinstance(output, Tensor):
+            returned = isinstance(output, Tensor)
+            watch.signatures.setdefault(name, set()).add((returned, len(tensors_of([args, kwargs]))))
+            if x is None or copy is None or not returned or name in watch.torn:
                 watch.tensorless.add(name)
                 call = None
             else:

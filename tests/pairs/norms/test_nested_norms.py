@@ -143,6 +143,39 @@ def test_a_module_with_a_norm_that_was_not_seen_is_skipped_beside_the_calls_insi
     assert [(norm.name, norm.reason) for norm in seen.skipped] == [("qk", "it does not take and return one tensor")]
 
 
+class AddNorm(nn.Module):
+    """A norm that also takes a residual, and then returns the sum too, as in vLLM."""
+
+    def __init__(self, by_hand=False, returns_sum=True):
+        super().__init__()
+        self.weight, self.by_hand, self.returns_sum = vector(), by_hand, returns_sum
+
+    def forward(self, x, residual=None):
+        total = x if residual is None else x + residual
+        if self.by_hand:
+            y = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+        else:
+            y = F.rms_norm(total, (D,), self.weight)
+        return (y, total) if self.returns_sum and residual is not None else y
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("returns_sum", [True, False])
+def test_a_module_that_is_a_norm_in_some_of_its_calls_alone_is_none(first, returns_sum):
+    def forward(self, x):
+        x = self.norm(x) if first else x
+        both = self.norm(x, x.flip(1))
+        return self.last(both[0] if returns_sum else both) + self.norm(x)
+
+    model = network_of(forward, norm=AddNorm(returns_sum=returns_sum), last=nn.LayerNorm(D))
+    seen = normscope.capture(model, BATCHES, verify=True)
+    assert [(site.name, site.calls) for site in seen.sites] == [("norm:rms_norm.0", 2 + first), ("last", 1)]
+    assert not seen.skipped and seen.stats["norm:rms_norm.0"].n_tokens == (2 + first) * 12 * 7
+    model.norm.by_hand = True
+    seen = normscope.capture(model, BATCHES, verify=True)
+    assert [site.name for site in seen.sites] == ["last"] and [norm.name for norm in seen.skipped] == ["norm"]
+
+
 class Weighted(nn.Module):
     """A norm with a weight of its own around one without, as x-transformers and lucidrains' networks have it."""
 
