@@ -136,8 +136,10 @@ class Frame:
 
 
 class _OfThread(threading.local):
-    frames: list[Frame]
-    entered = by_itself = False
+    entered = by_itself = paused = False
+
+    def __init__(self) -> None:
+        self.frames, self.norms_called = list[Frame](), list[str]()
 
 
 class FunctionWatch(TorchFunctionMode):

@@ -38,6 +38,7 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.runtime.network import heard_by, left_as_found, passes_by, run, uncompiled
 from normscope.runtime.spread import at_hand, differing_inputs, is_sharded, whole
 
+_Modules = dict[str, nn.Module]  # by path
 NOT_CALLED = "not called"
 _DIVIDED = "ranks that share the network have different inputs of it: each has some of the heads, or other batches"
 
@@ -232,7 +233,6 @@ class _TraceWatch(FunctionWatch):
         self.torn, self.keeps_state = torn, False
         self.signatures: dict[str, set[tuple[bool, int]]] = {}  # whether suspects return a tensor, and take how many
         self.calls: dict[str, _FirstCall] = {}  # of suspects and functions
-        self.log: list[str] = []  # names of all their calls
         self.tensorless: set[str] = set()
         self.within_norms: set[str] = set()  # whose calls were forgotten
         self.with_sites: set[str] = set()  # suspects that are no sites, but in which there are some
@@ -242,35 +242,38 @@ class _TraceWatch(FunctionWatch):
         self.queries_and_keys: list[Tensor] = []
         self.weights_normed: set[str] = set()
         self.order = itertools.count()  # of the first calls of norms
-        self._paused = False
         self._of_weights = WeakTensorKeyDictionary()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ignore the functions that normscope itself calls, and the modules that a trial runs."""
-        self._paused = True
+        self._here.paused = True
         with passes_by(None):
             yield
-        self._paused = False
+        self._here.paused = False
 
     def mark(self) -> tuple[int, int]:
-        """Return the number of calls of norms and of additions so far."""
-        return len(self.log), len(self.additions)
+        """Return the number of calls of norms in this thread and of additions so far."""
+        return len(self._here.norms_called), len(self.additions)
 
     def record(self, call: _FirstCall) -> None:
         """Count a call of a suspect or of a norm function."""
         self.calls[call.name] = call
         call.calls += 1
-        self.log.append(call.name)
+        self._here.norms_called.append(call.name)
+
+    def since(self, mark: tuple[int, int]) -> list[str]:
+        """Return the names of the norms that this thread called since a mark."""
+        return self._here.norms_called[mark[0] :]
 
     def forget_since(self, mark: tuple[int, int]) -> None:
         """Forget what a norm did inside: its x − mean is no branch, and what it calls no other norm."""
-        for name in self.log[mark[0] :]:
+        for name in self.since(mark):
             self.calls[name].calls -= 1
             if not self.calls[name].calls:
                 del self.calls[name]
                 self.within_norms.add(name)
-        del self.log[mark[0] :], self.additions[mark[1] :]
+        del self._here.norms_called[mark[0] :], self.additions[mark[1] :]
 
     def called(self, name: str, norm_of_call: Callable[[], CalledNorm], x: Tensor, output: Any) -> None:
         """Record a call of a norm function, unless on weights."""
@@ -291,7 +294,7 @@ class _TraceWatch(FunctionWatch):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._here.paused:
             return func(*args, **kwargs)
         operands = tuple(value for value in args if isinstance(value, Tensor))
         # A bias or an embedding is no branch.
@@ -354,11 +357,7 @@ def _parents(name: str) -> list[str]:
 
 
 def _traced(
-    model: nn.Module,
-    batch: Batch,
-    named: dict[str, nn.Module],
-    weighing: dict[str, nn.Module],
-    torn: Collection[str] = (),
+    model: nn.Module, batch: Batch, named: _Modules, weighing: _Modules, torn: Collection[str] = ()
 ) -> _TraceWatch:
     """Run a network; once more if a suspect is a norm in some of its calls and takes or returns others in the rest."""
     watch = _TraceWatch([name for name, module in named.items() if kind_of(module)], torn)
@@ -371,7 +370,7 @@ def _traced(
 
 
 @contextlib.contextmanager
-def _followed(named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch: _TraceWatch) -> Iterator[None]:
+def _followed(named: _Modules, weighing: _Modules, watch: _TraceWatch) -> Iterator[None]:
     """Record the first call of each suspect, and let the watch forget what norms do inside."""
     suspects = {**named, **weighing}
     # Of the running calls, as a module may call itself: a copy of the input, its version, and the watch's mark.
@@ -415,7 +414,7 @@ def _followed(named: dict[str, nn.Module], weighing: dict[str, nn.Module], watch
                 call.overwrites |= overwrites
                 call.of_weights &= of_weights
             is_site = call is not None and call.is_site
-            if not is_site and any(watch.calls[each].is_site for each in watch.log[mark[0] :] if each != name):
+            if not is_site and any(watch.calls[each].is_site for each in watch.since(mark) if each != name):
                 watch.with_sites.add(name)
             elif is_site or name in named:
                 watch.forget_since(mark)

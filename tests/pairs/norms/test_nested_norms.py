@@ -1,5 +1,8 @@
 """Norms inside of modules that are called norms: the module is one site if it is a norm, and otherwise they are."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +10,7 @@ from networks import network_of, numbered_batches
 from torch import nn
 
 import normscope
+from normscope.pairs.norms.trace import find_norms
 
 D = 16
 BATCHES = numbered_batches(3, lambda generator, size: torch.randn(size, 7, D, generator=generator), size=4)
@@ -255,6 +259,30 @@ def test_trials_run_no_hooks():
     inner.register_forward_pre_hook(lambda *_: heard.append(1))
     normscope.replacements(model, "dyt", seen)
     assert len(heard) == 1 + len(BATCHES)
+
+
+def test_a_norm_forgets_no_norm_of_another_thread():
+    started, done = threading.Event(), threading.Event()
+
+    def waiting(self, x):
+        started.set()
+        assert done.wait(60)
+        return F.rms_norm(x, (D,))
+
+    def beside(self, x):
+        assert started.wait(60)
+        y = self.norm(x)
+        done.set()
+        return y
+
+    def forward(self, x):
+        with ThreadPoolExecutor(2) as threads:
+            return sum(threads.map(lambda part: part(x), (self.first, self.second)))
+
+    second = network_of(beside, norm=OuterNorm(bare()))
+    model = network_of(forward, first=network_of(waiting, "WaitingNorm"), second=second)
+    report = find_norms(model, BATCHES[0])
+    assert {site.name: site.calls for site in report.sites} == {"first": 1, "second.norm": 1}
 
 
 def test_calls_of_a_norm_from_outside_of_others_alone_count():
