@@ -20,6 +20,7 @@ from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.pairs.captures import Capture
+from normscope.pairs.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE, FORMS
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
@@ -348,7 +349,7 @@ def centring_of(site: NormSite, offsets: Magnitudes) -> Centring:
 
     def squared(offset: Array) -> Array:
         """(μ/σ)² with σ about the mean, from the counted offsets: μ/√(mean of x²) for forms that are not about it."""
-        if site.form in ("layer_norm", "std_norm"):
+        if FORMS[site.form or ""].about_mean:
             return offset**2
         variance = np.maximum(1 - offset**2, 0)
         return np.divide(offset**2, variance, out=np.full_like(offset, np.inf), where=variance > 0)
@@ -373,22 +374,29 @@ def scale_of(site: NormSite, sigmas: Magnitudes, sums: TokenSums | None = None) 
 
 
 def _touched(site: NormSite, sigmas: Magnitudes) -> float:
-    if site.form == "root_mean_square":  # all tokens that eps bounds have the same σ, within one bin
-        return float(sigmas.n[sigmas.low <= _bound(site)].sum()) / sigmas.count
+    if (bound := _bound(site)) is not None:  # all tokens that eps bounds have the same σ, within one bin
+        return float(sigmas.n[sigmas.low <= bound].sum()) / sigmas.count
+    if FORMS[site.form or ""].eps_at == BESIDE_ROOT:
+        return sigmas.below(site.eps / NOTICED) / sigmas.count
     return sigmas.below(math.sqrt(site.eps / (1 - (1 - NOTICED) ** 2))) / sigmas.count
 
 
 def _holds_to(site: NormSite, sigma: float) -> float:
-    """The c at which a token's y(c·x) is 0.99 y(x), from its σ² = v + eps.
+    """The c at which a token's y(c·x) is 0.99 y(x), from its σ² = v + eps, or σ = √v + eps.
 
     If eps is added, y(c·x)² : y(x)² is (v + eps) : (v + eps/c²). If it bounds σ, y falls as c does below the bound.
     """
-    if site.form == "root_mean_square":
-        return (1 - NOTICED) * min(_bound(site) / sigma, 1) if sigma > 0 else 1 - NOTICED
+    if (bound := _bound(site)) is not None:
+        return (1 - NOTICED) * min(bound / sigma, 1) if sigma > 0 else 1 - NOTICED
+    if FORMS[site.form or ""].eps_at == BESIDE_ROOT:  # y(c·x) : y(x) is (√v + eps) : (√v + eps/c)
+        return site.eps / (site.eps + sigma * NOTICED / (1 - NOTICED)) if site.eps > 0 else 0.0
     excess = sigma**2 * ((1 - NOTICED) ** -2 - 1)
     return math.sqrt(site.eps / (site.eps + excess)) if site.eps > 0 else 0.0
 
 
-def _bound(site: NormSite) -> float:
-    """The σ that eps, a bound of ‖x‖, is equivalent to."""
-    return site.eps / math.sqrt(site.d)
+def _bound(site: NormSite) -> float | None:
+    """The σ that eps, a bound of ‖x‖ or of the mean square, is equivalent to; None if eps is no bound."""
+    eps_at = FORMS[site.form or ""].eps_at
+    if eps_at == BOUNDS_LENGTH:
+        return site.eps / math.sqrt(site.d)
+    return math.sqrt(site.eps) if eps_at == BOUNDS_SQUARE else None

@@ -58,7 +58,7 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     """
     x = rows.double()
     d = x.shape[1]
-    n, c = d - form.correction, float(form.centred)
+    c = float(form.centred)
     rstd, pull, z = form.jacobian(x, eps)
     crossed = c / d * z.sum(1, keepdim=True) - z
     within = 1 - c / d + 2 * pull * crossed + pull.square() * z.square().sum(1, keepdim=True)
@@ -69,7 +69,7 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
         diagonal=form.diagonal(x, eps),
         rows=within.clamp_min(0) * rstd.square(),
         scale=1 / rstd[:, 0],
-        others=rest.sqrt().clamp_min(eps) / math.sqrt(d) if form.clamped else (rest / n + eps).sqrt(),
+        others=1 / form.slope(rest, d, eps),
     )
 
 

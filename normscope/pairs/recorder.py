@@ -22,9 +22,9 @@ from normscope.pairs.captures import Capture, added, sums_of, versions
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.functional import Adder, ExpectedCalls
 from normscope.pairs.norms.kinds import NormKind, token_axes
-from normscope.pairs.norms.recognition import check
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm
 from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
+from normscope.pairs.norms.verification import check
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import batch_axis, serves_all
 from normscope.runtime.network import KeptBuffers, heard_by, passes_by, run
@@ -304,6 +304,8 @@ class Recorder:
             valid = (
                 None if mask is None or not under_way.padded else self._valid_tokens(site, kind, module, x, axis, mask)
             )
+            if valid is not None and kind.heads and kind.groups:
+                valid = valid.repeat_interleave(kind.groups(module))
             rows = kind.rows(module, x.detach(), axis or 0)
             first = under_way.tokens[site.name]
             under_way.tokens[site.name] += len(rows) // (1 if axis is None else len(samples))
@@ -388,7 +390,7 @@ class Recorder:
         if site.name in self.report.of_weights or site.name in self._serving_all:
             return None
         valid = valid.to(x.device)
-        axes = [] if kind.groups else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
+        axes = [] if kind.over_positions else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
         sizes = [x.shape[axis] for axis in axes]
         if sizes == [valid.numel()]:  # samples and positions in one axis
             return valid.flatten()

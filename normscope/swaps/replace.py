@@ -344,10 +344,10 @@ def _put(parent: nn.Module, name: str, module: nn.Module) -> None:
 
 def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
     """Return the sizes of the channel axes, and the channel axis."""
-    if kind.groups is not None:
+    if kind.over_positions:
         return (site.channels,), -kind.unbatched_axes if kind.unbatched_axes else 1
     if isinstance(site.channel_axis, int):
-        return site.normalized_shape, site.channel_axis
+        return (site.channels,), site.channel_axis
     if site.channel_axis != tuple(range(-len(site.channel_axis), 0)):
         raise ModelError(f"The norm {site.name} cannot be replaced: its axes {site.channel_axis} are not the last.")
     return site.normalized_shape, -1

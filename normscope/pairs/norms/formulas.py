@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ _SHIFTS = ("bias", "beta")
 
 Normalize = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 
+# eps is added to the mean square under the root, bounds ‖x‖ or the mean square from below, or is added to the root.
+UNDER_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE, BESIDE_ROOT = range(4)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -26,7 +29,8 @@ class Form:
         centred: whether shift is the mean of the token; otherwise it is zero.
         about_mean: whether squares are taken about the mean.
         correction: subtracted from d in the divisor of the sum of squares.
-        clamped: whether eps bounds ‖x‖ from below; otherwise it is added under the root.
+        eps_at: role of eps, one of :data:`UNDER_ROOT`, :data:`BOUNDS_LENGTH`, :data:`BOUNDS_SQUARE`,
+            :data:`BESIDE_ROOT`.
 
     >>> rms_norm(torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)  # x / √(mean of x² + eps), and the slope rstd
     (tensor([[1.2000, 1.6000, 0.0000, 0.0000]]), tensor([[0.4000]]))
@@ -36,7 +40,7 @@ class Form:
     centred: bool
     about_mean: bool
     correction: int = 0
-    clamped: bool = False
+    eps_at: int = UNDER_ROOT
 
     def __call__(self, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return y ``(tokens, d)`` and rstd ``(tokens, 1)`` of rows ``(tokens, d)``, in their dtype."""
@@ -51,17 +55,23 @@ class Form:
         """
         mean = rows.mean(-1, keepdim=True)
         squares = (rows - mean if self.about_mean else rows).square().sum(-1, keepdim=True)
-        if self.clamped:
-            rstd = math.sqrt(rows.shape[-1]) / squares.sqrt().clamp_min(eps)
-        else:
-            rstd = torch.rsqrt(squares / (rows.shape[-1] - self.correction) + eps)
-        return mean if self.centred else torch.zeros_like(mean), rstd
+        return mean if self.centred else torch.zeros_like(mean), self.slope(squares, rows.shape[-1], eps)
+
+    def slope(self, squares: Tensor, d: int, eps: float) -> Tensor:
+        """Return rstd from sums of the squares of d elements, in their shape."""
+        if self.eps_at == BOUNDS_LENGTH:
+            return math.sqrt(d) / squares.sqrt().clamp_min(eps)
+        mean_square = squares / (d - self.correction)
+        if self.eps_at == BESIDE_ROOT:
+            return 1 / (mean_square.sqrt() + eps)
+        return torch.rsqrt(mean_square.clamp_min(eps) if self.eps_at == BOUNDS_SQUARE else mean_square + eps)
 
     def jacobian(self, rows: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return the parts of each row's Jacobian, ∂y_i/∂x_j = rstd·(δ_ij − c/d − pull_i·z_j).
 
         c is 1 where the mean is subtracted, else 0. z/rstd is what is squared: x, or x less its mean. pull is y divided
-        by the divisor of the sum of squares, and zero where eps bounds ‖x‖, as the norm is then linear.
+        by the divisor of the sum of squares, and zero where eps bounds x, as the norm is then linear. With eps beside
+        the root, it contains 1/σ in place of rstd = 1/(σ + eps).
 
         Args:
             rows: tokens, ``(tokens, d)``.
@@ -72,9 +82,13 @@ class Form:
         """
         shift, rstd = self.line(rows, eps)
         about = rows - rows.mean(-1, keepdim=True) if self.about_mean else rows
-        pull = (rows - shift) * (rstd / (rows.shape[-1] - self.correction))
-        if self.clamped:
-            pull = pull.where(about.norm(dim=-1, keepdim=True) > eps, 0.0)
+        divisor = rows.shape[-1] - self.correction
+        length = about.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+        slope = math.sqrt(divisor) / length if self.eps_at == BESIDE_ROOT else rstd
+        pull = (rows - shift) * (slope / divisor)
+        if self.eps_at in (BOUNDS_LENGTH, BOUNDS_SQUARE):
+            bound = eps if self.eps_at == BOUNDS_LENGTH else math.sqrt(eps * divisor)
+            pull = pull.where(length > bound, 0.0)
         return rstd, pull, about * rstd
 
     def diagonal(self, rows: Tensor, eps: float) -> Tensor:
@@ -89,9 +103,33 @@ class Form:
 
 layer_norm = Form("layer_norm", centred=True, about_mean=True)
 rms_norm = Form("rms_norm", centred=False, about_mean=False)  # arXiv 1910.07467, eq. 4
-root_mean_square = Form("root_mean_square", centred=False, about_mean=False, clamped=True)  # √d · F.normalize(x)
+root_mean_square = Form("root_mean_square", False, False, eps_at=BOUNDS_LENGTH)  # √d · F.normalize(x)
 std_norm = Form("std_norm", centred=False, about_mean=True, correction=1)  # timm's SimpleNorm
-FORMS = {form.name: form for form in (layer_norm, rms_norm, root_mean_square, std_norm)}
+# torch.var and torch.std are unbiased by default.
+_BASES = (
+    layer_norm,
+    rms_norm,
+    std_norm,
+    Form("unbiased_layer_norm", True, True, correction=1),
+    Form("biased_std_norm", centred=False, about_mean=True),
+)
+_ELSEWHERE = [
+    replace(form, name=f"{form.name}_{name}", eps_at=eps_at)
+    for name, eps_at in (("clamped", BOUNDS_SQUARE), ("eps_beside_root", BESIDE_ROOT))
+    for form in _BASES
+]
+FORMS = {form.name: form for form in (*_BASES, root_mean_square, *_ELSEWHERE)}
+
+
+def deviation_norm(rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return y and rstd of (x − mean)/(mean of |x − mean| + eps), as a :class:`Form` does.
+
+    >>> deviation_norm(torch.tensor([[1.0, 3.0, 5.0, 3.0]]), 0.0)[0]
+    tensor([[-2.,  0.,  2.,  0.]])
+    """
+    about = rows - rows.mean(-1, keepdim=True)
+    rstd = 1 / (about.abs().mean(-1, keepdim=True) + eps)
+    return about * rstd, rstd
 
 
 @dataclass(frozen=True)
@@ -160,7 +198,10 @@ def channel_vectors(module: nn.Module) -> list[nn.Parameter]:
         return []
     vectors = [each for each in parameters if not is_lazy(each) and each.is_floating_point() and each.ndim]
     alike = len(vectors) == len(parameters) and len({vector.numel() for vector in vectors}) == 1
-    return vectors if alike and all(max(vector.shape) == vector.numel() > 1 for vector in vectors) else []
+    if not alike or not all(max(vector.shape) == vector.numel() > 1 for vector in vectors):
+        return []
+    shifts = [getattr(module, name, None) for name in _SHIFTS]
+    return sorted(vectors, key=lambda vector: any(vector is shift for shift in shifts))  # a bias may be made first
 
 
 def scale_and_shift(module: nn.Module, y: Tensor) -> Tensor:

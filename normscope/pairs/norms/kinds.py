@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from normscope.curves.known import Curve
-from normscope.pairs.norms.formulas import Form, Lines, Normalize, gain_and_shift, layer_norm, scale_and_shift, std_norm
+from normscope.pairs.norms.formulas import Form, Lines, Normalize, gain_and_shift, layer_norm, scale_and_shift
 from normscope.pairs.norms.sites import PointwiseParameters
 
 Axes = Callable[[nn.Module, int], tuple[int, ...]]
 Groups = Callable[[nn.Module], int]
 OfModule = Callable[[nn.Module, Tensor], Tensor]
+OfChannels = Callable[[nn.Module], Tensor]
+Parts = Callable[[nn.Module], tuple[Tensor, Tensor, Tensor]]
 
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "norm_eps")
 _NEXT_TO_ZERO = 1e-30  # under the root of a token's σ that divides nothing: tokens of equal elements count too
@@ -46,13 +48,16 @@ class NormKind:
         centred: whether the token's mean is subtracted, so that |y| ≤ √(d−1) and not √d.
         form: of ``normalize``, where that is one of the forms in :data:`normscope.pairs.norms.formulas.FORMS`.
         groups: the module's number of groups, where a token is a group of channels over all positions.
+        heads: whether a group is of one position, and its channels are on ``axes``.
         activation: follows the affine step within the module, if there is one.
         bounded: whether the statistics are the token's own, so that √d bounds |y|.
-        eps: added under the root, where the class fixes it; None where the module does.
+        eps: added under the root, where the class fixes it, or a function of the module; None where the module has
+            it under one of the usual names.
         own_precision: whether the module computes in its input's precision, so that half precision rounds every step;
             otherwise it computes in float32.
         unbatched_axes: number of axes of an input without an axis of samples, for classes that accept such inputs.
         curve: f of a point-wise function, whose y is f(αx + s); None for a norm.
+        parts: α, s and weight of such a module, each flat and of one element or one per channel.
     """
 
     name: str
@@ -62,35 +67,45 @@ class NormKind:
     centred: bool
     form: Form | None = None
     groups: Groups | None = None
+    heads: bool = False
     activation: OfModule | None = None
     bounded: bool = True
-    eps: float | None = None
+    eps: float | Callable[[nn.Module], float] | None = None
     own_precision: bool = False
     unbatched_axes: int | None = None
     curve: Curve | None = None
+    parts: Parts | None = None
+
+    @property
+    def over_positions(self) -> bool:
+        """True if a token is of all positions of a sample."""
+        return self.groups is not None and not self.heads
 
     def rows(self, module: nn.Module, x: Tensor, batch_axis: int = 0) -> Tensor:
         """Lay the tokens of ``x`` out as rows ``(tokens, d)``, one sample after the other, in ``x``'s dtype.
 
         Rows of a grouped norm are ``(samples · groups, channels of a group · positions)``.
         """
-        if self.groups is not None:
+        if self.groups is not None and not self.heads:
             x = self._batched(x)
             return x.reshape(len(x) * self.groups(module), -1)
         axes = [axis % x.ndim for axis in self.axes(module, x.ndim)]
-        d = math.prod(x.shape[axis] for axis in axes)
+        d = math.prod(self.token_shape(module, x))
         return x.permute(*token_axes(x, tuple(axes), batch_axis), *axes).reshape(-1, d)
 
     def token_shape(self, module: nn.Module, x: Tensor) -> tuple[int, ...]:
         """Return the sizes of the axes that share one statistic; of a group, its channels and then its positions."""
-        if self.groups is not None:
+        if self.groups is not None and not self.heads:
             _, channels, *positions = self._batched(x).shape
             return (channels // self.groups(module), *positions)
-        return tuple(x.shape[axis] for axis in self.axes(module, x.ndim))
+        sizes = tuple(x.shape[axis] for axis in self.axes(module, x.ndim))
+        return (math.prod(sizes) // self.groups(module),) if self.groups is not None else sizes
 
     def channels(self, module: nn.Module, x: Tensor) -> int:
         """Return the number of channels: the elements of a token, or the size of axis 1 where tokens are groups."""
-        return self._batched(x).shape[1] if self.groups is not None else math.prod(self.token_shape(module, x))
+        if self.groups is None or self.heads:
+            return math.prod(x.shape[axis] for axis in self.axes(module, x.ndim))
+        return self._batched(x).shape[1]
 
     def lines(self, module: nn.Module, rows: Tensor, eps: float) -> Lines:
         """Return the lines of token rows: by their form, or as numbers where ``normalize`` has none."""
@@ -108,7 +123,7 @@ class NormKind:
 
         torch computes half precision in float32, whose eps is 1.2e-7 and not float16's 9.8e-4.
         """
-        eps = named_eps(module) if self.eps is None else self.eps
+        eps = self.eps(module) if callable(self.eps) else named_eps(module) if self.eps is None else self.eps
         return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps if eps is None else eps
 
     def output(self, module: nn.Module, y: Tensor) -> Tensor:
@@ -136,11 +151,9 @@ class NormKind:
 
     def pointwise(self, module: nn.Module) -> PointwiseParameters | None:
         """Return the parameters of a point-wise function; None for a norm."""
-        if self.curve is None:
+        if self.curve is None or self.parts is None:
             return None
-        gain, _ = gain_and_shift(module)
-        parts = (*_scale_and_shift_of_x(module), torch.ones(1) if gain is None else gain)
-        return PointwiseParameters(self.curve.name, *(tuple(part.detach().flatten().tolist()) for part in parts))
+        return PointwiseParameters(self.curve.name, *(tuple(part.tolist()) for part in self.parts(module)))
 
     def _batched(self, x: Tensor) -> Tensor:
         return x[None] if x.ndim == self.unbatched_axes else x
@@ -179,6 +192,7 @@ def token_norm(
     ``options`` are further attributes of :class:`NormKind`.
     """
     form = normalize if isinstance(normalize, Form) else None
+    options.setdefault("bounded", form is None or form.centred or not form.about_mean)
     return NormKind(
         name,
         axes if callable(axes) else lambda module, ndim: axes,
@@ -186,7 +200,6 @@ def token_norm(
         affine,
         form is None or form.centred if centred is None else centred,
         form,
-        bounded=normalize is not std_norm,  # whose mean is not subtracted from x, but from the squares
         **options,
     )
 
@@ -223,19 +236,38 @@ def running_norm(name: str, **options: Any) -> NormKind:
     return replace(group_norm(name, groups=channels, **options), normalize=normalize, form=None)
 
 
-def pointwise_function(name: str, curve: Curve, *, axes: Axes | tuple[int, ...], **options: Any) -> NormKind:
-    """Describe a point-wise function weight · f(αx + s) + bias; α and s are the module's ``alpha`` and ``shift``."""
+def measured_affine(gain: OfChannels, shift: OfChannels, groups: Groups | None = None) -> OfModule:
+    """Return the step gain · y + shift of tensors that a trial has found in the module, each of 1 or all channels."""
+
+    def affine(module: nn.Module, y: Tensor) -> Tensor:
+        factor, summand = (part(module).to(y)[:, None] for part in (gain, shift))
+        channels = max(len(factor), len(summand))
+        if channels == 1:
+            return y * factor + summand
+        by_channel = y.reshape(len(y) // (groups(module) if groups else 1), channels, -1)
+        return (by_channel * factor + summand).reshape(y.shape)
+
+    return affine
+
+
+def pointwise_function(
+    name: str, curve: Curve, *, axes: Axes | tuple[int, ...], parts: Parts | None = None, **options: Any
+) -> NormKind:
+    """Describe a point-wise function weight · f(αx + s) + bias; by default, α and s are ``alpha`` and ``shift``."""
+    parts = parts or _own_parts
 
     def normalize(module: nn.Module, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        alpha, shift = (part.detach().flatten().to(rows) for part in _scale_and_shift_of_x(module))
+        alpha, shift, _ = (part.to(rows) for part in parts(module))
         y = curve.function(alpha * rows + shift)
         return y, torch.ones_like(y[:, :1])
 
     kind = token_norm(name, axes=axes, centred=False, eps=0.0, **options)
-    return replace(kind, normalize=normalize, form=None, bounded=curve.limit == 1, curve=curve)
+    return replace(kind, normalize=normalize, form=None, bounded=curve.limit == 1, curve=curve, parts=parts)
 
 
-def _scale_and_shift_of_x(module: nn.Module) -> tuple[Tensor, Tensor]:
-    alpha: Any = module.alpha
-    shift: Any = getattr(module, "shift", None)
-    return alpha, torch.zeros(1) if shift is None else shift
+def _own_parts(module: Any) -> tuple[Tensor, Tensor, Tensor]:
+    gain, _ = gain_and_shift(module)
+    shift = getattr(module, "shift", None)
+    parts = (module.alpha, *(torch.zeros(1) if shift is None else shift, torch.ones(1) if gain is None else gain))
+    alpha, shift, gain = (part.detach().flatten() for part in parts)
+    return alpha, shift, gain

@@ -21,25 +21,24 @@ from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.wrappers import class_of, named_modules
-from normscope.pairs.norms.formulas import channel_vectors, gain_and_shift
+from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.functional import CalledNorm, Frame, FunctionWatch, inseparable
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import (
     ancestor_kind,
-    identified,
-    ignores_scale,
     is_norm,
     kind_of,
-    learns_alpha,
     refusal,
 )
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
+from normscope.pairs.norms.trials import identified, is_small, tried
 from normscope.runtime.network import heard_by, left_as_found, passes_by, run, uncompiled
 from normscope.runtime.spread import at_hand, differing_inputs, is_sharded, whole
 
 _Modules = dict[str, nn.Module]  # by path
 NOT_CALLED = "not called"
+ONLY_WEIGHS = "it only weighs its input"
 _DIVIDED = "ranks that share the network have different inputs of it: each has some of the heads, or other batches"
 
 _ADDITIONS = {
@@ -115,8 +114,9 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     model = uncompiled(model)  # inside torch.compile: compiled code calls no hook of its parts
     named, weighing = _suspects(model)
     watch = _traced(model, batch, named, weighing)
-    # Modules that only multiply by a weight, and those whose norms are sites of their own.
-    no_norms = weighing.keys() | (watch.with_sites - watch.by_hand)
+    # Modules that only weigh, and those whose norms are sites of their own.
+    weigh = {name for name, call in watch.calls.items() if call.kind == ONLY_WEIGHS}
+    no_norms = weigh | (watch.with_sites - (watch.by_hand & named.keys()))
     called = [call for call in watch.calls.values() if call.is_site or call.name not in no_norms]
     called = sorted(called, key=lambda call: call.order)
     divided = differing_inputs(model, {call.name: call.input for call in called if call.is_site})
@@ -332,7 +332,7 @@ def _changed(x: Tensor, before: Tensor, version: int | None) -> bool:
 
 
 def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """Return modules that are norms by the table or by name; and others that learn what a norm or a layer scale learns.
+    """Return modules that are norms by the table or by name; and others that are as small as norms are.
 
     The parts of a known norm belong to it, and are no norms of their own.
     """
@@ -343,7 +343,7 @@ def _suspects(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, nn.Modu
             continue
         if is_norm(module):
             named[name] = module
-        elif channel_vectors(module) or learns_alpha(module):
+        elif is_small(module) and not any(is_norm(part) and list(part.parameters()) for part in module.modules()):
             weighing[name] = module
     return named, weighing
 
@@ -392,6 +392,7 @@ def _followed(named: _Modules, weighing: _Modules, watch: _TraceWatch) -> Iterat
     def leave(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             x, (copy, version, mark), call = input_of(args, kwargs), before[name].pop(), watch.calls.get(name)
+            contains_sites = any(watch.calls[each].is_site for each in watch.since(mark) if each != name)
             returned = isinstance(output, Tensor)
             watch.signatures.setdefault(name, set()).add((returned, len(tensors_of([args, kwargs]))))
             if x is None or copy is None or not returned or name in watch.torn:
@@ -405,7 +406,10 @@ def _followed(named: _Modules, weighing: _Modules, watch: _TraceWatch) -> Iterat
                     # Now, while the input is what the norm saw: the network may go on to add to it in place.
                     args, kwargs = with_input(args, kwargs, copy if overwrites else x)
                     with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
-                        kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
+                        around_sites = contains_sites and not list(module.parameters())
+                        kind: NormKind | str = ONLY_WEIGHS  # as are the sites within a module that learns nothing
+                        if name in named or not around_sites:
+                            kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
                         pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
                     call = _FirstCall(
                         next(watch.order), name, module, x, output, kind, mark[1], overwrites, of_weights, pointwise
@@ -414,7 +418,7 @@ def _followed(named: _Modules, weighing: _Modules, watch: _TraceWatch) -> Iterat
                 call.overwrites |= overwrites
                 call.of_weights &= of_weights
             is_site = call is not None and call.is_site
-            if not is_site and any(watch.calls[each].is_site for each in watch.since(mark) if each != name):
+            if not is_site and contains_sites:
                 watch.with_sites.add(name)
             elif is_site or name in named:
                 watch.forget_since(mark)
@@ -455,8 +459,8 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
         return reason
     known = kind_of(module) or refusal(module)
     if known is None:
-        if not (is_norm(module) or learns_alpha(module) or ignores_scale(module, (args, kwargs), x)):
-            return "it only weighs its input"
+        if not is_norm(module):
+            return tried(module, (args, kwargs), x, output) or ONLY_WEIGHS
         return identified(module, (args, kwargs), x, output, ancestor_kind(module))
     if isinstance(known, NormKind) and known.groups is not None:
         channels, features = known.channels(module, x), getattr(module, "num_features", None)
@@ -467,7 +471,7 @@ def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 def _site(index: int, call: _FirstCall, kind: NormKind, placement: str | None) -> NormSite:
     x = whole(call.input)
-    axes = (1,) if kind.groups is not None else kind.axes(call.module, x.ndim)
+    axes = (1,) if kind.over_positions else kind.axes(call.module, x.ndim)
     return NormSite(
         index=index,
         name=call.name,

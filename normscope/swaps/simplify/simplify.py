@@ -116,7 +116,8 @@ class _Norm:
         else:
             try:
                 if kind.form is not layer_norm:
-                    raise BlockedError("it subtracts no mean")
+                    centred = "it divides by another σ than an RMSNorm does"
+                    raise BlockedError(centred if kind.form.centred else "it subtracts no mean")
                 self.writers = flow.writers(norm)
             except BlockedError as error:
                 self.blocked = str(error)

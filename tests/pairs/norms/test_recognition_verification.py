@@ -14,6 +14,7 @@ from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.norms.recognition import excess, kind_of, layer_norm, register_norm, rms_norm
+from normscope.pairs.norms.verification import check
 from normscope.pairs.recorder import Summing
 
 
@@ -210,3 +211,34 @@ def test_a_difference_of_four_millionths_is_no_rounding():
     for module in (nn.LayerNorm(768), nn.RMSNorm(768)):
         kind = replace(kind_of(module), affine=lambda norm, y: (1 + 4e-6) * y)
         assert excess(kind, module, x, module(x)) > 1
+
+
+def images(side, offset, layout):
+    x = torch.randn(1, 8, side, side, generator=torch.Generator().manual_seed(0))
+    return (0.1 * x + offset).to(memory_format=layout)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("side", "offset"), [(8, 0.3), (256, 0.0), (256, 0.3)])
+def test_the_sums_of_large_groups_are_verified_and_wrong_tables_are_not(layout, side, offset):
+    """In channels_last torch adds up all positions one after the other, in float32."""
+    module, x = trained(nn.GroupNorm(8, 8, eps=1e-3)), images(side, offset, layout)
+    output, kind = module(x), kind_of(module)
+    check(kind, "norm", module, x, output)
+
+    def wrong(**changes):
+        return replace(kind, **changes)
+
+    tables = {
+        "eps": wrong(eps=2e-3),
+        "groups": wrong(groups=lambda norm: 2),
+        "weight": wrong(affine=lambda norm, y: kind.affine(norm, y) * (1 + 1e-4)),
+        "bias": wrong(affine=lambda norm, y: kind.affine(norm, y) + 1e-2),
+        "no affine step": wrong(affine=lambda norm, y: y),
+    }
+    for table in tables.values():
+        with pytest.raises(ModelError, match="Its axes, eps or affine step"):
+            check(table, "norm", module, x, output)
+    with pytest.raises(ModelError, match="Verification failed"):  # by more than sums of so many terms explain
+        check(kind, "norm", module, x, output * 1.5)

@@ -61,7 +61,7 @@ def _rows(tokens: Tokens) -> Rows:
     return Rows(
         rows=rows,
         valid=_all_valid(n) if tokens.valid is None else tokens.valid.numpy(),
-        form=(form.centred, form.about_mean, form.correction, form.clamped) if form else (False, False, 0, False),
+        form=(form.centred, form.about_mean, form.correction, form.eps_at) if form else (False, False, 0, 0),
         eps=lines.eps,
         given=form is None,
         groups=tokens.groups or 1,

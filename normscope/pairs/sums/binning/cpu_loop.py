@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from normscope.pairs.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TILE, TOKEN_GRID, FloatGrid
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN, TokenSample
 from normscope.runtime.compiled_loops import compiled
@@ -50,7 +51,7 @@ class Rows(NamedTuple):
 
     rows: Any  # float32 (tokens, d)
     valid: Any  # False for padding, bool (tokens,)
-    form: tuple[bool, bool, int, bool]  # centred, about_mean, correction and clamped of a Form
+    form: tuple[bool, bool, int, int]  # centred, about_mean, correction and eps_at of a Form
     eps: float  # of that form
     given: bool  # whether shift and rstd are given, in place of a form
     groups: int  # of channels; 1 where a token contains all channels
@@ -188,13 +189,18 @@ def _largest_magnitude(bits: Any) -> Any:
 @_exact
 def _line(row: Any, eps: float, form: Any) -> Any:
     """Return :meth:`Form.line` of a token."""
-    centred, about_mean, correction, clamped = form
+    centred, about_mean, correction, eps_at = form
     mean = _total(row) / row.size if about_mean else 0.0
     squares = _squares(row, mean)
     shift = mean if centred else 0.0
-    if clamped:
+    mean_square = squares / (row.size - correction)
+    if eps_at == BOUNDS_LENGTH:
         return shift, np.sqrt(row.size) / max(np.sqrt(squares), eps)
-    return shift, 1 / np.sqrt(squares / (row.size - correction) + eps)
+    if eps_at == BOUNDS_SQUARE:
+        return shift, 1 / np.sqrt(max(mean_square, eps))
+    if eps_at == BESIDE_ROOT:
+        return shift, 1 / (np.sqrt(mean_square) + eps)
+    return shift, 1 / np.sqrt(mean_square + eps)
 
 
 @_exact

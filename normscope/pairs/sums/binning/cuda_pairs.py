@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from normscope.pairs.norms import formulas
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID, FloatGrid
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN
 
@@ -25,6 +26,8 @@ PAIR, _TOKEN = of(PAIR_GRID), of(TOKEN_GRID)
 PAIR_BINS = tl.constexpr(PAIR_GRID.size)
 _INFINITY_BITS = tl.constexpr(0x7F800000)
 _UNCOUNTED = tl.constexpr(-1.0)
+_BOUNDS_LENGTH, _BOUNDS_SQUARE = tl.constexpr(formulas.BOUNDS_LENGTH), tl.constexpr(formulas.BOUNDS_SQUARE)
+_BESIDE_ROOT = tl.constexpr(formulas.BESIDE_ROOT)
 # Of x on the grid of bins and 2²⁴ pairs, squares of y and products with it are then normal numbers, and so are sums.
 _LEAST_SLOPE, _MOST_Y = tl.constexpr(2.0**-32), tl.constexpr(2.0**48)
 
@@ -104,11 +107,15 @@ def _measure(rows, token, is_data, d, about_mean: tl.constexpr, at_once: tl.cons
 
 
 @triton.jit
-def _slope(squares, d, eps: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr):
+def _slope(squares, d, eps: tl.constexpr, correction: tl.constexpr, eps_at: tl.constexpr):
     """Return rstd as :meth:`Form.line` does."""
     epsilon = tl.full(squares.shape, eps, tl.float64)  # as a plain number it would be rounded to float32
-    if clamped:
+    if eps_at == _BOUNDS_LENGTH:
         return tl.sqrt(tl.zeros_like(squares) + d) / tl.maximum(tl.sqrt(squares), epsilon)
+    elif eps_at == _BOUNDS_SQUARE:
+        return 1 / tl.sqrt(tl.maximum(squares / (d - correction), epsilon))
+    elif eps_at == _BESIDE_ROOT:
+        return 1 / (tl.sqrt(squares / (d - correction)) + epsilon)
     else:
         return 1 / tl.sqrt(squares / (d - correction) + epsilon)
 
@@ -130,7 +137,7 @@ def _offer(candidates, number, token, offered):
 def describe(
     rows, valid, runs, keys, folds, shift, rstd, reach, competing, numbers, samples, candidates, scratch, token_key,
     largest_rank, token_offsets, token_scales, nonfinite_tokens, n, d, n_runs, half, cut, eps: tl.constexpr,
-    centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, clamped: tl.constexpr,
+    centred: tl.constexpr, about_mean: tl.constexpr, correction: tl.constexpr, eps_at: tl.constexpr,
     given: tl.constexpr, all_valid: tl.constexpr, cells: tl.constexpr, uniform: tl.constexpr, largest: tl.constexpr,
     at_once: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +164,7 @@ def describe(
         slope = tl.load(rstd + token, mask=is_data, other=0)
     else:
         own_shift = mean if centred else tl.zeros_like(mean)
-        slope = _slope(squares, d, eps, correction, clamped)
+        slope = _slope(squares, d, eps, correction, eps_at)
         tl.store(shift + token, own_shift, mask=exists)
         tl.store(rstd + token, slope, mask=exists)
     counted = is_data & (most < _INFINITY_BITS) & (tl.abs(own_shift * slope) < float("inf"))

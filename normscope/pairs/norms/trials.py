@@ -1,0 +1,489 @@
+"""Trials of modules of unknown classes: which formula reproduces their output, over which axes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from normscope.curves.known import CURVES, Curve
+from normscope.pairs.norms.formulas import (
+    BESIDE_ROOT,
+    BOUNDS_LENGTH,
+    FORMS,
+    UNDER_ROOT,
+    Form,
+    deviation_norm,
+    scale_and_shift,
+    unit_length,
+    unit_offset,
+)
+from normscope.pairs.norms.kinds import (
+    NormKind,
+    OfChannels,
+    group_norm,
+    measured_affine,
+    named_eps,
+    pointwise_function,
+    running_norm,
+    token_norm,
+)
+from normscope.pairs.norms.verification import excess
+from normscope.runtime.spread import copied
+
+Call = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+REGISTER = "normscope.register_norm says what it does"
+_HIDDEN = f"its output fits more than one form (weights of zero hide y); {REGISTER}"
+_NO_CURVE = "no known curve f makes weight · f(αx + s) + bias of its input"
+_CALLED_POINTWISE = re.compile("dynamic_?(tanh|erf|isru)|dyt|dyisru|derf|pointwise", re.IGNORECASE)
+_MOST_PARAMETERS = 6  # of a norm or a point-wise function
+_MOST_ELEMENTS = 2**14  # of a weight per head and channel
+
+# (mean, σ) of noise: scales whose squares are near the usual eps, and an offset that reveals centring.
+_PROBES = ((0.0, 1e-9), (0.0, 1e-5), (0.0, 1e-3), (0.0, 1.0), (3.0, 1.0))
+_BENDS = (0.3, 1.0, 3.0, 30.0)  # σ of αx, which reaches the bends and the tails of every curve
+_MOST_TOKENS = 256  # that a trial compares
+_POSITIONS, _FEW = 8, 2  # elements along an axis that no form normalizes over, and in trials of single elements
+_DRAWS = 8
+_LARGE = 1e4  # σ of noise whose square is far above every eps
+_FAR = 1e9  # |x| at which a bounded curve has reached its end; its third power is a float32
+_HALVINGS = 90
+_SAME = 1e-5  # largest difference of two numbers that count as one: float32, as many modules compute, explains 1e-6
+_TRANSFORMS: tuple[Callable[[Tensor], Tensor], ...] = (
+    *(lambda v: v, lambda v: 1 + v, torch.exp, F.softplus, torch.reciprocal),
+)
+_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 2**-23)  # the last is that of F.rms_norm(x, shape)
+
+
+def is_small(module: nn.Module) -> bool:
+    """True if a module has no parameters but a few numbers, or one per channel, as norms and point-wise functions do.
+
+    >>> is_small(nn.Linear(8, 8)), is_small(nn.PReLU(8))  # torch's own layers are known
+    (False, False)
+    """
+    parameters = list(module.parameters())
+    if type(module).__module__.startswith("torch.nn") or len(parameters) > _MOST_PARAMETERS:
+        return False
+    if any(is_lazy(each) or not each.is_floating_point() for each in parameters):
+        return False
+    flat = all(max(each.shape, default=1) == each.numel() for each in parameters)
+    if next(module.children(), None) is None:
+        return flat or all(each.numel() <= _MOST_ELEMENTS for each in parameters)
+    return flat and 0 < len(parameters) and len({each.numel() for each in parameters} - {1}) <= 1
+
+
+def called_pointwise(module: nn.Module) -> bool:
+    """True if a small module with parameters or an α has the name of a point-wise function, such as DynamicTanh."""
+    named = _CALLED_POINTWISE.search(type(module).__name__) is not None
+    return named and is_small(module) and (next(module.parameters(), None) is not None or hasattr(module, "alpha"))
+
+
+class Trial:
+    """Outputs of a copy of a module, in float64 if it computes in it, for inputs in place of one of its arguments.
+
+    Attributes:
+        module: the copy.
+        shape: of the inputs: shorter than the argument along axes of no parameter's size.
+    """
+
+    def __init__(
+        self, module: nn.Module, call: Call, x: Tensor, most: int = _POSITIONS, dtype: torch.dtype = torch.float64
+    ) -> None:
+        """Copy a module that was called with ``x`` among the arguments of ``call``; shorten axes to ``most``."""
+        sizes = {size for each in module.parameters() for size in (each.numel(), *each.shape)} - {1}
+        ends = {1, x.ndim - 1} if most > _FEW and x[:most].numel() <= _MOST_ELEMENTS * most else {x.ndim - 1}
+        ends = ends if most > _FEW else set()
+        short = [n if n in sizes or axis in ends else min(n, most) for axis, n in enumerate(x.shape)]
+        if most > _FEW and x.ndim > 1:
+            short[0] = max(short[0], 2)  # among which statistics of a batch show
+        dtypes = [torch.float32] if x.device.type == "mps" or dtype == torch.float32 else [dtype, torch.float32]
+        self._call, self._x = call, x
+        failed: Exception = TypeError("its output has another shape")
+        for self._dtype, self.shape in itertools.product(dtypes, (short, list(x.shape))):
+            self.module = copied(module).eval().to(self._dtype)
+            try:
+                if self(self.noise()).shape == torch.Size(self.shape):
+                    return
+            except Exception as error:  # of code that is not ours, on inputs that it was not made for
+                failed = error
+        raise failed
+
+    def __call__(self, probe: Tensor) -> Tensor:
+        args, kwargs = self._call
+        args = tuple(probe.clone() if value is self._x else value for value in args)
+        kwargs = {key: probe.clone() if value is self._x else value for key, value in kwargs.items()}
+        return self.module(*args, **kwargs).to(self._dtype)  # type: ignore[no-any-return]
+
+    def noise(self, seed: int = 0) -> Tensor:
+        """Draw standard normal numbers."""
+        noise = torch.randn(self.shape, generator=torch.Generator().manual_seed(seed))
+        return noise.to(self._x.device, self._dtype)
+
+    def elementwise(self) -> bool:
+        """True if each element of the output depends on the same element of the input alone."""
+        x, others = self.noise(), self.noise(1)
+        keep = self.noise(2) > 0
+        return bool(torch.equal(self(x)[keep], self(x.where(keep, 9 * others))[keep]))
+
+    def ignores_scale(self) -> bool:
+        """True if the output stays as it is while a large input doubles, but follows small changes of it."""
+        x, other = self.noise(), self.noise(1)
+        single, double, near = (self(_LARGE * each) for each in (x, 2 * x, x + 1e-3 * other))
+        # A norm's outputs differ by less than a thousandth, a layer scale's by as much as the first itself.
+        if not bool((double - single).abs().mean() < 0.1 * single.abs().mean()):
+            return False
+        moved = (near - single)[single != 0].abs()  # those of a softmax or of a saturated function mostly do not
+        return bool(moved.numel()) and bool(moved.median() > 1e-6 * single.abs().mean())
+
+    def extents(self) -> list[int]:
+        """Return along each axis the number of elements that share a statistic with the first."""
+        x = self.noise()
+        changed = x.clone()
+        changed[(0,) * x.ndim] = 1e3
+        before, after = self(x), self(changed)
+        shared = (after - before).abs() > 1e-7 * before.abs().max()
+        if not bool(shared.any()):
+            return [1] * x.ndim
+        return [int(where.max()) + 1 for where in shared.nonzero().mT]
+
+
+def _readers(module: nn.Module) -> Iterator[tuple[str, int, OfChannels]]:
+    """Yield name and size of each tensor of a module, and functions from the module to it, or to what it may encode."""
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        for transform in _TRANSFORMS if tensor.is_floating_point() else ():
+
+            def read(module: nn.Module, name: str = name, of: Any = transform) -> Tensor:
+                path, _, last = name.rpartition(".")
+                own: Tensor = getattr(module.get_submodule(path), last)
+                return of(own.detach().float().flatten())  # type: ignore[no-any-return]
+
+            yield name, tensor.numel(), read
+
+
+def _tensor_of(
+    module: nn.Module, values: Tensor, used: set[str], *, wide: bool = True, signed: bool = True
+) -> OfChannels | None:
+    """Return a reader of the module's tensor whose values a trial has measured, and add its name to ``used``.
+
+    ``values`` are those of all channels, NaN where unknown; without ``signed``, magnitudes. ``wide`` prefers tensors of
+    as many elements to scalars.
+    """
+    known = ~values.isnan()
+    trivial = bool((values[known] == 0).all() | ((values[known] - 1).abs() < _SAME).all())  # as tensors are at first
+    sized = [each for each in _readers(module) if each[0] not in used and each[1] in (1, len(values))]
+    for name, size, read in sorted(sized, key=lambda named: (named[1] == 1) == wide):
+        own = read(module).to(values) if signed else read(module).to(values).abs()
+        alike = torch.allclose(own.expand_as(values)[known], values[known], rtol=_SAME, atol=1e-9)
+        if alike and (not trivial or (size > 1) == wide or "alpha" in name):
+            used.add(name)
+            return read
+    return None
+
+
+def _constant(values: Tensor) -> OfChannels:
+    """Return a reader of numbers that are no tensor of the module: one, if all that are known are alike."""
+    middle = values.nanmedian()
+    alike = torch.allclose(values[~values.isnan()], middle, rtol=_SAME, atol=1e-9)
+    constant = (middle[None] if alike else values.nan_to_num(nan=float(middle))).float()
+    return lambda module: constant
+
+
+@functools.cache
+def _quartiles(curve: Curve) -> tuple[float, ...]:
+    """Return the ends of a curve, and the u at which a quarter and three quarters of its rise are behind it."""
+    low, high = curve.function(torch.tensor([-_FAR, _FAR], dtype=torch.float64))
+    levels = low + torch.tensor([0.25, 0.75], dtype=torch.float64) * (high - low)
+    return (*(low.item(), high.item()), *_bisected(curve.function, levels).tolist())
+
+
+def _bisected(rising: Callable[[Tensor], Tensor], levels: Tensor) -> Tensor:
+    """Return where a rising function passes some levels, between ±:data:`_FAR`."""
+    low, high = torch.full_like(levels, -_FAR), torch.full_like(levels, _FAR)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        under = rising(middle) < levels
+        low, high = middle.where(under, low), high.where(under, middle)
+    return (low + high) / 2
+
+
+def _pointwise(module: nn.Module, call: Call, x: Tensor, output: Tensor) -> NormKind | str | None:
+    """Find the curve of an element-wise module, weight · f(αx + s) + bias; None for an activation or a scale.
+
+    f tends to a limit on either side, and its quartiles determine α and s. A function is an activation if its lower end
+    is zero, if all its parameters are single numbers and its amplitude is not one, or if α is one and no parameter.
+    """
+    trial, named = Trial(module, call, x, _FEW), called_pointwise(module)
+    like = trial.noise()
+    low, high, beyond = (trial(torch.full_like(like, reach)) for reach in (-_FAR, _FAR, 2 * _FAR))
+    rise, size = high - low, high.abs() + low.abs()
+    if not bool(((beyond - high).abs() <= 1e-3 * size).all()):
+        return _NO_CURVE if named else None
+    alive = rise.abs() > _SAME * size
+    if named and not bool(alive.any()):
+        alpha = getattr(module, "alpha", None)
+        constant = isinstance(alpha, Tensor) and not bool(alpha.any())
+        return "its α is zero, so that its output is constant" if constant else _HIDDEN
+    numbers = all(each.numel() == 1 for each in module.parameters())
+    amplitude = numbers and not torch.allclose(rise.abs(), rise.new_tensor(2.0))
+    if not named and (amplitude or not bool(low.any()) or not bool(alive.any())):
+        return None
+    levels = (torch.full_like(like, level) for level in (0.25, 0.75))
+    quartiles = [_bisected(lambda t: ((trial(t) - low) / rise).nan_to_num(), level) for level in levels]
+    measured = [*(part.where(alive, math.nan) for part in quartiles), low, rise]
+    width = float((measured[1] - measured[0]).nanmedian())
+    single = Trial(module, call, x, _FEW, torch.float32)
+    probes = [(probe, single(probe)) for probe in (single.noise() * bend * width for bend in _BENDS)]
+    for _, hard_coded, kind in sorted(_pointwise_kinds(module, measured), key=lambda each: each[0]):
+        if all(_fits(kind, module, *probe) for probe in probes):
+            return None if hard_coded and not named else _as_called(kind, module, x, output)
+    return _NO_CURVE
+
+
+def _pointwise_kinds(module: nn.Module, measured: Sequence[Tensor]) -> Iterator[tuple[bool, bool, NormKind]]:
+    """Yield functions of every curve with some x at both quartiles, lower end and rise, each of a trial's shape.
+
+    Before each come whether α is no tensor of the module, and whether it is one without being a tensor.
+    """
+    places = [axis for axis in (-1, 1, -2) if axis in range(-measured[0].ndim, measured[0].ndim)]
+    rows = {axis: torch.stack([part.movedim(axis, -1).flatten(0, -2) for part in measured]) for axis in places}
+    axes = [axis for axis in places if torch.allclose(rows[axis], rows[axis][:, :1], rtol=_SAME, equal_nan=True)][:1]
+    for axis, curve in itertools.product(axes, CURVES.values()):
+        if not curve.bounded or curve.amplitude_is_inverse_scale or curve.shifted:
+            continue
+        below, above, low, rise = rows[axis][:, 0]
+        f_low, f_high, u_below, u_above = _quartiles(curve)
+        alpha, gain = (u_above - u_below) / (above - below), rise / (f_high - f_low)
+        shift, bias = u_below - alpha * below, low - f_low * gain
+        shift, bias = (part.where(part.abs() > _SAME, 0.0) for part in (shift, bias))
+        used: set[str] = set()
+        own_alpha = _tensor_of(module, alpha, used, wide=False, signed=not curve.zero_centred)
+        if own_alpha is not None:  # of either sign, as f(αx + s) is −f(−αx − s)
+            sign = own_alpha(module).to(alpha).sign()
+            alpha, shift, gain = (sign * part for part in (alpha, shift, gain))
+        read_gain, read_bias = (_tensor_of(module, part, used) or _constant(part) for part in (gain, bias))
+        own_shift = _tensor_of(module, shift, used, wide=False)
+        readers = (own_alpha or _constant(alpha), own_shift or _constant(shift), read_gain)
+        shifted = own_shift is not None or bool(shift.nansum())
+        function = next((each for each in CURVES.values() if shifted and each.shift_of == curve.name), curve)
+
+        def parts(module: nn.Module, readers: Any = readers) -> tuple[Tensor, Tensor, Tensor]:
+            alpha, shift, gain = (read(module) for read in readers)
+            return alpha, shift, gain
+
+        affine, name = measured_affine(read_gain, read_bias), type(module).__name__
+        one = own_alpha is None and not shifted and bool(((alpha - 1).abs() < _SAME).all())
+        kind = pointwise_function(name, function, axes=(axis,), parts=parts, affine=affine)
+        yield own_alpha is None, one, kind
+
+
+# Norms.
+@torch.no_grad()
+def identified(module: nn.Module, call: Call, x: Tensor, output: Tensor, ancestor: NormKind | None) -> NormKind | str:
+    """Find the formula that reproduces a module's output, by trial on a copy; return the reason if there is none.
+
+    ``x`` is the normalized tensor among the arguments of ``call``. ``ancestor`` is the kind of a base class whose
+    ``forward`` the module's class overrides.
+    """
+    if not x.is_floating_point() or output.shape != x.shape:
+        return "it does not take floating-point numbers and return as many"
+    if sum(isinstance(value, Tensor) for value in (*call[0], *call[1].values())) > 1:
+        return f"its output depends on a second tensor that it is called with; {REGISTER}"
+    try:
+        elementwise = ancestor is None and Trial(module, call, x, _FEW).elementwise()
+        if elementwise and (pointwise := _pointwise(module, call, x, output)) is not None:
+            return pointwise
+        trial, single = Trial(module, call, x), Trial(module, call, x, dtype=torch.float32)
+        if torch.allclose(trial(trial.noise()), trial(trial.noise(1)), rtol=_SAME, atol=0):
+            return _HIDDEN
+        probes = [(probe, single(probe)) for probe in (mean + sigma * single.noise() for mean, sigma in _PROBES)]
+        for kind in _candidates(module, trial, ancestor):
+            if all(_fits(kind, module, *probe) for probe in probes):
+                return _as_called(kind, module, x, output)
+    except Exception as error:  # of code that is not ours, on inputs that it was not made for
+        return f"it could not be tried on other inputs ({type(error).__name__}); {REGISTER}"
+    differs = "no form that is known" if ancestor is None else f"neither {ancestor.name}'s nor another known form"
+    return f"{differs} reproduces its output over any axis; {REGISTER}"
+
+
+@torch.no_grad()
+def tried(module: nn.Module, call: Call, x: Tensor, output: Tensor) -> NormKind | str | None:
+    """Find the formula of a module whose name says nothing; None unless it is point-wise or ignores its input's scale.
+
+    >>> x = torch.randn(2, 8)
+    >>> [tried(module, ((x,), {}), x, module(x)) for module in (nn.PReLU(8), nn.Softmax(-1))]
+    [None, None]
+    """
+    if not x.is_floating_point() or output.shape != x.shape or not x.numel():
+        return None
+    try:
+        if Trial(module, call, x, _FEW).elementwise():
+            return _pointwise(module, call, x, output) if list(module.parameters()) else None
+        if not hasattr(module, "running_var") and not Trial(module, call, x).ignores_scale():
+            return None
+    except Exception:  # of code that is not ours, on inputs that it was not made for
+        return None
+    return identified(module, call, x, output, None)
+
+
+def _fits(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> bool:
+    try:
+        return excess(kind, module, x, output, at_most=_MOST_TOKENS) <= 1
+    except (RuntimeError, TypeError):  # channels or statistics of other sizes than the form needs, or none
+        return False
+
+
+def _as_called(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> NormKind | str:
+    """Return a kind that reproduces a module's output in its own dtype, where it may round every step."""
+    precisions = (kind, replace(kind, own_precision=True))
+    largest = x.detach().abs().max()
+    reason = f"its output is of no form on this input, whose largest |x| is {largest:.3g}: it may overflow there"
+    return next((each for each in precisions if _fits(each, module, x, output)), reason)
+
+
+def _candidates(module: nn.Module, trial: Trial, ancestor: NormKind | None) -> Iterator[NormKind]:
+    """Yield kinds of norms whose gain and shift are measured, those of the fewest unexplained numbers first."""
+    name = type(module).__name__
+    if ancestor is not None:
+        yield replace(ancestor, name=name)
+        if ancestor.groups is not None:
+            return
+        yield from (replace(ancestor, name=name, axes=layout.axes) for layout in _layouts(name, trial))
+    if hasattr(module, "running_mean") and hasattr(module, "running_var"):
+        yield from (replace(running_norm(name), eps=eps) for eps in _eps_values(module))
+    for layout in _layouts(name, trial):
+        for _, kind in sorted(_measured(module, trial, layout), key=lambda each: each[0]):
+            yield from _with_eps(module, kind, trial)
+
+
+def _layouts(name: str, trial: Trial) -> Iterator[NormKind]:
+    """Yield LayerNorms, GroupNorms and norms of heads over the elements that share a statistic."""
+    shape, extents = trial.shape, trial.extents()
+    ndim, positions = len(shape), list(range(2, len(shape)))
+    shared = [axis for axis, extent in enumerate(extents) if extent > 1]
+    partly = [axis for axis in shared if extents[axis] < shape[axis]]
+    if not shared or (0 in shared and ndim > 1):  # no statistic, or one of the whole batch
+        return
+
+    def grouped(extent: int) -> NormKind:
+        return group_norm(name, groups=lambda module: shape[1] // extent)
+
+    def heads(groups: int, *axes: int) -> NormKind:
+        return token_norm(name, axes=axes, groups=lambda module: groups, heads=True)
+
+    if partly == shared == [ndim - 1]:
+        yield heads(shape[-1] // extents[-1], -1)
+    elif ndim > 2 and shared in (positions, [1, *positions]) and shared != [ndim - 1]:
+        yield grouped(extents[1])
+    if not partly:
+        first = {1: 1} if shared == [1] and ndim > 2 else {}
+        yield token_norm(name, axes=tuple(first.get(axis, axis - ndim) for axis in shared))
+        if shared == [ndim - 1] == [2]:
+            yield grouped(1)
+        elif shared == [ndim - 1] == [3]:
+            yield from (heads(shape[1], 1, -1), heads(shape[2], -2, -1))
+
+
+def _measured(module: nn.Module, trial: Trial, layout: NormKind) -> Iterator[tuple[int, NormKind]]:
+    """Yield kinds over a layout's tokens whose y is mapped to the output by one line per channel, without eps.
+
+    Beside each is the number of its vectors that are no tensor of the module.
+    """
+    probes = [_LARGE * (3 + trial.noise(seed)) for seed in range(_DRAWS)]
+    x, out = (
+        torch.cat([layout.rows(module, part) for part in parts]).double() for parts in (probes, map(trial, probes))
+    )
+    groups, channels, d = layout.groups(module) if layout.groups else 1, layout.channels(module, probes[0]), x.shape[1]
+    if d < 2 or any(each.numel() not in (1, d, channels) for each in module.parameters(recurse=False)):
+        return
+    forms = [token_norm("", normalize=form) for form in FORMS.values() if form.eps_at == UNDER_ROOT]
+    forms.append(token_norm("", normalize=deviation_norm, bounded=False))
+    centres = [read for _, size, read in _readers(module) if size == d == channels][:: len(_TRANSFORMS)]
+    forms += [replace(token_norm("", bounded=False), normalize=_about(read), form=None) for read in centres]
+
+    def by_channel(rows: Tensor) -> Tensor:
+        return rows.reshape(len(rows) // groups, channels, -1).transpose(0, 1).flatten(1)
+
+    for form in forms:
+        y, o = by_channel(form.normalize(module, x, 0.0)[0]), by_channel(out)
+        about, size = y - y.mean(1, keepdim=True), o.abs().amax(1)
+        gain = (about * o).sum(1) / about.square().sum(1)
+        shift = o.mean(1) - gain * y.mean(1)
+        if bool(((o - gain[:, None] * y - shift[:, None]).abs() <= _SAME * size[:, None]).all()):
+            bounded = form.bounded and not layout.over_positions
+            kind = replace(layout, normalize=form.normalize, form=form.form, centred=form.centred, bounded=bounded)
+            yield from _with_affine(module, kind, gain, shift.where(shift.abs() > _SAME * size, 0.0), d)
+
+
+def _about(read: OfChannels) -> Callable[[nn.Module, Tensor, float], tuple[Tensor, Tensor]]:
+    """Return the formula of an RMSNorm that takes its squares about a tensor of the module."""
+
+    def normalize(module: nn.Module, rows: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        rstd = torch.rsqrt((rows - read(module).to(rows)).square().mean(-1, keepdim=True) + eps)
+        return rows * rstd, rstd
+
+    return normalize
+
+
+def _with_affine(
+    module: nn.Module, kind: NormKind, gain: Tensor, shift: Tensor, d: int
+) -> Iterator[tuple[int, NormKind]]:
+    """Yield a kind with the affine step that a trial has measured, unless a part of the module takes it."""
+    for affine in (scale_and_shift, unit_offset, unit_length) if kind.groups is None else (kind.affine,):
+        with contextlib.suppress(RuntimeError):  # of sizes that do not fit
+            named = replace(kind, affine=affine)
+            own = torch.stack(named.gain_and_offset(module, len(gain))).to(gain)
+            if torch.allclose(own, torch.stack([gain, shift]), rtol=_SAME, atol=1e-9):
+                yield 0, named
+                return
+    containers = (nn.ParameterList, nn.ParameterDict)
+    parts = {name for name, part in module.named_modules() if name and not isinstance(part, containers)}
+    used = {name for name, _ in module.named_parameters() if name.rpartition(".")[0] in parts}
+    own_gain, own_shift = (_tensor_of(module, part, used) for part in (gain, shift))
+    plain = any(torch.allclose(gain, gain.new_tensor(root), rtol=_SAME) for root in (1, d**-0.5, d**0.5))
+    unexplained = (own_gain is None and not plain) + (own_shift is None and bool(shift.any()))
+    if not unexplained or list(module.parameters(recurse=False)):
+        affine = measured_affine(own_gain or _constant(gain), own_shift or _constant(shift), kind.groups)
+        yield unexplained, replace(kind, affine=affine)
+
+
+def _with_eps(module: nn.Module, kind: NormKind, trial: Trial) -> Iterator[NormKind]:
+    """Yield a kind with each eps that the module stores, or the usual ones, in each place that a form has for it."""
+    if kind.form is None:
+        yield from (replace(kind, eps=eps) for eps in (*_eps_values(module), 0.0))
+        return
+    d = kind.rows(module, trial.noise()).shape[1]
+    places = [
+        form for form in FORMS.values() if replace(form, name=kind.form.name, eps_at=kind.form.eps_at) == kind.form
+    ]
+    for of_length in (False, True)[: 1 if kind.form.about_mean else 2]:  # eps of ‖x‖, or of its square
+        for form in places:
+            usual = [1e-12] if form.eps_at == BOUNDS_LENGTH else []  # of F.normalize
+            root = d**-0.5 if form.eps_at == BESIDE_ROOT else 1.0 if form.eps_at == BOUNDS_LENGTH else 1 / d
+            for eps in (*_eps_values(module), *usual):
+                yield _formed(kind, form, eps, root if of_length else 1.0)
+    yield _formed(kind, kind.form, 0.0, 1.0)
+
+
+def _formed(kind: NormKind, form: Form, eps: Any, factor: float) -> NormKind:
+    scaled = (lambda module: factor * float(eps(module))) if callable(eps) else factor * eps
+    return replace(kind, form=form, normalize=lambda module, rows, eps: form(rows, eps), eps=scaled)
+
+
+def _eps_values(module: nn.Module) -> list[Any]:
+    """List the eps that a module may use: the one of a usual name, or its small numbers, and the usual ones."""
+    if (eps := named_eps(module)) is not None:
+        return [eps]
+    numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
+    learned = [read for _, size, read in _readers(module) if size == 1 and 0 < float(read(module)) < math.inf]
+    return [*numbers, *learned, *_USUAL_EPS]

@@ -1,0 +1,412 @@
+"""Modules of unknown classes, recognized by what they do: formulas in float64, gains, α; and what is none of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from networks import network_of
+from torch import nn
+from torch.func import jacrev, vmap
+
+import normscope
+from normscope.errors import ModelError
+from normscope.fits.card import norm_cards
+from normscope.inputs.batch import Sample, as_batches
+from normscope.pairs.norms.formulas import FORMS
+from normscope.pairs.norms.trace import find_norms
+
+D = 24
+HEADS = 4
+
+
+def learned(*shape, seed=0):
+    return nn.Parameter(torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5)
+
+
+def tokens(*shape, seed=0):
+    """Tokens of different scales and means."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.rand(*shape[:-1], 1, generator=generator) * 3
+    return x + torch.randn(*shape[:-1], 1, generator=generator)
+
+
+def mean(x):
+    return x.mean(-1, keepdim=True)
+
+
+def power(x):
+    return x.square().mean(-1, keepdim=True)
+
+
+def about(x):
+    return x - mean(x)
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, -1))
+
+
+W, B, G, LOG = learned(D), learned(D, seed=1), learned(1, seed=2), nn.Parameter(torch.linspace(-1, 1, D))
+CENTRE = nn.Parameter(torch.linspace(-0.3, 0.5, D))
+
+# Forward, parts of the module; y in float64, and the factor of y that each channel has.
+FORMULAS = {
+    "the Annotated Transformer's": (
+        lambda self, x: self.a_2 * about(x) / (x.std(-1, keepdim=True) + self.eps) + self.b_2,
+        {"a_2": W, "b_2": B, "eps": 1e-2},
+        lambda x: about(x) / (x.std(-1, keepdim=True) + 1e-2),
+        W,
+    ),
+    "unbiased, eps under the root": (
+        lambda self, x: about(x) / (x.var(-1, keepdim=True) + 1e-3).sqrt() * self.w,
+        {"w": W},
+        lambda x: about(x) / (x.var(-1, keepdim=True) + 1e-3).sqrt(),
+        W,
+    ),
+    "icefall's learned eps": (
+        lambda self, x: x * (power(x) + self.eps.exp()) ** -0.5,
+        {"eps": nn.Parameter(torch.tensor(0.25).log())},
+        lambda x: x / (power(x) + 0.25).sqrt(),
+        torch.ones(D),
+    ),
+    "Zipformer's learned bias": (
+        lambda self, x: x * power(x - self.bias) ** -0.5 * self.log_scale.exp(),
+        {"log_scale": nn.Parameter(torch.tensor(0.5)), "bias": CENTRE},
+        lambda x: x / power(x - CENTRE.detach().double()).sqrt(),
+        torch.full((D,), 0.5).exp(),
+    ),
+    "clamped mean square": (
+        lambda self, x: x * power(x).clamp_min(self.least).rsqrt() * self.w,
+        {"least": 1e-2, "w": W},
+        lambda x: x / power(x).clamp_min(1e-2).sqrt(),
+        W,
+    ),
+    "clamped variance": (
+        lambda self, x: about(x) * power(about(x)).clamp_min(1e-5).rsqrt() * self.g + self.a,
+        {"a": B, "g": W},
+        lambda x: about(x) / power(about(x)).clamp_min(1e-5).sqrt(),
+        W,
+    ),
+    "√d as a buffer": (
+        lambda self, x: F.normalize(x, dim=-1) * self.scale * self.g,
+        {"scale": torch.tensor(D**0.5), "g": W},
+        lambda x: x / power(x).sqrt(),
+        W,
+    ),
+    "bias made first": (
+        lambda self, x: F.layer_norm(x, (D,)) * self.w + self.b,
+        {"b": B, "w": W},
+        lambda x: about(x) / (power(about(x)) + 1e-5).sqrt(),
+        W,
+    ),
+    "gain by its logarithm": (
+        lambda self, x: self.log.exp() * x * (power(x) + 1e-6).rsqrt(),
+        {"log": LOG},
+        lambda x: x / (power(x) + 1e-6).sqrt(),
+        LOG.exp(),
+    ),
+    "unit offset": (
+        lambda self, x: (1 + self.delta) * F.rms_norm(x, (D,), eps=1e-6) + self.move,
+        {"move": B, "delta": LOG},
+        lambda x: x / (power(x) + 1e-6).sqrt(),
+        1 + LOG,
+    ),
+    "one gain": (
+        lambda self, x: self.k * x / (x.norm(dim=-1, keepdim=True) + self.tiny),
+        {"k": G, "tiny": 1e-4},
+        lambda x: x / (power(x).sqrt() + 1e-4 / D**0.5),
+        (G / D**0.5).expand(D),
+    ),
+    "one norm per head": (
+        lambda self, x: F.group_norm(x.flatten(0, 1), HEADS, self.weight).view_as(x),
+        {"weight": W},
+        lambda x: (about(heads(x)) / (power(about(heads(x))) + 1e-5).sqrt()).flatten(-2),
+        W,
+    ),
+    "RetNet's heads": (
+        lambda self, x: F.rms_norm(heads(x), (D // HEADS,), eps=1e-6).flatten(-2) * self.g,
+        {"g": W},
+        lambda x: (heads(x) / (power(heads(x)) + 1e-6).sqrt()).flatten(-2),
+        W,
+    ),
+    "mean absolute deviation": (
+        lambda self, x: about(x) / (about(x).abs().mean(-1, keepdim=True) + 1e-6) * self.w,
+        {"w": W},
+        lambda x: about(x) / (about(x).abs().mean(-1, keepdim=True) + 1e-6),
+        W,
+    ),
+    "no parameters": (
+        lambda self, x: about(x) / (x.std(-1, keepdim=True) + 1e-6),
+        {},
+        lambda x: about(x) / (x.std(-1, keepdim=True) + 1e-6),
+        torch.ones(D),
+    ),
+}
+
+
+def made(forward, parts, name="Rescale"):
+    """A module whose name says nothing, with parts as parameters, buffers and attributes."""
+    module = network_of(forward, name)
+    for key, part in parts.items():
+        if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+            module.register_buffer(key, part)
+        else:
+            setattr(module, key, part)
+    return module
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_formula_is_recognized_whatever_its_names(name):
+    forward, parts, formula, gain = FORMULAS[name]
+    module, x = made(forward, parts), tokens(3, 7, D)
+    x[0, 0] *= 1e-4  # below some eps
+    model = nn.Sequential(nn.Identity(), module)
+    seen = normscope.capture(model, [x], verify=True)
+    (site,) = seen.sites
+    assert (site.name, site.kind, site.channels, site.channel_axis) == ("1", "Rescale", D, -1) and not seen.skipped
+    y = formula(x.double())
+    sums = seen.stats["1"].moments.sum((0, 2))
+    expected = torch.stack([y.sum(), (x * y).sum(), y.square().sum()])
+    torch.testing.assert_close(sums[[2, 4, 5]], expected.detach(), rtol=1e-6, atol=1e-5)
+    kind = find_norms(model, next(as_batches([x]))).kinds["1"]
+    torch.testing.assert_close(kind.gamma(module, D), gain.detach(), rtol=1e-5, atol=0)
+    assert site.bound >= float(y.abs().max())
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("eps", [1e-5, 0.7])
+def test_the_jacobian_of_every_form_is_its_derivative(name, eps):
+    form = FORMS[name]
+    rows = torch.randn(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.3
+    rows = rows * torch.tensor([0.01, 0.3, 1, 3, 30], dtype=torch.float64)[:, None]
+    truth = vmap(jacrev(lambda row: form(row[None], eps)[0][0]))(rows)
+    torch.testing.assert_close(form.diagonal(rows, eps), truth.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-12)
+    rstd, pull, z = form.jacobian(rows, eps)
+    closed = rstd[:, :, None] * (
+        torch.eye(9, dtype=torch.float64) - form.centred / 9 - pull[:, :, None] * z[:, None, :]
+    )
+    torch.testing.assert_close(closed, truth, rtol=1e-9, atol=1e-12)
+
+
+def test_sums_of_the_diagonal_and_the_card_follow_the_form():
+    forward, parts, formula, _ = FORMULAS["the Annotated Transformer's"]
+    x = tokens(3, 7, D)
+    seen = normscope.capture(nn.Sequential(made(forward, parts)), [x], diagonal=True)
+    slopes = vmap(jacrev(lambda row: formula(row[None])[0]))(x.double().flatten(0, 1)).diagonal(dim1=1, dim2=2)
+    torch.testing.assert_close(seen.stats["0"].diagonal_moments.sum((0, 2))[2], slopes.sum(), rtol=1e-9, atol=0)
+    (card,) = norm_cards(seen)
+    sigma = x.double().std(-1)
+    assert card.scale.touched == pytest.approx(float((sigma / (sigma + 1e-2) < 0.99).double().mean()), abs=0.05)
+
+
+IMAGE = (2, 8, 6, 5)
+OVER = (2, 3)
+
+
+def spread(x, axes):
+    return (x - x.mean(axes, keepdim=True)) / (x.var(axes, keepdim=True, unbiased=False) + 1e-5).sqrt()
+
+
+IMAGES = {
+    "instance": (lambda self, x: spread(x, (2, 3)) * self.w, (8, 1, 1), 1, (1, 6, 5)),
+    "one group": (lambda self, x: spread(x, (1, 2, 3)) * self.w, (8, 1, 1), 1, (8, 6, 5)),
+    "groups": (lambda self, x: F.group_norm(x, 4) * self.w, (8, 1, 1), 1, (2, 6, 5)),
+    "channels": (lambda self, x: spread(x, (1,)) * self.w, (8, 1, 1), 1, (8,)),
+    "all": (lambda self, x: spread(x, (1, 2, 3)) * self.w, (8, 6, 5), (-3, -2, -1), (8, 6, 5)),
+    "heads, channels last": (lambda self, x: F.layer_norm(x, (5,)) * self.w, (6, 5), (-2, -1), (5,)),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_axes_are_those_that_share_a_statistic(name):
+    forward, size, axis, shape = IMAGES[name]
+    x = torch.randn(IMAGE, generator=torch.Generator().manual_seed(0)) * 2 + torch.arange(8.0).view(8, 1, 1)
+    seen = normscope.capture(nn.Sequential(made(forward, {"w": learned(*size)})), [x], verify=True)
+    (site,) = seen.sites
+    assert (site.channel_axis, site.normalized_shape, seen.skipped) == (axis, shape, [])
+    assert seen.stats["0"].n_pairs == x.numel()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x):
+        return self.a * x
+
+
+ALPHA, S, EACH = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor([-0.4])), learned(D, seed=3)
+
+# Forward, parts; curve, α, s and weight.
+POINTWISE = {
+    "x-transformers' DynamicTanh": (
+        lambda self, x: (x * self.pre_tanh_scale).tanh() * self.gamma + self.beta,
+        {"pre_tanh_scale": ALPHA, "gamma": W, "beta": B},
+        ("tanh", 0.7, 0.0, W),
+    ),
+    "x-transformers' Derf": (
+        lambda self, x: torch.erf(x * self.alpha + self.s) * self.gamma + self.beta,
+        {"alpha": ALPHA, "s": S, "gamma": W, "beta": B},
+        ("derf", 0.7, -0.4, W),
+    ),
+    "unit offset": (
+        lambda self, x: torch.tanh(self.alpha * x) * (1 + self.weight) + self.bias,
+        {"alpha": ALPHA, "weight": LOG, "bias": B},
+        ("tanh", 0.7, 0.0, 1 + LOG),
+    ),
+    "no weight": (lambda self, x: torch.tanh(self.alpha * x), {"alpha": ALPHA}, ("tanh", 0.7, 0.0, torch.ones(1))),
+    "one α per channel": (
+        lambda self, x: torch.tanh(self.t * x) * self.v,
+        {"v": W, "t": EACH},
+        ("tanh", EACH, 0.0, W),
+    ),
+    "α by its logarithm": (
+        lambda self, x: torch.atan(self.log * 0 + self.log.exp() * x) * self.v,
+        {"log": ALPHA, "v": W},
+        ("arctan", ALPHA.detach().exp(), 0.0, W * torch.pi / 2),
+    ),
+    "negative α": (
+        lambda self, x: torch.tanh(self.a * x) * self.v + self.w,
+        {"a": S, "v": W, "w": B},
+        ("tanh", -0.4, 0.0, W),
+    ),
+    "α that no parameter is": (
+        lambda self, x: x / (self.c + x * x).sqrt() * self.v,
+        {"c": nn.Parameter(torch.tensor(4.0)), "v": W},
+        ("isru", 0.5, 0.0, W),
+    ),
+    "nested": (
+        lambda self, x: self.inner(x).tanh() * self.parts["gamma"],
+        {"inner": Scaled(), "parts": nn.ParameterDict({"gamma": W})},
+        ("tanh", 0.7, 0.0, W),
+    ),
+    "kinks, and a channel of constant output": (
+        lambda self, x: (self.a * x).clamp(-1, 1) * self.v + self.w,
+        {"a": ALPHA, "v": nn.Parameter(torch.arange(D) * 0.1), "w": B},
+        ("hardtanh", 0.7, 0.0, torch.arange(D) * 0.1),
+    ),
+    "at the first step": (
+        lambda self, x: torch.erf(self.a * x + self.b) * self.c + self.d,
+        {
+            "a": nn.Parameter(torch.ones(1)),
+            "b": nn.Parameter(torch.zeros(1)),
+            "c": nn.Parameter(torch.ones(D)),
+            "d": nn.Parameter(torch.zeros(D)),
+        },
+        ("derf", 1.0, 0.0, torch.ones(D)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_a_point_wise_function_is_recognized_whatever_its_names(name):
+    forward, parts, (curve, alpha, shift, weight) = POINTWISE[name]
+    seen = normscope.capture(nn.Sequential(made(forward, parts)), [tokens(3, 7, D)], verify=True)
+    (site,) = seen.sites
+    function = site.pointwise
+    assert (site.name, function.curve, site.bound, seen.skipped) == ("0", curve, 1.0, [])
+    for measured, truth in ((function.alpha, alpha), (function.shift, shift), (function.weight, weight)):
+        truth = torch.as_tensor(truth, dtype=torch.float32).detach().reshape(-1)
+        torch.testing.assert_close(torch.tensor(measured).expand_as(truth), truth, rtol=2e-6, atol=1e-6)
+
+
+def test_parameters_are_read_from_the_module_while_it_trains():
+    forward, parts, _ = POINTWISE["x-transformers' Derf"]
+    module = made(forward, {name: nn.Parameter(part.detach().clone()) for name, part in parts.items()})
+    kind = find_norms(nn.Sequential(module), next(as_batches([tokens(3, 7, D)]))).kinds["0"]
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.25
+    function = kind.pointwise(module)
+    assert (function.alpha, function.shift) == ((module.alpha.item(),), (module.s.item(),))
+    assert torch.equal(kind.gamma(module, D), module.gamma.detach())
+
+
+@pytest.mark.parametrize("kind", [{"alpha": torch.tensor([0.5])}, {"alpha": 0.5}])
+def test_a_name_is_enough_where_nothing_is_learned(kind):
+    module = made(lambda self, x: torch.tanh(self.alpha * x), kind, "FixedDyT")
+    assert normscope.capture(nn.Sequential(module), [tokens(3, 7, D)]).sites[0].pointwise.alpha == (0.5,)
+
+
+def excited(self, x):
+    return x * torch.sigmoid(x.mean(1, keepdim=True) * self.w + self.b)
+
+
+NEITHER = {
+    "PReLU": nn.PReLU(7),
+    "GELU": made(lambda self, x: F.gelu(self.a * x) * self.w, {"a": G, "w": W}),
+    "Snake": made(lambda self, x: x + torch.sin(self.a * x) ** 2 / self.a, {"a": W}),
+    "Swish": made(lambda self, x: x * torch.sigmoid(self.b * x), {"b": G}),
+    "LeCun's tanh": made(lambda self, x: self.a * torch.tanh(self.b * x), {"a": G, "b": ALPHA}),
+    "PACT": made(lambda self, x: torch.minimum(x.relu(), self.a), {"a": G}),
+    "gate": made(lambda self, x: torch.tanh(self.g) * x, {"g": W}),
+    "sigmoid gate": made(lambda self, x: torch.sigmoid(self.w * x + self.b), {"w": W, "b": B}),
+    "squeeze and excitation": made(excited, {"w": W, "b": B}),
+    "layer scale": made(lambda self, x: x * self.g, {"g": W}),
+    "positions": made(lambda self, x: x + self.p, {"p": learned(7, D)}),
+    "tempered softmax": made(lambda self, x: (self.t * x).softmax(-1), {"t": G}),
+    "the largest": made(lambda self, x: F.one_hot(x.argmax(-1), D).float(), {"w": G}),
+    "difference from the mean": made(lambda self, x: about(x), {}),
+    "another shape": made(lambda self, x: F.normalize(x, dim=-1) @ self.w, {"w": learned(D, 3)}),
+}
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_activations_gates_and_scales_are_neither_sites_nor_skipped(name):
+    with pytest.raises(ModelError, match="has no normalization of activations"):
+        find_norms(nn.Sequential(nn.Identity(), NEITHER[name]), next(as_batches([tokens(3, 7, D)])))
+
+
+SKIPPED = {
+    "part of the channels": (lambda self, x: x / power(x[..., :6]).sqrt() * self.w, "no form that is known"),
+    "largest element": (lambda self, x: x / x.abs().amax(-1, keepdim=True) * self.w, "no form that is known"),
+    "the whole batch": (lambda self, x: (x - x.mean()) / x.std() * self.w, "no form that is known"),
+    "two steps": (lambda self, x: (x.tanh() + (3 * x).tanh()) * self.w, "no known curve f"),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_what_no_formula_reproduces_is_skipped_with_the_reason(name):
+    forward, reason = SKIPPED[name]
+    (skipped,) = find_norms(
+        nn.Sequential(made(forward, {"w": W}), nn.LayerNorm(D)), next(as_batches([tokens(1, 7, D)]))
+    ).skipped
+    assert (skipped.name, skipped.kind) == ("0", "Rescale") and reason in skipped.reason
+
+
+@pytest.mark.parametrize("name", ["bias made first", "gain by its logarithm", "one norm per head", "clamped variance"])
+def test_a_swap_keeps_weight_and_bias(name):
+    forward, parts, _, gain = FORMULAS[name]
+    model, x = nn.Sequential(made(forward, parts)), tokens(5, 7, D)
+    seen = normscope.capture(model, [x])
+    (fit,) = fits = normscope.fit(seen, "tanh", shift=False)
+    normscope.swap(model, "tanh", fits)
+    torch.testing.assert_close(model[0].weight.detach(), gain.detach() * fit.amplitude, rtol=1e-5, atol=0)
+    bias = parts.get("b", parts.get("a"))
+    assert model[0].bias is bias is None or torch.allclose(model[0].bias, bias, atol=1e-6)
+
+
+def test_simplify_leaves_forms_that_it_cannot_rewrite():
+    forward, parts, *_ = FORMULAS["the Annotated Transformer's"]
+    torch.manual_seed(0)
+    stream = network_of(
+        lambda self, x: self.head(self.norm(self.embed(x) + self.more(x))),
+        **{"embed": nn.Linear(D, D), "more": nn.Linear(D, D), "norm": made(forward, parts), "head": nn.Linear(D, 3)},
+    )
+    x = tokens(5, 7, D)
+    before = stream(x)
+    normscope.simplify(stream, [x])
+    assert type(stream.norm).__name__ == "Rescale"
+    torch.testing.assert_close(stream(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_is_counted_by_position_of_each_head():
+    forward, parts, formula, _ = FORMULAS["one norm per head"]
+    x, lengths = tokens(2, 5, D), torch.tensor([5, 2])
+    valid = torch.arange(5) < lengths[:, None]
+    samples = tuple(Sample(str(n), n, n) for n in range(2))
+    seen = normscope.capture(nn.Sequential(made(forward, parts)), [normscope.Batch((x,), {}, samples, valid)])
+    stats = seen.stats["0"]
+    assert (stats.n_tokens, stats.n_pairs) == (7 * HEADS, 7 * D)
+    expected = formula(x.double())[valid].square().sum()
+    torch.testing.assert_close(stats.moments[:, 5].sum(), expected, rtol=1e-6, atol=0)
