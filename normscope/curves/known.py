@@ -131,6 +131,18 @@ class Curve:
         low, high = (max(values, default=0.0) for values in steep)
         return -low if low < u[-1] else -math.inf, high if high < u[-1] else math.inf
 
+    @functools.cached_property
+    def kinks(self) -> tuple[float, ...]:
+        """The u at which f′ jumps, ascending, as far as a grid of |u| = 1e-6 … 1e6 and 0 shows them.
+
+        >>> CURVES["tanh"].kinks, [round(u, 9) for u in CURVES["hardtanh"].kinks]
+        ((), [-1.0, 1.0])
+        """
+        if self.smooth:
+            return ()
+        u = _grid(_POINTS_A_DECADE // 4)
+        return _kinks(self.derivative, u, self.function(u), self.derivative(u))
+
 
 def autograd_of(function: Function) -> Function:
     """Derivative of an elementwise function by torch's autograd, in float64, also under ``no_grad``.
@@ -161,8 +173,7 @@ def properties_of(function: Function, derivative: Function, name: str) -> dict[s
     Raises:
         UsageError: as of :func:`curve_of`.
     """
-    half = torch.logspace(-_DECADES, _DECADES, 2 * _DECADES * _POINTS_A_DECADE + 1, dtype=torch.float64)
-    u = torch.cat([-half.flip(0), torch.zeros(1, dtype=torch.float64), half])
+    u = _grid(_POINTS_A_DECADE)
     f = _values(function, u, name)
     slope = _slopes(derivative, u, name)
     scale = torch.maximum(f.abs(), f[u.abs() <= 1].abs().max())
@@ -175,9 +186,14 @@ def properties_of(function: Function, derivative: Function, name: str) -> dict[s
         "monotone": bool((steps >= -between).all() or (steps <= between).all()),
         "slope_at_origin": at_origin,
         "peak": math.inf if peak is None or power < 1 - _STRAIGHT else peak,
-        "smooth": power >= 1 - _STRAIGHT and not _jumps(derivative, u, slope),
+        "smooth": power >= 1 - _STRAIGHT and not _kinks(derivative, u, f, slope),
         "power_at_origin": 1.0 if abs(power - 1) <= _STRAIGHT else power if math.isfinite(power) else math.nan,
     }
+
+
+def _grid(points_a_decade: int) -> Tensor:
+    half = torch.logspace(-_DECADES, _DECADES, 2 * _DECADES * points_a_decade + 1, dtype=torch.float64)
+    return torch.cat([-half.flip(0), torch.zeros(1, dtype=torch.float64), half])
 
 
 def _values(function: Function, u: Tensor, name: str) -> Tensor:
@@ -250,12 +266,13 @@ def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
     return min(powers), sum(slopes) / 2 if equal else math.nan
 
 
-def _jumps(derivative: Function, u: Tensor, slope: Tensor) -> bool:
-    """True if f′ jumps between two points of the grid, as repeated halving of the gap leaves a jump."""
+def _kinks(derivative: Function, u: Tensor, f: Tensor, slope: Tensor) -> tuple[float, ...]:
+    """Places where f′ jumps between two points of the grid: repeated halving of the gap leaves a jump."""
     origin = len(u) // 2
     outwards = slope.abs().clone()
     outwards[origin:] = outwards[origin:].cummax(0).values
     outwards[: origin + 1] = outwards[: origin + 1].flip(0).cummax(0).values.flip(0)
+    outwards = outwards.where(outwards < 1 / _NEAR_ORIGIN, f.abs() / u.abs())  # f is vertical further in
     counts = _JUMP * torch.maximum(outwards[1:], outwards[:-1])
     some = slope.diff().abs() > counts
     left, right, at_left, at_right = u[:-1][some], u[1:][some], slope[:-1][some], slope[1:][some]
@@ -265,7 +282,7 @@ def _jumps(derivative: Function, u: Tensor, slope: Tensor) -> bool:
         to_the_left = (here - at_left).abs() > (at_right - here).abs()
         left, at_left = torch.where(to_the_left, left, middle), torch.where(to_the_left, at_left, here)
         right, at_right = torch.where(to_the_left, middle, right), torch.where(to_the_left, here, at_right)
-    return bool(((at_right - at_left).abs() > counts[some]).any())
+    return tuple(((left + right) / 2)[(at_right - at_left).abs() > counts[some]].tolist())
 
 
 _DYT = "DyT, arXiv 2503.10622"

@@ -1,6 +1,6 @@
 """The ceiling, the held-out R² of the best function of x alone, and E[y|x] as a curve.
 
-The ceiling selects among one fixed set of functions, regardless of the curves to fit. It estimates
+The ceiling selects among one fixed set of functions. Only a fitted curve of higher held-out R² raises it. It estimates
 1 − E[Var(y|x)]/Var(y) from below and is not a bound.
 """
 
@@ -61,17 +61,21 @@ class Ceiling:
     along_line: bool  # a line through all pairs extrapolates E[y|x] better than a constant
 
 
-def ceilings(problems: FitBatch, diagonal: FitBatch | None = None) -> list[Ceiling | None]:
+def ceilings(
+    problems: FitBatch, diagonal: FitBatch | None = None, fitted: Sequence[Tensor] = ()
+) -> list[Ceiling | None]:
     """Return the held-out R² of the best function of x at each problem.
 
     The functions are fitted to all folds but one: E[y|x], piecewise linear between groups of bins, for eight least
     counts of pairs in a group and two extrapolations; every built-in curve; and tanh, isru and erf with a shift. The
-    held-out errors of the other folds select the one that predicts a fold.
+    held-out errors of the other folds select the one that predicts a fold. If E[y|x] alone or one of the ``fitted``
+    curves has a higher held-out R² than this selection, the ceiling is that one's.
 
     Args:
         problems: of pairs (x, y).
         diagonal: of pairs (x, ∂y_i/∂x_i), in the same order, to predict in place of y: by their own mean at x, and by
             the derivatives of the curves fitted to y.
+        fitted: Σ w (y − prediction)² of each held-out fold for other curves, ``(problems, folds)`` each.
 
     Returns:
         For each problem a ceiling; None if fewer than two folds contain pairs, if y does not vary, or if x or y lies
@@ -86,10 +90,12 @@ def ceilings(problems: FitBatch, diagonal: FitBatch | None = None) -> list[Ceili
         values = (others.predicted if diagonal is None else others.derivative)(curve, held.x)
         errors.append(held.residual(values.where(held.weight > 0, 0.0)).view(len(problems), -1))
         unbounded.append(diagonal is None and not curve.bounded)
-    return best_held_out(predicted, torch.stack(errors), unbounded)
+    return best_held_out(predicted, torch.stack(errors), unbounded, fitted)
 
 
-def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[bool]) -> list[Ceiling | None]:
+def best_held_out(
+    problems: FitBatch, of_curves: Tensor, unbounded: Sequence[bool], fitted: Sequence[Tensor] = ()
+) -> list[Ceiling | None]:
     """Select among E[y|x] and curves, as :func:`ceilings` does.
 
     ``of_curves`` is Σ w (y − prediction)² of each held-out fold, ``(curves, problems, folds)``; ``unbounded`` marks the
@@ -107,11 +113,13 @@ def best_held_out(problems: FitBatch, of_curves: Tensor, unbounded: Sequence[boo
         moments, counts = (sums[folds].index_select(-1, filled) for sums in (target.moments, target.counts))
         of_free = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
         errors = np.concatenate([of_free, of_curves[:, number, folds].numpy()])
-        pairs = counts.numpy().sum(1)
-        r2, bounds = _chosen(errors, handicaps, total[number], without[number][folds], pairs)
-        r2_free, _ = _chosen(of_free, handicaps[: len(_WAYS)], total[number], without[number][folds], pairs)
+        about = total[number], without[number][folds], counts.numpy().sum(1)
+        of_all, free_alone = _chosen(errors, handicaps, *about), _chosen(of_free, handicaps[: len(_WAYS)], *about)
+        alone = [error[number, folds].numpy()[None] for error in fitted if error[number, folds].isfinite().all()]
+        tops_of = [of_all, free_alone, *(_chosen(error, np.ones(1), *about) for error in alone)]
         best = int((of_free.sum(1) * handicaps[: len(_WAYS)]).argmin())
-        tops.append(Ceiling(r2, bounds, r2_free, *_WAYS[best]))
+        r2, bounds = max(tops_of, key=lambda top: top[0])
+        tops.append(Ceiling(r2, bounds, free_alone[0], *_WAYS[best]))
     return tops
 
 

@@ -147,7 +147,7 @@ class CurveFit(SiteRecord):
 
     @property
     def of_ceiling(self) -> float | None:
-        """Held-out R² over the ceiling; above 1 if the curve predicts better than the ceiling's function."""
+        """Held-out R² over the ceiling."""
         return self.r2_cv / self.r2_ceiling if self.r2_ceiling and self.r2_cv is not None else None
 
     @property

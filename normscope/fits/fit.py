@@ -183,8 +183,11 @@ def _fits(
         alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
         _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
     of_targets = []
-    for number, (shared, top) in enumerate(zip(abouts, ceilings(problems), strict=True)):
-        about = shared | {"r2_ceiling": top.r2 if top else None}
+    tops = ceilings(problems, fitted=list(held_out.values()))
+    for number, (shared, top) in enumerate(zip(abouts, tops, strict=True)):
+        # The ceiling adds up the same errors in another order: to the last bit it is none of theirs.
+        scores = [r2 for of_curve in rows.values() if (r2 := of_curve[number]["r2_cv"]) is not None]
+        about = shared | {"r2_ceiling": max(top.r2, *scores, -math.inf) if top else None}
         of_top = {"r2_ceiling": top.interval} if top and top.interval else {}
         fits = {}
         for name, of_curve in rows.items():

@@ -93,7 +93,7 @@ class Objective:
     @property
     def spacing(self) -> float:
         """Step in log α of the grid of starts."""
-        return math.log(10) / (_GRID_POINTS_A_DECADE if self.curve.smooth else _GRID_POINTS_AT_KINKS)
+        return math.log(10) / (_GRID_POINTS_AT_KINKS if self.curve.kinks else _GRID_POINTS_A_DECADE)
 
     @property
     def may_be_only_power(self) -> bool:
@@ -145,14 +145,15 @@ class Objective:
 
     def at(self, theta: Tensor) -> Evaluation:
         """Evaluate squared error over all pairs, and its gradient, at one theta per problem, ``(problems, 2)``."""
-        alpha, x, y = theta[:, 0].exp(), self.nodes.x, self.nodes.y
+        alpha = theta[:, 0].exp()
+        x, y, weight = self.nodes.split(alpha, theta[:, 1], self.curve.kinks)
         scaled = alpha[:, None] * x
         u = scaled + theta[:, 1:] if self.shifted else scaled
         values = self.curve.function(u)
-        weighted = self.nodes.weight * values
+        weighted = weight * values
         amplitude = self.amplitude(dot(weighted, y), dot(weighted, values), alpha)
         off = y - amplitude[:, None] * values
-        weighted = self.nodes.weight * off
+        weighted = weight * off
         residual = dot(weighted, off) + self.nodes.scatter.sum(-1)
         # At the best A the error is stationary in A: α and s move f alone.
         moved = weighted * self.slopes(u)
@@ -301,22 +302,16 @@ _GRID_POINTS_AT_KINKS = 32  # a kink just beyond the farthest pairs makes a far 
 _STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
 _SMALLEST_COUNTS = 1e-3  # share of the pairs below the smallest |x| that counts
 _FLAT = 1e-9  # of Σy²: if no α explains more than another by that, x has no spread to identify it
-_RIVAL = 0.99  # of the highest maximum on the coarse nodes: one as high may be the highest on all nodes
-_RIVALS = 3
+_STARTS = 5  # of a problem, of which the coarse nodes leave one or two
+_RIVAL = 1e-2  # of Σ(y − ȳ)²: of minima on the coarse nodes that differ less, any may be the least on all nodes
+_SAME = 0.05  # in log α and s: of two minima on the coarse nodes
 _BEND = 1e-3  # a bend has to save this share of the squared error of the curve's limits
 _EXACT = 1e-12  # of Σ(y − ȳ)²: a limit that leaves less is the curve
 _CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x to start the centre of a shifted curve at
 _VALUES_AT_ONCE = 2**18  # fit into a core's cache
 _DIFFERENCE = 1e-4  # in log α or s, of the difference quotients of gradients
 _CLOSE = 1e-7  # in log α and s: a step that leaves nothing to gain
-_SMALL_STEP = 1e-6  # in log α and s, of difference quotients across which few kinks lie
-_LAST_STEPS = 2
-_LAST_STEP = 1e-5  # in log α and s, within which rounding hides the minimum: √(_LAST_DIGITS / curvature)
-_LAST_DIGITS = 1e-14  # of Σ w y²: variation of the error with the order of its sums
-_NEAR = 5e-4  # in log α and s: of two minima the lower is known, and a fold changes them by far more
 _ROUGHLY = 1e-2  # in log α and s: Newton's last step if only the squared error matters
-_POINTS_ALONG = (33, 9)  # each axis of the finer grids, for one axis and for two
-_WIDER = 4.0  # factor, if the least error lies at the edge of a grid
 _OVERSHOT = 0.25  # share of the slope that is left behind a minimum, where Newton's method converges slowly
 _ROUNDING = 1e-15  # of Σ w y²: near a minimum only the slope of the error shows which way is down
 _STEPS = 80
@@ -334,12 +329,15 @@ def _searched(objective: Objective, first_look: Objective, close: float) -> tupl
     """Find the least of the minima about the starts of a grid; also return the bounds of log α."""
     low, high = _range(first_look)
     problem, starts = _starts(first_look, low, high)
-    near = max(close, _NEAR)
-    ended = _minimum(objective.of(problem), starts, low[problem], high[problem], objective.spacing, near)
+    ended = _minimum(objective.of(problem), starts, low[problem], high[problem], objective.spacing, close)
+    order = _least_first(problem, ended)
+    return ended.of(order[torch.searchsorted(problem[order], torch.arange(len(low)))]), low, high
+
+
+def _least_first(problem: Tensor, ended: Evaluation) -> Tensor:
+    """Order of evaluations problem by problem, the least residual first."""
     order = ended.residual.nan_to_num(torch.inf).argsort(stable=True)
-    order = order[problem[order].argsort(stable=True)]  # problem by problem, the least residual first
-    best = ended.of(order[torch.searchsorted(problem[order], torch.arange(len(low)))])
-    return _minimum(objective, best.theta, low, high, near, close) if close < near else best, low, high
+    return order[problem[order].argsort(stable=True)]
 
 
 def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
@@ -355,13 +353,10 @@ def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
     if len(bends):
         bent, start, spacing = objective.of(bends), start[bends], objective.spacing
         low, high = (start[:, 0] + side * math.log(_STEEPEST) for side in (-1, 1))
-        if objective.curve.smooth:
-            least = _minimum(bent, start, low, high, spacing, _CLOSE)
-        elif len(objective.free) < 2:
+        if objective.curve.kinks and len(objective.free) < 2:
             least = _searched(bent, objective.on(rough).of(bends), _CLOSE)[0]
-        else:  # Newton's method follows a valley, across which kinks make many minima
-            valley = _descended(bent, start, low, high, spacing, _NEAR)
-            least = _minimum(bent, valley.theta, low, high, spacing / 4, _NEAR)
+        else:
+            least = _minimum(bent, start, low, high, spacing, _CLOSE)
         ended.put(bends, least)
     return ended.solutions(near.only_power, near.converged)
 
@@ -373,9 +368,6 @@ def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
     is returned, without a test of whether α is identified.
     """
     never = torch.zeros(len(nodes), dtype=torch.bool)
-    if not coarse.curve.smooth:
-        variants = coarse.on(nodes)
-        return _searched(variants, variants, _ROUGHLY)[0].solutions(never, ~never)
     low, high = _range(coarse)
     problem, starts = _starts(coarse, low, high)
     best = torch.searchsorted(problem, torch.arange(len(low)))  # the start of least error comes first
@@ -411,7 +403,11 @@ def _quantiles(nodes: Nodes, values: Tensor, shares: tuple[float, ...]) -> Tenso
 
 
 def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Points of a grid of α and centres with nearly the least error: problems ``(starts,)``, theta ``(starts, 2)``."""
+    """Find minima of nearly the least error on the coarse nodes: problems ``(starts,)``, theta ``(starts, 2)``.
+
+    Each problem's least comes first. Newton's method finds them from the lowest points of a grid of α and centres, and
+    from the best line: only its centre hardly matters, so that on the grid it precedes better bends.
+    """
     # The steps do not depend on the other problems of the batch; the last one, to the end of the range, may be shorter.
     step = coarse.spacing
     steps = torch.arange(1 + math.ceil(float((high - low).max()) / step), dtype=torch.float64) * step
@@ -420,7 +416,9 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     beyond[:, 0] = False
     centres = torch.zeros(len(low), 1, dtype=torch.float64)
     if coarse.shifted:
-        centres = torch.cat([centres, _quantiles(coarse.nodes, coarse.nodes.x, _CENTRES)], -1)
+        inside = _quantiles(coarse.nodes, coarse.nodes.x, _CENTRES)
+        first, last = inside[:, :1], inside[:, -1:]
+        centres = torch.cat([centres, inside, 2 * first - last, 2 * last - first], -1)
     shift = 0.0 - log_alpha[:, None].exp() * centres[..., None]  # and not −0, which reads as a shift
     theta = torch.stack([log_alpha[:, None].expand_as(shift), shift], -1).flatten(1, 2)
     parts = _parts(len(low), theta.shape[1] * coarse.nodes.x.shape[1])
@@ -428,19 +426,24 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     errors = errors.where(~beyond[:, None], torch.inf)
     edge = torch.full_like(errors[..., :1], torch.inf)
     beside = torch.cat([edge, errors, edge], -1)
-    lowest = (errors < beside[..., :-2]) & (errors <= beside[..., 2:])
     before, after = beside[..., :-2] - errors, beside[..., 2:] - errors
+    lowest = (before > 0) & (after >= 0) & ((before + after).isfinite() | (coarse.alpha is not None))
     lowest_between = torch.nan_to_num((before - after) / (2 * (before + after))).clamp(-0.5, 0.5).flatten(1)
-    errors, lowest = errors.flatten(1), lowest.flatten(1)
-    least, where = errors.min(-1, keepdim=True)
-    lowest.scatter_(1, where, True)
-    lowest &= errors <= least + (1 - _RIVAL) * (coarse.explainable[:, None] - least).abs()
-    chosen = torch.where(lowest, errors, torch.inf).topk(min(_RIVALS, errors.shape[1]), largest=False)
+    errors = errors.flatten(1)
+    lowest = lowest.flatten(1).scatter(1, errors.argmin(-1, keepdim=True), True)
+    chosen = torch.where(lowest, errors, torch.inf).topk(min(_STARTS, errors.shape[1]), largest=False)
     problem, rank = (chosen.values < torch.inf).nonzero().unbind(-1)
     at = chosen.indices[problem, rank]
     # The lowest point of the parabola through a minimum and the two points beside it.
     start = theta[problem, at]
-    return problem, _with_centre_of(start, start[:, 0] + step * lowest_between[problem, at])
+    start = _with_centre_of(start, start[:, 0] + step * lowest_between[problem, at])
+    ended = _minimum(coarse.of(problem), start, low[problem], high[problem], step, _ROUGHLY)
+    order = _least_first(problem, ended)
+    problem, ended = problem[order], ended.of(order)
+    least = ended.residual[torch.searchsorted(problem, problem)]
+    rivals = ~(ended.residual > least + _RIVAL * coarse.nodes.total[problem])
+    rivals[1:] &= ~((problem.diff() == 0) & (ended.theta.diff(dim=0).abs() < _SAME).all(-1))
+    return problem[rivals], ended.theta[rivals]
 
 
 def _parts(problems: int, values: int) -> list[Tensor]:
@@ -455,56 +458,6 @@ def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, wit
     """
     if not objective.free:
         return objective.at(start)
-    if objective.curve.smooth:
-        return _descended(objective, start, low, high, within, close)
-    ended = objective.at(_narrowed(objective, start, low, high, within, close))
-    return _polished(objective, ended, low, high) if close <= _CLOSE else ended
-
-
-def _narrowed(objective: Objective, start: Tensor, low: Tensor, high: Tensor, within: float, close: float) -> Tensor:
-    """Search finer and finer grids: each point that a kink passes may be a minimum, where Newton's method might end."""
-    theta, free = start.clone(), objective.free
-    along = torch.linspace(-1, 1, _POINTS_ALONG[len(free) - 1], dtype=torch.float64)
-    grid = torch.cartesian_prod(*[along] * len(free)).view(-1, len(free))
-    offsets = grid[grid.abs().sum(-1).argsort(stable=True)]  # the middle first, where equal errors stay
-    spacing = 2 / (len(along) - 1)
-    width = torch.full_like(low, within)
-    todo = torch.arange(len(start))
-    for _ in range(_STEPS):
-        remaining, here = objective.of(todo), theta[todo]
-        moves = torch.zeros(len(todo), len(offsets), 2, dtype=torch.float64)
-        moves[..., free] = width[todo, None, None] * offsets
-        log_alpha = (here[:, :1] + moves[..., 0]).clamp(low[todo, None], high[todo, None])
-        tried = _with_centre_of(here[:, None], log_alpha)
-        tried[..., 1] += moves[..., 1]
-        parts = _parts(len(todo), len(offsets) * remaining.nodes.x.shape[1])
-        least = torch.cat([remaining.of(part).errors(tried[part]).argmin(-1) for part in parts])
-        theta[todo] = tried[torch.arange(len(todo)), least]
-        inside = (offsets[least].abs() < 1).all(-1)
-        width[todo] = torch.where(inside, width[todo] * spacing, (width[todo] * _WIDER).clamp_max(1.0))
-        kept = (width[todo] > close).nonzero()[:, 0]
-        todo = todo[kept]
-        if not len(todo):
-            break
-    return theta
-
-
-def _polished(objective: Objective, here: Evaluation, low: Tensor, high: Tensor) -> Evaluation:
-    """Make Newton's last steps to a round minimum, about which errors differ by rounding alone; none at a kink."""
-    for _ in range(_LAST_STEPS):
-        step = _newton(objective, here, _SMALL_STEP)
-        step = step.where((step.abs() < _LAST_STEP).all(-1)[:, None], 0.0)
-        step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low, high) - here.theta[:, 0]
-        there = objective.at(here.theta + step)
-        flatter = there.gradient[:, objective.free].norm(dim=-1) < here.gradient[:, objective.free].norm(dim=-1)
-        no_worse = there.residual <= here.residual + _LAST_DIGITS * objective.explainable
-        here = there.where(flatter & no_worse, here)
-    return here
-
-
-def _descended(
-    objective: Objective, start: Tensor, low: Tensor, high: Tensor, within: float, close: float
-) -> Evaluation:
     ended = objective.at(start.clone())
     todo = torch.arange(len(start))
     remaining, here, radius = objective, ended, torch.full_like(low, within)
@@ -512,8 +465,9 @@ def _descended(
         step = _newton(remaining, here)
         length = step.norm(dim=-1)
         step = step * (radius / length.clamp_min(radius))[:, None]
-        step[:, 0] = (here.theta[:, 0] + step[:, 0]).clamp(low[todo], high[todo]) - here.theta[:, 0]
-        there = remaining.at(here.theta + step)
+        there = here.theta + step
+        there = remaining.at(_with_centre_of(there, there[:, 0].clamp(low[todo], high[todo])))
+        step = there.theta - here.theta
         better = there.residual <= here.residual + _ROUNDING * remaining.explainable
         length = step.norm(dim=-1)
         # Where the curvature jumps, Newton's steps go back and forth across the jump; the secant's do not.
@@ -533,9 +487,9 @@ def _descended(
     return ended
 
 
-def _newton(objective: Objective, here: Evaluation, h: float = _DIFFERENCE) -> Tensor:
+def _newton(objective: Objective, here: Evaluation) -> Tensor:
     """Newton's step ``(problems, 2)``, downhill also where the error is concave."""
-    step, free = torch.zeros_like(here.theta), objective.free
+    step, free, h = torch.zeros_like(here.theta), objective.free, _DIFFERENCE
     beside = [objective.at(here.theta + h * torch.eye(2, dtype=torch.float64)[column]).gradient for column in free]
     bend = torch.stack([(gradient - here.gradient)[:, free] / h for gradient in beside], -1)
     slope = here.gradient[:, free]

@@ -245,6 +245,30 @@ class Nodes(Batched):
     def __len__(self) -> int:
         return len(self.x)
 
+    def split(self, alpha: Tensor, shift: Tensor, kinks: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, y and weight of points that represent the pairs on either side of a kink of f(αx + s) separately.
+
+        Each bin's pairs are spread evenly over x, and two points of Gauss and Legendre represent either part: sums of f
+        and f² then change smoothly as a kink passes the bin. Of a bin without a kink they are its nodes.
+        """
+        if not kinks:
+            return self.x, self.y, self.weight
+        (x, dx), (y, dy) = (
+            ((low + high) / 2, (high - low) / 2) for low, high in (self.x.chunk(2, -1), self.y.chunk(2, -1))
+        )
+        bends, u = torch.tensor(kinks, dtype=torch.float64), alpha[:, None] * x + shift[:, None]
+        nearest = bends[torch.bucketize(u, (bends[1:] + bends[:-1]) / 2)]
+        half_width = math.sqrt(3)  # of an even spread, in standard deviations
+        place = ((nearest - u) / (half_width * alpha[:, None] * dx)).nan_to_num(0.0).clamp(-1, 1)
+        if (place.abs() == 1).all():
+            return self.x, self.y, self.weight
+        below, above = (1 + place) / 2, (1 - place) / 2  # shares of the pairs
+        left, right = -half_width * above, half_width * below  # centres of the parts
+        at = torch.cat([left - below, left + below, right - above, right + above], -1)
+        n = self.weight.chunk(2, -1)[0]
+        weight = torch.cat([below * n, below * n, above * n, above * n], -1)
+        return x.repeat(1, 4) + at * dx.repeat(1, 4), y.repeat(1, 4) + at * dy.repeat(1, 4), weight
+
     def residual(self, predicted: Tensor) -> Tensor:
         """Σ w (y − prediction)² over all pairs, ``(problems,)``."""
         off = self.y - predicted

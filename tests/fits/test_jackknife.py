@@ -81,7 +81,7 @@ def layer_norm_of(generator, sources, spread, tokens=8, d=32):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("curve", ["tanh", "isru"])
+@pytest.mark.parametrize("curve", ["tanh", "isru", "hardtanh"])
 def test_intervals_cover_the_truth_about_as_often_as_they_say(level_of, curve):
     """64 sources a data set; the truth is the fit to 20,000 of them. docs/methods.md has harder cases."""
     generator = np.random.default_rng(0)
