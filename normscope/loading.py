@@ -19,7 +19,7 @@ _CODE = "py"
 
 
 def load(
-    name: str,
+    name: str | Path,
     *,
     weights: str | Path = "pretrained",
     data: str | Path | None = None,
@@ -79,6 +79,12 @@ def load(
     [torch.Size([2, 1, 8, 8])]
     """
     given: dict[str, Any] = {key: value for key, value in locals().items() if key != "name"}
+    if not isinstance(name, (str, Path)):
+        raise UsageError(
+            f"normscope.load takes the name of a model, not a {type(name).__name__}. Pass a module of yours and its "
+            "batches to normscope.capture, or name a function that returns both: py:FILE:FACTORY."
+        )
+    name = str(name)
     if isinstance(batch_size, str) and batch_size != "auto":
         raise UsageError(f"batch_size is {batch_size!r}; it has to be a number, or 'auto'.")
     device = str(device)

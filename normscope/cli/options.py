@@ -29,6 +29,7 @@ MODEL, DATA, DIFFUSION, FIT, SWAP, RUNNING, FIGURE, OUTPUT = PANELS = (
 )
 _ARGUMENTS = ""
 _CURVES = "tanh (dyt), isru (dyisru), erf, derf, linear (identity), free (E\\[y|x]), or a formula, 'mine=x/(1+abs(x))'"
+_SITES = "names, globs, ranges (4-11, 4-4), kinds (LayerNorm), pre-norm, post-norm, qk, final"
 _REFITTED = "neighbours, the functions and the linear layers beside them; or norms, the functions alone"
 _OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .parquet, .json, .yaml)"
 _INITS = "; ".join(f"{name}, {init.help}" for name, init in INITS.items())
@@ -44,8 +45,9 @@ _ROWS: dict[str, dict[str, str]] = {
         "files": "FILE  Captures of one model, of different inputs.",
     },
     MODEL: {
-        "layers": "N|LIST|all  N sites, evenly over the depth; or names, globs and ranges: '0-3,*.norm1', 4-4.",
-        "swap.layers": "N|LIST|all  N norms, names, ranges (4-4), pre-norm, post-norm, qk, final, least:8 (by harm).",
+        "layers": f"N|LIST|all  N sites, evenly over the depth; or {_SITES}.",
+        "plot.layers": f"N|LIST|all  N sites, evenly over the depth, by default at most 4; or {_SITES}.",
+        "swap.layers": f"N|LIST|all  N norms, evenly over the depth; or {_SITES}; or least:8 (by harm).",
         "weights": "NAME|FILE|DIR  pretrained, random, a safetensors or torch file, or a folder of `normscope swap`.",
         "compare.weights": "NAME|FILE|DIR  pretrained, random, a file or a swap's folder; again for each to compare.",
     },
@@ -110,7 +112,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "dpi": "N  Dots per inch; at least 300 of the points within svg and pdf.",
         "style": "light|dark  Of the figure.",
         "plot": "PATH  Draw it into this .png, .svg or .pdf, or into a folder.",
-        "compact": "Draw panels alone, in one figure: a row per model, and across it four norms along the depth.",
+        "compact": "Draw panels alone, in one figure: rows of four norms for each model.",
         "xscale": "SCALE  Of x: linear, which ends where the curve saturates; asinh or symlog, with every pair.",
         "share_axes": "Give all panels of a figure the same axes and colours, to compare them.",
         "width": "INCHES  Of the figure; a paper's text has 5.5 or so.",

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.text import Text
 
 import normscope
-from normscope.errors import UsageError, count, unknown
+from normscope.errors import DataError, UsageError, count, unknown
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
 from normscope.runtime.progress import is_one_step
@@ -123,7 +123,7 @@ class Output:
             except ImportError as error:
                 raise UsageError(
                     f"Cannot write {output}: Parquet needs pyarrow, which cannot be imported ({error}). "
-                    "Install it: pip install 'normscope[parquet]'."
+                    "Install it: pip install 'pyarrow>=17'."
                 ) from error
         self._shows_tables = self._speaks and output is None and not self.as_json
 
@@ -214,7 +214,7 @@ class Output:
         line = f"{network.name}: {network.provenance.description}{where}"
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
-    def account(self, capture: Capture, layers: str = "all", unreadable: Sequence[str] = ()) -> None:
+    def account(self, capture: Capture, layers: str | None = "all", unreadable: Sequence[str] = ()) -> None:
         self.observed(capture, unreadable)
         self.skipped(capture.skipped)
         self.chosen(capture.sites, layers)
@@ -224,19 +224,25 @@ class Output:
         self.remark(f"{capture.about['model']}: {count(capture.n_samples, 'sample')}, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
+        if not any(stats.n_pairs for stats in capture.stats.values()):
+            sites = count(len(capture.sites), "norm site")
+            raise DataError(
+                f"All tokens at {sites} of {capture.about['model']} contain a NaN or an infinity. Check the network's "
+                "weights and inputs for them, and whether its dtype overflows."
+            )
         for site in capture.sites:
             stats = capture.stats[site.name]
             if left_out := int(stats.nonfinite_tokens):
                 tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
 
-    def chosen(self, sites: Sequence[NormSite], asked: str) -> None:
+    def chosen(self, sites: Sequence[NormSite], asked: str | None) -> None:
         """Report the sites that a number of sites stands for."""
         from normscope.pairs.norms.sites import is_number
 
-        if is_number(asked):
+        if asked is None or is_number(asked):
             named = ", ".join(f"{site.index} {site.name}" for site in sites)
-            self.remark(f"--layers {asked} selects, evenly over the depth: {named}")
+            self.remark(f"--layers {asked or len(sites)} selects, evenly over the depth: {named}")
 
     def kept_inputs(self, capture: Capture) -> None:
         shown = [f"the {kept.preview.kind} of {kept.name}" for kept in capture.inputs[:_MOST_NAMED]]

@@ -57,7 +57,7 @@ class RunOptions:
     def capture(
         self,
         network: LoadedModel,
-        layers: str,
+        layers: str | None,
         output: Output,
         ranks: Ranks,
         checkpoints: Checkpoints | None = None,
@@ -170,7 +170,7 @@ def _without_parts(name: str, by: str | None) -> UsageError:
 
 def captures(
     models: Sequence[tuple[str, RunOptions]],
-    layers: str,
+    layers: str | None,
     output: Output,
     by: str | None = None,
     after: Callable[[LoadedModel], object] | None = None,

@@ -98,6 +98,13 @@ def _curves_of(part: str) -> Sequence[Curve]:
         return [curve_from(part)]
     if part.lower() == "all":
         return BUILT_IN
+    if set("()+*/") & set(part):
+        error = ""
+        try:
+            curve_from(f"mine={part}")
+        except UsageError as misunderstood:
+            error = f" {misunderstood}"
+        raise UsageError(f"A formula needs a name, such as 'mine={part}'.{error}")
     if part.lower() not in BY_NAME:
         raise UsageError(unknown("curve", part, [*BY_NAME, *NO_CURVES]))
     return [BY_NAME[part.lower()]]

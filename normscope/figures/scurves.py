@@ -106,7 +106,8 @@ def plot(
         layers: which sites, as of :func:`normscope.capture`; by default all.
         rows: which rows: ``density``, ``token``, ``channel``, ``residual`` (what the curves leave of E[y|x]), as a
             list or separated by commas.
-        compact: draw the densities of four sites beside one another, as :func:`normscope.figures.overview` does.
+        compact: draw the densities alone, four beside one another, as :func:`normscope.figures.overview` does: of the
+            sites that ``layers`` names, or of four.
         xscale: ``linear``, ``asinh`` or ``symlog``; the latter two contain every pair.
         share_axes: use the same axes and colours in all panels, so that sites can be compared, without insets.
         ax: your axes, for one row of one site; the heading is then written inside of them.
@@ -129,7 +130,8 @@ def plot(
     shown, theme, labels = rows_named(rows), theme_of(options), options.get("labels", SHORT)
     capture = capture if layers is None else capture.only(layers)
     if compact and ax is None:
-        return overview([capture], [fits], xscale=xscale, share_axes=share_axes, **options)
+        drawn = None if layers is None else "all"
+        return overview([capture], [fits], layers=drawn, xscale=xscale, share_axes=share_axes, **options)
     if ax is not None:
         if len(capture.sites) != 1 or len(shown) != 1 or compact:
             raise UsageError(
@@ -156,6 +158,7 @@ def plot(
         foot = [_LEAD, facts(panels, labels), *_drawn_tokens(panels, shown), *remarks(panels, fits, labels)]
     parts: dict[str, Any] = {"detail": count(capture.n_samples, "sample"), "foot": foot, "handles": handles}
     with sheet_of(options, theme, inches, height, capture.about, **parts) as figure:
+        figure.origin = _origin(capture)
         axes = figure.subplots(len(shown) * blocks, columns, squeeze=False)
         for empty in axes.flat:
             empty.set_visible(False)
@@ -202,18 +205,20 @@ def overview(
     captures: Sequence[Capture],
     fits: Sequence[Sequence[CurveFit]] = (),
     *,
+    layers: Layers = None,
     xscale: str = LINEAR,
     share_axes: bool = False,
     **options: Unpack[FigureOptions],
 ) -> Figure:
-    """Draw one or several captures as panels alone: a row a network, and four norm sites evenly over the depth.
+    """Draw one or several captures as panels alone: rows of four norm sites for each network.
 
     Each panel shows the density of all pairs, E[y|x], and the fitted curves, as figure 2 of arXiv 2503.10622 does for
     some tokens.
 
     Args:
-        captures: a row each; fewer than four sites make fewer panels.
+        captures: one or more rows each; fewer than four sites make fewer panels.
         fits: for each capture, what :func:`normscope.fit` made of it; without any, no curves are drawn.
+        layers: the sites of each network, see :func:`normscope.capture`; by default four evenly over the depth.
         xscale: as of :func:`normscope.plot`.
         share_axes: likewise, for all panels of all networks.
         options: as of :func:`normscope.plot`; the usual width is that of a page's text, 7 inches for four sites, and
@@ -236,7 +241,8 @@ def overview(
     if len(fits) not in (0, len(captures)):
         raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
     theme, labels = theme_of(options), options.get("labels", SHORT)
-    columns = max(2, *(min(_ACROSS, len(capture.sites)) for capture in captures))
+    chosen = [select(capture.sites, layers) for capture in captures]
+    columns = max(2, *(min(_ACROSS, len(sites)) for sites in chosen))
     width = inches_of(options.get("width"), _COLUMN_INCHES * columns)
     columns = columns if width / columns >= _LEAST_COLUMN else 2
     inches = (width - _LABEL_INCHES) / columns - _EDGE_INCHES
@@ -245,10 +251,10 @@ def overview(
     with matplotlib.rc_context(theme.rc()):
         networks = [
             panels_of(
-                *(capture, select(capture.sites, _ACROSS), [fit for fit in fitted if fit.curve in drawn], theme),
+                *(capture, sites, [fit for fit in fitted if fit.curve in drawn], theme),
                 *(theme.looks_of(drawn), xscale, inches),
             )
-            for capture, fitted in zip(captures, fits or [()] * len(captures), strict=True)
+            for capture, sites, fitted in zip(captures, chosen, fits or [()] * len(captures), strict=True)
         ]
         if share_axes:
             shared = iter(with_shared_scales([panel for panels in networks for panel in panels], xscale))
@@ -272,6 +278,7 @@ def overview(
             of_network = (facts(panels, labels), title_and_foot(title, "", capture.about)[1])
             foot.append(name + " · ".join(filter(None, of_network)))
     with sheet_of(options, theme, width, height, {}, foot=foot, handles=handles, h_pad=0.03, hspace=0) as figure:
+        figure.origin = _origin(captures)
         axes = figure.subplots(len(rows), columns, squeeze=False)
         for number, ((capture, panels), axes_of_row) in enumerate(zip(rows, axes, strict=True)):
             for column, ax in enumerate(axes_of_row):
@@ -294,14 +301,14 @@ def overview(
     return figure
 
 
-def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) -> Path:
+def save_figure(figure: Figure, path: str | Path, shown: Any = None, dpi: int = 200) -> Path:
     """Write a figure to a file whose suffix is its format, with its provenance in the metadata, and its caption beside.
 
     Args:
         figure: what :func:`normscope.plot`, :func:`normscope.figures.overview` or another of them drew.
         path: of the file.
         shown: a capture or a list of them, whose model, weights, data, versions and seed the file contains as JSON; or
-            other JSON.
+            other JSON; by default what the figure was drawn from.
         dpi: dots per inch; of the points within svg and pdf at least 300.
 
     Returns:
@@ -314,7 +321,7 @@ def save_figure(figure: Figure, path: str | Path, shown: Any, dpi: int = 200) ->
     kind = path.suffix.lower().removeprefix(".")
     if kind not in FORMATS:
         raise UsageError(unknown("figure format", kind, FORMATS))
-    text = json.dumps(_origin(shown))
+    text = json.dumps(getattr(figure, "origin", {}) if shown is None else _origin(shown))
     dpi = dpi if kind == "png" else max(dpi, _LEAST_DPI)
     key = "Subject" if kind == "pdf" else "Description"
     dates = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]

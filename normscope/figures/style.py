@@ -420,10 +420,12 @@ class Sheet(Figure):
     Attributes:
         caption: suffix and text of that file; None for no file.
         math: matplotlib parameters of formulas, which matplotlib reads again when it draws.
+        origin: model, weights, data, versions and seed of what is drawn, as JSON.
     """
 
     caption: tuple[str, str] | None = None
     math: dict[Any, Any]
+    origin: Any
 
     def draw(self, renderer: Any) -> None:
         with matplotlib.rc_context(self.math):
@@ -471,7 +473,7 @@ def sheet_of(
         below_panels = () if caption else (*foot, origin)
         lines = [line for text in below_panels for line in wrapped(text, width - 0.2, NOTE)]
         figure = Sheet(figsize=(width, height))
-        figure.math = style.math()
+        figure.math, figure.origin = style.math(), dict(about)
         if caption:
             first, last = title_and_foot(None if title == NONE else title, usual, about, names)
             figure.caption = (

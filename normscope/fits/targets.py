@@ -56,8 +56,13 @@ class FitTarget:
 
 
 def as_capture(given: object, caller: str) -> Capture:
-    """Return a capture, also from its file; UsageError for a network in its place."""
+    """Return a capture, also from its file; UsageError for a network in its place, DataError without such a file."""
     if isinstance(given, (str, Path)):
+        if not Path(given).exists():
+            name = str(given)
+            raise DataError(
+                f"There is no capture file {name!r}; normscope.capture(normscope.load({name!r})) captures a model."
+            )
         return load_capture(given)
     if not isinstance(given, Capture):
         raise UsageError(f"normscope.{caller} takes a Capture; normscope.capture(network) makes one.")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError
 from normscope.pairs.norms.sites import Layers, NormSite, select
 from normscope.runtime.files import visible
 from normscope.runtime.records import Record, Tabled, as_json, converted
@@ -198,7 +198,8 @@ class Timeline(TimelineHeader, Tabled):
             UsageError: if a part names no site.
         """
         numbered: list[Any] = [
-            SimpleNamespace(index=number, name=site.name, kind=site.kind) for number, site in enumerate(self.sites)
+            SimpleNamespace(index=number, name=site.name, kind=site.kind, placement=site.placement)
+            for number, site in enumerate(self.sites)
         ]
         places = [site.index for site in select(numbered, layers)]
         sites = tuple(self.sites[place] for place in places)
@@ -230,13 +231,12 @@ def load_timeline(path: str | Path) -> Timeline:
     A run that was resumed from an earlier step replaces the records from there on.
 
     Raises:
-        DataError: if it is no such file, is malformed before its last line, or contains no record.
-        UsageError: if it cannot be read.
+        DataError: if it cannot be read, is malformed before its last line, or contains no record.
     """
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        raise UsageError(f"Cannot read {path}: {error.strerror or error}.") from error
+        raise DataError(f"Cannot read {path}: {error.strerror or error}.") from error
     header: TimelineHeader | None = None
     records: list[StepRecord] = []
     for number, line in enumerate(text.split(b"\n")[:-1], 1):  # a killed process may leave a part of a line

@@ -217,7 +217,7 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
 
 def _import_file(code: UserCode, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ModelError(f"There is no file {str(path)!r} to take a function from.")
+        raise DataError(f"There is no file {str(path)!r} to take a function from.")
     _search_first(path.resolve().parent)
     module = ModuleType(f"normscope_py_{path.stem}")  # not the file's own name, which may be that of a library
     module.__file__ = code.file = str(path)

@@ -462,7 +462,7 @@ def _in_float32(kind: Any) -> list[str]:
 
 
 def _does_not_load(what: str, error: Exception) -> ModelError:
-    remedy = "" if _has_accelerate() else " It may need accelerate: pip install 'normscope[accelerate]'."
+    remedy = "" if _has_accelerate() else " It may need accelerate: pip install 'accelerate>=1.2'."
     return ModelError(f"{what}: {first_line(error)}.{remedy}")
 
 

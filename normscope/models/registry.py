@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -164,12 +165,21 @@ def find(name: str) -> ModelEntry:
         if colon and architecture and entry.name.startswith(f"{library}:"):
             return dataclasses.replace(entry, name=name, source=name)
 
+    if name and Path(name).is_dir():
+        raise ModelError(
+            f"{name!r} is a folder. Name the library of its model, transformers:{name} or diffusers:{name}; a folder "
+            f"of `normscope swap` follows the name of its model, MODEL --weights {name}."
+        )
+    by_library = f"A model of the hub goes by its library: transformers:{name}, diffusers:{name} or timm:hf-hub:{name}."
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ModelError(f"There is no model {name!r}. {by_library}")
     names = [entry.name for entry in list_models()]
     if not difflib.get_close_matches(name, names):
         from normscope.models.vision import names_like  # imports timm and torch
 
         names += names_like(name)
-    raise ModelError(unknown("model", name, names))
+    error = unknown("model", name, names)
+    raise ModelError(error if "Did you mean" in error else f"{error} {by_library}")
 
 
 def is_diffusion(name: str) -> bool:
@@ -217,7 +227,7 @@ def check_device_map(device_map: str | None, device: str) -> None:
     if not Place.from_environment().alone:
         raise UsageError("Several processes cannot spread a network over the same devices: leave --device-map out.")
     if importlib.util.find_spec("accelerate") is None:
-        raise ModelError("--device-map auto needs accelerate. Install it: pip install 'normscope[accelerate]'.")
+        raise ModelError("--device-map auto needs accelerate. Install it: pip install 'accelerate>=1.2'.")
 
 
 def check_tp(entry: ModelEntry, tp: int | None, *, weights: str | Path, batch_size: int | str) -> None:
@@ -246,7 +256,7 @@ def fault_of_torchaudio(entry: ModelEntry, error: BaseException) -> ModelError |
 
     transformers, and diffusers with it, imports any torchaudio that is installed, and fails if that fails.
     """
-    help_ = "Install it with the torch that it belongs to: pip install 'normscope[speech]'."
+    help_ = "Install it with the torch that it belongs to: pip install 'torch==2.11.*' 'torchaudio==2.11.*'."
     cause: BaseException | None = None if sys.modules.get("torchaudio") else error  # there only if it can be imported
     while cause is not None:
         if isinstance(cause, ModuleNotFoundError) and cause.name == "torchaudio":

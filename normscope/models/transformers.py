@@ -219,7 +219,7 @@ def load_transformers(name: str, architecture: str, options: LoadOptions) -> Loa
     except ImportError as error:
         raise ModelError(
             f"{name} is a model of transformers, which cannot be imported ({first_line(error)}). "
-            "Install it: pip install 'normscope[transformers]'."
+            "Install it: pip install 'transformers>=5.3'."
         ) from error
     folder = Path(architecture).expanduser()
     repository = Repository(str(folder) if folder.exists() else architecture)

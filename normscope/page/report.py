@@ -18,6 +18,7 @@ from normscope.curves.known import BUILT_IN, in_javascript
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
+from normscope.fits.targets import as_capture
 from normscope.fits.timeline import Timeline
 from normscope.page.document import document
 from normscope.page.swap_results import SwapResults, swap_results
@@ -81,7 +82,7 @@ class Page:
 
 
 def report(
-    seen: Capture | Sequence[Capture],
+    seen: Capture | str | Path | Sequence[Capture | str | Path],
     fits: Sequence[CurveFit] | Sequence[Sequence[CurveFit]] | None = None,
     *,
     drift: SwapResults | None = None,
@@ -90,7 +91,7 @@ def report(
     """Make one HTML page of captures, their fits, a swap and a training, to open from disk and to send.
 
     Args:
-        seen: the result of :func:`normscope.capture`; or several, which are also shown side by side.
+        seen: the result of :func:`normscope.capture`, or its file; or several, which are also shown side by side.
         fits: the result of :func:`normscope.fit`, for several captures a list each; by default tanh and isru.
         drift: the result of :func:`normscope.drift` or :func:`normscope.bench`, or several of these; or the document
             that ``normscope swap-bench --json`` prints.
@@ -111,7 +112,8 @@ def report(
     >>> "connect-src" in page.html, page.html.startswith("<!DOCTYPE html>")
     (False, True)
     """
-    captures = [seen] if isinstance(seen, Capture) else list(seen)
+    given = [seen] if isinstance(seen, (Capture, str, Path)) else seen
+    captures = [as_capture(capture, "report") for capture in given]
     return Page(document(captures, _of_each(captures, fits), swap_results(drift), timeline))
 
 

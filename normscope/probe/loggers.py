@@ -21,7 +21,7 @@ from normscope.pairs.norms.sites import select
 PREFIX = "normscope/"
 _CURVES = f"{PREFIX}S-curves"
 _WITH_IMAGES = ("wandb", "trackio")  # their class Image takes one of pillow
-_SITES, _DPI = 4, 110  # of an image
+_DPI = 110  # of an image
 
 
 def check_logger(logger: Any) -> None:
@@ -68,7 +68,7 @@ def _image(record: StepRecord, capture: Capture, curves: Sequence[Curve]) -> Ima
     from normscope.figures.scurves import overview
 
     fits = []
-    for site in select(capture.sites, _SITES):
+    for site in select(capture.sites, None):
         place, n_pairs = record.sites.index(site.name), capture.stats[site.name].n_pairs
         for curve in curves:
             names = ("r2", "amplitude", "alpha", "shift")

@@ -84,7 +84,7 @@ class Records(list[R], Tabled):
         try:
             library = importlib.import_module("pandas")
         except ImportError as error:
-            raise UsageError("to_pandas needs pandas. Install it: pip install 'normscope[pandas]'.") from error
+            raise UsageError("to_pandas needs pandas. Install it: pip install 'pandas>=2.2'.") from error
         frame: pandas.DataFrame = library.DataFrame([flat(as_json(record)) for record in self])
         return frame
 

@@ -17,7 +17,7 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit as fit_curves
 from normscope.fits.scale import FrozenFit, ScaleFit
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import Layers, NormSite, is_number, select_by_placement
+from normscope.pairs.norms.sites import Layers, NormSite, is_number, select
 from normscope.swaps.inits import INITS
 
 RMS_NORM, FROZEN = "rmsnorm", FrozenFit.func
@@ -182,7 +182,7 @@ def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
 
 
 def replaceable(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
-    """Return the norm modules among the chosen sites, see :func:`normscope.pairs.norms.sites.select_by_placement`.
+    """Return the norm modules among the chosen sites, see :func:`normscope.pairs.norms.sites.select`.
 
     A number of sites is a number of norm modules.
 
@@ -191,7 +191,7 @@ def replaceable(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormS
     """
     modules = [site for site in sites if site.replaceable]
     numbered = isinstance(layers, int) or (isinstance(layers, str) and is_number(layers))
-    chosen = select_by_placement(modules if numbered and modules else sites, layers)
+    chosen = select(modules if numbered and modules else sites, layers)
     norms = [site for site in chosen if site.replaceable]
     if chosen and not norms:
         raise UsageError(f"There is no norm to swap: {why_not_replaced(chosen)}.")

@@ -26,6 +26,10 @@ def groups():
     return model, [torch.randn(8, 5, 4) for _ in range(4)]
 
 
+def overflowing():
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), [torch.full((3, 5, 4), torch.inf) for _ in range(2)]
+
+
 def small():
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)), [torch.randn(3, 5, 4) for _ in range(8)]
 

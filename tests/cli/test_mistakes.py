@@ -32,7 +32,15 @@ MISTAKES = [
     ("plot --data nowhere", 4, "There is no file or folder 'nowhere'"),
     ("plot --data empty", 4, "holds no image"),
     ("plot --data broken", 4, "can be read as an image"),
-    ("plot --weights nowhere.safetensors", 3, "There is no weights file"),
+    ("plot --weights nowhere.safetensors", 4, "There is no weights file"),
+    ("plot py:nowhere.py:make", 4, "There is no file 'nowhere.py' to take a function from"),
+    ("timeline nowhere.jsonl", 4, "Cannot read nowhere.jsonl"),
+    ("plot google/vit-base-patch16-224", 3, "goes by its library: transformers:google/vit-base-patch16-224"),
+    ("plot empty", 3, "'empty' is a folder. Name the library of its model, transformers:empty"),
+    *(
+        (f"{command} py:{FACTORIES}:overflowing", 4, "All tokens at 1 norm site")
+        for command in ("plot", "fit", "stats")
+    ),
     ("plot --device cuda:7", 5, "There is no device 'cuda:7'"),
     ("plot --device tpu", 2, "There is no device 'tpu'"),
     ("plot demo_vit --guidance 4", 2, "demo_vit is no diffusion model: guidance can have no effect on it."),
@@ -108,6 +116,9 @@ MISTAKES = [
         (f"{command} 0", 2, "at least 1, not 0. The norm site with the number 0 is '0-0'")
         for command in ("fit demo_vit --layers", "swap demo_vit -o swapped --layers")
     ),
+    ("fit demo_vit --layers 99", 2, "The number of layers is 99, but there are 17 norm sites; 'all' takes all."),
+    ("stats demo_vit --layers qk", 2, "No norm here is qk; there are final, pre-norm."),
+    ("plot --func 'x/(1+abs(y))'", 2, "A formula needs a name, such as 'mine=x/(1+abs(y))'. The formula"),
     ("plot --func thanh", 2, "There is no curve 'thanh'. Did you mean 'tanh'"),
     ("report demo_vit --func nothing", 2, "nothing"),
     ("compare seen.safetensors seen.safetensors --func best", 2, "another at every site"),

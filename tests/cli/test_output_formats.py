@@ -120,7 +120,7 @@ def test_parquet_holds_the_same_in_typed_columns(folder, fits):
 def test_without_pyarrow_nothing_is_run_and_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     done = invoke("fit demo_vit -o none.parquet", status=2, cwd=tmp_path)
-    assert done.stdout == "" and "pip install 'normscope[parquet]'" in done.stderr
+    assert done.stdout == "" and "pip install 'pyarrow>=17'" in done.stderr
     assert "Error: Cannot write none.parquet: Parquet needs pyarrow, which cannot be imported" in done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 import ast
 import math
+import re
 
 import numpy as np
 import pytest
@@ -30,6 +31,15 @@ MATH = {
     "clip": lambda x, low, high: min(max(x, low), high),
 }
 ARGUMENTS = {"min": 2, "minimum": 2, "max": 2, "maximum": 2, "clip": 3}
+
+
+@pytest.mark.parametrize(
+    ("formula", "why"),
+    [("x/(1+abs(x))", "."), ("x/(1+abs(y))", r"\. The formula .* there is no 'y'"), ("tanh(x", r"\. .*cannot be read")],
+)
+def test_a_formula_without_a_name_is_refused_with_both_reasons(formula, why):
+    with pytest.raises(UsageError, match=f"A formula needs a name, such as {re.escape(repr(f'mine={formula}'))}{why}"):
+        curves_named(formula)
 
 
 @pytest.mark.parametrize("name", MATH)

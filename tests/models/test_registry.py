@@ -39,11 +39,30 @@ def test_every_embedded_model_is_listed():
         ("", "There is no model ''. There are: demo_vit, demo_wav2vec2, demo_dit, vit_b16, "),
         ("timm:qqqq", "There is no model 'timm:qqqq'. timm.list_models() names the architectures of timm."),
         ("timm:test_vit.r160", "Did you mean 'timm:test_vit.r160_in1k'"),
+        ("google/vit-base-patch16-224", "goes by its library: transformers:google/vit-base-patch16-224, diffusers:"),
+        ("bert-base-uncased", "A model of the hub goes by its library: transformers:bert-base-uncased"),
+        ("/", "'/' is a folder. Name the library of its model, transformers:/"),
+        (Path("/"), "'/' is a folder"),
     ],
 )
 def test_unknown_model(name, sentence):
     with pytest.raises(ModelError, match=re.escape(sentence)):
         load(name, weights="random", device="cpu")
+
+
+def test_a_module_is_no_name():
+    with pytest.raises(UsageError, match=r"takes the name of a model, not a LayerNorm\. Pass a module of yours"):
+        load(torch.nn.LayerNorm(4))
+
+
+@pytest.mark.parametrize("name", ["py:no_such.py:make", "demo_vit"])
+def test_a_missing_file_is_missing_data(name, tmp_path):
+    with pytest.raises(DataError, match="There is no"):
+        load(name, weights="pretrained" if name.startswith("py:") else tmp_path / "no_such.safetensors")
+    with pytest.raises(DataError, match="No such file"):
+        normscope.load_timeline(tmp_path / "no_such.jsonl")
+    with pytest.raises(DataError, match="There is no capture file"):
+        normscope.fit(tmp_path / "no_such.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +181,9 @@ def test_commands_without_torchaudio(missing, tmp_path):
     speech = f"demo_wav2vec2 {'needs torchaudio, which is not installed' if missing else fails}"
     assert (named.returncode, named.stdout, named.stderr.count("\n")) == (3, "", 2)  # before demo_vit is run
     assert f"\nError: {speech}" in named.stderr
-    assert named.stderr.endswith("with the torch that it belongs to: pip install 'normscope[speech]'.\n")
+    assert named.stderr.endswith(
+        "with the torch that it belongs to: pip install 'torch==2.11.*' 'torchaudio==2.11.*'.\n"
+    )
     if missing:
         assert (another.returncode, user) == (0, ""), another.stderr
     else:

@@ -93,12 +93,12 @@ def swaps():
             **{"relative_l2": quantiles, "cosine": quantiles | {"p50": 1 - l2}},
         }
 
-    rows = [row("all", None, 2, 0.6), row("one", "first", 1, 0.1), row("one", "second", 1, 0.2)]
+    rows = [row("all", None, 2, 0.6), row("one", "second", 1, 0.1), row("one", "groups", 1, 0.2)]
     rows[-1]["relative_l2"] |= {"p50": None, "p90": None}
-    rows += [row("cumulative", "first", 1, 0.1), row("cumulative", "second", 2, 0.6)]
+    rows += [row("cumulative", "second", 1, 0.1), row("cumulative", "groups", 2, 0.6)]
     score = {"original": {"value": 0.9, "interval": [0.8, 0.95]}, "swapped": {"value": 0.5, "interval": None}}
     quality = {"name": "top-1", "higher_is_better": True, "n": 8, "over": "8 inputs", "scores": score}
-    drift = {"func": "dyt", "init": "fit", "sites": ["first", "second"], "rows": rows, "no_quality": "", **ABOUT}
+    drift = {"func": "dyt", "init": "fit", "sites": ["second", "groups"], "rows": rows, "no_quality": "", **ABOUT}
     timing = {
         **{"variant": "dyt", "way": "fused", "scope": "norm", "passes": "forward", "dtype": "float32"},
         **{"shape": [1, 16], "minimum": 1e-3, "median": 2e-3, "p20": 1.5e-3, "p80": None, "gb_per_s": 3.0},

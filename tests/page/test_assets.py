@@ -269,6 +269,8 @@ def test_the_swap_tab_shows_drift_quality_and_speed(browser, pages):
     plots = "return [...document.querySelectorAll('.plot')]"
     marks = page.run(f"{plots}.map((plot) => plot.querySelectorAll('[data-mark]').length)")
     assert marks == [1, 2]  # of an output that is infinitely far there is no mark
+    ticks = f"{plots}.map((plot) => [...plot.querySelectorAll('[data-tick=x]')].map((tick) => tick.textContent))"
+    assert page.run(ticks) == [["1", "2"], ["1", "2"]]  # the numbers of the sites; how many are swapped
     page.run("go({view: 'overview'})")
     assert "Drift with one site swapped, relative L2" in page.texts(".strip h3")
 

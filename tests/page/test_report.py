@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import normscope
-from normscope.errors import UsageError
+from normscope.errors import DataError, UsageError
 from normscope.page.report import SCRIPTS, as_data, asset
 
 
@@ -87,6 +87,15 @@ def test_what_does_not_go_together_is_refused(seen, other, fits):
         normscope.report([seen, other], [fits])
     with pytest.raises(UsageError, match="not a str"):
         normscope.report(seen, fits, drift=["dyt"])
+
+
+def test_a_report_takes_files_of_captures_and_names_what_is_missing(seen, tmp_path):
+    file = normscope.save_capture(seen, tmp_path / "seen.safetensors")
+    assert normscope.report(file).title == normscope.report([str(file)]).title == normscope.report(seen).title
+    with pytest.raises(
+        DataError, match=r"no capture file 'demo_vit'; normscope.capture\(normscope.load\('demo_vit'\)\)"
+    ):
+        normscope.report("demo_vit")
 
 
 VIEWS = {"one": ["overview", "site", "explorer", "swap"], "two": ["overview", "site", "explorer", "compare"]}

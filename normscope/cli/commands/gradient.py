@@ -19,7 +19,7 @@ from normscope.tables.card import gradient_tables
 def gradient(
     models: list[str] | None = None,
     *,
-    layers: str = "4",
+    layers: str | None = None,
     func: str = "tanh,isru",
     shift: bool = True,
     run: RunOptions,

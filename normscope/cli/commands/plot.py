@@ -21,7 +21,7 @@ _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 def plot(
     models: list[str] | None = None,
     *,
-    layers: str = "4",
+    layers: str | None = None,
     func: str = "tanh,isru",
     shift: bool = True,
     color: str = "density,token,channel",
@@ -36,7 +36,7 @@ def plot(
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 
-    Two or more models also share one figure, with a row per model and four norms across; with --compact, only that one.
+    Two or more models also share one figure, in rows of four norms; with --compact, only that one is drawn.
     """
     from normscope.figures.axes import check_xscale
     from normscope.figures.scurves import rows_named
@@ -68,6 +68,6 @@ def plot(
     together = None
     if compact or len(seen) > 1:
         title = heading(seen[0].about) if len(seen) == 1 else _OVERVIEW
-        figure = normscope.figures.overview(seen, fits, **axes)
+        figure = normscope.figures.overview(seen, fits, layers="all", **axes)
         together = files.save(figure, title, _COMPACT if compact else _VIEW, seen, say)
     say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})

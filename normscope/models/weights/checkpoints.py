@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from normscope.errors import ModelError, first_few
+from normscope.errors import DataError, ModelError, first_few
 from normscope.inputs.loaded_model import LoadOptions, Provenance
 from normscope.runtime.files import sha256_of
 
@@ -86,11 +86,11 @@ def provenance_of_file(path: Path) -> Provenance:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file or torch checkpoint, without unpickling code; ModelError if it is none."""
+    """Read the tensors of a safetensors file or torch checkpoint, without unpickling code; ModelError, DataError."""
     if path.is_dir():
         raise ModelError(f"The weights {str(path)!r} are a folder. Name the checkpoint file in it.")
     if not path.is_file():
-        raise ModelError(
+        raise DataError(
             f"There is no weights file {str(path)!r}. --weights takes pretrained, random, or the path of a file."
         )
     import timm.models  # a second or two, only where a file is read

@@ -139,7 +139,7 @@ class Plot {
       const at = this.across(tick);
       parts.push(svg("path", { d: `M${at} ${top + height}v4`, stroke: faint }));
       const label = this.shown.names ? this.shown.names(tick) : number(tick);
-      parts.push(lettering({ x: at, y: top + height + 17, "text-anchor": "middle" }, label));
+      parts.push(lettering({ x: at, y: top + height + 17, "text-anchor": "middle", "data-tick": "x" }, label));
     }
     for (const tick of this.y.ticks(height, TICK_PIXELS.upwards)) {
       const at = this.upwards(tick);

@@ -45,14 +45,21 @@ function driftScene(reports, sites, swapped, placeOf, xlabel) {
   const every = series.flatMap(({ rows }) => rows.flatMap((row) => [row.relative_l2.p10, row.relative_l2.p50, row.relative_l2.p90]));
   const last = Math.max(...series.flatMap(({ x }) => x), 1);
   const bars = series.flatMap(({ rows, colour }) => rows.map((row) => ({ x: [placeOf(row), placeOf(row)], y: [row.relative_l2.p10, row.relative_l2.p90], colour, width: 1, halo: false })));
-  const places = Array.from({ length: last + 1 }, (_, place) => place);
+  const first = swapped === "one" ? 0 : 1;
+  const places = Array.from({ length: last + 1 - first }, (_, place) => place + first);
   return {
-    x: new Axis(-0.5, last + 0.5, { whole: true }), y: axisOf(every.filter((value) => value !== null), { zero: true }),
-    xlabel, ylabel: "relative L2",
+    x: new Axis(first - 0.5, last + 0.5, { whole: true }), y: axisOf(every.filter((value) => value !== null), { zero: true }),
+    xlabel, ylabel: "relative L2", ...(swapped === "one" ? { names: (place) => siteNumber(sites[place]) } : {}),
     lines: [...bars, ...series.map(({ x, y, colour, dashes, name }) => ({ x, y, colour, dashes, name, width: 1.4 }))],
     marks: series.flatMap(({ x, y, colour, name }) => x.map((at, place) => ({ x: at, y: y[place], colour, name }))),
     hover: { x: places, text: (place) => [swapped === "one" ? visible(sites[place] || "") : `${place} swapped`, ...series.map(({ name, x, y }) => `${name} ${short(y[x.indexOf(place)])}`)] },
   };
+}
+
+// The number of a site in the network, of which only some sites may be swapped.
+function siteNumber(name) {
+  const site = PAGE.captures.flatMap(({ sites }) => sites).find((one) => one.name === name);
+  return site ? String(site.index) : "";
 }
 
 function driftTable(reports) {

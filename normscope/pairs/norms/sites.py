@@ -130,7 +130,8 @@ class SkippedNorm(Record):
 
 _NAMED_IN_AN_ERROR = 30
 
-Layers = str | int | Sequence[int | str]
+Layers = str | int | Sequence[int | str] | None
+_FEW = 4  # sites of a figure
 
 _NUMBER = r"(?<![^.])\d+(?![^.])"  # a whole part of a module path
 
@@ -223,27 +224,32 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
 
     Args:
         sites: of :func:`normscope.pairs.norms.trace.find_norms`.
-        layers: ``"all"``; a number of sites, spread evenly over the depth and alternating between the kinds of norm
-            (:func:`kind_of_site`); or indices, ranges (``4-11``, both ends included), module paths and globs, as a list
-            or separated by commas. ``[8]`` and ``"8-8"`` are site 8.
+        layers: ``"all"``; a number of sites: the first, the last, and the rest evenly over the depth, alternating
+            between the kinds of norm in a block (:func:`kind_of_site`); None for four, or all of fewer; or, as a list
+            or separated by commas, indices, ranges (``4-11``, both ends included), module paths, globs, placements
+            (``pre-norm``, ``final``) and kinds of norm (``LayerNorm``). ``[8]`` and ``"8-8"`` are site 8.
 
     Returns:
         The sites in the order of their first calls, each once.
 
     Raises:
-        UsageError: if a part names no site.
+        UsageError: if a part names no site, or if there are fewer sites than the number.
 
     >>> from normscope.pairs.norms.sites import NormSite
     >>> names = [f"blocks.{i // 2}.norm{i % 2 + 1}" for i in range(8)] + ["norm"]
-    >>> known = ("LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
-    >>> sites = [NormSite(i, name, *known) for i, name in enumerate(names)]
+    >>> rest = ("LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
+    >>> sites = [NormSite(i, name, *rest) for i, name in enumerate(names)]
     >>> [site.name for site in select(sites, 3)]
-    ['blocks.0.norm2', 'blocks.2.norm1', 'norm']
+    ['blocks.0.norm1', 'blocks.1.norm2', 'norm']
     >>> [site.index for site in select(sites, "0,4-5,blocks.3.*")]
     [0, 4, 5, 6, 7]
+    >>> len(select(sites, "LayerNorm"))
+    9
     """
     if isinstance(layers, str) and is_number(layers):
         layers = int(layers)
+    if layers is None:
+        layers = min(_FEW, len(sites))
     if isinstance(layers, int):
         return _along_depth(sites, layers)
     chosen = {index for part in _parts(layers) if part for index in _matching(sites, part)}
@@ -252,45 +258,32 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     return [site for site in sites if site.index in chosen]
 
 
-def select_by_placement(sites: Sequence[NormSite], layers: Layers) -> list[NormSite]:
-    """Pick norm sites by placement, or as :func:`select` does.
-
-    Raises:
-        UsageError: if a part names no site.
-    """
-    parts = [] if isinstance(layers, int) else _parts(layers)
-    if not set(parts) & set(PLACEMENTS):
-        return select(sites, layers)
-    placed = {part: [site.name for site in sites if site.placement == part] for part in PLACEMENTS}
-    if missing := sorted(part for part in parts if placed.get(part) == []):
-        there = sorted(placement for placement, names in placed.items() if names)
-        raise UsageError(f"No norm here is {missing[0]}; there are {', '.join(there) or 'none with a placement'}.")
-    return select(sites, [name for part in parts for name in placed.get(part, [part])])
-
-
 def _parts(layers: str | Sequence[int | str]) -> list[str]:
     return [part.strip() for part in (layers.split(",") if isinstance(layers, str) else map(str, layers))]
 
 
 def _along_depth(sites: Sequence[NormSite], count: int) -> list[NormSite]:
-    """Take one site of each of ``count`` equal stretches: of the kind taken least so far, nearest the middle.
+    """Take the first site, the last, and one near each even step between them: of the kind taken least so far.
 
     Sites alternate in most networks (norm1, norm2, norm1 …), so that equal steps might meet a single kind.
     """
     if count < 1:
         hint = "" if count else " The norm site with the number 0 is '0-0', and [0] in Python."
         raise UsageError(f"The number of layers must be at least 1, not {count}.{hint}")
-    count = min(count, len(sites))
+    if count > len(sites):
+        raise UsageError(f"The number of layers is {count}, but there are {len(sites)} norm sites; 'all' takes all.")
     kinds = [(kind_of_site(site.name), site.kind) for site in sites]
-    taken: Counter[tuple[str, str]] = Counter()
-    chosen = []
-    for stretch in range(count):
-        first, end = (len(sites) * edge // count for edge in (stretch, stretch + 1))
-        middle = (first + end - 1) / 2
-        place = min(range(first, end), key=lambda n: (taken[kinds[n]], abs(n - middle)))
-        taken[kinds[place]] += 1
-        chosen.append(sites[place])
-    return chosen
+    if count == 1:
+        return [sites[(len(sites) - 1) // 2]]
+    step = (len(sites) - 1) / (count - 1)
+    taken, chosen = Counter([kinds[0], kinds[-1]]), [0]
+    for number in range(1, count - 1):
+        near = range(math.ceil((number - 0.5) * step), math.ceil((number + 0.5) * step))
+        last = kinds[chosen[-1]]
+        site = min(near, key=lambda n: (taken[kinds[n]], kinds[n] == last, abs(n - number * step)))
+        taken[kinds[site]] += 1
+        chosen.append(site)
+    return [sites[n] for n in [*chosen, -1]]
 
 
 def _matching(sites: Sequence[NormSite], text: str) -> list[int]:
@@ -307,9 +300,13 @@ def _matching(sites: Sequence[NormSite], text: str) -> list[int]:
             numbered = f"{indices[0]} to {indices[-1]}" if dense else ", ".join(map(str, indices))
             raise UsageError(f"There are no layers {text}: the norm sites are numbered {numbered}.")
         return [index for index in indices if first <= index <= last]
-    matches = [index for name, index in names.items() if fnmatch.fnmatchcase(name, text)]
+    if text in PLACEMENTS and not any(site.placement == text for site in sites):
+        placements = sorted({site.placement for site in sites if site.placement})
+        raise UsageError(f"No norm here is {text}; there are {', '.join(placements) or 'none with a placement'}.")
+    matches = [site.index for site in sites if text in (site.placement, site.kind)]
+    matches = matches or [index for name, index in names.items() if fnmatch.fnmatchcase(name, text)]
     if not matches:
-        error = unknown("norm site", text, names)
+        error = unknown("norm site", text, [*names, *dict.fromkeys(site.kind for site in sites)])
         if len(names) > _NAMED_IN_AN_ERROR and "Did you mean" not in error:
             error = f"There is no norm site {text!r} among {len(names)}; `normscope layers` lists them."
         raise UsageError(error)

@@ -32,7 +32,13 @@ RECORD, TENSORS = "swap.json", "model.safetensors"
 FILES = (RECORD, TENSORS)
 CODE, CONFIG = "pointwise.py", "config.json"
 EXACT, FOLDED = "exact rmsnorm", "folded weights"  # functions of exact rewrites; the latter replaces no norm
-ALSO = (CODE, CONFIG)  # for those who load the network without normscope, which reads neither
+# Files of transformers' tokenizers and processors; none of them contains code or a pickle.
+PREPROCESSING = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "generation_config.json"),
+)
+ALSO = (CODE, CONFIG, *PREPROCESSING)  # for those who load the network without normscope, which reads none of them
 _MOST_AXES = 8
 
 _HEAD = '''"""{what}, as plain PyTorch.

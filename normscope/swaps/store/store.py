@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -29,6 +33,7 @@ from normscope.swaps.store.record import (
     ALSO,
     FILES,
     FOLDED,
+    PREPROCESSING,
     RECORD,
     TENSORS,
     KeptNorm,
@@ -56,7 +61,7 @@ def save_swapped(
     The folder appears whole or not at all. It replaces a previous swap, but no folder with other files.
     ``load_swapped`` reads ``model.safetensors`` and ``swap.json``. Without normscope, ``pointwise.py`` builds the same
     network in plain PyTorch; its first lines are an example. Networks of transformers, timm and diffusers get their
-    library's ``config.json`` too.
+    library's ``config.json`` too, and those of transformers the files of their tokenizer and processor.
 
     Args:
         model: the network with point-wise functions in the place of norms, see :func:`normscope.swap`.
@@ -115,6 +120,8 @@ def save_swapped(
         (partial / RECORD).write_text(record.as_json(), encoding="utf-8")
         for name, text in export(model, record).items():
             (partial / name).write_text(text, encoding="utf-8")
+        for path in _preprocessing_files(model):
+            shutil.copyfile(path, partial / path.name)
     return Path(folder)
 
 
@@ -141,6 +148,21 @@ def restored(model: nn.Module, folder: str | Path) -> SwapRecord:
         swap.undo()
         raise
     return record
+
+
+def _preprocessing_files(model: nn.Module) -> Iterator[Path]:
+    """Yield the files of the tokenizer and processor beside the weights that transformers loaded a network from."""
+    config = getattr(model, "config", None)
+    source, commit = (getattr(config, name, None) for name in ("_name_or_path", "_commit_hash"))
+    if not source or type(model).__module__.partition(".")[0] != "transformers":
+        return
+    for name in PREPROCESSING:
+        path = Path(source, name)
+        if not Path(source).is_dir():
+            with contextlib.suppress(HFValidationError):  # the folder was removed, and is no name on the hub
+                path = Path(str(try_to_load_from_cache(source, name, revision=commit)))
+        if path.is_file():
+            yield path
 
 
 def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:

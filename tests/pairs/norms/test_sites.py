@@ -1,11 +1,12 @@
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.errors import UsageError
-from normscope.pairs.norms.sites import NormSite, kind_of_site, select, select_by_placement, short_names
+from normscope.pairs.norms.sites import NormSite, kind_of_site, select, short_names
 
 
 def site(index: int, name: str, kind: str = "LayerNorm") -> NormSite:
@@ -22,10 +23,12 @@ def sites(count: int) -> list[NormSite]:
     ("layers", "expected"),
     [
         ("all", list(range(25))),
-        ("4", [2, 9, 14, 24]),
-        (4, [2, 9, 14, 24]),
+        ("4", [0, 7, 16, 24]),
+        (4, [0, 7, 16, 24]),
+        (None, [0, 7, 16, 24]),
         ("1", [12]),
-        ("99", list(range(25))),
+        ("2", [0, 24]),
+        ("25", list(range(25))),
         ("8,", [8]),
         ("8-8", [8]),
         ([8], [8]),
@@ -45,6 +48,8 @@ def test_select(layers, expected):
     [
         ("0", r"at least 1, not 0\. The norm site with the number 0 is '0-0', and \[0\] in Python\."),
         ("-3", "at least 1, not -3"),
+        ("99", "The number of layers is 99, but there are 25 norm sites"),
+        ("LayrNorm", "Did you mean 'LayerNorm'"),
         ("25,", "numbered 0 to 24"),
         ("5-3", "There are no layers 5-3"),
         ("blocks.2.nrm2", "Did you mean 'blocks.2.norm2'"),
@@ -61,7 +66,7 @@ def test_layers_that_are_none(layers, sentence):
 def test_indices_stay_those_of_the_network_in_a_part_of_it():
     part = select(sites(25), "3,8,20")
     assert [site.index for site in select(part, "8,")] == [8]
-    assert [site.index for site in select(part, "2")] == [3, 8]
+    assert [site.index for site in select(part, "2")] == [3, 20]
     with pytest.raises(UsageError, match="numbered 3, 8, 20"):
         select(part, "4,")
 
@@ -74,18 +79,45 @@ def test_numbers_between_dots_make_no_kind(name, kind):
     assert kind_of_site(name) == kind
 
 
-@given(st.lists(st.sampled_from(["norm1", "norm2", "q_norm", "final"]), min_size=1, max_size=60), st.integers(1, 70))
-def test_a_number_takes_one_site_of_each_stretch_and_every_kind_by_turns(kinds, number):
+@given(st.lists(st.sampled_from(["norm1", "norm2", "q_norm", "final"]), min_size=1, max_size=60), st.data())
+def test_a_number_takes_both_ends_and_sites_near_even_steps_with_every_kind_by_turns(kinds, data):
     network = [site(i, f"blocks.{i}.{kind}") for i, kind in enumerate(kinds)]
+    number = data.draw(st.integers(1, len(kinds)))
     chosen = [one.index for one in select(network, number)]
-    assert len(chosen) == min(number, len(kinds))
+    assert len(chosen) == number
     assert chosen == sorted(set(chosen))
-    taken = Counter()
-    for stretch, index in enumerate(chosen):
-        first, end = (edge * len(kinds) // len(chosen) for edge in (stretch, stretch + 1))
-        assert first <= index < end
+    if number == 1:
+        assert chosen == [(len(kinds) - 1) // 2]
+        return
+    assert chosen[0] == 0 and chosen[-1] == len(kinds) - 1
+    even = np.linspace(0, len(kinds) - 1, number)
+    step, taken = even[1] - even[0], Counter([kinds[0], kinds[-1]])
+    for index, middle in zip(chosen[1:-1], even[1:-1], strict=True):
+        assert abs(index - middle) <= step / 2 + 1e-9
+        nearer = [n for n in range(1, len(kinds) - 1) if abs(n - middle) < step / 2 - 1e-9]
+        assert all(taken[kinds[index]] <= taken[kinds[n]] for n in nearer)
         taken[kinds[index]] += 1
-        assert taken[kinds[index]] <= 1 + min(taken[kind] for kind in kinds[first:end])
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("RMSNorm", [1, 3]),
+        (["LayerNorm"], [0, 2, 4]),
+        ("RMSNorm,0", [0, 1, 3]),
+        ("LayerNorm,*.1", [0, 1, 2, 4]),
+        ("BatchNorm2d", [5]),  # a module's path comes before a kind
+        (None, [0, 1, 4, 6]),
+    ],
+)
+def test_kinds_of_norm_are_layers(layers, expected):
+    mixed = [site(i, f"blocks.{i}", ("LayerNorm", "RMSNorm")[i % 2]) for i in range(5)]
+    mixed += [site(5, "BatchNorm2d", "GroupNorm"), site(6, "last", "BatchNorm2d")]
+    assert [one.index for one in select(mixed, layers)] == expected
+
+
+def test_few_sites_are_all_drawn_by_default():
+    assert [one.index for one in select(sites(3), None)] == [0, 1, 2]
 
 
 def test_no_class_of_norm_is_missed_where_paths_are_numbers_alone():
@@ -107,8 +139,8 @@ def placed(*placements):
         (["qk", 0], [0, 1]),
         ("qk, 2-3", [1, 2, 3]),
         ("blocks.[34].*,pre-norm", [0, 2, 3, 4]),
-        (2, [0, 3]),
-        ("3", [0, 1, 3]),
+        (2, [0, 4]),
+        ("3", [0, 2, 4]),
         ([3], [3]),
         (["blocks.3.norm"], [3]),
         (["pre-norm", "all"], [0, 1, 2, 3, 4]),
@@ -116,18 +148,18 @@ def placed(*placements):
 )
 def test_sites_are_chosen_by_placement_name_and_number(wanted, numbers):
     known = placed("pre-norm", "qk", "pre-norm", None, "final")
-    assert [site.index for site in select_by_placement(known, wanted)] == numbers
+    assert [site.index for site in select(known, wanted)] == numbers
 
 
 def test_sites_that_are_not_there():
     with pytest.raises(UsageError, match=r"No norm here is post-norm; there are final, pre-norm\."):
-        select_by_placement(placed("pre-norm", "final"), "post-norm")
+        select(placed("pre-norm", "final"), "post-norm")
     with pytest.raises(UsageError, match=r"No norm here is qk; there are none with a placement\."):
-        select_by_placement(placed(None), "qk")
+        select(placed(None), "qk")
     with pytest.raises(UsageError, match="norm site 'norm1'"):
-        select_by_placement(placed("pre-norm"), "pre-norm,norm1")
+        select(placed("pre-norm"), "pre-norm,norm1")
     with pytest.raises(UsageError, match="name no norm site"):
-        select_by_placement(placed("pre-norm"), [])
+        select(placed("pre-norm"), [])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from loads import assert_same_weights, load_folder, result_of
 from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
 
+import normscope
 from normscope.errors import ModelError
 from normscope.models.transformers import _BUILT_IN
 from normscope.models.weights.checkpoints import with_weights
@@ -196,3 +197,12 @@ def test_words_are_what_the_tokenizer_makes_of_each_token(folders, lines, texts)
         data = [word for word, there in zip(words, batch.valid[place].tolist(), strict=True) if there]
         assert data[-1] == "</s>" and "".join(data[:-1]).isascii() == text.isascii()
         assert not text.isascii() or "".join(data[:-1]) == text
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_swapped_folder_has_the_tokenizer(folders, lines, texts, tokenizer, kind, tmp_path):
+    network = normscope.load(f"transformers:{folders / kind}", data=lines, device="cpu")
+    normscope.swap(network, "dyt", normscope.capture(network))
+    normscope.save_swapped(network.module, tmp_path / "swap", network.about)
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "swap")
+    assert loaded(texts)["input_ids"] == tokenizer(texts)["input_ids"]

@@ -157,4 +157,4 @@ def test_without_transformers():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.startswith("ModelError gpt2 is a model of transformers, which cannot be imported")
-    assert said.strip().endswith("Install it: pip install 'normscope[transformers]'.")
+    assert said.strip().endswith("Install it: pip install 'transformers>=5.3'.")
