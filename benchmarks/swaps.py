@@ -33,16 +33,17 @@ OTHERS = ("free", "best", "identity", "rmsnorm")
 TRAINED = ("functions calibrated", "calibrated", "calibrated, two kept", "healed")
 ABOUT = """
 Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms;
-an output of zero has an error of 1. The demo networks are embedded toys. minilm is all-MiniLM-L6-v2, a pretrained
-network; it learns from {texts} docstrings of Python's standard library, and {held_out} docstrings of other modules are
-held out. torchfcpe is FCPE, a pretrained network that estimates pitch, on the synthetic words of demo_wav2vec2. Start
-values are fitted to the inputs to learn from, with s, weighted by γ² (per channel: unweighted). Samples are inputs;
-numbers are median, smallest and largest. Of paper's: the median divided by that of the same function with A = 1, α =
-0.5, s = 0, and the original γ and β. free is E[y|x] itself, with one shape for all channels of a site. Functions
-calibrated: by normscope.calibrate with refit="norms". Calibrated: with the neighbouring linear layers too. Two kept:
-all norms are replaced except two, which normscope.keep chose. Healed: calibrated, then trained by normscope.heal for
-{length}. RMSNorm replaces no GroupNorm. KL: of logits (for FCPE, of its pitches), mean per input, in nats. Top-1: share
-of positions with the same largest logit. CPU seconds cover swap, calibration and healing, on one thread.
+an output of zero has an error of 1; cosine: of both outputs. The demo networks are embedded toys. minilm is
+all-MiniLM-L6-v2, a pretrained network; it learns from {texts} docstrings of Python's standard library, and {held_out}
+docstrings of other modules are held out. torchfcpe is FCPE, a pretrained network that estimates pitch, on the synthetic
+words of demo_wav2vec2. Start values are fitted to the inputs to learn from, with s, weighted by γ² (per channel:
+unweighted). Samples are inputs; numbers are median, smallest and largest. Of paper's: the median divided by that of the
+same function with A = 1, α = 0.5, s = 0, and the original γ and β. free is E[y|x] itself, with one shape for all
+channels of a site. Functions calibrated: by normscope.calibrate with refit="norms". Calibrated: with the neighbouring
+linear layers too. Two kept: all norms are replaced except two, which normscope.keep chose. Healed: calibrated, then
+trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm. KL: of logits (for FCPE, of its pitches), mean
+per input, in nats. Top-1: share of positions with the same largest logit. CPU seconds cover swap, calibration and
+healing, on one thread.
 """
 
 
@@ -124,7 +125,9 @@ def compared(
         original, valid = arranged(network, network.module, batch)
         for way, module in swapped.items():
             other, _ = arranged(network, module, batch)
-            errors[way]["relative_l2"].append(distances(original, other, valid, "tensor").relative_l2)
+            moved = distances(original, other, valid, "tensor")
+            errors[way]["relative_l2"].append(moved.relative_l2)
+            errors[way]["cosine"].append(moved.cosine)
             if model == FCPE or network.outputs.kind in ("classes", "tokens"):
                 logits = [output.clamp_min(1e-9).log() if model == FCPE else output for output in (original, other)]
                 of_logits = distances(*logits, valid, "tokens")
@@ -138,6 +141,7 @@ def compared(
     for way, parts in errors.items():
         columns = {name: torch.cat(of_batches) for name, of_batches in parts.items()}
         rows.append(Measurement(model, way, "relative L2", "at the output", columns["relative_l2"].tolist()))
+        rows.append(Measurement(model, way, "cosine", "at the output", columns["cosine"].tolist()))
         if "kl" in columns:
             rows.append(Measurement(model, way, "KL", "nats", columns["kl"].tolist()))
             top1 = 100 * float(columns["top1"].sum() / columns["answers"].sum())

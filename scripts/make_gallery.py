@@ -1,7 +1,7 @@
 """Write the pages of docs/gallery, and a picture of one of them: ``python scripts/make_gallery.py``.
 
 Each page is what ``normscope report MODEL --func tanh,isru,derf`` writes. minilm takes its weights from a model hub, or
-from ``python scripts/fetch_minilm.py``; the picture takes a Chromium.
+from ``python scripts/fetch_pretrained.py minilm``; the picture takes a Chromium.
 """
 
 import shutil

@@ -2,7 +2,7 @@
 
 ``diff -ru`` of the folders of two revisions shows each change that a user could see: JSON and text of every command,
 text in figures, options, signatures of public names, and the schema of each file format. Numbers have five digits;
-times are left out. PYTHONPATH selects the revision. minilm needs ``scripts/fetch_minilm.py``.
+times are left out. PYTHONPATH selects the revision. minilm needs ``scripts/fetch_pretrained.py minilm``.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A real pretrained network, all-MiniLM-L6-v2, through all that people come for; scripts/fetch_minilm.py brings it."""
+"""A pretrained network, all-MiniLM-L6-v2, through all that people come for; scripts/fetch_pretrained.py brings it."""
 
 import argparse
 import asyncio
@@ -29,7 +29,7 @@ from normscope.swaps.drift.scale import SecondPass
 REPOSITORY = "sentence-transformers/all-MiniLM-L6-v2"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not copy_of(REPOSITORY).is_dir(), reason="python scripts/fetch_minilm.py has not been run"),
+    pytest.mark.skipif(not copy_of(REPOSITORY).is_dir(), reason="scripts/fetch_pretrained.py minilm has not been run"),
 ]
 N_SITES = 13
 
@@ -64,7 +64,7 @@ def raw_pairs(folder, site):
 
 def test_its_weights_are_said_to_be_the_hubs(seen):
     assert seen.about["model"] == "minilm"
-    assert seen.about["weights"] == f"{REPOSITORY} (sha256 {COPIES[REPOSITORY][:12]})"
+    assert seen.about["weights"] == f"{REPOSITORY} (sha256 {COPIES[REPOSITORY].sha256[:12]})"
     assert len(seen.sites) == N_SITES and not seen.skipped
     assert {site.placement for site in seen.sites} == {"post-norm"}
 

@@ -1,16 +1,23 @@
 """README's Python is run as it stands; its commands are what .ci/run runs."""
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from normscope.models.registry import embedded_models
 from normscope.pairs.norms import recognition
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+WITH_NEIGHBOURS = ("dyt, neighbours", "closed")
+# The trainings of docs/swaps.md: 480 steps for MiniLM, minutes for the others.
+HEALED = ("demo_vit, 4 minutes", "demo_dit, 4 minutes", "demo_wav2vec2, 10 minutes", "torchfcpe, 4 minutes")
+HEALED += ("minilm, 480 steps",)
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
 
 
@@ -44,6 +51,60 @@ def test_the_python_of_its_page_runs(tmp_path, monkeypatch, capsys):
     assert "blocks.0.norm2" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scurves.png", "seen.safetensors"]
     assert names["both"].n_samples == 800 + 8
+
+
+def samples_of(name):
+    """Return the samples of a committed result by case, way and quantity."""
+    [path] = (ROOT / "benchmarks" / "results").glob(f"{name}-*.json")
+    rows = json.loads(path.read_text(encoding="utf-8"))["measurements"]
+    return {(row["case"], row["way"], row["quantity"]): row["samples"] for row in rows}
+
+
+def assert_shown(texts, values):
+    """Each number in the text is the committed one, rounded to its digits."""
+    assert [*texts] == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(texts, values, strict=True)]
+
+
+def found(pattern):
+    """Return the numbers in README at each ``#`` of a pattern that matches once."""
+    [match] = re.finditer(pattern.replace("#", r"(\d+(?:\.\d+)?)").replace(" ", r"\s+"), README)
+    return match.groups()
+
+
+def test_the_numbers_of_its_table_are_committed_results():
+    samples = samples_of("readme")
+    last = {name: values[0] for (_, way, name), values in samples.items() if way == "last norm"}
+    fit = found("last norm: tanh A #, α # ± #, held-out R² # ")
+    assert_shown(fit, [last[name] for name in ("A", "α", "α ±", "held-out R²")])
+    assert_shown(found("any function of x reached: there # "), [last["ceiling"]])
+    tails = [last[name] for name in ("largest |x| over the median", "share of two channels in Σx²")]
+    assert_shown(found("is # times the median; two channels carry # % of Σx²"), tails)
+    swaps = [samples["minilm", f"all norms → {function}", "cosine"] for function in ("dyt", "rmsnorm")]
+    *cosines, texts = found(r"DyT, untrained: output cosine # \(RMSNorm #\), median of # texts")
+    assert_shown(cosines, map(statistics.median, swaps))
+    assert {int(texts)} == {*map(len, swaps)}
+    assert_shown(found("`minilm` on a page of # texts"), [last["samples"]])
+
+
+def test_the_numbers_of_its_limits_are_committed_results():
+    texts = [samples_of("readme")["minilm", "all norms → dyt", "relative L2"]]
+    texts += [samples_of("conversion")["minilm", "DyT, fitted", "relative L2"]]
+    swaps, medians = samples_of("swaps"), list(map(statistics.median, texts))
+    embedded = [statistics.median(swaps[name, "dyt, fit", "relative L2"]) for name in embedded_models()]
+    least, most, *shown = found(r"relative L2 of # to # on the embedded networks, # to # on all-MiniLM-L6-v2")
+    assert_shown([least, most, *shown], [min(embedded), max(embedded), *medians])
+    assert_shown(found(r"on all-MiniLM-L6-v2 \(# to # texts\)"), map(len, texts))
+    calibrated = [
+        values[0] for (_, way, name), values in samples_of("calibration").items() if (way, name) == WITH_NEIGHBOURS
+    ]
+    healed = [
+        values[0]
+        for (case, way, name), values in samples_of("healing").items()
+        if (way, name) == ("dyt, all", "closed") and case in HEALED
+    ]
+    assert len(calibrated) == len(healed) == 5
+    for closed, pattern in ((calibrated, "recovers # to # % of that"), (healed, "and `heal` # to # % ")):
+        assert_shown(found(pattern), [min(closed), max(closed)])
 
 
 def test_the_readme_holds_the_two_commands_and_can_be_read_in_minutes():

@@ -76,10 +76,14 @@ _NAMED = (
     ModelEntry("convnext_l", "vision", "ConvNeXt-L at 224×224, ImageNet-1k", "timm:convnext_large.fb_in1k"),
     ModelEntry("mae_vit_b16", "vision", "ViT-B/16, a masked autoencoder's encoder", "timm:vit_base_patch16_224.mae"),
     ModelEntry("dino_vit_b16", "vision", "ViT-B/16, DINO", "timm:vit_base_patch16_224.dino"),
+    ModelEntry("dinov2_small", "vision", "DINOv2 ViT-S/14 at 224×224", "transformers:facebook/dinov2-small"),
     ModelEntry("wav2vec2_base", "speech", "wav2vec 2.0 Base, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_BASE"),
     ModelEntry("wav2vec2_large", "speech", "wav2vec 2.0 Large, LibriSpeech, post-norm", "torchaudio:WAV2VEC2_LARGE"),
     ModelEntry(
         "wav2vec2_large_lv60k", "speech", "wav2vec 2.0 Large, Libri-Light, pre-norm", "torchaudio:WAV2VEC2_LARGE_LV60K"
+    ),
+    ModelEntry(
+        "smart_turn", "speech", "Whisper-tiny's encoder, for turn detection", "transformers:pipecat-ai/smart-turn-v3"
     ),
     ModelEntry("dit_xl", "diffusion", "DiT-XL/2 at 256×256, ImageNet-1k", "diffusers:facebook/DiT-XL-2-256"),
     ModelEntry("dit_xl_512", "diffusion", "DiT-XL/2 at 512×512, ImageNet-1k", "diffusers:facebook/DiT-XL-2-512"),
@@ -89,6 +93,7 @@ _NAMED = (
         "all-MiniLM-L6-v2: BERT of 22 million weights, for sentences, post-norm",
         "transformers:sentence-transformers/all-MiniLM-L6-v2",
     ),
+    ModelEntry("smollm2_135m", "language", "SmolLM2 for chats", "transformers:HuggingFaceTB/SmolLM2-135M-Instruct"),
     ModelEntry("gpt2", "language", "GPT-2 of 124 million weights", "transformers:openai-community/gpt2"),
     ModelEntry("llama_7b", "language", "LLaMA of 7 billion weights", "transformers:huggyllama/llama-7b"),
 )

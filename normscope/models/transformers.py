@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -334,6 +335,9 @@ def _kind(library: Any, name: str, config: Any) -> tuple[Any, Any]:
         raise ModelError(f"transformers {library.__version__} has no model for {type(config).__name__}.") from error
     classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
     kind = next((each for each in classes if each.__name__ == named), classes[0])
+    if named.endswith(("Encoder", "EncoderModel")):  # of an encoder–decoder, saved alone
+        encoder = getattr(sys.modules[kind.__module__], named, None)
+        kind = encoder if inspect.isclass(encoder) and issubclass(encoder, library.PreTrainedModel) else kind
     if config.model_type in _OF_PROMPTS:
         return _kind(library, name, config.vision_config)
     if masks(config):

@@ -117,7 +117,7 @@ def test_what_outputs_print():
     assert model.about == {
         "model": "timm:test_vit",
         "weights": "random weights, seed 7",
-        "data": "3 crops of grace_hopper.jpg (seed 7)",
+        "data": "3 crops of grace_hopper.jpg, china.jpg, flower.jpg (seed 7)",
     }
 
 

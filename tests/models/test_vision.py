@@ -7,7 +7,7 @@ from loads import parameters, result_of
 
 from normscope.errors import ModelError
 from normscope.loading import load
-from normscope.models.inputs.images import crops_of_photograph
+from normscope.models.inputs.images import crops_of_photographs
 
 
 def test_random_weights_are_those_of_timm_under_the_seed():
@@ -79,7 +79,7 @@ def test_a_preview_is_the_picture_that_the_network_sees(options):
     model = load("timm:test_vit", weights="random", device="cpu", limit=2)
     (batch,) = model.inputs
     config = {**timm.data.resolve_model_data_config(model.module), "mean": (0.0,) * 3, "std": (1.0,) * 3}
-    crops, *_ = crops_of_photograph("RGB", options(limit=2))
+    crops, *_ = crops_of_photographs("RGB", options(limit=2))
     for place, crop in enumerate(crops):
         seen = timm.data.create_transform(**config)(crop)
         shown = model.inputs.preview(batch, place)

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,12 @@ from normscope.inputs.previews import Normalized
 from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, files_or, name_in
 
 CROPS = 8
-SMALLEST_CROP = 0.4  # of the photograph's short edge: a face or a badge, not one button
+SMALLEST_CROP = 0.4  # of a photograph's short edge: a face or a badge, not one button
+_PHOTOGRAPHS = (
+    ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+    ("sklearn", "datasets/images/china.jpg"),
+    ("sklearn", "datasets/images/flower.jpg"),
+)
 
 _WHITE_16 = 2**16 - 1
 
@@ -43,13 +49,13 @@ class Preprocessing:
 
 
 def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
-    """Return the images at ``options.data``, or crops of matplotlib's photograph where it is None."""
+    """Return the images at ``options.data``, or crops of the installed photographs where it is None."""
 
     def read(path: Path) -> Tensor | Prepared:
         return preprocessing.transform(read_image(path, preprocessing.mode))
 
     def crops() -> tuple[list[Tensor | Prepared], list[Sample], str]:
-        images, samples, total = crops_of_photograph(preprocessing.mode, options)
+        images, samples, total = crops_of_photographs(preprocessing.mode, options)
         return [preprocessing.transform(image) for image in images], samples, total
 
     kind = FileKind("image", suffixes(), read, remarks=preprocessing.remarks)
@@ -75,30 +81,30 @@ def read_image(path: Path, mode: str) -> Image.Image:
     return _in_8_bits(upright).convert(mode)
 
 
-def crops_of_photograph(mode: str, options: LoadOptions) -> tuple[list[Image.Image], list[Sample], str]:
-    """Return square crops of grace_hopper.jpg (512×600), their samples, all of one source, and a description.
+def crops_of_photographs(mode: str, options: LoadOptions) -> tuple[list[Image.Image], list[Sample], str]:
+    """Return square crops of the installed photographs, taking turns; their samples; and a description.
 
-    ``options.seed`` places them. DataError if matplotlib's sample data are not installed.
+    Each photograph is a source. ``options.seed`` places the crops. DataError if none is installed.
     """
-    path = _photograph()
-    photograph = read_image(path, mode)
+    paths, number = _photographs(), min(CROPS, options.limit or CROPS)
+    taken = list(islice(cycle(enumerate(paths)), number))
     generator = torch.Generator().manual_seed(options.seed)
-    number = min(CROPS, options.limit or CROPS)
-    crops = [photograph.crop(_square_in(photograph.size, generator)) for _ in range(number)]
-    samples = [Sample(path.name, source_index=0, index=i, data="matplotlib") for i in range(number)]
-    return crops, samples, f"{count(number, 'crop')} of {path.name} (seed {options.seed})"
+    images = (read_image(path, mode) for _, path in taken)
+    crops = [image.crop(_square_in(image.size, generator)) for image in images]
+    samples = [Sample(path.name, source, index, f"of {len(paths)}") for index, (source, path) in enumerate(taken)]
+    names = ", ".join(path.name for path in paths[:number])
+    return crops, samples, f"{count(number, 'crop')} of {names} (seed {options.seed})"
 
 
-def _photograph() -> Path:
-    matplotlib = importlib.util.find_spec("matplotlib")  # finds the package without importing it
-    for folder in (matplotlib and matplotlib.submodule_search_locations) or []:
-        path = Path(folder, "mpl-data", "sample_data", "grace_hopper.jpg")
-        if path.is_file():
-            return path
-    raise DataError(
-        "The default photograph, grace_hopper.jpg of matplotlib's sample data, is not installed. "
-        "Name images of your own with --data PATH."
-    )
+def _photographs() -> list[Path]:
+    paths = []
+    for package, name in _PHOTOGRAPHS:
+        spec = importlib.util.find_spec(package)  # finds the package without importing it
+        folders = (spec and spec.submodule_search_locations) or []
+        paths += [path for folder in folders if (path := Path(folder, name)).is_file()]
+    if not paths:
+        raise DataError("The default photograph of matplotlib is not installed. Name your own images with --data PATH.")
+    return paths
 
 
 def _square_in(size: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
@@ -136,9 +142,7 @@ def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:
     are WordNet ids, as many as there are classes, which ImageNet sorts. ``names`` are those of the classes, in order.
     """
     if not isinstance(inputs, Files):
-        return Task(
-            untold="the crops of the photograph have no labels (name a folder with a sub-folder for each class)"
-        )
+        return Task(untold="crops of photographs have no labels (name a folder with a sub-folder for each class)")
     places = [Path(name_in(inputs.root, path)).parts for path in inputs.paths]
     if any(len(parts) < 2 for parts in places):
         return Task(untold=f"not every image at {str(inputs.root)!r} lies in a sub-folder that would name its class")

@@ -20,7 +20,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
-from normscope.models.inputs.images import Preprocessing, crops_of_photograph, image_inputs, read_image, suffixes
+from normscope.models.inputs.images import Preprocessing, crops_of_photographs, image_inputs, read_image, suffixes
 from normscope.models.inputs.numbered_inputs import FileKind, Prepared, files_or, text_beside
 from normscope.models.inputs.text import LONGEST, check_tokens, lines_of_page, words_of
 from normscope.models.weights.repository import Repository, refuse_code
@@ -86,7 +86,7 @@ def masks(config: Any) -> bool:
 
 
 def processed_images(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
-    """Return the images at ``options.data``, or crops of the photograph, as an image processor makes them."""
+    """Return the images at ``options.data``, or crops of photographs, as an image processor makes them."""
     pads = getattr(processor, "do_pad", False) and getattr(processor, "pad_size", None)
     remarks = ("padded to squares, and what pads them counts",) if pads else ()
 
@@ -183,7 +183,7 @@ def _pairs(
     """Return the images at ``options.data``, each with the text file of its name; or crops with lines of the page."""
 
     def with_lines() -> tuple[list[Prepared], list[Sample], str]:
-        crops, samples, total = crops_of_photograph("RGB", options)
+        crops, samples, total = crops_of_photographs("RGB", options)
         pairs = [prepared(*pair) for pair in zip(crops, lines_of_page(len(crops)), strict=True)]
         return pairs, samples, f"{total}, each with a line of normscope's page"
 
@@ -250,10 +250,18 @@ class Hearing:
         within = {} if valid is None else {path: valid}
         return Prepared(Batch(kwargs=kwargs | written, valid_within=within), cut)
 
+    @property
+    def silence_in_front(self) -> bool:
+        """True if the end of a recording is heard behind silence, as in Smart Turn's training: all of it is data."""
+        return hasattr(self.extractor, "n_samples") and self.extractor.padding_side == "left"
+
     def _extracted(self, extractor: Any, waveform: Tensor) -> Any:
-        return extractor(
-            waveform.numpy(), sampling_rate=extractor.sampling_rate, return_tensors="pt", return_attention_mask=True
-        )
+        asked = {"sampling_rate": extractor.sampling_rate, "return_tensors": "pt", "return_attention_mask": True}
+        if self.silence_in_front:
+            heard = waveform[-extractor.n_samples :]
+            waveform = nn.functional.pad(heard, (extractor.n_samples - len(heard), 0))
+            asked["do_normalize"] = getattr(extractor, "do_normalize", False)
+        return extractor(waveform.numpy(), **asked)
 
     def _frames_of(self, length: int) -> int:
         return int(getattr(self.module, _LENGTHS)(torch.tensor(length)))
@@ -309,11 +317,13 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
     taken = hearing.taken
     writes = tokenizer is not None
     words = partial(words_of, tokenizer) if writes else None
+    silence = (f"silence in front, up to {hearing.longest}, counts",) if hearing.silence_in_front else ()
+    said = ("each with what it says",) if writes else ()
 
     def synthetic() -> tuple[list[Prepared], list[Sample], str]:
         samples, waveforms, transcripts, total = utterances(taken)
         recordings = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
-        return recordings, samples, total + (", each with what it says" if writes else "")
+        return recordings, samples, ", ".join((total, *said, *silence))
 
     kind = FileKind(
         "recording",
@@ -321,6 +331,6 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
         lambda path: hearing.prepared(read(path, taken), text_beside(path) if writes else None),
         cut_to=hearing.longest,
         beside=".txt" if writes else "",
-        remarks=("the decoder reads NAME.txt, or without one the start alone",) if writes else (),
+        remarks=(("the decoder reads NAME.txt, or without one the start alone",) if writes else ()) + silence,
     )
     return files_or(synthetic, kind, options, one_by_one=True, words=words)

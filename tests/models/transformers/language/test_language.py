@@ -42,6 +42,18 @@ def test_outputs_are_those_of_transformers(folders, tokenizer, texts, lines, kin
     assert model.outputs.kind == "tokens" and torch.equal(model.outputs.read(result, batch), expected)
 
 
+def test_an_encoder_saved_alone(tokenizer, lines, tmp_path):
+    config = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "num_layers": 2}
+    theirs = transformers.T5EncoderModel(transformers.T5Config(**config)).eval()
+    theirs.save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
+    model = load_folder(tmp_path / "encoder", data=lines)
+    assert type(model.module) is type(theirs)
+    for batch in model.inputs:
+        assert torch.equal(result_of(model.module, batch)[0], result_of(theirs, batch)[0])
+    assert len(capture(model, verify=True).sites) == 5  # two blocks of two norms, and the last
+
+
 @pytest.mark.parametrize(
     ("kind", "batch_size", "longest"),
     [

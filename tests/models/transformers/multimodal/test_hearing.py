@@ -218,6 +218,42 @@ def test_what_is_missing_is_said(saved, tmp_path, recordings):
     assert model.inputs.unreadable == ["a.wav: its transcript has 500 tokens, and the model writes 60 at most"]
 
 
+def test_an_encoder_saved_alone_hears_the_end_of_a_recording_behind_silence(saved, tmp_path):
+    """As Smart Turn's own preprocessing has it: padded in front, normalized with the silence, all frames data."""
+    pytest.importorskip("torchaudio", exc_type=Exception)
+    config = transformers.AutoConfig.from_pretrained(saved("whisper"))
+    encoder = transformers.models.whisper.modeling_whisper.WhisperEncoder(config)
+    encoder.save_pretrained(tmp_path / "encoder")
+    front = {"padding_side": "left", "do_normalize": True}
+    extractor = transformers.WhisperFeatureExtractor(feature_size=40, chunk_length=4, **front)
+    extractor.save_pretrained(tmp_path / "encoder")
+    generator = np.random.default_rng(0)
+    lengths = {"long.wav": 70_000, "short.wav": 30_000}
+    for name, length in lengths.items():
+        soundfile.write(tmp_path / name, generator.normal(size=length) / 8, 16_000, subtype="FLOAT")
+    model = load_folder(tmp_path / "encoder", data=tmp_path)
+    assert type(model.module) is type(encoder)
+    for batch in model.inputs:
+        [sample] = batch.samples
+        waveform, _ = soundfile.read(tmp_path / sample.source, dtype="float32")
+        heard = np.pad(waveform, (max(64_000 - len(waveform), 0), 0))[-64_000:]
+        heard = (heard - heard.mean()) / np.sqrt(heard.var() + 1e-7)
+        given = transformers.WhisperFeatureExtractor(feature_size=40, chunk_length=4)(
+            heard, sampling_rate=16_000, return_tensors="pt"
+        )
+        torch.testing.assert_close(batch.kwargs["input_features"], given.input_features, rtol=1e-4, atol=1e-4)
+        assert batch.valid is None or bool(batch.valid.all())
+    assert model.inputs.description.endswith(
+        "2 recordings (silence in front, up to 4 s, counts, 1 cut to 4 s, 3 other files left out)"
+    )
+    seen = normscope.capture(model, verify=True)
+    assert [site.name for site in seen.sites] == [
+        name for name, part in encoder.named_modules() if isinstance(part, torch.nn.LayerNorm)
+    ]
+    assert {seen.stats[site.name].n_pairs for site in seen.sites} == {2 * 200 * 16}  # two recordings of 200 frames
+    assert load_folder(tmp_path / "encoder").about["data"].endswith(" (espeak-ng), silence in front, up to 4 s, counts")
+
+
 def test_a_preview_of_what_is_heard_and_written(saved, recordings):
     whisper = load_folder(saved("whisper"), data=recordings)
     batch = next(iter(whisper.inputs))

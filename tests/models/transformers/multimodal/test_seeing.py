@@ -41,7 +41,7 @@ def theirs_of(folder, module, images):
 def test_every_norm_is_verified_and_fitted(saved, kind):
     model = load_folder(saved(kind), limit=3)
     assert model.family == "vision" == model.about["family"]
-    assert model.about["data"] == "3 crops of grace_hopper.jpg (seed 0)"
+    assert model.about["data"] == "3 crops of grace_hopper.jpg, china.jpg, flower.jpg (seed 0)"
     named = json.loads((saved(kind) / "config.json").read_text())["architectures"]
     assert type(model.module).__name__ == BARE.get(kind, named[0])
     seen = normscope.capture(model, verify=True)

@@ -35,7 +35,9 @@ def image(folder, name):
 def test_every_norm_is_verified_and_fitted(saved, kind, family, outputs):
     model = load_folder(saved(kind), limit=2)
     assert (model.family, model.outputs.kind) == (family, outputs)
-    assert model.about["data"].startswith("2 crops of grace_hopper.jpg (seed 0), each with a line of normscope's page")
+    assert model.about["data"].startswith(
+        "2 crops of grace_hopper.jpg, china.jpg (seed 0), each with a line of normscope's page"
+    )
     assert type(model.module).__name__ == json.loads((saved(kind) / "config.json").read_text())["architectures"][0]
     seen = normscope.capture(model, verify=True)
     norms = [name for name, part in model.module.named_modules() if type(part).__name__.endswith("Norm")]

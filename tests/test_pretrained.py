@@ -1,0 +1,119 @@
+"""Three pretrained pre-norm networks through every command; scripts/fetch_pretrained.py brings them."""
+
+import numpy as np
+import pytest
+import torch
+from command_line import document, invoke
+
+import normscope
+from normscope.models.weights.repository import COPIES, copy_of
+
+REPOSITORIES = {copy.name: repository for repository, copy in COPIES.items()}
+# The number of norms, their kind and d, and the limit of samples that keeps a test below a minute.
+NETWORKS = {
+    "dinov2_small": (25, "LayerNorm", 384, 3),
+    "smollm2_135m": (61, "LlamaRMSNorm", 576, 4),
+    "smart_turn": (9, "LayerNorm", 384, 4),
+}
+pytestmark = pytest.mark.slow
+
+
+def fetched(name):
+    if not copy_of(REPOSITORIES[name]).is_dir():
+        pytest.skip(f"python scripts/fetch_pretrained.py {name} has not been run")
+    if name == "smart_turn":
+        pytest.importorskip("torchaudio", exc_type=Exception)
+    return name
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def name(request):
+    return fetched(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(name, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(name)
+    limit = NETWORKS[name][3]
+    invoke(f"capture {name} --limit {limit} --verify --diagonal --device cpu -o seen.safetensors", cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder):
+    return normscope.load_capture(folder / "seen.safetensors")
+
+
+def test_its_norms_are_found_and_its_origin_is_named(name, seen):
+    number, kind, d, limit = NETWORKS[name]
+    assert len(seen.sites) == number and not seen.skipped and seen.n_samples == limit
+    assert {(site.kind, site.d) for site in seen.sites} == {(kind, d)}
+    assert {site.placement for site in seen.sites} == {"pre-norm", "final"}
+    copy = COPIES[REPOSITORIES[name]]
+    assert copy.origin and seen.about["weights"] == (f"{REPOSITORIES[name]}, {copy.origin} (sha256 {copy.sha256[:12]})")
+
+
+def test_sums_are_those_of_hooks_on_its_last_norm(name, seen):
+    """Against the norm's own inputs, in float64."""
+    network = normscope.load(name, device="cpu", limit=NETWORKS[name][3])
+    site = seen.sites[-1]
+    norm, rows = network.module.get_submodule(site.name), []
+    hook = norm.register_forward_pre_hook(lambda module, args: rows.append(args[0].double()))
+    x = []
+    with torch.no_grad():
+        for batch in network.inputs:
+            network.module(**batch.kwargs)
+            x.append(rows.pop()[slice(None) if batch.valid is None else batch.valid].reshape(-1, site.d))
+    hook.remove()
+    x = torch.cat(x)
+    y = x if "RMS" in site.kind else x - x.mean(1, keepdim=True)
+    eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
+    y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + eps)
+    expected = torch.stack(
+        [torch.tensor(float(x.numel())), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum()]
+    )
+    found = seen.stats[site.name].moments.sum((0, 2)).double()
+    np.testing.assert_allclose(found[[0, 3, 4, 5]], expected[[0, 3, 4, 5]], rtol=1e-4)
+
+
+def test_every_command_on_the_capture(name, folder, seen):
+    number = NETWORKS[name][0]
+    names = {site.name for site in seen.sites}
+    fits = document("fit seen.safetensors --func tanh,isru,linear", cwd=folder)["fits"]
+    assert len(fits) == 3 * number and {fit["site"] for fit in fits} == names
+    assert {card["site"] for card in document("stats seen.safetensors", cwd=folder)["sites"]} == names
+    views = document("gradient seen.safetensors --layers 4 -o out", cwd=folder)["gradient"]
+    assert len({view["site"] for view in views}) == 4
+    invoke("plot seen.safetensors --layers 4 -o out", cwd=folder)
+    invoke("compare seen.safetensors seen.safetensors --layers 4 -o out", cwd=folder)
+    invoke("report seen.safetensors --layers 4 -o out", cwd=folder)
+    written = sorted(path.name for path in (folder / "out").iterdir())
+    assert any(path.endswith("-scurves.png") for path in written) and any(path.endswith(".html") for path in written)
+
+
+def test_layers_and_drift_of_the_network_itself(name, tmp_path):
+    listed = document(f"layers {name} --device cpu", cwd=tmp_path)
+    assert len(listed["sites"]) == NETWORKS[name][0]
+    last = listed["sites"][-1]["name"]
+    bench = f"swap-bench {name} --device cpu --limit 4 --layers {last} --quick --func dyt,rmsnorm"
+    assert document(bench, cwd=tmp_path)["drift"]
+
+
+def test_simplify_of_the_network_itself(name, tmp_path):
+    done = document(f"simplify {name} --device cpu --limit 1 -o exact", cwd=tmp_path)
+    assert (tmp_path / "exact").is_dir() and done
+
+
+def test_smart_turn_is_straight_at_first_and_an_s_at_last():
+    """As an independent measurement on all frames of the eight recordings found it."""
+    seen = normscope.capture(normscope.load(fetched("smart_turn"), device="cpu"))
+    fits = normscope.fit(seen.only("0,8"), "tanh")
+    first, last = fits
+    assert [first.r2_cv, last.r2_cv] == pytest.approx([0.994, 0.950], abs=5e-4)
+    assert last.amplitude == pytest.approx(10.1, abs=0.1) and last.alpha == pytest.approx(0.060, abs=1e-3)
+    assert seen.stats[last.site].n_pairs == 8 * 400 * 384
+
+
+def test_smollm2_continues_and_is_judged_by_perplexity():
+    network = normscope.load(fetched("smollm2_135m"), device="cpu")
+    assert type(network.module).__name__ == "LlamaForCausalLM" and network.task.measure == "perplexity"
