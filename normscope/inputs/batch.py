@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from normscope.errors import DataError, count
+from normscope.errors import DataError, UsageError, count
 from normscope.inputs.wrappers import unwrapped
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Batch:
             return tensor[which] if tensor.ndim > 0 and len(tensor) == len(self.samples) else tensor
 
         samples = self.samples[which] if isinstance(which, slice) else tuple(self.samples[i] for i in which)
-        return replace(self._each(part, of_lists=self.forward is not None), samples=samples)
+        return replace(self.each(part, of_lists=self.forward is not None), samples=samples)
 
     def copied(self) -> Batch:
         """Return the batch with copies of its arguments, which a network may then modify in place.
@@ -150,13 +150,14 @@ class Batch:
             converts = dtype is not None and tensor.is_floating_point() and tensor.dtype not in kept
             return tensor.to(device, dtype if converts else tensor.dtype, non_blocking=pinned)
 
-        return self._each(move)
+        return self.each(move)
 
     def pin_memory(self) -> Batch:
         """Copy every tensor into pinned memory, for asynchronous copies to a GPU."""
-        return self._each(lambda tensor: tensor.pin_memory())
+        return self.each(lambda tensor: tensor.pin_memory())
 
-    def _each(self, change: Callable[[Tensor], Tensor], *, of_lists: bool = False) -> Batch:
+    def each(self, change: Callable[[Tensor], Tensor], *, of_lists: bool = False) -> Batch:
+        """Return the batch with another tensor in place of each; ``of_lists`` for those within lists too."""
         import torch
 
         def changed(value: Any) -> Any:
@@ -327,7 +328,7 @@ class Halving:
 
 
 # Words in the names of optional parameters that take a whole number for each sample: what looks like a label is none.
-_WHOLE_NUMBERS = ("label", "target", "class", "length", "time", "step", "ids", "index", "position", "size", "num")
+_WHOLE_NUMBERS = ("label", "target", "class", "len", "time", "step", "ids", "index", "position", "size", "num")
 _COLOURS = (1, 3, 4)
 
 
@@ -350,6 +351,7 @@ def as_batches(
     Raises:
         DataError: if an entry is none of these, contains no sample, its tensors disagree on the number of samples, or
             one of them is nested.
+        UsageError: if ``batches`` is a single tensor, dict or Batch.
 
     >>> import torch
     >>> [batch.samples[-1].index for batch in as_batches([torch.zeros(2, 3), (torch.zeros(2, 3),)])]
@@ -363,6 +365,7 @@ def as_batches(
 
 def read(batches: Iterable[Any], signature: ForwardSignature, forward: Forward | None) -> Iterator[Batch]:
     """Yield batches as :func:`as_batches` does, for a network of this signature; warn once of omitted entries."""
+    check_several(batches)
     seen, data = 0, ""
     for number, entry in enumerate(batches):
         if isinstance(entry, Batch):
@@ -385,6 +388,16 @@ def read(batches: Iterable[Any], signature: ForwardSignature, forward: Forward |
 
 
 _UNNAMED = Sample("", -1, -1)
+
+
+def check_several(batches: object) -> None:
+    """Refuse a single batch in place of several: its rows, or its keys, would be taken for batches; UsageError."""
+    if isinstance(batches, (Batch, Mapping)) or hasattr(batches, "__array__"):  # of tensors and NumPy
+        shape = "".join(f" {tuple(size)}" for size in [getattr(batches, "shape", ())] if size)
+        batch = "torch.from_numpy(X)" if type(batches).__module__ == "numpy" else "X"
+        raise UsageError(
+            f"The batches are a single {type(batches).__name__}{shape}, X. Pass a list of them: [{batch}]."
+        )
 
 
 def taken_once(batches: Iterable[Any]) -> bool:

@@ -212,16 +212,17 @@ def as_inputs(batches: Iterable[Any]) -> Inputs:
     return inputs if hasattr(inputs, "chunks") else Entries(batches)
 
 
-def shared(batches: Iterable[Any], share: Share) -> tuple[Batch, Iterator[Chunk]]:
+def shared(batches: Iterable[Any], share: Share, *, may_be_none: bool = False) -> tuple[Batch | Any, Iterator[Chunk]]:
     """Return the first sample of all inputs, and the chunks of one process's share; DataError if there is no batch.
 
     ``batches`` are :class:`Inputs`, or any iterable that :func:`normscope.inputs.batch.as_batches` takes.
+    With ``may_be_none`` the first sample of no batch is None.
     """
     inputs = as_inputs(batches)
     if isinstance(inputs, Entries):
         first, chunks = inputs.apart(share)
-        if first is None:
+        if first is None and not may_be_none:
             raise DataError("There is no batch to run the model on.")
-        return first.first_sample(), chunks
+        return first and first.first_sample(), chunks
     chunks = (replace(chunk, batches=as_batches(chunk.batches)) for chunk in inputs.chunks(share))
     return next(as_batches([inputs.first_sample()])), chunks

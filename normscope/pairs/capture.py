@@ -60,8 +60,8 @@ def capture(
             :class:`normscope.Batch`; on the model's device and in its dtype, samples along axis 0. Labels, as a
             DataLoader returns them, are omitted, and a list of images is taken one by one, see
             :func:`normscope.inputs.batch.as_batches`. Passes that the iterable itself runs, as a sampler does, are
-            not recorded. Positions that a Batch or a mask among the arguments marks as padding are in no sum, where
-            their tokens are normalized. All tokens of a norm whose input has no axis of samples count, once for each
+            not recorded. Positions that a Batch, or a mask or lengths among the arguments, mark as padding are in no
+            sum, where their tokens are normalized; samples of other lengths run apart. All tokens of a norm whose input has no axis of samples count, once for each
             batch; they belong to no sample, and the site has no folds. None for a loaded model's own inputs.
         layers: the norm sites, see :func:`normscope.pairs.norms.sites.select`.
         about: description of the capture, for files and figures: ``model``, ``weights``, ``data``. A loaded model has
@@ -82,9 +82,9 @@ def capture(
             ``preview(batch, place)``, which returns a :class:`normscope.inputs.previews.Preview` or None.
         forward: runs the model on any entry of ``batches``: ``lambda model, batch: model(batch.x)``.
         group: the processes over which sums are added, in a script that has initialized torch.distributed: each rank
-            calls with its own batches, and every rank returns the whole. A process group or a DeviceMesh of one axis;
-            by default all ranks. None for this rank alone. Under tensor parallelism, ranks with the same data count
-            once: pass the axis of the data, ``mesh["dp"]``, or None if there is no such axis.
+            calls with its own batches, perhaps none, and every rank returns the whole. A process group or a DeviceMesh
+            of one axis; by default all ranks. None for this rank alone. Under tensor parallelism, ranks with the same
+            data count once: pass the axis of the data, ``mesh["dp"]``, or None if there is no such axis.
         progress: called with ``"samples"``, the number done, and the total, None if unknown.
 
     Returns:
@@ -92,7 +92,7 @@ def capture(
         :func:`normscope.merge_captures` makes of their captures.
 
     Raises:
-        DataError: if there is no batch, if the tokens of a mask, or their place at a norm, cannot be identified, or if
+        DataError: if no rank has a batch, if the tokens of a mask, or their place at a norm, cannot be identified, or if
             ranks captured the same input, or with different options.
         ModelError: if the model raises, if it calls no norm that normscope knows, if verification fails, or if ranks
             have shards of a norm's channels.
@@ -148,13 +148,13 @@ def captured(
     agree_on_batches(batches, ranks)
     taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested
     sharing = ALONE if ranks.own_batches else ranks
-    first, chunks = shared(batches, Share(sharing.rank, sharing.size, taken))
+    first, chunks = shared(batches, Share(sharing.rank, sharing.size, taken), may_be_none=ranks.own_batches)
     model = uncompiled(model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
     about = {"model": class_of(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
     with captured_once(model):
-        report = report or find_norms(model, first)
+        report = ranks.norms(find_norms(model, first) if report is None and first else report)
         sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)
         recorder = Recorder(model, summing, report, sites, previews)
         settings = _settings(recorder, about) | ({} if ranks.own_batches else _inputs(batches, first, about))

@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,8 @@ from torch.distributed.rendezvous import rendezvous
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.pairs.captures import shared_input
+from normscope.pairs.norms.sites import NormSite, SkippedNorm
+from normscope.pairs.norms.trace import NormReport
 from normscope.pairs.recorder import Progress, Recorder
 from normscope.pairs.storage import pack, unpack
 from normscope.runtime.files import check_writable
@@ -117,6 +119,17 @@ class Ranks:
             if size:
                 self._together(dist.broadcast, sent, group_src=rank)
             yield sent.cpu().numpy().tobytes()
+
+    def norms(self, report: NormReport | None) -> NormReport:
+        """Return the norms of the network: of another rank where this one has no batch (None); or DataError."""
+        if report is not None and self.size == 1:
+            return report
+        lists = report and {"sites": list(map(asdict, report.sites)), "skipped": list(map(asdict, report.skipped))}
+        found = next(filter(None, self.told(lists)), None)
+        if found is None:
+            raise DataError("There is no batch to run the model on.")
+        sites = [converted(NormSite, site, "norm site") for site in found["sites"]]
+        return report or NormReport(sites, [SkippedNorm(**norm) for norm in found["skipped"]], {}, {})
 
     def from_first(self, data: bytes) -> bytes:
         """Return the bytes of rank 0, on every rank."""

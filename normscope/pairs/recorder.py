@@ -285,7 +285,6 @@ class Recorder:
     def _adder(self, site: NormSite) -> Adder:
         """Return a function that adds the pairs of one call of a site: of its module, its input and its output."""
         by_gamma, sample = self.summing.by_gamma, self.summing.sample
-        kind, of_one_sample = self.report.kinds[site.name], self.report.shapes[site.name]
 
         def add(module: nn.Module, x: Tensor, output: Tensor) -> None:
             if self._pass is not None:
@@ -293,6 +292,7 @@ class Recorder:
                     add_whole(self._pass, module, brought, whole(output, like=x))
 
         def add_whole(under_way: _Pass, module: nn.Module, x: Tensor, output: Tensor) -> None:
+            kind, of_one_sample = self.report.kinds[site.name], self.report.shapes[site.name]
             if kind.channels(module, x) != site.channels:
                 raise DataError(
                     f"The norm {site.name} (input {tuple(x.shape)}) has {kind.channels(module, x)} channels, but "
@@ -301,11 +301,13 @@ class Recorder:
                 )
             samples, mask = under_way.batch.samples, under_way.batch.valid_at(site.path)
             axis = self._axis_of_samples(site.name, of_one_sample, x.shape, len(samples), mask)
-            valid = (
-                None if mask is None or not under_way.padded else self._valid_tokens(site, kind, module, x, axis, mask)
-            )
-            if valid is not None and kind.heads and kind.groups:
-                valid = valid.repeat_interleave(kind.groups(module))
+            valid = None
+            if mask is not None and under_way.padded:
+                if (packed := self._packed_axis(site, kind, module, x, axis, mask)) is not None:
+                    x, output, axis = _padded(x, packed, mask), _padded(output, packed, mask), 0
+                valid = self._valid_tokens(site, kind, module, x, axis, mask)
+                if valid is not None and kind.heads and kind.groups:
+                    valid = valid.repeat_interleave(kind.groups(module))
             rows = kind.rows(module, x.detach(), axis or 0)
             first = under_way.tokens[site.name]
             under_way.tokens[site.name] += len(rows) // (1 if axis is None else len(samples))
@@ -383,6 +385,22 @@ class Recorder:
             self._serving_all.add(name)
         return None if name in self._serving_all else axis
 
+    def _packed_axis(
+        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
+    ) -> int | None:
+        """Return the axis of the data of all samples, where the network took the padding out; None elsewhere."""
+        axes = token_axes(x, kind.axes(module, x.ndim))
+        sizes = [x.shape[axis] for axis in axes]
+        in_place = (
+            valid.numel() in sizes or sizes == [len(valid)] or (batch_axis is not None and valid.shape[1] in sizes)
+        )
+        channels_last = max(axes, default=0) < len(axes)
+        if in_place or not channels_last or site.name in self.report.of_weights or site.name in self._serving_all:
+            return None
+        n_data = int(valid.sum())
+        packed = [axis for axis in axes if x.shape[axis] == n_data and (batch_axis in (None, axis) or len(valid) == 1)]
+        return packed[0] if len(packed) == 1 or (packed and len(valid) == 1) else None
+
     def _valid_tokens(
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
     ) -> Tensor | None:
@@ -403,13 +421,26 @@ class Recorder:
             self._position_axes[site.name] = along[0]
         positions = self._position_axes.get(site.name)
         if batch_axis is None or positions not in along:
+            why = "no axis is as long as the mask" if not along else "several axes are as long as the mask"
+            why = "no axis counts the samples" if along and batch_axis is None else why
+            remedy = f", or say it in the valid_within of a normscope.Batch: {{{site.path!r}: …}}, None for data alone"
+            if kind.groups:
+                why, remedy = "its tokens extend over all", ""
             raise DataError(
-                f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding, of "
-                f"{valid.shape[1]} positions. Pass samples of one length, or one at a time (--batch-size 1), "
-                f"or say it in the valid_within of a normscope.Batch: {{{site.path!r}: …}}."
+                f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding: {why}, "
+                f"of {valid.shape[1]} positions. Pass samples of one length, or one at a time, without padding "
+                f"(--batch-size 1){remedy}."
             )
         shape = [size if axis in (batch_axis, positions) else 1 for axis, size in zip(axes, sizes, strict=True)]
         return valid.view(shape).expand(sizes).flatten()
+
+
+def _padded(x: Tensor, packed: int, mask: Tensor) -> Tensor:
+    """Return tokens of a packed axis at their positions, ``(samples, positions, …)``, with zeros for padding."""
+    x, mask = x.movedim(packed, 0), mask.to(x.device)
+    padded = x.new_zeros(*mask.shape, *x.shape[1:])
+    padded[mask] = x
+    return padded
 
 
 def _positions(kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None) -> Tensor:

@@ -124,8 +124,12 @@ class Probe:
                 "the axis along which batches differ, or group=None if all ranks have the same."
             )
         self._writes = self._ranks.rank == 0 and (peers is None or dist.get_rank(peers) == 0)
-        self._batches = _share(_read(self._model, batch, samples, forward), self._ranks)
-        self._report = find_norms(self._model, self._batches[0].first_sample())
+        batches = _share(_read(self._model, batch, samples, forward), self._ranks)
+        if not batches and self._ranks.size == 1:
+            raise UsageError("The loader yields no batch.")
+        self._batches = list(unpacked(self._model, batches)[1])
+        report = find_norms(self._model, self._batches[0].first_sample()) if batches else None
+        self._report = self._ranks.norms(report)
         self._sites = select(self._report.sites, layers)
         self._modules = {site.path: submodule(self._model, site.path) for site in self._sites}
         n_samples = count(sum(self._ranks.told(sum(len(each.samples) for each in self._batches))), "sample")
@@ -274,9 +278,7 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
                 break
     if generator is not None:
         generator.set_state(state)
-    if not batches:
-        raise UsageError("The loader yields no batch.")
-    return list(unpacked(model, batches)[1])
+    return batches
 
 
 def _share(batches: list[Batch], ranks: Ranks) -> list[Batch]:

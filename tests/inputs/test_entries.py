@@ -6,13 +6,14 @@ from collections import namedtuple
 
 import pytest
 import torch
-from networks import OneNorm
+from networks import OneNorm, network_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import normscope
-from normscope.errors import DataError, ModelError
+from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.inputs.held_out import learned_and_held_out
 
 WIDTH = 8
 
@@ -121,6 +122,52 @@ def test_what_a_network_asks_for_is_no_label():
     assert_as_by_hand(sums_of(Lengths(), [(x, lengths)]), by_hand=x * lengths[:, None, None])
     mask = (torch.arange(5) < 3).float().expand(6, 5)
     assert_as_by_hand(sums_of(Masked(), [(x, mask)]), by_hand=x * mask[..., None])
+
+
+SINGLE = [
+    (x, r"a single Tensor \(6, 5, 8\), X\. Pass a list of them: \[X\]"),
+    (x.numpy(), r"a single ndarray \(6, 5, 8\), X\. Pass a list of them: \[torch\.from_numpy\(X\)\]"),
+    ({"x": x}, r"a single dict, X\. Pass a list of them: \[X\]"),
+    (Batch((x,), samples=samples(6)), r"a single Batch, X\. Pass a list of them: \[X\]"),
+]
+
+
+@pytest.mark.parametrize(("single", "error"), SINGLE)
+def test_a_single_batch_in_place_of_several_is_refused(single, error):
+    model = OneNorm()
+    seen = normscope.capture(model, [x])
+    swapped = copy.deepcopy(model)
+    modules = normscope.replacements(model, "dyt", seen)
+    normscope.swap(swapped, "dyt", seen)
+    for call in (
+        lambda: normscope.capture(model, single),
+        lambda: normscope.capture(model, single, forward=lambda model, batch: model(batch)),
+        lambda: normscope.drift(model, single, modules),
+        lambda: normscope.simplify(model, single),
+        lambda: normscope.calibrate(model, swapped, single),
+        lambda: normscope.heal(model, swapped, [x], single),
+        lambda: normscope.keep(model, single, modules, max_drift=1.0),
+        lambda: normscope.fit_scale(model, single, "frozen"),
+        lambda: normscope.norm_cards(seen, model, single),
+        lambda: normscope.Probe(model, single, samples=2),
+        lambda: learned_and_held_out(single),
+    ):
+        with pytest.raises(UsageError, match=error):
+            call()
+
+
+def test_a_function_of_one_batch_takes_an_entry():
+    assert [site.name for site in normscope.find_norms(OneNorm(), x).sites] == ["norm"]
+    report = normscope.bench(OneNorm(), {"x": x}, ["dyt"], budget=0)
+    assert any(row.variant == "dyt" for row in report.rows)
+
+
+def test_lengths_are_no_labels():
+    def forward(self, x, x_lens=None):
+        return self.norm(x)
+
+    lengths = torch.tensor([5, 2, 2, 4, 5, 5])
+    assert sums_of(network_of(forward, norm=nn.LayerNorm(WIDTH)), [(x, lengths)]).n_tokens == int(lengths.sum())
 
 
 def test_what_a_network_has_no_name_for_is_not_left_out_in_silence():

@@ -131,6 +131,11 @@ def data_parallel(folder, rank):
     unnamed = [each.args[0] for each in of_rank(rank)]
     save(folder, f"unnamed {rank}", normscope.capture(Network(), unnamed))
     save(folder, f"unnamed alone {rank}", normscope.capture(Network(), unnamed, group=None))
+    of_first = [] if rank else [batch(index) for index in BATCHES]
+    save(folder, f"empty {rank}", normscope.capture(Network(), iter(of_first), **OPTIONS))
+    probe = normscope.Probe(Network(), of_first, samples=6)
+    probe.run()
+    save(folder, f"probed {rank}", probe.capture)
 
 
 COLUMNS = {f"blocks.{n}.up": lambda **layouts: ColwiseParallel(**layouts) for n in range(2)}
@@ -275,6 +280,7 @@ def refused(folder, rank):
         "mesh": lambda: normscope.capture(Network(), [batch(0)], group=mesh),
         "same": lambda: normscope.capture(Network(), [batch(0).args[0]]),
         "layers": lambda: normscope.capture(Network(), of_rank(rank), layers=[rank]),
+        "empty": lambda: normscope.capture(Network(), []),
         "missing": lambda: rank or normscope.capture(Network(), of_rank(rank), group=impatient),
     }
     errors = {name: error_of(call) for name, call in calls.items()}
@@ -349,6 +355,14 @@ def test_ranks_with_batches_of_their_own_see_what_one_process_sees(folder, name)
     assert_same(seen, normscope.capture(Network(), batches, **OPTIONS))
     assert [site.name for site in seen.sites][:3] == ["blocks.0.norm1", "blocks.0.norm2", "blocks.0.module"]
     assert seen.sites[-1].name == "(model):layer_norm.0"
+
+
+@pytest.mark.slow
+def test_a_rank_without_batches_sees_what_the_other_sees(folder):
+    known = normscope.capture(Network(), [batch(index) for index in BATCHES], **OPTIONS)
+    assert_same(normscope.load_capture(of_all(folder / "two", "empty", "safetensors")), known)
+    probed = normscope.load_capture(of_all(folder / "two", "probed", "safetensors"))
+    assert_same_tensors(pack(probed)[1], pack(normscope.capture(Network(), [batch(0), batch(1)]))[1])
 
 
 @pytest.mark.slow
@@ -431,6 +445,7 @@ def test_ranks_that_do_not_agree_are_refused(folder):
         assert said["mesh"].startswith("UsageError: group is a DeviceMesh of the axes dp, tp. Pass the axis along")
         assert said["same"].startswith("DataError: Two ranks have captured sample ")
         assert "sees another layers than" in said["layers"]
+        assert said["empty"] == "DataError: There is no batch to run the model on."
         assert said["n_samples"] == 3
     assert "every rank of the group must call it" in errors[0]["missing"] and errors[1]["missing"] is None
 

@@ -140,6 +140,68 @@ def test_tokens_that_are_no_positions_of_the_mask_are_an_error():
         normscope.capture(Encoder("tokens"), [batch])
 
 
+def halved(self, x, attention_mask):
+    return self.norm(x[:, ::2])
+
+
+@pytest.mark.parametrize(
+    ("forward", "norm", "why"),
+    [
+        (halved, nn.LayerNorm(WIDTH), "no axis is as long as the mask, of 9 positions"),
+        (lambda self, x, attention_mask: self.norm(x.mT), nn.GroupNorm(2, WIDTH), "its tokens extend over all, of 9"),
+        (
+            lambda self, x, attention_mask: self.norm(x.repeat(2, 1, 1)[:5]),
+            nn.LayerNorm(WIDTH),
+            "no axis counts the sam",
+        ),
+    ],
+)
+def test_a_refusal_names_the_reason_and_its_remedies_work(forward, norm, why):
+    model = network_of(forward, norm=norm)
+    x, valid = padded()
+    inputs = {"x": x, "attention_mask": valid.long()}
+    with pytest.raises(
+        DataError, match=rf"norm \(input .*\) it cannot be told which tokens are padding: {why}"
+    ) as error:
+        normscope.capture(model, [inputs])
+    alone = [{"x": s, "attention_mask": torch.ones(1, s.shape[1]).long()} for s in sequences()]
+    assert normscope.capture(model, alone).stats["norm"].n_tokens
+    if "valid_within" in str(error.value):
+        all_data = Batch((), inputs, samples(0, 1, 2), valid=valid, valid_within={"norm": None})
+        assert normscope.capture(model, [all_data]).stats["norm"].n_tokens
+    if forward is halved:
+        few = {"x": x[:2], "attention_mask": (torch.arange(9) < torch.tensor([[3], [2]])).long()}
+        with pytest.raises(DataError, match="it cannot be told"):  # although as many positions are left as are data
+            normscope.capture(model, [few])
+        apart = Batch((), inputs, samples(0, 1, 2), valid=valid, valid_within={"norm": valid[:, ::2]})
+        assert normscope.capture(model, [apart]).stats["norm"].n_tokens == int(valid[:, ::2].sum())
+
+
+def unpadded(layout: str, padding: bool = False) -> nn.Module:
+    """A network that normalizes the data alone, in one axis, as attention on sequences of varying length takes it."""
+
+    def forward(self, x, attention_mask):
+        keep = attention_mask.bool()
+        tokens = x if padding else x[None][:, keep] if layout == "one row" else x[keep]
+        heads = tokens.unflatten(-1, (HEADS, HEAD_DIM)) if "heads" in layout else tokens
+        return self.norm(heads.transpose(0, 1) if layout == "heads first" and not padding else heads)
+
+    return network_of(forward, norm=nn.LayerNorm(HEAD_DIM if "heads" in layout else WIDTH))
+
+
+@pytest.mark.parametrize("layout", ["tokens", "one row", "heads last", "heads first"])
+@pytest.mark.parametrize("lengths", [(5, 9, 3), (9, 9, 9), (4, 4, 1), (1, 1, 1)])
+def test_tokens_without_their_padding_are_all_data_of_their_samples(layout, lengths):
+    x, _ = padded()
+    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
+    batches = [Batch((x, mask), samples=samples(0, 1, 2)), Batch((x[1:2], mask[1:2]), samples=samples(3))]
+    seen = normscope.capture(unpadded(layout), batches, verify=True, keep_inputs=1).stats["norm"]
+    same = normscope.capture(unpadded(layout, padding=True), batches).stats["norm"]
+    assert_same_sums(seen, same)
+    assert seen.n_pairs == (sum(lengths) + lengths[1]) * WIDTH
+    assert seen.fold_by == "source"
+
+
 def test_what_the_batches_run_themselves_is_not_recorded():
     model = Encoder("tokens")
 

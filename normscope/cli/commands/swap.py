@@ -133,14 +133,14 @@ def _calibrated(
 
 def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> Quantiles:
     """Measure and print the drift of the calibrated network on held-out inputs."""
-    from normscope.inputs.batch import as_batches
+    from normscope.pairs.norms.streams import unpacked
     from normscope.runtime.network import left_as_found
     from normscope.swaps.distances import output_errors
     from normscope.swaps.reports import Quantiles
 
     original, held_out = source.network.module, source.held_out
     with left_as_found(original), left_as_found(swapped):
-        errors = output_errors(original, swapped, as_batches(held_out), source.network.outputs)
+        errors = output_errors(original, swapped, unpacked(original, held_out)[1], source.network.outputs)
     moved = Quantiles.of(errors.tolist())
     say.result(
         f"calibrated, on {held_out.description}: {measure} at the output {moved.p50:.3g} in the median, "

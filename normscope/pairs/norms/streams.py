@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Batch, ForwardSignature, read, taken_once, tensors_at, tensors_of
+from normscope.inputs.batch import Batch, ForwardSignature, check_several, read, taken_once, tensors_at, tensors_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
 from normscope.inputs.wrappers import named_modules
+from normscope.pairs.norms.lengths import divided
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
 
@@ -163,15 +164,15 @@ class BoundInputs:
     """Inputs for a network, with the masks among their arguments as ``valid`` and ``valid_within`` of the batches."""
 
     def __init__(self, inputs: Any, model: nn.Module, forward: _Forward) -> None:
-        vars(self).update(
-            _inputs=inputs, _model=uncompiled(model), _masks={}, _taken=(ForwardSignature.of(model), forward)
-        )
+        check_several(inputs)
+        taken = ForwardSignature.of(model), forward
+        vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={}, _cuts={}, _taken=taken)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(vars(self)["_inputs"], name)
         if name == "chunks":
-            return lambda share: (replace(chunk, batches=map(self._bound, chunk.batches)) for chunk in value(share))
-        return (lambda: self._bound(value())) if name == "first_sample" else value
+            return lambda share: (replace(chunk, batches=self._bound(chunk.batches)) for chunk in value(share))
+        return (lambda: next(self._bound([value()]))) if name == "first_sample" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._inputs, name, value)
@@ -181,11 +182,17 @@ class BoundInputs:
         return taken_once(self._inputs)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self._bound, read(self._inputs, *self._taken))
+        return self._bound(read(self._inputs, *self._taken))
 
-    def _bound(self, batch: Batch) -> Batch:
-        if batch.valid is not None or batch.valid_within:
-            return batch
+    def _bound(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        parameters = self._taken[0].positional or ()
+        for batch in batches:
+            if batch.valid is not None or batch.valid_within:
+                yield batch
+            else:
+                yield from map(self._masked, divided(batch, self._model, parameters, self._cuts))
+
+    def _masked(self, batch: Batch) -> Batch:
         tensors = dict(tensors_at((batch.args, batch.kwargs)))
         arguments = frozenset((path, tensor.ndim) for path, tensor in tensors.items())
         if arguments not in self._masks:
@@ -220,7 +227,7 @@ def unpacked(
     :func:`normscope.inputs.loaded_model.output_kind`.
 
     Raises:
-        UsageError: if there are no batches, or ``model`` is no network.
+        UsageError: if there are no batches, or they are a single one, or ``model`` is no network.
     """
     if isinstance(model, LoadedModel):
         batches = model.inputs if batches is None else batches

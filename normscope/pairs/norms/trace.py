@@ -109,7 +109,7 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
     if batch is None and isinstance(model, LoadedModel):
         batch = model.inputs.first_sample()
     model, batches, *_ = unpacked(model, None if batch is None else [batch])
-    batch = next(iter(batches)) if batch is None else batch
+    batch = batch if isinstance(batch, Batch) else next(iter(batches))
     _refuse_what_hooks_cannot_enter(model)
     model = uncompiled(model)  # inside torch.compile: compiled code calls no hook of its parts
     named, weighing = _suspects(model)

@@ -128,6 +128,7 @@ def bench(
         batch = next(iter(batches))
         batch = batch.first_sample() if model_tensor(model).device.type == "cpu" else batch
         about["data"] = f"{count(len(batch.samples), 'sample')} of {about['data']}"
+    batch = batch if isinstance(batch, Batch) else next(iter(batches))
     tensor = model_tensor(model, torch.empty(0))
     chosen = _dtypes(dtypes, full, tensor)
     budget = (math.inf if full else BUDGET) if budget is None else budget
