@@ -9,7 +9,6 @@ from normscope.pairs.capture import captured
 from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import pack
 from normscope.pairs.sums.binning import PAIR_GRID
-from normscope.pairs.sums.sampling import FOLDS
 
 SUMS = 1e-12  # float64 sums of at most 1e7 terms each, added in another order
 
@@ -49,20 +48,6 @@ def assert_same_capture(seen, expected):
     assert seen.parts.keys() == expected.parts.keys()
     for name, part in expected.parts.items():
         assert_same_capture(seen.parts[name], part)
-
-
-def with_every_fold(tensors):
-    """Return the tensors of a capture of format version 4: of every bin with pairs all folds, ``(folds, 6, bins)``."""
-    older = dict(tensors)
-    for name in [name for name in tensors if name.endswith(".moments.cells")]:
-        site, cells = name.removesuffix("moments.cells"), older.pop(name).long()
-        bins = (cells % PAIR_GRID.size).unique()
-        older[f"{site}moments.bins"] = bins.int()
-        for moments in {f"{site}{kind}moments" for kind in ("", "gamma_", "diagonal_")} & tensors.keys():
-            dense = torch.zeros(6, FOLDS * PAIR_GRID.size, dtype=torch.float64)
-            dense[:, cells] = tensors[moments]
-            older[moments] = dense.view(6, FOLDS, -1).movedim(0, 1)[..., bins].contiguous()
-    return older
 
 
 def observed(network, batches=None, *, about=None, layers="all", **summing):

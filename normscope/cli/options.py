@@ -56,6 +56,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "limit": "N  Take at most N samples; of a diffusion model, trajectories.",
         "shuffle": "Take the inputs in an order drawn with --seed, before --limit.",
         "sample": "N  Take only N tokens of each sample at every norm, drawn uniformly: faster, and less exact.",
+        "skip": "N  Leave out the first N tokens of each sample: attention sinks, class tokens.",
     },
     DIFFUSION: {
         "guidance": "NUMBER  Scale of classifier-free guidance, 1 for none; by default the model's own.",
@@ -157,7 +158,7 @@ _NAMES = {
 }
 # Options of several commands that only one of them lists in its help.
 _LISTED_BY = {
-    **dict.fromkeys(("shuffle", "sample", "workers", "seed", "device_map", "tp", "verify"), "capture"),
+    **dict.fromkeys(("shuffle", "sample", "skip", "workers", "seed", "device_map", "tp", "verify"), "capture"),
     **dict.fromkeys(("figure_format", "dpi", "style", "labels", "font", "caption"), "plot"),
 }
 _LARGEST = 2**63 - 1
@@ -202,7 +203,7 @@ def _columns(context: typer.Context, text: str | None) -> str | None:
 _PARSERS: dict[str, Callable[[str], Any]] = {"data": _path, "batch_size": _size}
 _CHECKS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size", "tp"), _between(1)),
-    **dict.fromkeys(("workers", "keep_inputs", "report.keep_inputs"), _between(0)),
+    **dict.fromkeys(("workers", "skip", "keep_inputs", "report.keep_inputs"), _between(0)),
     **dict.fromkeys(("seconds", "checkpoint_every"), _between(0, math.inf, " seconds")),
     "dpi": _between(20, 1200),
     "seed": _between(-(2**63)),

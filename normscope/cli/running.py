@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
     from normscope.pairs.ranks import Checkpoints, Ranks
 
-_OF_CAPTURES = ("sample", "verify")  # options that normscope.load does not take
+_OF_CAPTURES = ("sample", "skip", "verify")  # options that normscope.load does not take
 _BY = ("timestep",)
 
 
@@ -36,6 +36,7 @@ class RunOptions:
     batch_size: int | Literal["auto"] = 8
     workers: int | None = None
     sample: int | None = None
+    skip: int = 0
     seed: int = 0
     device: str = "auto"
     device_map: str | None = None
@@ -67,7 +68,7 @@ class RunOptions:
         from normscope.pairs.capture import captured
         from normscope.pairs.recorder import Summing
 
-        summing = Summing(seed=self.seed, sample=self.sample, verify=self.verify, **kept)
+        summing = Summing(self.seed, self.sample, self.verify, skip=self.skip, **kept)
         with output.bars() as progress:
             return captured(
                 network, summing=summing, layers=layers, progress=progress, ranks=ranks, checkpoints=checkpoints

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from normscope.cli.output import Output
+    from normscope.cli.running import RunOptions
     from normscope.curves.known import Curve
     from normscope.fits.curve_fit import CurveFit
     from normscope.fits.scale import FewFit, FrozenFit
@@ -208,7 +209,7 @@ class SwapSource:
         held_out: inputs to measure on.
     """
 
-    def __init__(self, network: LoadedModel, layers: str, seed: int, say: Output, ranks: Ranks) -> None:
+    def __init__(self, network: LoadedModel, layers: str, run: RunOptions, say: Output, ranks: Ranks) -> None:
         """Find the norms and choose the sites; UsageError if there are none.
 
         Ranks divide captures and drift among them, and arrive at the same start values.
@@ -218,7 +219,7 @@ class SwapSource:
         least = _LEAST.fullmatch(layers.strip())
         if layers.strip().startswith("least") and not least:
             raise UsageError(f"--layers {layers} is not understood; least:8 takes the eight least harmful.")
-        self.network, self.ranks, self._seed, self._say = network, ranks, seed, say
+        self.network, self.ranks, self._run, self._say = network, ranks, run, say
         report = normscope.find_norms(network, network.inputs.first_sample())
         self.skipped = report.skipped
         say.skipped(report.skipped)
@@ -249,19 +250,20 @@ class SwapSource:
 
         if fits_scale(choice.asked):
             if self._second_pass is None:
-                names, outputs = [norm.name for norm in self.norms], self.network.outputs
+                names = [norm.name for norm in self.norms]
+                options: dict[str, Any] = {"outputs": self.network.outputs, "skip": self._run.skip}
                 self._say.remark(f"{choice.func} takes a second pass over the inputs to learn from")
                 with self._say.bars() as progress:
                     self._second_pass = SecondPass(
-                        self.network.module, self.learned, layers=names, outputs=outputs, progress=progress
+                        self.network.module, self.learned, layers=names, progress=progress, **options
                     )
-            return self._second_pass.fits(choice.func, self._seed)
+            return self._second_pass.fits(choice.func, self._run.seed)
         if not choice.needs_pairs:
             return self.norms
         per, network = choice.per, self.network
         if per not in self._seen:
             layers = [norm.name for norm in self.norms]
-            summing = Summing(self._seed, by_gamma=per == "site", per_channel=per == "channel")
+            summing = Summing(self._run.seed, by_gamma=per == "site", per_channel=per == "channel", skip=self._run.skip)
             with self._say.bars() as progress:
                 self._seen[per] = captured(
                     network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks

@@ -61,6 +61,7 @@ from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import visible
+from normscope.tables.table import sink_sentence
 
 Array = NDArray[np.float64]
 
@@ -444,6 +445,8 @@ def remarks(panels: Sequence[Panel], fits: Sequence[CurveFit], labels: str = NO_
         mark = "ceiling:" if "ceiling" in written else "after /: the ceiling," if "'/ " in written else ""
         lines[0] += f"; {mark} that of the best function of x" if mark else ""
         lines[0] += "; *: too low, as x repeats there, finer than bins resolve" if "*" in written else ""
+    if sink := sink_sentence(fits):
+        lines.append(sink)
     if others := best_of(fits)[1]:
         more = f" and {len(others) - _MOST_LISTED} more" if len(others) > _MOST_LISTED else ""
         lines.append(f"Not drawn, of smaller mean R²: {', '.join(others[:_MOST_LISTED])}{more}")

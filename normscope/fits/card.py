@@ -16,6 +16,7 @@ from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.fit import fit
 from normscope.fits.saturation import Saturation, site_saturation
 from normscope.fits.scale import chosen_channels
+from normscope.fits.sinks import Sink
 from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel
@@ -249,6 +250,7 @@ class NormCard(SiteRecord, Record):
         linear_up_to: the |x| beyond which no pair is; None if the pairs do not bend, or without a tanh.
         straight: True if the pairs do not bend.
         tails: the large activations.
+        sink: the position that carries more than half of Σx², if there is one, with tanh's R² without it.
         saturation: of a point-wise function, which has no centring, scale or linear range; None for a norm.
     """
 
@@ -264,6 +266,7 @@ class NormCard(SiteRecord, Record):
     linear_up_to: float | None = None
     straight: bool = False
     tails: Tails | None = None
+    sink: Sink | None = None
     saturation: Saturation | None = None
 
 
@@ -320,6 +323,7 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit, sums: TokenSums | No
         # Tokens that are all mean have a constant y, but also a σ and tails.
         "degenerate": None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
         "saturation": site_saturation(site, stats),
+        "sink": bend.sink,
     }
     if about["degenerate"]:
         return NormCard(**about)

@@ -322,8 +322,7 @@ def _same_inputs(here: PairStats, there: PairStats) -> bool:
     A key of the drawing sample is a hash of seed, data set, sample and place; the least keys are kept.
     """
     keys = [stats.tokens.key.sort().values for stats in (here, there)]
-    alike = (here.fold_by, here.sources.assignment) == (there.fold_by, there.sources.assignment)
-    return alike and torch.equal(*keys)
+    return here.fold_by == there.fold_by and torch.equal(*keys)
 
 
 def _transferred(first: CurveFit, target: FitTarget) -> float | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from normscope.curves.known import FREE, Curve
 from normscope.fits.jackknife import Interval
+from normscope.fits.sinks import Sink
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.records import Tabled, as_json
@@ -75,6 +76,8 @@ class CurveFit(SiteRecord):
         best: True for the curve that ``best`` selected.
         x_repeats: True if many x are equal to the last bit, as in blank patches: the ceiling is then too low.
         nothing: reason why there was nothing to fit; None if there was.
+        sink: the position that carries more than half of Σx², if there is one, with the curve's R² without it; None for
+            channels and pools.
         norm: the norm site, for the function that replaces it; None for pooled sites.
     """
 
@@ -110,6 +113,7 @@ class CurveFit(SiteRecord):
     best: bool = False
     x_repeats: bool = False
     nothing: str | None = None
+    sink: Sink | None = None
     norm: NormSite | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -193,5 +197,6 @@ _ATTRIBUTES = (
     *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C", "slope", "r2", "r2_cv"),
     *("r2_ceiling", "of_ceiling", "rmse", "n_pairs", "converged", "straight", "power_law", "coefficient", "folds"),
     *("channel", "sites", "form", "weights_by", "tail_rmse", "centre_rmse", "largest_error", "largest_error_at"),
-    *("saturated", "reach", "parameters", "rank", "in_noise", "best", "x_repeats", "nothing", "intervals"),
+    *("saturated", "reach", "parameters", "rank", "in_noise", "best", "x_repeats", "nothing", "sink"),
+    "intervals",
 )

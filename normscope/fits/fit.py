@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from normscope.errors import UsageError
 from normscope.fits.ceiling import Ceiling, ceilings, free
 from normscope.fits.curve_fit import CurveFit, about_site
 from normscope.fits.jackknife import Attributes, fitted, inside_noise
+from normscope.fits.sinks import Sink, sink_of, without_first
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import (
     POINTWISE,
@@ -96,6 +97,28 @@ def fit(
         for target in targets:
             target.nothing = target.nothing or (POINTWISE if math.isnan(target.slope) else None)
     abouts = [_about(target, capture, weights_by) for target in targets]
+    fits = _of_targets(targets, requested, form, abouts)
+    if per == "site" and pool is None:
+        sinks = [sink_of(capture.stats[target.site]) for target in targets]
+        first = [n for n, sink in enumerate(sinks) if sink and sink.position == capture.skip and not targets[n].nothing]
+        first = first if weights_by == "pairs" and not theory else []
+        curves = {fit.curve: fit.function for n in first for fit in fits[n] if fit.curve != FREE}
+        others = [without_first(targets[n], capture.stats[targets[n].site]) for n in first]
+        without = _of_targets(others, list(curves.values()), form, [abouts[n] for n in first])
+        r2 = {(fit.site, fit.curve): fit.r2 for of_target in without for fit in of_target if not fit.degenerate}
+        fits = [[_with_sink(fit, sink, r2) for fit in of_target] for of_target, sink in zip(fits, sinks, strict=True)]
+    return Records(each for of_target in fits for each in of_target)
+
+
+def _with_sink(fit: CurveFit, sink: Sink | None, r2: Mapping[tuple[str, str], float]) -> CurveFit:
+    known = None if fit.degenerate else fit.r2
+    return replace(fit, sink=sink and Sink(sink.position, sink.share, fit.curve, known, r2.get((fit.site, fit.curve))))
+
+
+def _of_targets(
+    targets: Sequence[FitTarget], requested: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
+) -> list[list[CurveFit]]:
+    """Fit the requested curves to each target."""
     fits = {
         number: [_nothing(target, each, form, abouts[number]) for each in requested]
         for number, target in enumerate(targets)
@@ -103,7 +126,7 @@ def fit(
     }
     for numbers, problems in batches(targets):
         fits |= zip(numbers, _fits(problems, requested, form, [abouts[number] for number in numbers]), strict=True)
-    return Records(each for number in sorted(fits) for each in fits[number])
+    return [fits[number] for number in sorted(fits)]
 
 
 def check_fit(

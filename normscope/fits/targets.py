@@ -129,7 +129,7 @@ def site_target(site: NormSite, stats: PairStats, moments: Tensor) -> FitTarget:
         moments=moments,
         counts=moments[:, 0],
         reach=float(stats.reach.max()) if n_pairs else math.nan,
-        nothing=_degenerate(stats, n_pairs, float(low.min()), float(high.max())) or _nothing_in(moments, NO_WEIGHT),
+        nothing=_degenerate(stats, n_pairs, float(low.min()), float(high.max())) or nothing_in(moments, NO_WEIGHT),
         fold_by=stats.fold_by,
         drawn=(stats.tokens.x,),
     )
@@ -147,7 +147,7 @@ def _even_over_x(target: FitTarget) -> FitTarget:
     width = target.grid.edges().diff()
     share = width.where(width.isfinite(), 0.0) / target.counts.sum(0).clamp_min(1)
     moments = target.moments * share
-    return replace(target, moments=moments, nothing=target.nothing or _nothing_in(moments, "x beyond the grid"))
+    return replace(target, moments=moments, nothing=target.nothing or nothing_in(moments, "x beyond the grid"))
 
 
 def _degenerate(stats: PairStats, pairs: float, low: float, high: float) -> str | None:
@@ -158,7 +158,8 @@ def _degenerate(stats: PairStats, pairs: float, low: float, high: float) -> str 
     return "one token" if stats.n_tokens == 1 else None
 
 
-def _nothing_in(moments: Tensor, no_weight: str) -> str | None:
+def nothing_in(moments: Tensor, no_weight: str) -> str | None:
+    """Return the reason why there is nothing to fit to moments ``(folds, 6, bins)``, if there is one."""
     n, _, y, _, _, yy = moments.sum((0, 2)).tolist()
     if not n > 0:
         return no_weight

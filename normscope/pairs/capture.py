@@ -45,6 +45,7 @@ def capture(
     diagonal: bool = False,
     by_part: bool = False,
     keep_inputs: int = 0,
+    skip: int = 0,
     forward: Forward | None = None,
     group: Group = "world",
     progress: Progress = silent,
@@ -80,6 +81,10 @@ def capture(
             :func:`normscope.report`: a preview (thumbnail, envelope of the waveform, text) and mean, σ and element
             sizes of every token at every norm. Of a diffusion model, at each timestep. Batches may have a method
             ``preview(batch, place)``, which returns a :class:`normscope.inputs.previews.Preview` or None.
+        skip: number of first positions of each sample that are in no sum, after padding on the left: an attention sink,
+            the class token and the registers of a vision transformer. A position is the index of a token along the
+            axis that numbers the tokens of a sample at that norm, which may be shorter than the sequence, as behind a
+            merging of patches. Norms without such an axis are refused.
         forward: runs the model on any entry of ``batches``: ``lambda model, batch: model(batch.x)``.
         group: the processes over which sums are added, in a script that has initialized torch.distributed: each rank
             calls with its own batches, perhaps none, and every rank returns the whole. A process group or a DeviceMesh
@@ -93,11 +98,11 @@ def capture(
 
     Raises:
         DataError: if no rank has a batch, if the tokens of a mask, or their place at a norm, cannot be identified, or if
-            ranks captured the same input, or with different options.
+            ranks captured the same input, or with different options, or if ``skip`` leaves no token at a norm.
         ModelError: if the model raises, if it calls no norm that normscope knows, if verification fails, or if ranks
             have shards of a norm's channels.
-        UsageError: if ``layers`` names no site, if ``sample`` or ``keep_inputs`` is too small, or if a module comes
-            without batches.
+        UsageError: if ``layers`` names no site, if ``sample``, ``keep_inputs`` or ``skip`` is too small, if a token
+            of one of the norms is not one position of one sample, for ``skip``, or if a module comes without batches.
         MemoryEndedError: if a single sample takes more memory than there is; larger batches are split.
         RankLostError: if another rank of the group does not call within the group's timeout, or ends.
 
@@ -108,7 +113,7 @@ def capture(
     >>> capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0).stats["1"].n_pairs
     256
     """
-    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part, keep_inputs)
+    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part, keep_inputs, skip)
     ranks = Ranks.of_group(group)
     return captured(
         model, batches, summing, layers=layers, about=about, forward=forward, progress=progress, ranks=ranks
@@ -144,6 +149,8 @@ def captured(
         )
     if summing.keep_inputs < 0:
         raise UsageError(f"keep_inputs is {summing.keep_inputs}: it is a number of inputs, 0 to keep none.")
+    if summing.skip < 0:
+        raise UsageError(f"skip is {summing.skip}: it is a number of positions, 0 to leave none out.")
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
     agree_on_batches(batches, ranks)
     taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested

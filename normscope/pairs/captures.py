@@ -19,7 +19,6 @@ from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
 
 _T = TypeVar("_T")
-_MIXED = " · folds of two assignments, so no intervals and no ceiling"
 
 
 @dataclass(repr=False)
@@ -37,6 +36,7 @@ class Capture(Tabled):
         versions: of Python and the libraries.
         parts: captures of parts of the data, each by its name (``timestep 980``), where requested.
         inputs: inputs that were kept for display, where requested.
+        skip: number of first positions of each sample that are in no sum.
     """
 
     about: Mapping[str, str]
@@ -48,12 +48,13 @@ class Capture(Tabled):
     versions: Mapping[str, str]
     parts: dict[str, Capture] = field(default_factory=dict)
     inputs: Sequence[KeptInput] = ()
+    skip: int = 0
 
     def __repr__(self) -> str:
         pairs = sorted({stats.n_pairs for stats in self.stats.values()}) or [0]
         each = f"{pairs[0]:,} pairs each" if len(pairs) == 1 else f"{pairs[0]:,} to {pairs[-1]:,} pairs"
-        sites, samples = count(len(self.sites), "site"), count(self.n_samples, "sample")
-        return f"Capture {self.about['model']}: {sites}, {samples}, {each if self.stats else 'no pairs'}"
+        parts = [count(len(self.sites), "site"), count(self.n_samples, "sample"), each if self.stats else "no pairs"]
+        return f"Capture {self.about['model']}: {', '.join(parts + [without_first(self.skip)] * (self.skip > 0))}"
 
     def only(self, layers: Layers) -> Capture:
         """Return the capture of some of the sites, see :func:`normscope.pairs.norms.sites.select`."""
@@ -76,7 +77,8 @@ class Capture(Tabled):
 
         Raises:
             DataError: if the two are not of the same model, weights, dtype and sites, or not the same sample of the
-                tokens, if only one keeps parts, or if both contain the same input.
+                tokens, if they leave out different numbers of positions, if only one keeps parts, or if both contain
+                the same input.
         """
         for key in ("model", "weights", "dtype"):
             mine, theirs = (about.get(key, "not named") for about in (self.about, other.about))
@@ -85,6 +87,11 @@ class Capture(Tabled):
         samples = [about.get("sample", "all tokens") for about in (self.about, other.about)]
         if samples[0] != samples[1]:
             raise DataError(f"Cannot merge a capture of {samples[0]} with one of {samples[1]}; take the same of both.")
+        if self.skip != other.skip:
+            raise DataError(
+                f"Cannot merge a capture with skip={self.skip} with one with skip={other.skip}; "
+                "leave out the same positions in both."
+            )
         if difference := _difference_of_sites(self.sites, other.sites):
             raise DataError(
                 f"Cannot merge captures of different norm sites: {difference}; capture the same layers of both."
@@ -108,9 +115,7 @@ def added(first: Capture, second: Capture) -> Capture:
     """Merge without checks; while captures are under way, sites and parts may be in one of them only."""
     sites = {site.name: site for site in (*second.sites, *first.sites)}
     stats = _union(first.stats, second.stats, PairStats.merge)
-    data = joined_names(*(each.about.get("data", "").removesuffix(_MIXED) for each in (first, second)))
-    mixed = any(sums.sources.assignment == "mixed" for sums in stats.values())
-    about = {**first.about, "data": data + _MIXED * mixed}
+    about = {**first.about, "data": joined_names(*(each.about.get("data", "") for each in (first, second)))}
     if first.about.get("part") != second.about.get("part"):
         about.pop("part", None)
     return Capture(
@@ -123,7 +128,13 @@ def added(first: Capture, second: Capture) -> Capture:
         versions=_union(first.versions, second.versions, joined_names),
         parts=_union(first.parts, second.parts, added),
         inputs=first_inputs([*first.inputs, *second.inputs]),
+        skip=first.skip,
     )
+
+
+def without_first(skip: int) -> str:
+    """Describe the tokens that a capture leaves out."""
+    return f"without the first {f'{skip} positions' if skip > 1 else 'position'} of each sample"
 
 
 def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]]) -> dict[str, PairStats]:

@@ -18,15 +18,16 @@ from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import submodule
-from normscope.pairs.captures import Capture, added, sums_of, versions
+from normscope.pairs.captures import Capture, added, sums_of, versions, without_first
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.norms.functional import Adder, ExpectedCalls
 from normscope.pairs.norms.kinds import NormKind, token_axes
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm
 from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
 from normscope.pairs.norms.verification import check
+from normscope.pairs.positions import layouts, positions_along, refuse_skipping
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import batch_axis, serves_all
+from normscope.pairs.sums.tokens import Positions, batch_axis, serves_all
 from normscope.runtime.network import KeptBuffers, heard_by, passes_by, run
 from normscope.runtime.spread import at_hand, whole
 
@@ -85,6 +86,7 @@ class Summing:
     diagonal: bool = False
     by_part: bool = False
     keep_inputs: int = 0
+    skip: int = 0
     observe: Observer | None = None
     observe_tokens: Observer | None = None
 
@@ -121,13 +123,16 @@ class Recorder:
     ) -> None:
         """Observe ``sites`` among the norms of a report; ``previews`` return what is displayed of a sample."""
         self.model, self.summing, self.report, self.sites = model, summing, report, sites
-        self.progress = Progress(Capture({}, sites, [], {}, 0, summing.seed, {}))
+        self.progress = Progress(Capture({}, sites, [], {}, 0, summing.seed, {}, skip=summing.skip))
         self.lock = threading.RLock()
         self._keeper = InputKeeper(summing.keep_inputs, previews)
         self._halving = Halving("taken")
         self._part = self.progress.capture
         self._pass: _Pass | None = None
         self._position_axes: dict[str, int] = {}
+        self._layouts = layouts(report)
+        if summing.skip:
+            refuse_skipping([(site.name, self._layouts[site.name]) for site in sites])
         self._serving_all: set[str] = set()  # sites whose input has no axis of samples
         self._pointwise: dict[str, PointwiseParameters | None] = {}  # now, which may be long after the report
         adders = {site.name: heard_by(self.lock, self._adder(site)) for site in sites if site.is_call}
@@ -181,12 +186,18 @@ class Recorder:
         if self.summing.sample is not None:
             sample = f"a sample of {count(self.summing.sample, 'token')} of each"
             about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
+        if skip := self.summing.skip:
+            about = {**about, "data": f"{about['data']} · {without_first(skip)}"}
         recorded, first = self.progress.capture, self.progress.first
         parts = dict(sorted(recorded.parts.items(), key=lambda named: first[named[0]]))
         for part in parts.values():
             for name in part.stats:  # one site after another, so that no second copy of all is made
                 part.stats[name] = part.stats[name].to("cpu")
         stats = sums_of(self.sites, [part.stats for part in parts.values()])
+        empty = [name for name, sums in stats.items() if not sums.n_tokens + int(sums.nonfinite_tokens)]
+        if skip and empty:
+            few = f"no sample has more than {count(skip, 'position')} there"
+            raise DataError(f"No token is left at {empty[0]}: {few}. Leave out fewer, or choose other layers.")
         late = {norm.name: norm for norm in recorded.skipped}
         skipped = [late.get(norm.name, norm) for norm in self.report.skipped] + [
             SkippedNorm(site.name, site.kind, "called for the first sample alone, and never again")
@@ -318,6 +329,10 @@ class Recorder:
                 check(kind, site.name, module, x, output, batch_axis=axis or 0, valid=valid)
             if rows.device.type == "mps":  # which has no float64 to sum in
                 rows, valid = rows.cpu(), None if valid is None else valid.cpu()
+            places = self._places(site.name, x.shape, axis, valid, rows.device)
+            if places is not None and self.summing.skip:
+                behind = places.of_tokens >= self.summing.skip
+                valid = behind if valid is None else behind & valid
             if site.pointwise and site.name not in self._pointwise:
                 self._pointwise[site.name] = kind.pointwise(module)
             lines, stats = kind.lines(module, rows, kind.eps_of(module, x.dtype)), self._stats(site, rows.device)
@@ -335,6 +350,7 @@ class Recorder:
                 valid=valid,
                 sample=sample,
                 divided=axis is not None,
+                positions=places,
             )
             under_way.calls[site.name] += 1
             if axis is None:
@@ -343,7 +359,9 @@ class Recorder:
                 y = lines.y(rows).float()
                 self.summing.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
             if self.summing.observe_tokens is not None:
-                at = _positions(kind, module, x, axis).to(rows.device)
+                at = torch.full((len(rows),), -1, device=rows.device)
+                if places is not None and x.ndim == 3 and self._layouts[site.name][0][0] == 0:
+                    at = places.of_tokens
                 self.summing.observe_tokens(site, *((rows, at) if drawn is None else (rows[drawn], at[drawn])))
             under_way.summing_at = ""
 
@@ -401,6 +419,21 @@ class Recorder:
         packed = [axis for axis in axes if x.shape[axis] == n_data and (batch_axis in (None, axis) or len(valid) == 1)]
         return packed[0] if len(packed) == 1 or (packed and len(valid) == 1) else None
 
+    def _places(
+        self, name: str, shape: torch.Size, batch_axis: int | None, valid: Tensor | None, device: torch.device
+    ) -> Positions | None:
+        """Return the positions of the tokens in their samples; None where no axis numbers them."""
+        layout, n_samples = self._layouts[name], len(self._pass.batch.samples) if self._pass else 0
+        if not isinstance(layout, str) and len(shape) == len(self.report.shapes[name]):
+            axes, place = layout
+            sizes = tuple(shape[axis] for axis in axes)
+            if sizes[0] == n_samples and batch_axis in ((0, axes[0]) if n_samples == 1 else axes[:1]):
+                of_tokens = positions_along(sizes, place, device, valid)
+                return Positions(of_tokens, self.summing.skip, math.prod(sizes) // max(sizes[place], 1))
+        if self.summing.skip:
+            refuse_skipping([(name, f"its input {tuple(shape)} has no axes of samples and of positions")])
+        return None
+
     def _valid_tokens(
         self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
     ) -> Tensor | None:
@@ -441,11 +474,3 @@ def _padded(x: Tensor, packed: int, mask: Tensor) -> Tensor:
     padded = x.new_zeros(*mask.shape, *x.shape[1:])
     padded[mask] = x
     return padded
-
-
-def _positions(kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None) -> Tensor:
-    """Return the position of each token row in its sequence, −1 where no axis numbers them: int64 ``(tokens,)``."""
-    sizes = [x.shape[axis] for axis in token_axes(x, kind.axes(module, x.ndim))]
-    if batch_axis != 0 or len(sizes) != 2 or sizes[1] == 1:
-        return torch.full((math.prod(sizes),), -1)
-    return torch.arange(sizes[1]).repeat(sizes[0])

@@ -44,7 +44,7 @@ from normscope.runtime.records import converted
 from normscope.runtime.sealed_files import HEADER, read_checked, refusing_damage, write_checked
 
 FORMAT = "normscope-capture"
-FORMAT_VERSIONS = (4, 5, 6, 7)  # that are read; the last one is written
+FORMAT_VERSIONS = (7, 8)  # that are read; the last one is written
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 _GRIDS = {
     name: [grid.mantissa_bits, grid.low, grid.high]
@@ -58,6 +58,7 @@ _GRIDS = {
 }
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 _MOMENTS = ("moments", *OPTIONAL_MOMENTS)
+_SINCE_8 = ("position_sums.cells", "first_moments.cells")
 _SAMPLES = {"tokens": UNIFORM_TOKENS, "largest": LARGEST_TOKENS}
 
 
@@ -81,6 +82,8 @@ def _sparse(stats: PairStats) -> dict[str, dict[str, Tensor]]:
         "moments.cells": {name: stats.bins[name].movedim(1, 0).flatten(1) for name in _MOMENTS if name in stats.bins},
         "density.cells": {"density": stats.density.flatten()},
         "pairs.places": {f"pairs.{name}": values.flatten() for name, values in vars(stats.pairs).items()},
+        "position_sums.cells": {"position_sums": stats.position_sums},
+        "first_moments.cells": {"first_moments": stats.first_moments.mT},
     }
     if stats.channel_moments is not None:
         sparse["channel_moments.cells"] = {"channel_moments": stats.channel_moments.flatten(1)}
@@ -119,6 +122,8 @@ def unpack_sums(site: NormSite, sources: SourcesSeen, seed: int, tensors: Mappin
         setattr(stats, sample, TokenSample(**{name: stored(f"{sample}.{name}", like[name]) for name in like}))
     sparse = _sparse(stats)
     for numbers, dense in sparse.items():
+        if numbers in _SINCE_8 and numbers not in tensors:
+            continue
         cells = tensors[numbers].long()
         for name, values in dense.items():
             values[..., cells] = stored(name, values[..., cells])
@@ -149,6 +154,7 @@ class _Header(_Part):
     skipped: list[SkippedNorm]
     parts: list[_Part]
     inputs: list[Any] = field(default_factory=list)
+    skip: int = 0
 
 
 def pack(capture: Capture) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -164,6 +170,7 @@ def pack(capture: Capture) -> tuple[dict[str, Any], dict[str, Tensor]]:
             tensors |= {f"{prefix}{site.index}.{name}": tensor for name, tensor in sums.items()}
     header = {
         "seed": capture.seed,
+        "skip": capture.skip,
         "versions": dict(capture.versions),
         "grids": _GRIDS,
         "skipped": [norm.as_dict() for norm in capture.skipped],
@@ -200,7 +207,7 @@ def _adds_up(capture: Capture) -> bool:
 
 
 def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
-    """Rebuild the capture of :func:`pack`, or of the same in an earlier format version.
+    """Rebuild the capture of :func:`pack`, or of the same in format version 7.
 
     Raises:
         ValueError: if it was summed on another grid; of malformed headers and tensors also other errors, see
@@ -210,7 +217,6 @@ def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
     for name, grid in _GRIDS.items():
         if stored.grids.get(name) != grid:
             raise ValueError(f"it was summed on another grid: {name} {stored.grids.get(name)!r}, not {grid!r}")
-    tensors = _of_older_versions(stored, tensors)
     of_sites: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         site, _, name = full_name.partition(".")
@@ -228,7 +234,8 @@ def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
                 for site, seen in zip(sites, sources, strict=True)
             }
         about = {key: str(value) for key, value in part.about.items()}
-        return Capture(about, sites, stored.skipped, stats, part.n_samples, stored.seed, stored.versions)
+        rest = (stored.seed, stored.versions)
+        return Capture(about, sites, stored.skipped, stats, part.n_samples, *rest, skip=stored.skip)
 
     for number, entry in enumerate(stored.parts):
         parts[entry.name] = capture_of(entry, f"{number}/")
@@ -238,19 +245,6 @@ def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
     for name, part in parts.items():
         part.inputs = [kept for kept in inputs if kept.part == name]
     return replace(whole, parts=parts, inputs=inputs)
-
-
-def _of_older_versions(header: _Header, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add the sources' assignment, which versions 4 and 5 lack; convert moments ``(folds, 6, bins)`` of version 4."""
-    for site in (site for part in (header, *header.parts) for site in part.sites):
-        site["sources"].setdefault("assignment", "modulo")
-    newer = dict(tensors)
-    for name in [name for name in tensors if name.endswith(".moments.bins")]:
-        site_name, bins = name.removesuffix("moments.bins"), newer.pop(name).long()
-        newer[f"{site_name}moments.cells"] = (torch.arange(FOLDS)[:, None] * PAIR_GRID.size + bins).flatten()
-        for moments in {f"{site_name}{kind}" for kind in _MOMENTS} & tensors.keys():
-            newer[moments] = tensors[moments].movedim(1, 0).flatten(1)
-    return newer
 
 
 def save_capture(capture: Capture, path: str | Path) -> Path:

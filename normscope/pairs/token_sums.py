@@ -84,7 +84,7 @@ class TokenSums:
 
 
 def token_sums(
-    network: nn.Module, pool: Pool, report: NormReport, sites: Sequence[NormSite], progress: Progress
+    network: nn.Module, pool: Pool, report: NormReport, sites: Sequence[NormSite], progress: Progress, skip: int = 0
 ) -> dict[str, TokenSums]:
     """Run a network over inputs to learn from and held-out ones, and return the sums at some norm modules, by name."""
     sums: dict[str, TokenSums] = {}
@@ -97,5 +97,5 @@ def token_sums(
             sums[site.name].add(rows, positions, part)
 
         names = [site.name for site in sites]
-        captured(network, of_part, Summing(observe_tokens=add), layers=names, progress=progress)
+        captured(network, of_part, Summing(observe_tokens=add, skip=skip), layers=names, progress=progress)
     return sums

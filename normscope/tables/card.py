@@ -18,6 +18,7 @@ from normscope.tables.table import (
     names,
     number,
     several,
+    sink_sentence,
     table_of,
     words,
 )
@@ -95,7 +96,9 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
         words("tokens", lambda card: _tails(card)[7], 2),
         *several(("90 % of y²", "cosine"), lambda card: _tails(card)[8:], (7, 6)),
     ]
-    return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate)
+    sink = sink_sentence(cards)
+    caption = [sink] if sink else []
+    return table_of(cards, columns, caption=caption, about="stats", remark=lambda card: card.degenerate)
 
 
 def channels_table(cards: Sequence[NormCard]) -> Table:
@@ -142,6 +145,8 @@ def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
     if card.scale is not None:
         yield from _scale_answers(card, card.scale)
     yield from _tail_answers(card.tails)
+    if sink := sink_sentence([card]):
+        yield "sink", sink.partition(": ")[2]
 
 
 def _scale_answers(card: NormCard, scale: Scale) -> Iterator[tuple[str, str]]:

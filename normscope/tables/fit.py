@@ -22,6 +22,7 @@ from normscope.tables.table import (
     names,
     number,
     several,
+    sink_sentence,
     table_of,
     words,
 )
@@ -156,6 +157,8 @@ def _caption(fits: Sequence[CurveFit]) -> Iterable[str | Explanation]:
     fitted = "; ".join([usual, *(f"{curve}: {form}" for curve, form in forms.items() if form != usual)])
     yield f"y ≈ {_formula(fits)}{weights}; fitted: {fitted}"
     yield _folds(fits)
+    if sink := sink_sentence(fits):
+        yield sink
     if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
         where = visible(", ".join(low))
         yield Explanation(f"ceiling too low at {where}: x repeats there, finer than bins resolve", ("ceiling",))

@@ -16,11 +16,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from normscope.errors import count
 from normscope.runtime.files import visible
 from normscope.tables.glossary import DEFINITIONS, typed
 
 if TYPE_CHECKING:
     from normscope.curves.known import Curve
+    from normscope.fits.card import NormCard
+    from normscope.fits.curve_fit import CurveFit
     from normscope.pairs.norms.sites import NormSite
 
 
@@ -414,3 +417,22 @@ def curves_table(curves: Sequence[Curve]) -> Table:
         names("from", lambda curve: curve.source),
     ]
     return table_of(curves, columns)
+
+
+def sink_sentence(records: Sequence[CurveFit | NormCard]) -> str | None:
+    """Describe the sink that changes R² most, and the number of further sites with one; None if there is none.
+
+    Of several records of one site, the first counts.
+    """
+    sinks = {record.site: record.sink for record in reversed(records) if record.sink}
+    gains = {site: -1.0 if sink.r2_without is None else sink.r2_without - sink.r2 for site, sink in sinks.items()}
+    if not sinks:
+        return None
+    site = max(gains, key=lambda site: (gains[site], sinks[site].share))
+    sink, more = sinks[site], len(sinks) - 1
+    share = f"{sink.share:.0%}" if sink.share < 0.995 else "over 99%"
+    text = f"{visible(site)}: position {sink.position} carries {share} of Σx²"
+    if sink.r2_without is not None:
+        with_it = f"({sink.r2:.3f} with it): --skip {sink.position + 1}"
+        text += f"; without it {sink.curve}'s R² is {sink.r2_without:.3f} {with_it}"
+    return text + (f"; likewise at {count(more, 'further site')}" if more else "")

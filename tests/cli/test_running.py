@@ -16,7 +16,9 @@ from normscope.cli.running import RunOptions
 LEFT_OUT = {
     **{command: {"verify"} for command in ("plot", "fit", "stats", "gradient", "compare", "report")},
     "capture": set(),
-    "layers": {"limit", "shuffle", "batch_size", "workers", "sample", "seed", "tp", "dtype", "guidance", "timesteps"},
+    "layers": {
+        *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed", "tp", "dtype", "guidance", "timesteps")
+    },
     "swap": {"sample", "tp", "verify"},
     "swap-bench": {"sample", "tp", "verify"},
     "heal": {"device_map", "tp", "dtype", "sample", "verify"},

@@ -205,7 +205,7 @@ def test_a_file_holds_them(seen, tmp_path):
     assert set(loaded.only("first").inputs[0].tokens) == {"first"}
     plain = dataclasses.replace(seen, inputs=[])
     path = normscope.save_capture(plain, tmp_path / "plain.safetensors")
-    header, _ = read_checked(path, "normscope-capture", (7,), "")
+    header, _ = read_checked(path, "normscope-capture", (8,), "")
     assert "inputs" not in header
 
 
@@ -224,7 +224,7 @@ def test_a_file_holds_them(seen, tmp_path):
 )
 def test_a_damaged_file_is_refused(seen, tmp_path, change):
     path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    header, tensors = read_checked(path, "normscope-capture", (7,))
+    header, tensors = read_checked(path, "normscope-capture", (8,))
     change(header, tensors)
     write_checked(path, header, tensors)
     with pytest.raises(DataError, match=r"seen\.safetensors is damaged"):

@@ -1,9 +1,7 @@
 """Captures that were stopped, killed and gone on with, in one process: against one that nothing happened to."""
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import logging
 import math
 import shutil
@@ -11,26 +9,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from networks import OneNorm
 from safetensors.torch import load_file
 from torch import nn
 
-import normscope
 from normscope.errors import DataError, StoppedError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk, LeftOut
 from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs import ranks as checkpoints_module
-from normscope.pairs import storage
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
 from normscope.pairs.recorder import Summing
-from normscope.pairs.sums.sampling import SourcesSeen
 from normscope.runtime.sealed_files import read_checked, write_checked
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -261,6 +254,7 @@ OTHERS = {
     "diagonal": {"diagonal": True},
     "by_part": {"by_part": False},
     "keep_inputs": {"keep_inputs": 1},
+    "skip": {"skip": 1},
     "layers": {"layers": "1,"},
 }
 OTHERS["first sample"]["inputs"].first_sample = lambda: Inputs().batch(1)
@@ -382,82 +376,3 @@ def test_how_often_it_is_written(tmp_path, monkeypatch):
 
     run(tmp_path, inputs=Slow(batch_size=1), every=25, resume=False)
     assert writes == [40, 70, 100]  # the first sample takes the first 10 s, before there is anything to keep
-
-
-# --- sources that were assigned to folds by their number modulo eight, before folds were permuted in blocks ---------
-
-SOURCES, D = 21, 16
-MIXED = "folds of two assignments, so no intervals and no ceiling"
-
-
-def plain_norm():
-    return OneNorm(nn.LayerNorm(D, elementwise_affine=False))
-
-
-def word(number, data="words"):
-    """One source of ``number + 1`` tokens, so that the counts of a fold tell its sources."""
-    x = 3 * torch.randn(1, number + 1, D, generator=torch.Generator().manual_seed(number))
-    return normscope.Batch((x,), samples=(Sample(f"word {number}", number, number, data),))
-
-
-def without_assignment(header):
-    """The header as it was before: with no assignment in it."""
-    text = json.dumps(header)
-    assert ', "assignment": "' in text
-    for site in [*header.get("sites", []), *(site for part in header["parts"] for site in part["sites"])]:
-        del site["sources"]["assignment"]
-    return header
-
-
-@pytest.fixture
-def older(tmp_path):
-    """A file of version 5, as normscope wrote it before."""
-    with pytest.MonkeyPatch.context() as patch:  # sources are assigned to folds by their number modulo eight
-        patch.setattr(SourcesSeen.__init__, "__defaults__", (*SourcesSeen.__init__.__defaults__[:-1], "modulo"))
-        seen = normscope.capture(plain_norm(), [word(number) for number in range(SOURCES)])
-    path = normscope.save_capture(seen, tmp_path / "older.safetensors")
-    header, tensors = read_checked(path, storage.FORMAT, storage.FORMAT_VERSIONS)
-    write_checked(path, {**without_assignment(header), "version": 5}, tensors, deflated=True)
-    return path
-
-
-def tokens_by_number(sources, data="words"):
-    """Tokens in each fold where the fold is the source's number modulo eight, from where its data set begins."""
-    begin = hashlib.blake2b(data.encode(), digest_size=1).digest()[0]
-    tokens = np.zeros(8)
-    for number in sources:
-        tokens[(begin + number) % 8] += number + 1
-    return tokens
-
-
-def test_a_capture_of_before_keeps_its_folds_and_intervals(older):
-    seen = normscope.load_capture(older)
-    stats = seen.stats["norm"]
-    assert (stats.moments[:, 0].sum(1) / D).tolist() == tokens_by_number(range(SOURCES)).tolist()
-    assert stats.fold_by == "source"
-    [fit] = normscope.fit(seen, "tanh")
-    assert fit.intervals["alpha"] and fit.r2_ceiling is not None
-    again = normscope.load_capture(normscope.save_capture(seen, older.with_name("again.safetensors")))
-    assert again.stats["norm"].sources == stats.sources and torch.equal(again.stats["norm"].moments, stats.moments)
-    doubled = stats.merge(stats)
-    assert doubled.fold_by == "source" and doubled.sources.assignment == "modulo"
-
-
-def test_a_merge_of_two_assignments_has_no_intervals_and_says_so(older):
-    old = normscope.load_capture(older)
-    new = [normscope.capture(plain_norm(), [word(n, data) for n in range(9)], about={"data": data}) for data in "ab"]
-    for merged in (old.merge(new[0]).merge(new[1]), new[0].merge(new[1].merge(old))):
-        assert merged.about["data"].endswith(f" · {MIXED}") and merged.about["data"].count(MIXED) == 1
-        [fit] = normscope.fit(merged, "tanh")
-        assert (fit.folds, fit.r2_cv, fit.r2_ceiling, dict(fit.intervals)) == (None, None, None, {})
-        assert MIXED in fit.as_dict()["data"]
-        assert merged.stats["norm"].n_tokens == sum(range(1, SOURCES + 1)) + 2 * sum(range(1, 10))
-    assert MIXED not in new[0].merge(new[1]).about["data"]
-
-
-def test_of_folds_assigned_otherwise_the_same_inputs_are_not_compared_fold_by_fold(older):
-    old, new = normscope.load_capture(older), normscope.capture(plain_norm(), [word(n) for n in range(SOURCES)])
-    for other, paired in ((old, True), (new, False)):
-        rows = normscope.compare([old, other])
-        ratios = [row.alpha for row in rows if row.alpha]
-        assert ratios and all(ratio.paired == paired for ratio in ratios)

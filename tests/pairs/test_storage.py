@@ -5,7 +5,6 @@ import zlib
 
 import pytest
 import torch
-from captures import with_every_fold
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -73,17 +72,20 @@ def assert_same(again, seen):
                 assert a.stride() == b.stride() and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_a_file_of_version_4_is_read_and_was_larger(seen, file, tmp_path):
-    """It contains every fold of a bin with pairs, and the whole beside its parts."""
+def test_a_file_of_version_7_is_read_without_sums_by_position(seen, tmp_path):
+    """Its sources have the rule by which folds were assigned, of which one is left."""
     header, tensors = pack(seen)
-    tensors |= pack(dataclasses.replace(seen, parts={}))[1]
-    older = tmp_path / "older.safetensors"
-    write_checked(older, {"format": "normscope-capture", "version": 4, **header}, with_every_fold(tensors))
-    again = load_capture(older)
-    assert_same(again, seen)
-    for name, part in seen.parts.items():
-        assert_same(again.parts[name], part)
-    assert file.stat().st_size < older.stat().st_size / 4
+    del header["skip"]
+    for site in header["parts"][0]["sites"]:
+        site["sources"]["assignment"] = "permuted"
+    older = {name: tensor for name, tensor in tensors.items() if "position_sums" not in name and "first_" not in name}
+    path = tmp_path / "older.safetensors"
+    write_checked(path, {"format": "normscope-capture", "version": 7, **header}, older, deflated=True)
+    again = load_capture(path)
+    assert again.skip == 0 and "1" in again.stats
+    for name, stats in again.stats.items():
+        assert torch.equal(stats.moments, seen.stats[name].moments)
+        assert not stats.position_sums.any() and not stats.first_moments.any()
 
 
 def test_the_whole_is_kept_where_it_is_not_the_sum_of_its_parts(seen, file, tmp_path):
@@ -98,7 +100,7 @@ def test_the_whole_is_kept_where_it_is_not_the_sum_of_its_parts(seen, file, tmp_
 def test_the_header_says_what_it_is(file):
     with safe_open(file, framework="pt") as opened:
         header = json.loads(opened.metadata()["normscope"])
-    assert (header["format"], header["version"]) == ("normscope-capture", 7)
+    assert (header["format"], header["version"]) == ("normscope-capture", 8)
     assert header["about"] == {"model": "small", "weights": "ours", "data": "noise", "dtype": "float32"}
     assert header["seed"] == 5
     assert header["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -117,7 +119,7 @@ def changed(value, *path):
 
 SITE = ("parts", 0, "sites", 0)
 NOT_A_CAPTURE = {
-    "older version": (lambda h, t: (h | {"version": 3}, t), "format version 3; this normscope reads version 4 and 5"),
+    "older version": (lambda h, t: (h | {"version": 3}, t), "format version 3; this normscope reads version 7 and 8"),
     "newer version": (lambda h, t: (h | {"version": 99}, t), "format version 99"),
     "other format": (lambda h, t: ({"format": "weights"}, t), "no capture"),
     "another grid": (
@@ -154,7 +156,7 @@ DAMAGED |= {f"{path[-1]} {value!r:.20}": changed(value, *path) for value, *path 
 )
 def test_files_that_are_not_what_they_say(file, tmp_path, change, words):
     path = tmp_path / "changed.safetensors"
-    write_checked(path, *change(*read_checked(file, "normscope-capture", (7,))))
+    write_checked(path, *change(*read_checked(file, "normscope-capture", (8,))))
     with pytest.raises(DataError, match=words):
         load_capture(path)
 

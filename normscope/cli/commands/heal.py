@@ -76,7 +76,7 @@ def heal(
     # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
     network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
-    source = swapping.SwapSource(network, layers, run.seed, say, ALONE)
+    source = swapping.SwapSource(network, layers, run, say, ALONE)
     if init == CALIBRATED and not how.calibrated:
         say.remark(f"{how.func} begins as it is: point-wise functions alone are calibrated")
     modules = source.replacements(how, source.fits(how))

@@ -17,7 +17,10 @@ _FIELDS = (
 
 @declared(
     "normscope layers vit_b16 --weights random --verify · normscope layers timm:convnext_tiny --json",
-    without=("limit", "shuffle", "batch_size", "workers", "sample", "seed", "tp", "dtype", "guidance", "timesteps"),
+    without=(
+        *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed", "tp"),
+        *("dtype", "guidance", "timesteps"),
+    ),
     first_rank_only=True,
 )
 def layers(models: list[str] | None = None, *, verify: bool = False, run: RunOptions, say: Output) -> None:

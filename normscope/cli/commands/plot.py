@@ -10,6 +10,7 @@ from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import RunOptions, captures, sources
 from normscope.runtime.files import check_writable
+from normscope.tables.table import sink_sentence
 
 _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
@@ -57,6 +58,8 @@ def plot(
     seen, fits, figures = [], [], []
     for capture in captures([(name, run) for name in names], layers, say, by):
         fitted = normscope.fit(capture, func, shift=shift)
+        if sink := sink_sentence(fitted):
+            say.remark(sink)
         file = None
         if not compact:
             figure = normscope.plot(capture, fitted, rows=rows, **axes)

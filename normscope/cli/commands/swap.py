@@ -73,7 +73,7 @@ def swap(
     network = run.load(model, say)
     check_whole(network.module, "Saving a swapped network", but=("spread",))  # before minutes of fitting
     with run.joined() as ranks:
-        source = swapping.SwapSource(network, layers, run.seed, say, ranks)
+        source = swapping.SwapSource(network, layers, run, say, ranks)
         fits = source.fits(how)
         modules = source.replacements(how, fits)
     if not place.speaks:

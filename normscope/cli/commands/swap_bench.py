@@ -90,7 +90,7 @@ def swap_bench(
         for name in names:
             ranks.told(name)  # the other ranks wait: none loads the next network while the first times this one
             network = run.load(name, say)
-            source = swapping.SwapSource(network, layers, run.seed, say, ranks)
+            source = swapping.SwapSource(network, layers, run, say, ranks)
             _remark_on_cost(source, choices, say)
             moved = _drift(source, choices, refit, all_samples, say)
             if not place.speaks:

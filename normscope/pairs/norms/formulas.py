@@ -150,7 +150,7 @@ class Lines:
     rstd: Tensor | None = None
     explicit_y: Tensor | None = None
 
-    def of(self, x: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    def of(self, x: Tensor, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return shift and rstd, both ``(tokens, 1)``, of the tokens ``rows`` with the float64 elements ``x``."""
         if self.form is not None:
             return self.form.line(x, self.eps)

@@ -175,7 +175,11 @@ class CompactBins:
             cells = BinTable.of({name: moments.mT.reshape(-1, len(MOMENTS)) for name, moments in every.items()})
             bins = replace(bins, cells=cells)
         if "density" in tensors:
-            bins = replace(bins, tiles=BinTable.of(_split(_tiled(tensors["density"]))))
+            density = tensors["density"]
+            beyond = [tiles * TILE - size for tiles, size in zip(_TILES, density.shape, strict=True)]
+            whole = torch.nn.functional.pad(density, (0, beyond[1], 0, beyond[0]))
+            counts = whole.view(_TILES[0], TILE, _TILES[1], TILE).transpose(1, 2).reshape(-1, TILE**2)
+            bins = replace(bins, tiles=BinTable.of({"low": counts.short(), "high": counts >> 16}))
         if "key" in tensors:
             pairs = {name: tensors[name].T for name in PAIR_FIELDS}
             bins = replace(bins, pairs=BinTable.of({**pairs, "key": pairs["key"] ^ NO_KEY}))
@@ -198,16 +202,6 @@ def empty_bins(device: torch.device, optional: Iterable[str]) -> Bins:
     return DenseBins(tensors)
 
 
-def _tiled(density: Tensor) -> Tensor:
-    sizes = [tiles * TILE - size for tiles, size in zip(_TILES, density.shape, strict=True)]
-    whole = torch.nn.functional.pad(density, (0, sizes[1], 0, sizes[0]))
-    return whole.view(_TILES[0], TILE, _TILES[1], TILE).transpose(1, 2).reshape(-1, TILE**2)
-
-
-def _split(counts: Tensor) -> dict[str, Tensor]:
-    return {"low": counts.short(), "high": counts >> 16}
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class SiteSums:
     """Sums and samples of one site, as the loops fill them.
@@ -226,6 +220,10 @@ class SiteSums:
         largest: the tokens that contain the largest |x|.
         grouped: whether a token is a group of channels over all positions. Its size may then differ, and the samples
             of whole tokens contain :data:`GROUPED_WIDTH` of its elements.
+        position_sums: number of tokens and Σx² by the position of a token in its sample, of all beyond
+            :data:`POSITIONS` together: float64 ``(2, POSITIONS + 1)``; not of tokens whose position is unknown.
+        first_moments: the moments of the tokens at the first position alone, or the first that is not left out: float64
+            ``(bins, 6)``, without folds.
         channel_moments: where requested, the moments per channel, on a coarser grid and without folds: float64
             ``(6, d, channel bins)``.
     """
@@ -238,6 +236,8 @@ class SiteSums:
     nonfinite_tokens: Tensor
     tokens: TokenSample
     largest: TokenSample
+    position_sums: Tensor
+    first_moments: Tensor
     grouped: bool = False
     channel_moments: Tensor | None = None
 

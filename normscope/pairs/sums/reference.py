@@ -23,7 +23,7 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
     evenly,
 )
-from normscope.pairs.sums.tokens import Tokens
+from normscope.pairs.sums.tokens import POSITIONS, Tokens
 
 _PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one step to about 100 MB
 
@@ -45,6 +45,7 @@ class _Pairs:
 
 def add(stats: SiteSums, tokens: Tokens) -> None:
     """Add the pairs of ``tokens`` to all of ``stats``."""
+    add_positions(stats, tokens)
     keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
         stats.bins.add("moments", _moments(pairs))
@@ -63,6 +64,25 @@ def add_optional(stats: SiteSums, tokens: Tokens, *, by_gamma: bool = True) -> N
     if by_gamma or stats.channel_moments is not None or "diagonal_moments" in stats.bins:
         for _, pairs in _in_steps(stats, tokens):
             _add_optional(stats, tokens, pairs, by_gamma)
+
+
+def add_positions(stats: SiteSums, tokens: Tokens) -> None:
+    """Add ``tokens`` to the sums by position, and the pairs at the first one to the moments of these alone."""
+    if (places := tokens.in_sequence) is None:
+        return
+    squares = torch.linalg.vector_norm(tokens.rows.detach(), dim=1, dtype=torch.float64).square()
+    counted = squares.isfinite() if tokens.valid is None else squares.isfinite() & tokens.valid
+    added = torch.stack([torch.ones_like(squares), squares]).where(counted, 0.0)
+    stats.position_sums.index_add_(1, places.of_tokens.clamp(0, POSITIONS), added)
+    # Selecting by a mask would have to wait for a GPU.
+    there, first = (counted & (places.of_tokens == places.first)).int().topk(places.sequences)
+    x = tokens.rows[first].float().double()
+    shift, rstd = tokens.lines.of(x, first)
+    y = (x - shift) * rstd if tokens.lines.explicit_y is None else tokens.lines.explicit_y[first]
+    there = (there[:, None] > 0) & (shift * rstd).isfinite()
+    x, y = x.where(there, 0.0), y.where(there, 0.0)
+    bins = PAIR_GRID.index(x.float()).where(there, PAIR_GRID.size)
+    stats.first_moments += binned_moments(x, y, bins, PAIR_GRID.size).mT
 
 
 def _in_steps(stats: SiteSums, tokens: Tokens) -> Iterator[tuple[slice, _Pairs]]:

@@ -16,7 +16,6 @@ from normscope.inputs.held_out import permutation
 from normscope.pairs.sums.binning import PAIR_GRID
 
 FOLDS = 8
-Assignment = Literal["permuted", "modulo", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +23,7 @@ class SourcesSeen:
     """Number of sources, and of a single one its data set, name and number.
 
     ``mapped`` is False for a site whose tokens belong to no known sample; it has no folds. ``assignment`` is the rule
-    by which sources are assigned to folds: ``permuted`` in each block of eight, or by their numbers ``modulo`` eight,
-    as in older captures; ``mixed`` after merging captures of both rules, which leaves no folds.
+    by which sources are assigned to folds, in each block of eight.
     """
 
     number: Literal["none", "one", "several"] = "none"
@@ -33,14 +31,13 @@ class SourcesSeen:
     source: str = ""
     source_index: int = 0
     mapped: bool = True
-    assignment: Assignment = "permuted"
+    assignment: Literal["permuted"] = "permuted"
 
     def with_samples(self, samples: Sequence[Sample]) -> SourcesSeen:
         """Return the sources including those of ``samples``."""
         if self.number == "several":
             return self
-        rest = self.mapped, self.assignment
-        seen = (SourcesSeen("one", each.data, each.source, each.source_index, *rest) for each in samples)
+        seen = (SourcesSeen("one", each.data, each.source, each.source_index, self.mapped) for each in samples)
         return functools.reduce(SourcesSeen.merged, seen, self)
 
     def merged(self, other: SourcesSeen) -> SourcesSeen:
@@ -50,9 +47,7 @@ class SourcesSeen:
             return replace(other, mapped=mapped)
         if other.number == "none" or replace(self, mapped=mapped) == replace(other, mapped=mapped):
             return replace(self, mapped=mapped)
-        if self.assignment != other.assignment:
-            return SourcesSeen("several", mapped=False, assignment="mixed")
-        return SourcesSeen("several", mapped=mapped, assignment=self.assignment)
+        return SourcesSeen("several", mapped=mapped)
 
     @property
     def fold(self) -> int:
@@ -72,15 +67,8 @@ class SourcesSeen:
 
         Each block of eight fills all folds, in its own order, so that every fold has alternating kinds of sources.
         """
-        if self.assignment == "permuted":
-            block, within = divmod(index, FOLDS)
-            return permutation(FOLDS, f"folds\0{data or ''}\0{block}")[within]
-        first = 0 if data is None else _digest(data, 1)[0]
-        return (first + index) % FOLDS
-
-
-def _digest(text: str, size: int) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=size).digest()
+        block, within = divmod(index, FOLDS)
+        return permutation(FOLDS, f"folds\0{data or ''}\0{block}")[within]
 
 
 UNIFORM_TOKENS = 64
@@ -98,7 +86,8 @@ MIX = (-4658895280553007687, -7723592293110705685)
 def sample_key(sample: Sample, seed: int) -> int:
     """Return a number of 64 bits that depends only on the identity of a sample and the seed."""
     identity = f"{seed}\0{sample.data}\0{sample.source}\0{sample.index}"
-    return int.from_bytes(_digest(identity, 8), "little", signed=True)
+    digest = hashlib.blake2b(identity.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def token_keys(sample_keys: Tensor, positions: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.pairs.norms.formulas import Lines
-from normscope.pairs.sums import reference
+from normscope.pairs.sums import binned, reference
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, CompactBins, DenseBins, SiteSums, empty_bins
-from normscope.pairs.sums.binning import CHANNEL_GRID, MOMENTS, TOKEN_GRID
+from normscope.pairs.sums.binning import CHANNEL_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import (
     GROUPED_WIDTH,
     LARGEST_TOKENS,
@@ -32,7 +32,7 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
     sample_key,
 )
-from normscope.pairs.sums.tokens import Run, Tokens
+from normscope.pairs.sums.tokens import POSITIONS, Positions, Run, Tokens
 from normscope.runtime.launches import TRITON, VARIABLE, cannot_be_met, why_no_launcher
 
 Array = NDArray[np.float64]
@@ -121,7 +121,8 @@ def _folded(row: Array) -> Array:
 
 
 _NOBODY = (Sample("tokens of no sample", 0, -1),)
-_SUMS = ("moments", "density", "channel_sums", "token_offsets", "token_scales", "nonfinite_tokens")
+_COUNTS = ("token_offsets", "token_scales", "nonfinite_tokens")
+_SUMS = ("moments", "density", "channel_sums", "position_sums", "first_moments", *_COUNTS)
 _OPTIONAL = ("gamma_moments", "channel_moments", "diagonal_moments")
 _BINNED = ("moments", "density", *OPTIONAL_MOMENTS)
 _COMPILED_BY = {"cpu": "numba", "cuda": "triton"}
@@ -166,6 +167,8 @@ class PairStats(SiteSums):
             nonfinite_tokens=torch.zeros((), dtype=torch.int64, device=on),
             tokens=TokenSample.empty(width, on, UNIFORM_TOKENS),
             largest=TokenSample.empty(width, on, LARGEST_TOKENS),
+            position_sums=binned.zeros((2, POSITIONS + 1), torch.float64, on),
+            first_moments=binned.zeros((PAIR_GRID.size, len(MOMENTS)), torch.float64, on),
             sources=SourcesSeen(),
             seed=seed,
             grouped=grouped,
@@ -223,6 +226,7 @@ class PairStats(SiteSums):
         valid: Tensor | None = None,
         sample: int | None = None,
         divided: bool = True,
+        positions: Positions | None = None,
     ) -> Tensor | None:
         """Add the pairs of some tokens, and return the mask of those that were data; None for all.
 
@@ -239,6 +243,7 @@ class PairStats(SiteSums):
             sample: number of tokens to draw uniformly from each sample; None for all.
             divided: whether the tokens divide among the samples; otherwise their keys depend on the first sample and
                 their number in the batch.
+            positions: of the tokens in their sequences; None if they are unknown.
         """
         self.tokens, self.largest = self.tokens.with_room(UNIFORM_TOKENS), self.largest.with_room(LARGEST_TOKENS)
         per_sample, rest = divmod(len(rows), len(samples) or 1)
@@ -256,7 +261,7 @@ class PairStats(SiteSums):
             Run(start, start + per_sample, fold, sample_key(key, self.seed), first_token, each.index)
             for start, each, key, fold in zip(starts, samples, keyed, folds, strict=False)
         ]
-        tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma)
+        tokens = Tokens(rows, lines, runs, self.channels, groups, valid, gamma, positions)
         if sample is not None:
             tokens = tokens.sampled(sample)
         add(self, tokens)
@@ -289,9 +294,9 @@ class PairStats(SiteSums):
 
     def _with(self, sums: Mapping[str, Tensor], pairs: PairSample) -> PairStats:
         """Return the same with other :attr:`sums` and drawn pairs."""
-        binned = {name: total for name, total in sums.items() if name in _BINNED}
+        of_bins = {name: total for name, total in sums.items() if name in _BINNED}
         others: dict[str, Any] = {name: total for name, total in sums.items() if name not in _BINNED}
-        return replace(self, bins=self.bins.replaced({**binned, **vars(pairs)}), **others)
+        return replace(self, bins=self.bins.replaced({**of_bins, **vars(pairs)}), **others)
 
     @property
     def sums(self) -> dict[str, Tensor]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from normscope.pairs.norms.formulas import Lines
 from normscope.pairs.sums.sampling import NO_KEY, token_keys
+
+POSITIONS = 4096  # whose tokens are summed apart; those of all further positions are summed together
 
 
 def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
@@ -80,6 +83,14 @@ class Run:
     sample: int
 
 
+class Positions(NamedTuple):
+    """Positions of tokens in their sequences: samples, or the heads of samples."""
+
+    of_tokens: Tensor  # number of each among the data of its sequence, int64 (tokens,); of padding, any number
+    first: int  # the position whose pairs are also summed apart
+    sequences: int  # each has one token at a position, at most
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The tokens of one call of one norm.
@@ -92,6 +103,7 @@ class Tokens:
         groups: number of groups of a grouped norm, whose tokens come group by group; None for other norms.
         valid: False for padding, bool ``(tokens,)``; None for no padding.
         gamma: weight of each channel, ``(channels,)``, for the sums that are weighted by its square.
+        in_sequence: positions of the tokens in their sequences; None if they are unknown.
     """
 
     rows: Tensor
@@ -101,6 +113,7 @@ class Tokens:
     groups: int | None = None
     valid: Tensor | None = None
     gamma: Tensor | None = None
+    in_sequence: Positions | None = None
 
     @property
     def positions(self) -> int:

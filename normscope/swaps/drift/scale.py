@@ -30,6 +30,7 @@ def fit_scale(
     *,
     layers: Layers = "all",
     outputs: Outputs | None = None,
+    skip: int = 0,
     progress: Progress = silent,
 ) -> list[FewFit] | list[FrozenFit]:
     """Estimate the scale of each norm's tokens, for ``swap(model, func, fits)``.
@@ -52,6 +53,7 @@ def fit_scale(
         func: ``few:K``, by default K = 8; ``random:K`` for K channels drawn at random; or ``frozen``.
         layers: a selection of norms, as of :func:`normscope.swap`.
         outputs: how to read the network's output; by default as the loaded model states, or the first tensor.
+        skip: number of first positions of each sample that no fit is made to, as of :func:`normscope.capture`.
         progress: called with the stage, the number of samples done, and the total.
 
     Returns:
@@ -74,7 +76,7 @@ def fit_scale(
     """
     if not fits_scale(name := str(asked_for(func))):
         raise UsageError(f"fit_scale() fits few:K and frozen, not {func}.")
-    return SecondPass(model, batches, layers=layers, outputs=outputs, progress=progress).fits(name)
+    return SecondPass(model, batches, layers=layers, outputs=outputs, skip=skip, progress=progress).fits(name)
 
 
 class SecondPass:
@@ -87,6 +89,7 @@ class SecondPass:
         *,
         layers: Layers = "all",
         outputs: Outputs | None = None,
+        skip: int = 0,
         progress: Progress = silent,
     ) -> None:
         if batches is None and isinstance(model, LoadedModel):
@@ -99,7 +102,7 @@ class SecondPass:
             check_token_wise(site, report.kinds[site.name], "A fit of σ")
             if site.form is None:
                 raise ModelError(f"A fit of σ cannot take the place of {site.name}: its formula is not known.")
-        self._sums = token_sums(self._network, self._pool, report, sites, progress)
+        self._sums = token_sums(self._network, self._pool, report, sites, progress, skip)
 
     def fits(self, func: str, seed: int = 0) -> list[FewFit] | list[FrozenFit]:
         """Return the fits of ``few:K``, ``random:K`` or ``frozen``; ``seed`` draws the channels of ``random:K``."""

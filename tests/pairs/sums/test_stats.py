@@ -18,7 +18,7 @@ from normscope.inputs.batch import Sample
 from normscope.pairs.norms.formulas import Lines, layer_norm
 from normscope.pairs.storage import pack_sums
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
-from normscope.pairs.sums.sampling import LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS, Assignment, SourcesSeen
+from normscope.pairs.sums.sampling import LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS, SourcesSeen
 from normscope.pairs.sums.stats import PairStats
 
 D = 6
@@ -35,9 +35,8 @@ def rows_of(sample: Sample) -> torch.Tensor:
 GAMMA = torch.linspace(0.5, 3, D)
 
 
-def stats_of(*samples: Sample, seed: int = 0, assignment: Assignment = "permuted") -> PairStats:
+def stats_of(*samples: Sample, seed: int = 0) -> PairStats:
     stats = PairStats.empty(D, seed, by_gamma=True, per_channel=True, diagonal=True)
-    stats.sources = SourcesSeen(assignment=assignment)
     if samples:
         x = torch.cat([rows_of(sample) for sample in samples])
         stats.update(x, LAYER_NORM, samples, gamma=GAMMA)
@@ -102,21 +101,6 @@ def test_folds_are_the_same_in_every_process():
     """As captures of one data set by several ranks, or on several days, are merged."""
     samples = [Sample("photo", n, n, "digits") for n in range(16)]
     assert SourcesSeen("several").folds_of(samples) == [6, 0, 5, 7, 2, 1, 3, 4, 1, 7, 2, 3, 6, 0, 4, 5]
-    by_number = SourcesSeen("several", assignment="modulo").folds_of(samples)
-    assert [(fold - by_number[0]) % 8 for fold in by_number] == [*range(8), *range(8)]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(parts, st.sampled_from(["permuted", "modulo"])), min_size=3, max_size=3))
-def test_sums_of_two_assignments_have_no_folds(captures):
-    a, b, c = (stats_of(*samples, assignment=assignment) for samples, assignment in captures)
-    merged = a.merge(b).merge(c)
-    assert_same(merged, a.merge(b.merge(c)))
-    assert_same(merged, c.merge(b).merge(a))
-    seen = {assignment for samples, assignment in captures if samples}
-    assert (merged.sources.assignment == "mixed") == (len(seen) == 2)
-    if len(seen) == 2:
-        assert merged.fold_by is None
 
 
 def test_equal_names_in_two_data_sets_are_two_sources():

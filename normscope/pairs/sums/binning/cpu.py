@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binned import CompactBins, SiteSums
+from normscope.pairs.sums.binning import cpu_loop
 from normscope.pairs.sums.binning.cpu_loop import Rows, SampleArrays, Sums, add_weighted, draw, fill, join
 from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
 from normscope.pairs.sums.tokens import Run, Tokens
@@ -41,6 +42,8 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
         _join(sums, other)
     _add_weighted(stats, tokens, rows, given, sums)
     reference.add_optional(stats, tokens, by_gamma=False)
+    if (places := tokens.in_sequence) is not None:
+        cpu_loop.add_positions(rows, given, places.of_tokens.numpy(), places.first, sums)
     draw(rows, given, stats.grouped, *samples)
 
 
@@ -70,6 +73,7 @@ def _rows(tokens: Tokens) -> Rows:
         keys=np.empty(n, np.int64),
         shift=np.empty(n) if lines.shift is None else lines.shift.numpy(),
         rstd=np.empty(n) if lines.rstd is None else lines.rstd.numpy(),
+        squares=np.empty(n),
         reach=np.empty(n, np.float32),
         position=np.empty(n, np.int64),
         sample=np.empty(n, np.int64),
@@ -117,6 +121,8 @@ def _sums_of(stats: SiteSums) -> Sums:
         density_high=bins.tiles.values["high"].view(-1).numpy(),
         pairs=pairs,
         **{f"pair_{name}": values.numpy() for name, values in bins.pairs.values.items()},
+        position_sums=stats.position_sums.numpy(),
+        first_moments=stats.first_moments.numpy(),
         channel_sums=stats.channel_sums.numpy(),
         channel_extremes=stats.channel_extremes.numpy(),
         token_offsets=stats.token_offsets.numpy(),

@@ -62,6 +62,7 @@ class Rows(NamedTuple):
     keys: Any  # filled with the key of each token that counts, int64 (tokens,)
     shift: Any  # filled with its shift, float64 (tokens,)
     rstd: Any  # filled with its slope, float64 (tokens,)
+    squares: Any  # filled with its Σx², float64 (tokens,)
     reach: Any  # filled with its max |x|, float32 (tokens,); −1 for a token that does not count
     position: Any  # filled with its number within its sample, int64 (tokens,)
     sample: Any  # filled with that sample's number, int64 (tokens,)
@@ -80,6 +81,8 @@ class Sums(NamedTuple):
     pair_x: Any  # float32, likewise
     pair_y: Any  # float32, likewise
     pair_channel: Any  # int32, likewise
+    position_sums: Any
+    first_moments: Any
     channel_sums: Any
     channel_extremes: Any
     token_offsets: Any
@@ -188,19 +191,19 @@ def _largest_magnitude(bits: Any) -> Any:
 
 @_exact
 def _line(row: Any, eps: float, form: Any) -> Any:
-    """Return :meth:`Form.line` of a token."""
+    """Return :meth:`Form.line` of a token, and its Σx²."""
     centred, about_mean, correction, eps_at = form
     mean = _total(row) / row.size if about_mean else 0.0
     squares = _squares(row, mean)
-    shift = mean if centred else 0.0
+    shift, of_x = mean if centred else 0.0, squares + row.size * mean * mean
     mean_square = squares / (row.size - correction)
     if eps_at == BOUNDS_LENGTH:
-        return shift, np.sqrt(row.size) / max(np.sqrt(squares), eps)
+        return shift, np.sqrt(row.size) / max(np.sqrt(squares), eps), of_x
     if eps_at == BOUNDS_SQUARE:
-        return shift, 1 / np.sqrt(max(mean_square, eps))
+        return shift, 1 / np.sqrt(max(mean_square, eps)), of_x
     if eps_at == BESIDE_ROOT:
-        return shift, 1 / (np.sqrt(mean_square) + eps)
-    return shift, 1 / np.sqrt(mean_square + eps)
+        return shift, 1 / (np.sqrt(mean_square) + eps), of_x
+    return shift, 1 / np.sqrt(mean_square + eps), of_x
 
 
 @_exact
@@ -425,8 +428,10 @@ def fill(tokens: Any, given: Any, runs: Any, sums: Any) -> None:
             if not tokens.valid[t]:
                 continue
             magnitude_bits[0] = _largest_magnitude(tokens.rows[t].view(np.int32))
-            if not tokens.given:
-                tokens.shift[t], tokens.rstd[t] = _line(tokens.rows[t], tokens.eps, tokens.form)
+            if tokens.given:
+                tokens.squares[t] = _squares(tokens.rows[t], 0.0)
+            else:
+                tokens.shift[t], tokens.rstd[t], tokens.squares[t] = _line(tokens.rows[t], tokens.eps, tokens.form)
             if not (np.isfinite(magnitude[0]) and np.isfinite(tokens.shift[t] * tokens.rstd[t])):
                 sums.nonfinite_tokens[0] += 1
                 continue
@@ -442,6 +447,18 @@ def fill(tokens: Any, given: Any, runs: Any, sums: Any) -> None:
         if filled:
             _add_block(tokens, given, block[:filled], first_cell, sums, y, bins, cells)
             filled = 0
+
+
+@_exact
+def _add_times(sums: Any, weight: float, x: float, y: float) -> None:
+    """Add a pair to the six moments of a bin, times a weight."""
+    of_x, of_y = weight * x, weight * y
+    sums[0] += weight
+    sums[1] += of_x
+    sums[2] += of_y
+    sums[3] += of_x * x
+    sums[4] += of_x * y
+    sums[5] += of_y * y
 
 
 @_called
@@ -467,16 +484,26 @@ def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, cells: Any, mo
             first_channel = t % tokens.groups * (d // positions)
             for j in range(d):
                 x, y = np.float64(row[j]), _y(row, shift, rstd, of_token, j)
-                of_one = weight[first_channel + j // positions]
-                of_x, of_y = of_one * x, of_one * y
                 bin_ = fold * _PAIR_BINS + _bin(bits[j], *_PAIR)
-                sums = moments[_row_of(cells, bin_)]
-                sums[0] += of_one
-                sums[1] += of_x
-                sums[2] += of_y
-                sums[3] += of_x * x
-                sums[4] += of_x * y
-                sums[5] += of_y * y
+                _add_times(moments[_row_of(cells, bin_)], weight[first_channel + j // positions], x, y)
+
+
+@_called
+def add_positions(tokens: Any, given: Any, positions: Any, first: int, sums: Any) -> None:
+    """Add the tokens that :func:`fill` has counted, at ``positions`` ``(tokens,)``, to the sums by position."""
+    last = sums.position_sums.shape[1] - 1
+    for t in range(positions.size):
+        if tokens.reach[t] < 0:
+            continue
+        sums.position_sums[0, min(positions[t], last)] += 1
+        sums.position_sums[1, min(positions[t], last)] += tokens.squares[t]
+        if positions[t] != first:
+            continue
+        row, of_token = tokens.rows[t], _part(given, t, 0, tokens.rows.shape[1])
+        bits = row.view(np.int32)
+        for j in range(row.size):
+            y = _y(row, tokens.shift[t], tokens.rstd[t], of_token, j)
+            _add_times(sums.first_moments[_u8(_bin(bits[j], *_PAIR))], 1.0, np.float64(row[j]), y)
 
 
 @_called

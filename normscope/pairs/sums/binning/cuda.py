@@ -62,6 +62,7 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
         launch(kind, memory, lambda scratch: _launches(stats, tokens, scratch))
         stats.bins = stats.bins.replaced({name: kept[argument] for name, argument in _BINNED.items()})
         reference.add_optional(stats, tokens)
+        reference.add_positions(stats, tokens)
 
 
 def _kept(stats: SiteSums) -> dict[str, Tensor]:
