@@ -32,7 +32,7 @@ from normscope.figures.style import (
     write_at,
 )
 from normscope.pairs.norms.sites import NormSite
-from normscope.swaps.inits import INITS
+from normscope.swaps.inits import INITS, published_name
 from normscope.swaps.reports import (
     CALIBRATED,
     START,
@@ -137,7 +137,7 @@ def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
     for number, report in enumerate(reports):
         init = INITS.get(report.init, INITS["fit"])
         offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
-        label = " · ".join(part for part in (report.func, report.start_in_words) if part)
+        label = " · ".join(part for part in (published_name(report.func), report.start_in_words) if part)
         colour, _ = looks.get(curves[report.func], (theme.ink, ""))
         lines.append(_DriftLine(report, label, colour, init.marker, init.dashes, offset))
     return lines

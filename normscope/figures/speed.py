@@ -23,7 +23,8 @@ from normscope.figures.style import (
     theme_of,
     width_of,
 )
-from normscope.swaps.reports import BESIDE, FASTER, SLOWER, TOO_FEW, BenchReport, Timing
+from normscope.swaps.inits import published_name
+from normscope.swaps.reports import BESIDE, FASTER, INCONCLUSIVE, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.swaps import SCOPES, duration
 
 _PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 2.3, 0.155, 0.9
@@ -108,7 +109,7 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
             ax.plot([native / scale] * 2, ends, color=style.ink, ls=":", lw=0.9, zorder=4)
         for row in group:
             y += 1
-            labels.append((y, row.variant))
+            labels.append((y, published_name(row.variant)))
             _bar(ax, row, y, scale, right, style)
         y += _GAP + 1
     ax.set_xlim(0, right)
@@ -159,7 +160,9 @@ def _signs(report: BenchReport) -> str:
     """Return the meaning of bars, whiskers, lines, numbers and fonts."""
     verdicts = {row.verdict for row in report.rows}
     beside = [f"{BESIDE[way]} for {way}" for way in BESIDE if any(row.way == way for row in report.rows)]
-    signs = ["Bars: median", "whiskers: 20th to 80th percentile"]
+    numbers = sorted({len(row.samples) for row in report.rows if row.samples}) or [0]
+    signs = [f"Bars: median of n = {'–'.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))} times"]
+    signs.append("whiskers: 20th to 80th percentile")
     signs.append(", ".join(["dotted: native norm", *beside]))
     if any(row.ratio is not None for row in report.rows):
         fonts = [f"{font} if {verdict}" for verdict, font in _FONTS.items() if verdict in verdicts]
@@ -169,4 +172,4 @@ def _signs(report: BenchReport) -> str:
     return "; ".join(signs)
 
 
-_FONTS = {FASTER: "bold", SLOWER: "in italics"}
+_FONTS = {FASTER: "bold", SLOWER: "in italics", INCONCLUSIVE: "plain"}

@@ -28,7 +28,7 @@ OF_CURVES = {  # of each curve y ≈ A·f(αx + s), as r2/tanh
     "amplitude": "A; none, like α and s, where the pairs do not identify them",
     "alpha": "α, in units of 1/x",
     "shift": "s",
-    "slope": "slope of the curve where it is steepest",
+    "slope": "slope of the curve at x = 0, A·α·f′(s)",
     "at_zero": "value of the curve at x = 0",
     "beyond": "share of pairs beyond the bend, |αx + s| > 1",
 }

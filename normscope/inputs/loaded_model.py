@@ -25,6 +25,8 @@ Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
 def first_tensor(result: Any, batch: Batch) -> Tensor:
     """Return the first floating-point tensor of an output, which may be a tuple, a mapping or a record; or ModelError.
 
+    Single numbers, such as a loss, are none; ``logits`` of a mapping come first.
+
     >>> import torch
     >>> from normscope.inputs.batch import Batch
     >>> first_tensor((torch.zeros(2, 3), torch.tensor([3, 3])), Batch()).shape
@@ -32,9 +34,9 @@ def first_tensor(result: Any, batch: Batch) -> Tensor:
     """
     import torch
 
-    values = list(result.values()) if isinstance(result, Mapping) else result
+    values = [result.get("logits"), *result.values()] if isinstance(result, Mapping) else result
     for value in values if isinstance(values, (tuple, list)) else [values]:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim:
             return value
     raise ModelError(f"The model returned a {type(result).__name__} that holds no floating-point tensor to compare.")
 
@@ -186,16 +188,48 @@ def module_of(model: nn.Module | LoadedModel) -> nn.Module:
     return module
 
 
-_HEADS: dict[str, Kind] = {
-    "ForCausalLM": "tokens",
-    "LMHeadModel": "tokens",
-    "ForMaskedLM": "tokens",
-    "ForSequenceClassification": "classes",
-    "ForImageClassification": "classes",
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_HEADS: dict[Kind, tuple[str, ...]] = {
+    "tokens": (*_CAUSAL, "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification"),
+    "classes": ("Classification",),
 }
+_OF_LOGITS: dict[int, Kind] = {2: "classes", 3: "tokens"}  # by their number of axes
 
 
-def output_kind(model: nn.Module) -> Kind:
-    """Return the kind of output that the names of transformers' classes state; ``tensor`` of other modules."""
-    names = [base.__name__ for base in type(unwrapped(model)).__mro__]
-    return next((kind for head, kind in _HEADS.items() for name in names if name.endswith(head)), "tensor")
+def _has(model: nn.Module, heads: tuple[str, ...]) -> bool:
+    return any(base.__name__.endswith(heads) for base in type(unwrapped(model)).__mro__)
+
+
+class InferredOutputs(Outputs):
+    """Reader of a module's first tensor, whose kind its results determine: classes or tokens if it is logits.
+
+    A mapping, as transformers' outputs are, names them; of a tuple the module's class does. Scores of a regression, or
+    of labels that do not exclude one another, are no such logits.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> outputs = InferredOutputs(nn.Linear(2, 2))
+    >>> logits = outputs.read({"loss": torch.zeros(()), "logits": torch.zeros(3, 5, 9)}, Batch())
+    >>> outputs.kind, logits.shape
+    ('tokens', torch.Size([3, 5, 9]))
+    """
+
+    _problem: str | None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(next((kind for kind, heads in _HEADS.items() if _has(model, heads)), "tensor"), self._first)
+        vars(self)["_problem"] = getattr(getattr(unwrapped(model), "config", None), "problem_type", None)
+
+    def _first(self, result: Any, batch: Batch) -> Tensor:
+        tensor, kind = first_tensor(result, batch), self.kind
+        if isinstance(result, Mapping) and tensor is result.get("logits"):
+            kind = _OF_LOGITS.get(tensor.ndim, "tensor")
+        if self._problem in ("regression", "multi_label_classification") or tensor.shape[-1] == 1:
+            kind = "tensor"
+        vars(self)["kind"] = kind
+        return tensor
+
+
+def inferred_task(model: nn.Module) -> Task:
+    """Return the task that the class of a module states: perplexity of transformers' causal language models."""
+    return Task("perplexity") if _has(model, _CAUSAL) else Task()

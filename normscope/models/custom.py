@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError, NormscopeError, UsageError, count, first_line, unknown
 from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.chunks import Chunk, Inputs, LeftOut, Share
-from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Provenance
+from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, LoadOptions, Provenance, inferred_task
 from normscope.models.inputs.numbered_inputs import drawn
 from normscope.models.weights.checkpoints import load_file, ready, seeded
 from normscope.runtime.files import sha256_of
@@ -212,7 +212,7 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     else:
         provenance = load_file(module, Path(options.weights), name)
     module, provenance = ready(module, provenance, options)
-    return LoadedModel(name, module, inputs, provenance)
+    return LoadedModel(name, module, inputs, provenance, InferredOutputs(module), task=inferred_task(module))
 
 
 def _import_file(code: UserCode, path: Path) -> ModuleType:

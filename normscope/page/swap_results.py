@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from normscope.errors import DataError, UsageError
 from normscope.runtime.records import converted
+from normscope.swaps.inits import published_name
 from normscope.swaps.reports import BenchReport, DriftReport
 
 SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | BenchReport] | Mapping[str, Any]"
@@ -78,6 +79,7 @@ class _Timing:
     share_of_copy: float | None
     ratio: float | None
     shape: list[int]
+    samples: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,13 @@ def _drift(report: Any) -> dict[str, Any]:
     drift = asdict(converted(_Drift, report, "drift"))
     if quality := drift["quality"]:
         quality["higher_is_better"] = quality["higher_is_better"] is not False
-    return drift | {"about": _about(report)}
+    return drift | {"func": published_name(drift["func"]), "about": _about(report)}
 
 
 def _speed(report: Any) -> dict[str, Any]:
     speed = asdict(converted(_Speed, report, "speed"))
+    for row in speed["rows"]:
+        row |= {"variant": published_name(row["variant"]), "n": len(row.pop("samples"))}
     return speed | {"about": _about(speed["about"])}
 
 

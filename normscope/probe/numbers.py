@@ -85,18 +85,17 @@ def _of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
     r2 = 1 - nodes.residual(solutions.predicted(curve, nodes.x)) / nodes.total
     bends = solutions.converged & ~solutions.only_power
     line = solutions.converged & solutions.only_power & (curve.power_at_origin == 1)
-    at_origin = curve.derivative(solutions.shift)
-    slope = solutions.amplitude * solutions.alpha * at_origin.where(line, curve.peak)
+    slope = solutions.amplitude * solutions.alpha * curve.derivative(solutions.shift)
     at_zero = solutions.amplitude * curve.function(solutions.shift)
     columns = (r2, solutions.amplitude, solutions.alpha, solutions.shift, slope, at_zero, bends, bends | line)
     for target, *values, is_bent, has_slope in zip(problems.targets, *(c.tolist() for c in columns), strict=True):
-        r2_of, amplitude, alpha, shift, steepest, value_at_zero = values
+        r2_of, amplitude, alpha, shift, slope_at_zero, value_at_zero = values
         numbers = {
             "r2": r2_of,
             "amplitude": amplitude if is_bent else None,
             "alpha": alpha if is_bent else None,
             "shift": shift if is_bent else None,
-            "slope": steepest if has_slope else None,
+            "slope": slope_at_zero if has_slope else None,
             "at_zero": value_at_zero if has_slope else None,
             "beyond": _beyond_the_bend(target, alpha, shift) if is_bent else None,
         }

@@ -367,10 +367,10 @@ class OutputErrors:
         Raises:
             ModelError: if axis 0 of the output does not count the samples.
         """
-        measure = kl_divergences if measure_of(self.outputs.kind) == KL else relative_errors
         errors = [torch.zeros(0, dtype=torch.float64)]
         for number, batch in enumerate(self.batches):
-            target = self._target(number)
+            target = self._target(number)  # of which the kind of outputs may be inferred
+            measure = kl_divergences if measure_of(self.outputs.kind) == KL else relative_errors
             errors.append(measure(self._output(swapped, batch), target, batch.valid).double().cpu())
         return torch.cat(errors).nan_to_num(nan=torch.inf)
 

@@ -1,4 +1,4 @@
-"""Initializations of the curves that replace norms: one row each, read by Python, the command line and figures."""
+"""Names and initializations of what replaces norms, read by Python, the command line and figures."""
 
 from __future__ import annotations
 
@@ -49,3 +49,14 @@ INITS = {
         calibrated=True,
     ),
 }
+_PUBLISHED = {"dyt": "DyT", "dyisru": "DyISRU", "derf": "Derf"}
+
+
+def published_name(func: str) -> str:
+    """Return the name of a requested function in tables and figures: as its paper writes it, if that was the request.
+
+    >>> published_name("dyt"), published_name("tanh"), published_name("dyt, Liger")
+    ('DyT', 'tanh', 'DyT, Liger')
+    """
+    name, comma, rest = func.partition(",")
+    return _PUBLISHED.get(name.lower(), name) + comma + rest

@@ -17,11 +17,11 @@ from normscope.runtime.spread import is_sharded, sharded_as, whole
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.eager import Parameters
-from normscope.swaps.standalone import Table, dtype_after, of_each, with_strides_kept
+from normscope.swaps.standalone import InPlaceOfNorm, Table, with_strides_kept
 
 
-class PointwiseFunction(nn.Module):
-    """Elementwise weight · f(αx + s) + bias, computed in float32 at least and returned in the input's dtype.
+class PointwiseFunction(InPlaceOfNorm):
+    """Elementwise weight · f(αx + s) + bias, computed in float32 at least.
 
     Args:
         curve: f, or its name: ``tanh`` (``dyt``), ``isru`` (``dyisru``), ``derf``, …, or a formula of x.
@@ -38,19 +38,18 @@ class PointwiseFunction(nn.Module):
         weight: ``normalized_shape``, or ``(1,)``.
         bias: ``normalized_shape``, or None.
         in_place_of: full class name of the norm that it replaced; empty if none.
-        keeps: strides that the output takes over from the input, as the replaced norm does: ``all``,
-            ``channels_last`` or ``none``; otherwise the output is contiguous.
 
     tanh, isru and erf run in one pass (:mod:`normscope.swaps.kernels`) unless ``NORMSCOPE_KERNELS=eager``: on the CPU
     in a compiled loop if no gradient is needed; on CUDA in fused kernels, which lack second derivatives, forward mode
     and batched gradients. torch.compile and torch.export trace plain torch unless ``NORMSCOPE_KERNELS=triton``.
 
-    The output has the input's shape and dtype, or a half-precision weight's dtype for a float32 input. Parameters are
-    named as in the published DyT and Derf layers.
+    The output has the dtype of the replaced norm's; without one the input's, or a half-precision weight's for a float32
+    input. Arguments such as ``residual=None`` change nothing. Parameters are named as in the published layers.
 
     Raises:
         UsageError: if the curve is unknown or α or s do not match the channels; when called, if the input's channels
             differ, or if ``NORMSCOPE_KERNELS`` cannot be met.
+        TypeError: if it is called with a second tensor.
 
     >>> layer = PointwiseFunction("tanh", 4, alpha=0.5)
     >>> layer(torch.tensor([[0.0, 1.0, 2.0, 100.0]]))
@@ -59,9 +58,6 @@ class PointwiseFunction(nn.Module):
     ['alpha', 'bias', 'weight']
     """
 
-    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
-    in_place_of: str = ""
-    keeps: str = "all"
     alpha: nn.Parameter
     shift: nn.Parameter | None
     weight: nn.Parameter
@@ -100,14 +96,10 @@ class PointwiseFunction(nn.Module):
         """True if each channel has its own α."""
         return self.alpha.numel() > 1
 
-    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Apply the function elementwise; libraries call norms with keywords of several names."""
-        if input is None:
-            (input,) = named.values()
-        if input.is_nested:
-            return of_each(self, input)
+    def applied(self, input: Tensor) -> Tensor:
+        """Apply the function elementwise."""
         if is_sharded(input):
-            return sharded_as(self.forward(whole(input)), input)
+            return sharded_as(self.applied(whole(input)), input)
         if self.keeps != "all":
             input = with_strides_kept(input, self.keeps)
         stored: dict[str, Any] = self._parameters
@@ -121,8 +113,11 @@ class PointwiseFunction(nn.Module):
             alpha, shift, weight, bias = (
                 None if p is None else self._gathered(p) for p in (alpha, shift, weight, bias)
             )
-        parameters = (alpha, shift, weight, bias)
-        output = None
+        parameters, dtype, output = (alpha, shift, weight, bias), input.dtype, None
+        autocast = self.under_autocast and torch.is_autocast_enabled(input.device.type)
+        if weight.dtype != dtype or autocast or self.returns == "float32":
+            dtype = self.returned_dtype(input)
+            input = input.to(torch.promote_types(input.dtype, dtype))
         if not torch.compiler.is_dynamo_compiling():
             output = operators.bypassed(input, alpha, shift, weight, bias, curve, behind)
         if output is None and by_kernels(curve, input.device, input.dtype):
@@ -134,8 +129,7 @@ class PointwiseFunction(nn.Module):
             if output is None:
                 function = self.curve.function if self.table is None else self.table
                 output = eager.pointwise(input, function, Parameters(*parameters), behind)
-        if weight.dtype != input.dtype:
-            output = output.to(dtype_after(input, weight))
+        output = output if output.dtype == dtype else output.to(dtype)
         return output if self._activate is None else self._activate(self, output)
 
     @property

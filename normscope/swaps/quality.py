@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from normscope.errors import DataError, MemoryEndedError, UsageError, count
 from normscope.inputs.batch import Batch, Halving, Sample, as_batches, taken_once
-from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
+from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, inferred_task
 from normscope.pairs.ranks import Ranks
 from normscope.runtime.network import KeptBuffers, left_as_found, run
 from normscope.runtime.progress import Progress
@@ -148,7 +148,9 @@ def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
     different = [token for token in ids[0].tolist() if token != ids[0, last]]
     changed = ids.clone()
     changed[0, last] = different[0] if different else (int(ids[0, last]) + 1) % before.shape[-1]
-    after = passes.output(replace(text, kwargs={**text.kwargs, "input_ids": changed}))[0, :last]
+    by_place: dict[str, Any] = {"args": (changed, *text.args[1:])}
+    arguments = by_place if text.args else {"kwargs": {**text.kwargs, "input_ids": changed}}
+    after = passes.output(replace(text, **arguments))[0, :last]
     if not bool(before.isfinite().all() & after.isfinite().all()):
         return False
     before, after = in_float64(before[valid[0, :last]]), in_float64(after[valid[0, :last]])
@@ -198,8 +200,8 @@ def _words_of(batch: Batch, task: Task) -> Tensor:
 
 def _tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return token ids and the mask of data among them, ``(samples, positions)``."""
-    ids = batch.kwargs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2:
+    ids = batch.args[0] if batch.args else batch.kwargs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         raise UntoldError("the batches have no input_ids of samples and positions")
     return ids, torch.ones_like(ids, dtype=torch.bool) if batch.valid is None else batch.valid.to(ids.device)
 
@@ -307,7 +309,8 @@ class Judge:
     untold: str = ""  # reason why there are none
 
     def __post_init__(self) -> None:
-        self._by = self.by or (self.original.task if isinstance(self.original, LoadedModel) else Task())
+        original = self.original
+        self._by = self.by or (original.task if isinstance(original, LoadedModel) else inferred_task(original))
         if isinstance(self._by, Task):
             once = "the batches can be iterated only once" if taken_once(self.batches) else ""
             self.untold = (self._by.untold if self._by.measure is None else "") or once

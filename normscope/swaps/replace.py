@@ -20,12 +20,13 @@ from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, submodule
 from normscope.pairs.norms.formulas import gain_and_shift
 from normscope.pairs.norms.kinds import NormKind
-from normscope.pairs.norms.recognition import kept_strides, kind_at
+from normscope.pairs.norms.recognition import kind_at
 from normscope.pairs.norms.sites import Layers, NormSite
 from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, move_like, norm_at_hand, shard_like, whole
+from normscope.swaps.behaviour import behave_like
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, RMSNorm, TokenWise
+from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, InPlaceOfNorm, RMSNorm
 from normscope.swaps.start import Fits, Start, few_channels, norms_of, only, starts
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Swap:
         self._moved = [move_like(inner, path, module) for path, _, module in replaced.values()]
         for parent, name, norm, module in self._places:
             module.train(norm.training)
-            if isinstance(module, (PointwiseFunction, TokenWise)):
+            if isinstance(module, InPlaceOfNorm):
                 full_name = f"{type(norm).__module__}.{type(norm).__qualname__}"
                 module.in_place_of = getattr(norm, "in_place_of", "") or full_name
             _put(parent, name, module)
@@ -229,7 +230,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
         check_token_wise(site, kind, start.func)
         options = {"channel_axis": axis, "elementwise_affine": elementwise or bool(gain[0] != 1), "bias": bias}
         if start.scale is None:
-            module: nn.Module = RMSNorm(shape, eps=site.eps, **options)
+            module: InPlaceOfNorm = RMSNorm(shape, eps=site.eps, **options)
         else:
             k = few_channels(start.func)
             module = scaled = FewChannelNorm(shape, k, **options) if k else FrozenNorm(shape, **options)
@@ -244,8 +245,8 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
             elementwise_affine=elementwise or start.amplitude.numel() > 1,
             bias=bias,
         )
-        module.keeps = kept_strides(norm, shape, axis, like)
     module = module.to(like.device, like.dtype)
+    behave_like(module, norm, site.name, like)
     weight = gain.cpu().double() * start.amplitude
     with torch.no_grad():
         for name, values in (("weight", weight), ("bias", offset)):

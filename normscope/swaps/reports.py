@@ -107,6 +107,11 @@ class Drift(Record):
     answers: int | None = None
     frames: Quantiles | None = None
 
+    @property
+    def error(self) -> Quantiles:
+        """The error that decides: KL divergence of logits, relative L2 of other outputs."""
+        return self.relative_l2 if self.kl is None else self.kl
+
 
 @dataclass(frozen=True)
 class Score(Record):
@@ -236,7 +241,7 @@ class DriftReport(_AboutNetwork):
         return [row for row in self.rows if row.swapped == "cumulative"]
 
     def least_harmful(self, number: int) -> list[str]:
-        """Return the paths of the sites with the least median drift when each is swapped alone, the least first.
+        """Return the paths of the sites with the least median error when each is swapped alone, the least first.
 
         Raises:
             UsageError: if there are not so many sites, or if no site was swapped alone.
@@ -245,7 +250,7 @@ class DriftReport(_AboutNetwork):
             raise UsageError("The least harmful sites are known only if each was swapped alone: one_at_a_time=True.")
         if not 1 <= number <= len(self.sites):
             raise UsageError(f"number is {number}; it has to be from 1 to {len(self.sites)}, the number of sites.")
-        medians = {row.site: row.relative_l2.p50 for row in self.by_site}
+        medians = {row.site: row.error.p50 for row in self.by_site}
         return sorted(self.sites, key=lambda path: (math.isnan(medians[path]), medians[path]))[:number]
 
 
@@ -505,7 +510,7 @@ FUSED = tuple(BESIDE)
 PASSES: tuple[Passes, ...] = ("forward", "forward + backward")
 Norms = Literal["eager", "compile", "fused"]
 NATIVE, COPY = "native", "copy"
-FASTER, SLOWER, ALIKE = "faster", "slower", "alike"
+FASTER, SLOWER, INCONCLUSIVE = "faster", "slower", "inconclusive"
 TOO_FEW, NOT_RUN = "too few passes to tell", "not run"
 SOURCE = "arXiv 2503.10622, one H100"
 
@@ -552,8 +557,8 @@ class Timing(Case):
         share_of_copy: of a same-size copy's GB/s in the same run.
         ratio: of the median to the native norm's, which is compiled if the case is; above 1 is slower.
         verdict: ``faster`` or ``slower`` if minimum, median and the interval from p20 to p80 all are; ``too few passes
-            to tell`` if they are, of fewer than three samples; otherwise ``alike``; ``not run``; or nothing, for the
-            native norm and the copy themselves.
+            to tell`` if they are, of fewer than three samples; otherwise ``inconclusive``; ``not run``; or nothing, for
+            the native norm and the copy themselves.
         compile_seconds: duration of the first call, which no sample contains; less with torch's cache on disk.
         note: reason why it did not run, or sites that were left as they are.
     """

@@ -40,11 +40,14 @@ def clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.minimum(torch.maximum(x, low), high)
 
 
-def dtype_after(input: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Return a norm's output dtype: the input's, or a half weight's for a float32 input, as T5 in float16 expects."""
-    if input.dtype != torch.float32 or weight is None or weight.dtype not in _HALF:
-        return input.dtype
-    return weight.dtype
+# From the dtypes of a norm's input and weight to that of its output. T5 in float16 expects the least of both.
+RETURNS: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
+    "input": lambda input, weight: input,
+    "promoted": torch.promote_types,
+    "weight": lambda input, weight: weight,
+    "least": lambda input, weight: weight if input == torch.float32 and weight in _HALF else input,
+    "float32": lambda input, weight: torch.float32,
+}
 
 
 def with_strides_kept(input: Tensor, keeps: str) -> Tensor:
@@ -53,11 +56,6 @@ def with_strides_kept(input: Tensor, keeps: str) -> Tensor:
         return input
     kept = suggest_memory_format(input) if keeps == "channels_last" else torch.contiguous_format
     return input.contiguous(memory_format=kept)
-
-
-def of_each(module: nn.Module, nested: Tensor) -> Tensor:
-    """Apply a module to each part of a nested tensor, which nn.TransformerEncoder makes of a padded batch."""
-    return torch.nested.as_nested_tensor([module(part) for part in nested.unbind()])
 
 
 class Float32(nn.Module):
@@ -94,7 +92,59 @@ class Table(Float32):
         return mean[left] + slopes[piece] * (u - at[left])
 
 
-class TokenWise(nn.Module):
+BEHAVIOUR = ("keeps", "returns", "under_autocast", "overwrites")
+
+
+class InPlaceOfNorm(nn.Module):
+    """Base of modules that take a norm's arguments, and return its dtype, in its layout and memory."""
+
+    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
+    in_place_of: str = ""  # full class name of the norm that it replaced
+    keeps: str = "all"  # strides of the input that the output inherits: all, channels_last, or none if it is contiguous
+    returns: str = "least"  # rule of the output's dtype, a key of RETURNS
+    under_autocast: str = ""  # another rule under autocast, except on the CPU
+    overwrites: Sequence[str] = ()  # dtypes of inputs that are overwritten with the output
+    activations: Sequence[str] = ()  # names of children that run afterwards
+    computed: Callable[[Tensor], Tensor]  # from an input in float32 or float64 to the output
+    normalized_shape: tuple[int, ...]
+    channel_axis: int
+    weight: nn.Parameter | None
+
+    def forward(self, input: Tensor | None = None, *others: Any, **named: Any) -> Tensor:
+        """Apply the function to the only tensor; other arguments, such as ``residual=None``, change nothing."""
+        if input is None or others or named:
+            input = self.normalized(input, *others, *named.values())
+        if input.is_nested:  # nn.TransformerEncoder makes it of a padded batch
+            return torch.nested.as_nested_tensor([self(part) for part in input.unbind()])
+        if self.overwrites and str(input.dtype)[6:] in self.overwrites:
+            return input.copy_(self.applied(input.clone()))  # whose values its gradient needs
+        return self.applied(input)
+
+    def applied(self, input: Tensor) -> Tensor:
+        """Return the output in the norm's dtype and layout."""
+        x, dtype = with_strides_kept(input, self.keeps), self.returned_dtype(input)
+        y = self.computed(x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32))).to(dtype)
+        for name in self.activations:
+            y = getattr(self, name)(y)
+        return y
+
+    def normalized(self, *arguments: Any) -> Tensor:
+        """Return the tensor among the arguments of a norm; TypeError if there is another one, or none."""
+        tensors = [value for value in arguments if isinstance(value, Tensor)]
+        if len(tensors) != 1:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "none"
+            norm = self.in_place_of.rpartition(".")[2] or "norm"
+            raise TypeError(f"The {type(self).__name__} in place of a {norm} takes one tensor, and got {shapes}.")
+        return tensors[0]
+
+    def returned_dtype(self, input: Tensor) -> torch.dtype:
+        """Return the dtype of the output."""
+        device, weight = input.device.type, input if self.weight is None else self.weight
+        autocast = self.under_autocast and device != "cpu" and torch.is_autocast_enabled(device)
+        return RETURNS[self.under_autocast if autocast else self.returns](input.dtype, weight.dtype)
+
+
+class TokenWise(InPlaceOfNorm):
     """Base of the functions that scale each token by one number: weight · (x − μ)/σ + bias over the channels.
 
     Args:
@@ -109,8 +159,6 @@ class TokenWise(nn.Module):
 
     func: str
     predictor: nn.Module  # of μ and σ of tokens (…, channels); each is (…) or broadcasts to it
-    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
-    in_place_of: str = ""  # full class name of the norm that it replaced
 
     def __init__(
         self,
@@ -126,19 +174,12 @@ class TokenWise(nn.Module):
         self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
 
-    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Scale the tokens, in float32 at least; libraries call norms with keywords of several names."""
-        if input is None:
-            (input,) = named.values()
-        if input.is_nested:
-            return of_each(self, input)
-        inside = torch.promote_types(input.dtype, torch.float32)
-        x = input.to(inside) if self.channel_axis == -1 else input.to(inside).movedim(self.channel_axis, -1)
-        weight = None if self.weight is None else self.weight.to(inside)
-        y = self.scaled(x, weight)
+    def computed(self, x: Tensor) -> Tensor:
+        """Scale the tokens."""
+        x = x if self.channel_axis == -1 else x.movedim(self.channel_axis, -1)
+        y = self.scaled(x, None if self.weight is None else self.weight.to(x))
         if self.bias is not None:
-            y = y + self.bias.to(inside)
-        y = y.to(dtype_after(input, self.weight))
+            y = y + self.bias.to(x)
         return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
 
     def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -257,48 +298,36 @@ class FrozenNorm(TokenWise):
         self.predictor = ConstantScale()
 
 
-class Pointwise(nn.Module):
+class Pointwise(InPlaceOfNorm):
     """Elementwise weight · f(alpha · x + shift) + bias, computed in float32 at least.
 
     alpha and shift are one number, (1,), or one per channel; weight is one per channel or one number, (1,). The
     arguments are the entries of a site in swap.json; a :class:`Table` takes the place of a curve without a formula.
     """
 
-    eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
+    weight: nn.Parameter
 
     def __init__(self, site: dict[str, Any], table: Table | None = None) -> None:
         super().__init__()
         shape, self.channel_axis, self.curve = tuple(site["normalized_shape"]), site["channel_axis"], site["curve"]
-        self.keeps, self.table = site.get("keeps", "none"), table
-        self.activations: Sequence[str] = ()  # names of children that run afterwards
+        self.table = table
         self.alpha = nn.Parameter(torch.full(shape if site["per_channel"] else (1,), 0.5))
         self.shift = nn.Parameter(torch.zeros(self.alpha.shape)) if site["shift"] else None
         self.weight = nn.Parameter(torch.ones(shape if site["elementwise_affine"] else (1,)))
         self.bias = nn.Parameter(torch.zeros(shape)) if site["bias"] else None
 
-    def forward(self, input: Tensor | None = None, **named: Tensor) -> Tensor:
-        """Apply the function; libraries call norms with keywords of several names."""
-        if input is None:
-            (input,) = named.values()
-        if input.is_nested:
-            return of_each(self, input)
-        x = with_strides_kept(input, self.keeps)
-        inside = torch.promote_types(x.dtype, torch.float32)
+    def computed(self, x: Tensor) -> Tensor:
+        """Apply the function."""
         behind = (-self.channel_axis if self.channel_axis < 0 else x.ndim - self.channel_axis) - 1
 
         def along(part: Tensor) -> Tensor:
-            return (part if part.numel() == 1 else part.view(*part.shape, *[1] * behind)).to(inside)
+            return (part if part.numel() == 1 else part.view(*part.shape, *[1] * behind)).to(x.dtype)
 
-        u = along(self.alpha) * x.to(inside)
+        u = along(self.alpha) * x
         if self.shift is not None:
             u = u + along(self.shift)
         y = along(self.weight) * (CURVES[self.curve] if self.table is None else self.table)(u)
-        if self.bias is not None:
-            y = y + along(self.bias)
-        y = y.to(dtype_after(x, self.weight))
-        for name in self.activations:
-            y = getattr(self, name)(y)
-        return y
+        return y if self.bias is None else y + along(self.bias)
 
     def extra_repr(self) -> str:
         """Return the curve."""
@@ -313,10 +342,13 @@ def record() -> dict[str, Any]:
 
 def modules() -> dict[str, nn.Module]:
     """Return new modules that replace norms, by the norms' paths; their weights are not loaded yet."""
-    return {site["name"]: _module(site) for site in record()["sites"]}
+    made: dict[str, nn.Module] = {site["name"]: _module(site) for site in record()["sites"]}
+    for site in record()["sites"]:
+        vars(made[site["name"]]).update({"keeps": "none"} | {name: site[name] for name in BEHAVIOUR if name in site})
+    return made
 
 
-def _module(site: dict[str, Any]) -> nn.Module:
+def _module(site: dict[str, Any]) -> InPlaceOfNorm:
     options = {name: site[name] for name in ("channel_axis", "elementwise_affine", "bias")}
     if site["curve"] == "rmsnorm":
         return RMSNorm(site["normalized_shape"], eps=site["eps"], **options)

@@ -10,9 +10,11 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.runtime.files import visible
+from normscope.swaps.inits import published_name
 from normscope.swaps.reports import (
     CALIBRATED,
     FUSED,
+    INCONCLUSIVE,
     START,
     TRAINED,
     BenchReport,
@@ -58,7 +60,7 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
     worst = any(report.func.startswith(("few:", "frozen")) for report in reports)
     of_end = ("end L2", "p90 of end L2", "end cosine")
     columns: list[Column[Swap]] = [
-        words("func", lambda swap: swap[0].func),
+        words("func", lambda swap: published_name(swap[0].func)),
         words("init", lambda swap: swap[0].init, 2),
         Column("sites", lambda swap: str(swap[1].sites_swapped), drop=3),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=5),
@@ -87,7 +89,7 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
     """Make a table with one line per swap and part of the data, for example a timestep, with all sites swapped."""
     rows = [(report, row) for report in reports for row in report.by_part]
     columns: list[Column[Swap]] = [
-        words("func", lambda swap: swap[0].func if swap[1] is swap[0].by_part[0] else ""),
+        words("func", lambda swap: published_name(swap[0].func) if swap[1] is swap[0].by_part[0] else ""),
         words("init", lambda swap: swap[0].init if swap[1] is swap[0].by_part[0] else "", 2),
         words("part", lambda swap: swap[1].part),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=4),
@@ -108,7 +110,7 @@ def sites_table(reports: Sequence[DriftReport]) -> Table:
 
     columns: list[Column[str]] = [names("site", lambda path: path)]
     for place, report in enumerate(reports):
-        heading = report.func if same_init else f"{report.func} {report.init}".strip()
+        heading = published_name(report.func) + ("" if same_init else f" {report.init}".rstrip())
         rows = {row.site: row for row in reversed(report.by_site)}
         columns.append(Column(heading, lambda path, rows=rows: moved(rows.get(path)), drop=int(place > 0)))  # type: ignore[misc]
     caption = ["One site alone swapped: L2 of the output, median over inputs", "!: not finite for some inputs"]
@@ -198,7 +200,7 @@ def quality_table(qualities: Mapping[tuple[str, str], Quality]) -> Table:
         return " – ".join(format(bound, form) for bound in networks[network].interval or ())
 
     columns: list[Column[tuple[str, str]]] = [
-        words("norms", lambda network: network[0]),
+        words("norms", lambda network: published_name(network[0])),
         words("init", lambda network: network[1]),
         Column(first.name, lambda network: _quality(networks[network].value, form)),
         Column("95 %", bounds, any(score.interval for score in networks.values())),
@@ -305,10 +307,11 @@ def _title(row: Timing) -> str:
 def _table(title: str, rows: Sequence[Timing], widest: int) -> AdaptiveTable:
     alone = rows[0].scope == "norm"
     columns: list[Column[Timing]] = [
-        words("", lambda row: row.variant),
+        words("", lambda row: published_name(row.variant)),
         *several(("time", "min", "p20–p80", "ratio"), _times, (0, 2, 1, 0)),
         Column("GB/s", lambda row: number(row.gb_per_s, ".3g"), alone, drop=3),
         Column("copy", lambda row: number(row.share_of_copy, ".0%"), alone, drop=4),
+        Column("n", lambda row: str(len(row.samples) or NONE), drop=2),
         names("", lambda row: row.verdict),
     ]
     table = table_of(rows, columns)
@@ -328,17 +331,18 @@ def _times(row: Timing) -> list[str]:
 def _caption(rows: Sequence[Timing], scope: str) -> list[str]:
     first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
     shape = "×".join(map(str, first.shape))
-    shown = ["time", "ratio"]
+    shown = ["time", "ratio", "n"]
     if scope == "norm":
         norms = count(first.sites, "norm")
         about = f"One norm on random values of its real shape, {shape}, which {norms} of the network have"
         shown += ["GB/s", "copy"]
     else:
-        fewest = min((len(row.samples) for row in rows if row.samples), default=0)
-        about = f"{count(first.sites, 'norm')}; input {shape}; at least {count(fewest, 'sample')} of each"
+        about = f"{count(first.sites, 'norm')}; input {shape}"
         about += "; backward: to the gradients of all parameters" * (len(passes) > 1)
     parts = [about, *(f"{name}: {DEFINITIONS['swap-bench'][name]}" for name in shown)]
-    parts.append("faster, slower: min and all of p20–p80 lie below those of the native norm, or above; alike: neither")
+    parts.append(
+        f"faster, slower: min and all of p20–p80 lie below those of the native norm, or above; {INCONCLUSIVE}: neither"
+    )
     lines = []
     ways = {row.way for row in rows}
     if ways.intersection(FUSED):
@@ -364,7 +368,7 @@ def published_table(report: PublishedReport) -> Table:
         {(row.variant, row.norms, row.passes): row for row in rows} for rows in (report.rows, report.published)
     )
     columns: list[Column[tuple[str, str, str]]] = [
-        words("norms", lambda key: key[0]),
+        words("norms", lambda key: published_name(key[0])),
         names("", lambda key: key[1]),
         names("", lambda key: key[2]),
         *several(("layer", "model"), lambda key: _seconds(ours.get(key))),

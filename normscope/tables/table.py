@@ -18,7 +18,8 @@ from rich.text import Text
 
 from normscope.errors import count
 from normscope.runtime.files import visible
-from normscope.tables.glossary import DEFINITIONS, typed
+from normscope.swaps.inits import published_name
+from normscope.tables.glossary import DEFINITIONS, TERMS, typed
 
 if TYPE_CHECKING:
     from normscope.curves.known import Curve
@@ -388,17 +389,19 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Make a table with one line per swapped site, with medians over the channels of per-channel curves.
 
     Args:
-        rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2`` and ``per_channel`` of each;
-            a missing number is None. Of ``few:K`` also ``channels`` and ``r2_scale``, of ``frozen`` also
-            ``sigma``.
+        rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2``, ``per_channel``, ``straight``
+            and ``weights_by`` of each; a missing number is None. Of ``few:K`` also ``channels`` and ``r2_scale``, of
+            ``frozen`` also ``sigma``.
     """
     few, frozen = (any(name in row for row in rows) for name in ("channels", "sigma"))
+    straight = any(row["straight"] for row in rows)
     columns: list[Column[Mapping[str, Any]]] = [
         names("site", lambda row: row["site"]),
         words("norm", lambda row: row["norm"], 1),
-        words("replaced by", lambda row: row["curve"]),
-        Column("A", lambda row: number(row["amplitude"], ".4g")),
-        Column("α", lambda row: number(row["alpha"], ".4g")),
+        words("replaced by", lambda row: published_name(row["curve"])),
+        Column("A", lambda row: "straight" if row["straight"] else number(row["amplitude"], ".4g")),
+        Column("α", lambda row: NONE if row["straight"] else number(row["alpha"], ".4g")),
+        Column("A·α", lambda row: number(row["amplitude"] * row["alpha"], ".4g") if row["straight"] else "", straight),
         Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
         Column("R²", lambda row: number(row["r2"], ".4f")),
         Column("channels", lambda row: ", ".join(map(str, row["channels"])), few, "left"),
@@ -406,8 +409,12 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("σ", lambda row: number(row["sigma"][-1], ".4g"), frozen),
         Column("σ at positions 0–3", lambda row: ", ".join(f"{s:.4g}" for s in row["sigma"][:-1]), frozen, "left"),
     ]
-    medians = any(row["per_channel"] for row in rows)
-    return table_of(rows, columns, caption=["A, α, s and R² are medians over the channels"] if medians else ())
+    caption = ["A, α, s and R² are medians over the channels"] if any(row["per_channel"] for row in rows) else []
+    if any(row["weights_by"] == "gamma" for row in rows):
+        caption.append("pairs weighted by γ², the error that reaches the next layer; `normscope fit` weights all alike")
+    if straight:
+        caption.append(f"straight: {DEFINITIONS[TERMS]['straight']}")
+    return table_of(rows, columns, caption=caption)
 
 
 def curves_table(curves: Sequence[Curve]) -> Table:

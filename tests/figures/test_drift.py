@@ -18,6 +18,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.drift.drift import drift
+from normscope.swaps.inits import published_name
 from normscope.swaps.replace import replacements
 from normscope.swaps.reports import DriftCalibration
 from normscope.tables.swaps import drift_table, parts_table, sites_table
@@ -100,7 +101,7 @@ def test_each_panel_draws_medians_and_ranges_beside_one_another(reports):
 
 def test_what_coincides_is_told_apart_by_its_ratio_to_the_first(reports):
     measured, sites = reports
-    ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of dyt · paper"]
+    ratios = titled(plot_drift(measured, sites))["each site swapped alone, as a multiple of DyT · paper"]
     first, *others = (np.array(medians(report.by_site)) for report in measured)
     np.testing.assert_allclose([y for _, y in dots(ratios)], np.array(others) / first, rtol=1e-12)
     assert len(plot_drift(measured[:1], sites).axes) == 4  # one alone has nothing beside it
@@ -130,7 +131,7 @@ def test_functions_are_told_apart_by_colour_and_a_curve_keeps_its_own(reports, s
     figure = plot_drift([replace(reports[0][0], func=func) for func in funcs], style=style)
     colours = [handle.get_color() for handle in figure.legends[0].legend_handles[:3]]
     assert len(set(colours)) == 3 and colours[2] == style_named(style).looks()[curve][0]
-    assert labels(figure)[:3] == [f"{func} · paper" for func in funcs]
+    assert labels(figure)[:3] == [f"{published_name(func)} · paper" for func in funcs]
 
 
 def test_panels_without_anything_are_left_out():
@@ -172,7 +173,7 @@ def test_the_headline_is_a_row_a_swap(reports):
     headers = "func,init,sites,inputs,L2,p90 of L2,cosine,p10 of cosine,≤ 0.1,KL,p90 of KL,top-1,top-5,of 5"
     assert [column.header for column in table.columns] == headers.split(",")
     for row, one in zip(cells(table), measured, strict=True):
-        assert row[:4] == (one.func, one.init, "3", "12")
+        assert row[:4] == (published_name(one.func), one.init, "3", "12")
         assert float(row[4]) == pytest.approx(one.all.relative_l2.p50, rel=5e-3)  # three digits
         assert float(row[6]) == pytest.approx(one.all.cosine.p50, abs=5e-5)
         assert float(row[9]) == pytest.approx(one.all.kl.p50, rel=5e-3)
@@ -185,7 +186,7 @@ def test_what_calibrated_rows_learned_from_is_said(reports, refit, alone):
     told = DriftCalibration("noise", refit, 36, 12, 0, 0, {})
     calibrated = replace(measured[0], init="calibrated", calibration=told)
     assert labels(plot_drift([measured[0], calibrated], sites))[:2] == [
-        *("dyt · paper", f"dyt · calibrated{alone} on 48 other samples")
+        *("DyT · paper", f"DyT · calibrated{alone} on 48 other samples")
     ]
     caption = " ".join(text_of(drift_table([measured[0], calibrated])).split())
     assert "calibrated: each row by itself" in caption and "on 48 other samples than it is measured on" in caption
@@ -205,7 +206,7 @@ def test_parts_and_sites_have_rows_of_their_own(reports):
     measured, _ = reports
     rows = cells(parts_table(measured))
     assert [row[2] for row in rows] == ["timestep 980", "timestep 0"] * 3
-    assert [row[0] for row in rows] == ["dyt", "", "derf", "", "rmsnorm", ""]
+    assert [row[0] for row in rows] == ["DyT", "", "Derf", "", "rmsnorm", ""]
     rows = cells(sites_table(measured))
     assert [row[0] for row in rows] == ["norms.0", "norms.1", "norms.2"]
     for column, report in enumerate(measured, 1):

@@ -37,7 +37,7 @@ def report():
         row("native", 3e-3, way="compile", compile_seconds=1.5),
         row("dyt", None, way="compile", verdict="not run", note="RuntimeError: no [compiler] here"),
         row("native", 0.5, scope="model", shape=(2, 3, 224, 224)),
-        row("mine", 0.6, scope="model", ratio=1.2, verdict="alike", shape=(2, 3, 224, 224)),
+        row("mine", 0.6, scope="model", ratio=1.2, verdict="inconclusive", shape=(2, 3, 224, 224)),
         row("native", 7.0, scope="model", passes=BOTH, dtype="bfloat16"),
     ]
     about = {"model": "odd$net_{", "weights": "random [weights]", "data": "noise & more"}
@@ -74,7 +74,7 @@ def test_a_bar_is_as_long_as_its_median(report):
     widths = [[bar.get_width() for bar in ax.patches] for ax in axes]
     assert widths == [pytest.approx(of) for of in ([2.0, 1.0, 4.0, 0.5, 3.0], [500.0, 600.0], [7.0])]
     assert [ax.get_xlabel() for ax in axes] == ["time [ms]", "time [ms]", "time [s]"]
-    names = ["native", "dyt", "dyisru", "copy", "native", "dyt"]
+    names = ["native", "DyT", "DyISRU", "copy", "native", "DyT"]
     assert [label.get_text() for label in axes[0].get_yticklabels()] == names and axes[0].get_xlim()[0] == 0
     cut = [line for line in axes[0].lines if line.get_marker() == ">"]
     assert [line.get_ydata()[0] for line in cut] == [3]  # dyisru's whisker alone, of 900 s, leaves the panel
@@ -104,7 +104,10 @@ def test_a_bar_has_a_ratio_in_the_font_of_its_verdict_and_a_time_where_nothing_i
     assert [text for text, font in fonts.items() if font.get_weight() == "bold"] == ["×0.500"]
     assert [text for text, font in fonts.items() if font.get_style() == "italic"] == ["×2.00"]
     assert "1.00 ms" in fonts and "not run" in fonts and not any("?" in text for text in fonts)
-    assert "×: multiple of its time, bold if faster, in italics if slower; no ×: too few passes" in foot_of(figure)
+    assert (
+        "×: multiple of its time, bold if faster, in italics if slower, plain if inconclusive; no ×: too few"
+        in foot_of(figure)
+    )
     assert "too few" not in foot_of(plot_speed(report))
 
 
@@ -129,8 +132,10 @@ def test_tables_say_what_may_be_claimed(report):
     ]
     said = text_of(tables, 100)
     cells = [line.split() for line in said.splitlines()]
-    assert ["dyt", "1.00", "ms", "0.80", "0.90–1.20", "0.50", "9", "100%", "faster"] in cells
-    assert ["dyt", "–", "–", "–", "–", "–", "–", "not", "run"] in cells
+    assert ["DyT", "1.00", "ms", "0.80", "0.90–1.20", "0.50", "9", "100%", "5", "faster"] in cells
+    assert ["DyT", "–", "–", "–", "–", "–", "–", "–", "not", "run"] in cells
+    assert ["mine", "600", "ms", "480", "540–720", "1.20", "5", "inconclusive"] in cells
+    assert "inconclusive: neither" in said and "n: number of times measured" in " ".join(said.split())
     assert "no [compiler] here" in said and "[much]" in said
     assert "Compiled in 1.50 s to 1.50 s each" in said
     narrow = text_of(tables, 60)

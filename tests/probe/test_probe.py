@@ -197,8 +197,19 @@ def test_percentiles_and_shares_are_those_of_the_raw_pairs():
     assert numbers["0/low"] == pytest.approx(low, rel=2**-5) and numbers["0/high"] == pytest.approx(high, rel=2**-5)
     bent = (numbers["0/alpha/tanh"] * x.double() + numbers["0/shift/tanh"]).abs() > 1
     assert numbers["0/beyond/tanh"] == pytest.approx(float(bent.double().mean()), abs=1e-3)
-    # tanh is steepest at its centre, where f′ = 1.
-    assert numbers["0/slope/tanh"] == pytest.approx(numbers["0/amplitude/tanh"] * numbers["0/alpha/tanh"], rel=1e-12)
+    # At x = 0, not where tanh is steepest.
+    slope = numbers["0/amplitude/tanh"] * numbers["0/alpha/tanh"] / np.cosh(numbers["0/shift/tanh"]) ** 2
+    assert numbers["0/slope/tanh"] == pytest.approx(slope, rel=1e-9)
+
+
+@pytest.mark.parametrize("curve", ["tanh", "isru", "softsign", "arctan"])
+def test_the_slope_is_that_of_a_fit(curve):
+    """A LayerNorm's tokens of unequal offsets: the curve's centre is far from zero."""
+    x = inputs(512).abs() ** 2
+    model = nn.Sequential(nn.LayerNorm(WIDTH))
+    numbers = normscope.Probe(model, x, curves=curve).run().metrics()
+    (fit,) = normscope.fit(normscope.capture(model, [x]), curve)
+    assert abs(fit.shift) > 0.1 and numbers[f"0/slope/{curve}"] == pytest.approx(fit.slope, rel=1e-3)
 
 
 def test_massive_channels_are_counted():

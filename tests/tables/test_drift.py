@@ -22,7 +22,7 @@ def test_a_row_a_network_with_intervals_where_there_are_some():
         {("dyt", "fit"): told("top-1 accuracy", scores), ("rmsnorm", ""): told("top-1 accuracy", other)}
     )
     assert columns(table) == {
-        "norms": ["original", "dyt", "rmsnorm"],
+        "norms": ["original", "DyT", "rmsnorm"],
         "init": ["", "fit", ""],
         "top-1 accuracy": ["100.0%", "50.0%", "25.0%"],
         "95 %": ["94.3% – 100.0%", "38.1% – 61.9%", "16.0% – 36.8%"],
@@ -36,7 +36,7 @@ def test_what_was_healed_and_what_is_infinite():
     )
     table = quality_table({("dyisru", "fit"): quality})
     assert columns(table) == {
-        "norms": ["original", "dyisru", "dyisru, healed"],
+        "norms": ["original", "DyISRU", "DyISRU, healed"],
         "init": ["", "fit", "fit"],
         "perplexity": ["29.371", "∞", "41.000"],
     }

@@ -13,7 +13,7 @@ from normscope.cli.options import Look, declared
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
 from normscope.runtime.files import check_folder_writable, check_writable
-from normscope.swaps.inits import CALIBRATED
+from normscope.swaps.inits import CALIBRATED, published_name
 
 if TYPE_CHECKING:
     from normscope.swaps.reports import HealReport, TrainingCheck
@@ -32,7 +32,7 @@ def heal(
     model: str,
     output: Path,
     *,
-    func: str = "tanh",
+    func: str = "dyt",
     steps: int | None = None,
     minutes: float | None = None,
     train: str = "all",
@@ -116,7 +116,7 @@ def heal(
     )
     whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
     whole |= {"per": per, "sites": len(source.norms)}
-    title = f"{network.name} · {func}"
+    title = f"{network.name} · {published_name(func)}"
     titled = replace(look, title=title if look.title is None else look.title)
     figure = normscope.figures.plot_healing(report, **titled.of_figure)
     normscope.figures.save_figure(figure, drawn, whole)
@@ -135,7 +135,7 @@ def heal(
 
 
 def _remark_on(check: TrainingCheck, say: Output) -> None:
-    values = {"loss": check.loss, "drift": check.drift}
+    values = {"loss": check.loss, "drift on the samples that decide": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
     say.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['an earlier state was better']))}")
 

@@ -20,6 +20,7 @@ from normscope.cli.running import RunOptions, check_models
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
+from normscope.swaps.inits import published_name
 from normscope.tables.table import swapped_table
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def swap(
     model: str,
     output: Path,
     *,
-    func: str = "tanh",
+    func: str = "dyt",
     init: str = "fit",
     refit: str = "neighbours",
     layers: str = "all",
@@ -91,7 +92,7 @@ def swap(
         if report is None:
             normscope.Swap(network.module, {path: modules[path] for path in chosen})
         judge.add("swapped", swapped)
-    rows = [_row(start, fits) for start in starts(how.asked, fits, how.begin) if start.norm.name in chosen]
+    rows = [_row(start, fits, func) for start in starts(how.asked, fits, how.begin) if start.norm.name in chosen]
     if report is not None:
         rows = [{**row, **_now(swapped.get_submodule(row["site"]))} for row in rows]
     about = source.about
@@ -100,13 +101,12 @@ def swap(
     say.table(swapped_table(rows))
     whole: dict[str, Any] = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     if report is not None:
+        moved = _held_out_drift(source, swapped, report.measure, say)
         _tell(report, say)
-        whole |= {"refit": refit, "calibration": report.as_dict()}
+        whole |= {"refit": refit, "held_out": asdict(moved), "calibration": report.as_dict()}
+        choice = choice and replace(choice, calibrated=moved)
     if choice is not None:
-        if report is not None:
-            moved = _held_out_drift(source, swapped, choice.measure, say)
-            choice, whole["held_out"] = replace(choice, calibrated=moved), asdict(moved)
-        swapping.tell_choice(choice, f"{network.name} · {func}", drawn, say)
+        swapping.tell_choice(choice, f"{network.name} · {published_name(func)}", drawn, say)
         whole |= {"keep": choice.as_dict(), "figure": str(drawn)}
     swapping.tell_quality(judge.quality, judge.untold, func, how.start, say)
     whole["quality"] = judge.quality and judge.quality.as_dict()
@@ -143,8 +143,8 @@ def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: st
         errors = output_errors(original, swapped, unpacked(original, held_out)[1], source.network.outputs)
     moved = Quantiles.of(errors.tolist())
     say.result(
-        f"calibrated, on {held_out.description}: {measure} at the output {moved.p50:.3g} in the median, "
-        f"{moved.p90:.3g} at the 90th percentile"
+        f"calibrated, held out: {measure} at the output {moved.p50:.3g} in the median, {moved.p90:.3g} at the 90th "
+        f"percentile, on {held_out.description}"
     )
     return moved
 
@@ -154,7 +154,8 @@ def _now(module: nn.Module) -> dict[str, Any]:
     if not isinstance(module, normscope.PointwiseFunction):
         return {}
     shift = None if module.shift is None else module.shift.median().item()
-    return {"amplitude": None, "alpha": module.alpha.median().item(), "shift": shift, "r2": None}
+    alpha = module.alpha.median().item()
+    return {"amplitude": None, "alpha": alpha, "shift": shift, "r2": None, "straight": False, "weights_by": None}
 
 
 def _tell(report: CalibrationReport, say: Output) -> None:
@@ -162,7 +163,7 @@ def _tell(report: CalibrationReport, say: Output) -> None:
     learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
     say.result(
         f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median {report.measure} at the output "
-        f"{report.before:.3g} → {report.after:.3g}, on {judged} that decided"
+        f"{report.before:.3g} → {report.after:.3g} on {judged} that decided, not held out"
     )
     swapping.tell_what_stayed(report.left, report.left_out, say)
     if report.restored:
@@ -171,7 +172,7 @@ def _tell(report: CalibrationReport, say: Output) -> None:
         )
 
 
-def _row(start: Start, fits: SiteFits) -> dict[str, Any]:
+def _row(start: Start, fits: SiteFits, func: str) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
     from normscope.curves.known import FREE
     from normscope.fits.curve_fit import CurveFit
@@ -183,14 +184,17 @@ def _row(start: Start, fits: SiteFits) -> dict[str, Any]:
     ]
     r2 = [fit.r2 for fit in of_site if not fit.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
+    named = start.curve is not None and func.strip().lower() in (start.curve.name, *start.curve.aliases)
     return {
         "site": start.norm.name,
         "norm": start.norm.kind,
-        "curve": start.func,
+        "curve": func if named else start.func,
         "amplitude": float(start.amplitude.median()) if has_parameters else None,
         "alpha": float(start.alpha.median()) if has_parameters else None,
         "shift": float(start.shift.median()) if has_parameters and start.shift is not None else None,
         "r2": statistics.median(r2) if r2 else None,
+        "straight": any(fit.doubt == "straight" for fit in of_site) and start.alpha.numel() == 1,
+        "weights_by": of_site[0].weights_by if of_site else None,
         "per_channel": start.alpha.numel() > 1,
         **({"channels": scale.channels, "r2_scale": scale.r2[-1]} if isinstance(scale, FewFit) else {}),
         **({"sigma": scale.sigma} if isinstance(scale, FrozenFit) else {}),

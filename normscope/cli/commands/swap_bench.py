@@ -36,7 +36,7 @@ _FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "d
 def swap_bench(
     models: list[str] | None = None,
     *,
-    func: str = "tanh",
+    func: str = "dyt,dyisru",
     init: str = "fit",
     refit: str = "neighbours",
     layers: str = "all",

@@ -11,7 +11,8 @@ function swapName({ func, init }) {
 }
 
 // The look of the curve in the norms' place; of no curve, another one.
-function swapLook({ func }, usual) {
+function swapLook(report, usual) {
+  const func = report.func.toLowerCase();
   const [curve] = Object.entries(PAGE.curves).find(([name, { aliases }]) => name === func || aliases.includes(func)) || [];
   return Object.hasOwn(palette.style.curves, curve) ? palette.curve(curve) : usual;
 }
@@ -100,18 +101,18 @@ function qualitySection(reports) {
 }
 
 function speedSection(report) {
-  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "time", "p20–p80", "GB/s", "copy", "ratio", "verdict"];
+  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "time", "p20–p80", "GB/s", "copy", "ratio", "n", "verdict"];
   const thousand = (seconds) => cell(seconds === null ? null : 1000 * seconds, short);
   const rows = report.rows.map((row) => [
     row.scope, row.variant, row.way, row.passes, row.dtype, row.shape.join(" × "), thousand(row.median),
     row.p20 === null || row.p80 === null ? "–" : `${short(1000 * row.p20)} – ${short(1000 * row.p80)}`, cell(row.gb_per_s, short),
     cell(row.share_of_copy, (share) => percent(share, 0)), { text: row.ratio === null ? "–" : `${short(row.ratio)} ×`, value: row.ratio ?? "" },
-    [row.verdict, row.note].filter(Boolean).join("; "),
+    cell(row.n), [row.verdict, row.note].filter(Boolean).join("; "),
   ]);
   const about = Object.values(report.about).join(" · ");
   return section("h2", "Speed", [
     remark(visible(`on ${report.device}; ${about}`)),
-    table("Speed", heads, rows, { caption: "Times in ms. Faster only where minimum, median and the range from 20 to 80 % all lie below those of the network's own norm.", terms: PAGE.terms.swaps }),
+    table("Speed", heads, rows, { caption: "Times in ms. Faster only where minimum, median and the range from 20 to 80 % all lie below those of the network's own norm; slower likewise; inconclusive: neither. n: number of times measured.", terms: PAGE.terms.swaps }),
     ...report.left_out.map((line) => remark(visible(line))),
   ]);
 }

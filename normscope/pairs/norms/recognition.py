@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -144,39 +144,20 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     for shape in _shapes_at(site):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
         try:
-            args, kwargs = call = _call_with(twin, x)
+            args, kwargs = call_with(twin, x.clone())  # it may overwrite its input
             output = twin(*args, **kwargs)
         except Exception:  # noqa: S112 - code that is not ours may accept only one number of axes
             continue
-        return identified(twin, call, x, output, ancestor_kind(module))
+        return identified(twin, call_with(twin, x), x, output, ancestor_kind(module))
     return f"it could not be tried on noise; {REGISTER}"
 
 
-@torch.no_grad()
-def kept_strides(module: nn.Module, shape: Sequence[int], channel_axis: int, like: Tensor) -> str:
-    """Identify, by trial, the strides of its input that a norm keeps; otherwise its output is contiguous.
-
-    Returns ``none`` for LayerNorm, ``channels_last`` for GroupNorm and BatchNorm, and ``all`` for elementwise formulas
-    and norms that cannot be tried. ``like`` is a tensor of the norm's device and dtype.
-    """
-    twin = copied(module).eval()
-    for n_axes in (4, 3, 5):
-        sizes = [2, 3, *shape] if channel_axis == -1 else [3] * n_axes
-        sizes[channel_axis] = shape[-1]
-        x = like.new_zeros(sizes[::-1]).permute(*reversed(range(len(sizes))))
-        channels_last = x.movedim(channel_axis, -1).contiguous().movedim(-1, channel_axis)
-        try:
-            calls = [_call_with(twin, each) for each in (x, channels_last)]
-            contiguous = [twin(*args, **kwargs).is_contiguous() for args, kwargs in calls]
-        except Exception:  # noqa: S112 - as above
-            continue
-        return "all" if not contiguous[0] else "none" if contiguous[1] else "channels_last"
-    return "all"
-
-
-def _call_with(module: nn.Module, x: Tensor) -> Call:
-    first = next(iter(inspect.signature(module.forward).parameters.values()))
-    return ((), {first.name: x}) if first.kind is first.KEYWORD_ONLY else ((x,), {})
+def call_with(module: nn.Module, x: Tensor) -> Call:
+    """Return arguments of a norm: x first, and None for others without a default."""
+    first, *others = inspect.signature(module.forward).parameters.values()
+    variadic = (first.VAR_POSITIONAL, first.VAR_KEYWORD)
+    absent = {each.name: None for each in others if each.default is each.empty and each.kind not in variadic}
+    return ((), {first.name: x, **absent}) if first.kind is first.KEYWORD_ONLY else ((x,), absent)
 
 
 def _shapes_at(site: NormSite) -> Iterator[list[int]]:

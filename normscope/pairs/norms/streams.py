@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, ForwardSignature, check_several, read, taken_once, tensors_at, tensors_of
-from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of, output_kind
+from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, Outputs, module_of
 from normscope.inputs.wrappers import named_modules
 from normscope.pairs.norms.lengths import divided
 from normscope.pairs.norms.recognition import is_norm
@@ -224,7 +224,7 @@ def unpacked(
 
     ``batches``, ``about`` and ``outputs`` replace those of a loaded model. ``forward`` runs the module on an entry of
     the batches, see :func:`normscope.inputs.batch.as_batches`. The output of a plain module is its first tensor, see
-    :func:`normscope.inputs.loaded_model.output_kind`.
+    :class:`normscope.inputs.loaded_model.InferredOutputs`.
 
     Raises:
         UsageError: if there are no batches, or they are a single one, or ``model`` is no network.
@@ -238,4 +238,4 @@ def unpacked(
         raise UsageError(
             f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
         )
-    return model, BoundInputs(batches, model, forward), dict(about or {}), outputs or Outputs(output_kind(model))
+    return model, BoundInputs(batches, model, forward), dict(about or {}), outputs or InferredOutputs(model)

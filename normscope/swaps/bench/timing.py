@@ -32,11 +32,11 @@ from normscope.swaps.kernels import choice
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap, module_at, replacements
 from normscope.swaps.reports import (
-    ALIKE,
     BESIDE,
     COPY,
     FASTER,
     FUSED,
+    INCONCLUSIVE,
     NATIVE,
     NOT_RUN,
     PASSES,
@@ -184,7 +184,7 @@ def judged(rows: Sequence[Timing]) -> list[Timing]:
 
 def settled(rows: Sequence[Timing]) -> bool:
     """True if further samples are unlikely to change a verdict: each row is faster or slower than the native norm."""
-    return not any(row.verdict in (ALIKE, TOO_FEW) for row in judged(rows))
+    return not any(row.verdict in (INCONCLUSIVE, TOO_FEW) for row in judged(rows))
 
 
 def _measured(row: Timing) -> Timing:
@@ -206,7 +206,7 @@ def _verdict(row: Timing, native: Timing) -> str:
     elif _below(native, row):
         word = SLOWER
     else:
-        return ALIKE
+        return INCONCLUSIVE
     return word if min(len(row.samples), len(native.samples)) >= LEAST_SAMPLES else TOO_FEW
 
 

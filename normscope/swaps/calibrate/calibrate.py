@@ -47,8 +47,8 @@ class CalibrationReport(Record):
     """Result of a calibration.
 
     Attributes:
-        before: median error at the output with the start values, on the inputs that decide.
-        after: median error after calibration.
+        before: median error at the output with the start values, on the inputs that decide, which are not held out.
+        after: median error on the same inputs after calibration; on held-out ones it is larger.
         restored: True if the network has its start values, as the median did not fall or the 90th percentile rose.
         modules: fitted modules, in the order of calls.
         left: reason why a linear layer beside a swapped norm was left as it is, by path.
@@ -69,7 +69,8 @@ class CalibrationReport(Record):
     measure: str
 
     def __repr__(self) -> str:
-        return f"CalibrationReport: {self.measure} {self.before:.3g} → {self.after:.3g}, {len(self.modules)} modules"
+        errors = f"{self.before:.3g} → {self.after:.3g} on {count(self.n_judged, 'sample')} that decided, not held out"
+        return f"CalibrationReport: {self.measure} {errors}, {len(self.modules)} modules"
 
 
 def calibrate(

@@ -175,7 +175,7 @@ class Refitting:
             present = self._in_original(modulated.layer)[number].output[:, channels.to(pause.input.device)]
             scale, shift = present.chunk(2, dim=1)
             y = self._in_original(called.path)[number].output.reshape(len(scale), -1, size)
-            output = function.forward(pause.input).reshape(y.shape)  # not called, to run no hooks
+            output = function.applied(pause.input).reshape(y.shape)  # not called, to run no hooks
             best = best_for_each_sample(output, y * (1 + scale[:, None]) + shift[:, None], scale)
             (judged if number >= self.n_learned else learned).add(conditions[number].cpu(), [torch.cat(best, 1)])
         matrix, offset = layer.values

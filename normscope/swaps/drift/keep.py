@@ -165,7 +165,7 @@ class _Search:
 def _errors(passes: PairedPasses, swapped: Sequence[Sequence[str]]) -> list[Quantiles]:
     """Return the errors at the output with each of several sets of sites swapped."""
     rows = passes.compared([Configuration("one", None, tuple(paths)) for paths in swapped])
-    return [row.relative_l2 if row.kl is None else row.kl for row in rows if row.at == OUTPUT and not row.part]
+    return [row.error for row in rows if row.at == OUTPUT and not row.part]
 
 
 def _fewest(search: _Search, most: float, after: After | None) -> tuple[int, dict[int, float]]:

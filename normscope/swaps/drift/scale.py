@@ -117,7 +117,6 @@ class SecondPass:
             modules = replacements(self._network, func, fits)
             options: dict[str, Any] = {"outputs": self._outputs, "one_at_a_time": False, "cumulative": False}
             moved = drift(self._network, self._pool.judged, modules, **options, progress=self._progress).all
-            error = (moved.kl or moved.relative_l2).p50
-            if not best or error < least:
-                best, least = fits, error
+            if not best or moved.error.p50 < least:
+                best, least = fits, moved.error.p50
         return best

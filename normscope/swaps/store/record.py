@@ -84,6 +84,9 @@ class SwappedSite:
     activated: bool  # an activation follows, as in the norm's class
     eps: float | None  # of ``rmsnorm``; otherwise None
     keeps: str = "none"
+    returns: str = "least"
+    under_autocast: str = ""
+    overwrites: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,6 +202,8 @@ def _record(document: Mapping[str, Any]) -> SwapRecord:
             raise ValueError(f"{site.name} has the shape {shape} and channel axis {axis}")
         if site.keeps not in ("all", "channels_last", "none"):
             raise ValueError(f"the keeps of {site.name} is {site.keeps!r:.60}")
+        if not {site.returns, site.under_autocast or site.returns} <= standalone.RETURNS.keys():
+            raise ValueError(f"the dtypes of {site.name} are by {site.returns!r:.60} and {site.under_autocast!r:.60}")
         if (site.eps is not None) != (site.curve == RMS_NORM) or (site.eps or 0) < 0:
             raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
         if (k := few_channels(site.curve)) and (site.curve != f"few:{k}" or k > math.prod(shape)):

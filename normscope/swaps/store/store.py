@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -20,14 +21,14 @@ from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, first_few
 from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.pairs.captures import versions
-from normscope.pairs.norms.recognition import ancestor_kind, kept_strides, kind_of
+from normscope.pairs.norms.recognition import ancestor_kind, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
 from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, state_at_hand
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
-from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, RMSNorm, TokenWise, make_room
+from normscope.swaps.standalone import BEHAVIOUR, FewChannelNorm, FrozenNorm, RMSNorm, TokenWise, make_room
 from normscope.swaps.start import FROZEN, few_channels, token_wise
 from normscope.swaps.store.record import (
     ALSO,
@@ -172,9 +173,10 @@ def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
 
 def _site(path: str, module: PointwiseFunction | TokenWise) -> SwappedSite:
     shape, axis, bias = module.normalized_shape, module.channel_axis, module.bias is not None
+    behaviour: dict[str, Any] = {name: getattr(module, name) for name in BEHAVIOUR}
     if isinstance(module, TokenWise):
-        affine, eps = module.weight is not None, getattr(module, "variance_epsilon", None)
-        return SwappedSite(path, module.in_place_of, module.func, shape, axis, False, False, affine, bias, False, eps)
+        facts = (module.func, shape, axis, False, False, module.weight is not None, bias, False)
+        return SwappedSite(path, module.in_place_of, *facts, getattr(module, "variance_epsilon", None), **behaviour)
     return SwappedSite(
         *(path, module.in_place_of, _written(module.curve, path), shape, axis),
         per_channel=module.per_channel,
@@ -183,7 +185,7 @@ def _site(path: str, module: PointwiseFunction | TokenWise) -> SwappedSite:
         bias=bias,
         activated=module.activated,
         eps=None,
-        keeps=module.keeps,
+        **behaviour,
     )
 
 
@@ -288,8 +290,7 @@ def _module(
                 raise ModelError(f"The swap in {folder} activates at {site.name}, where a {there} does not.")
             function.also_activate(norm, kind.activation)
     like = model_tensor(norm, where)
-    if isinstance(module, PointwiseFunction):
-        module.keeps = kept_strides(norm, shape, axis, like)
+    vars(module).update({name: getattr(site, name) for name in BEHAVIOUR})
     return module.to(like.device, like.dtype)
 
 

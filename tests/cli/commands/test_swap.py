@@ -36,8 +36,9 @@ def test_it_writes_what_the_python_interface_makes(swapped):
     lines = done.stdout.splitlines()
     assert lines[1].split() == ["site", "norm", "replaced", "by", "A", "α", "s", "R²"]
     site, norm, curve, amplitude, alpha, *_ = lines[2 + 16].split()
-    assert (site, norm, curve, lines[-1]) == ("norm", "LayerNorm", "tanh", "dyt")
-    assert len(lines) == 2 + 17 + 4 + 1, done.stdout  # the quality has a heading, two rows and a caption
+    assert (site, norm, curve, lines[-1]) == ("norm", "LayerNorm", "DyT", "dyt")
+    # The weights of the fits take two lines; the quality has a heading, two rows and a caption.
+    assert len(lines) == 2 + 17 + 2 + 4 + 1 and "weighted by γ²" in lines[2 + 17], done.stdout
     assert float(alpha) == pytest.approx(float(theirs["norm.alpha"]), rel=1e-3)  # four digits
     gamma = normscope.load("demo_vit", device="cpu").module.norm.weight
     torch.testing.assert_close(theirs["norm.weight"], gamma * float(amplitude), rtol=1e-3, atol=0)

@@ -23,7 +23,7 @@ from normscope.swaps.bench import timing
 from normscope.swaps.bench.bench import bench, compilations, published, why_not
 from normscope.swaps.bench.timing import NormBench, commonest, in_turns, judged, repeated, settled, variants
 from normscope.swaps.pointwise import DyT
-from normscope.swaps.reports import ALIKE, COPY, FASTER, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Timing
+from normscope.swaps.reports import COPY, FASTER, INCONCLUSIVE, NATIVE, NOT_RUN, PUBLISHED, SLOWER, TOO_FEW, Timing
 
 FORWARD, BOTH = "forward", "forward + backward"
 
@@ -101,27 +101,27 @@ NATIVES = [10.0, 11.0, 12.0]
     [
         ([7.0, 8.0, 9.0], NATIVES, FASTER),
         ([13.0, 14.0, 15.0], NATIVES, SLOWER),
-        (NATIVES, NATIVES, ALIKE),
+        (NATIVES, NATIVES, INCONCLUSIVE),
         # The intervals touch, or overlap.
-        ([7.0, 8.0, 10.0], NATIVES, ALIKE),
-        ([7.0, 8.0, 11.0], NATIVES, ALIKE),
-        ([12.0, 13.0, 14.0], NATIVES, ALIKE),
-        ([11.0, 13.0, 14.0], NATIVES, ALIKE),
+        ([7.0, 8.0, 10.0], NATIVES, INCONCLUSIVE),
+        ([7.0, 8.0, 11.0], NATIVES, INCONCLUSIVE),
+        ([12.0, 13.0, 14.0], NATIVES, INCONCLUSIVE),
+        ([11.0, 13.0, 14.0], NATIVES, INCONCLUSIVE),
         # Faster at its best, slower by median and interval; and the other way round. 9 and 5 are below their p20.
-        ([9.0, 13.0, 13.0, 14.0, 15.0, 16.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], ALIKE),
-        ([7.0, 8.0, 8.0, 9.0, 9.0, 9.0], [5.0, 10.0, 10.0, 11.0, 12.0, 12.0], ALIKE),
+        ([9.0, 13.0, 13.0, 14.0, 15.0, 16.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], INCONCLUSIVE),
+        ([7.0, 8.0, 8.0, 9.0, 9.0, 9.0], [5.0, 10.0, 10.0, 11.0, 12.0, 12.0], INCONCLUSIVE),
         # As fast at its best.
-        ([5.0, 8.0, 8.0, 9.0, 9.0, 9.0], [5.0, 10.0, 10.0, 11.0, 12.0, 12.0], ALIKE),
+        ([5.0, 8.0, 8.0, 9.0, 9.0, 9.0], [5.0, 10.0, 10.0, 11.0, 12.0, 12.0], INCONCLUSIVE),
         # Faster at its best and by the median, but not always: p80 is native's median; and the other way round.
-        ([7.0, 8.0, 8.0, 11.0, 11.0, 11.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], ALIKE),
-        ([11.0, 11.0, 13.0, 13.0, 13.0, 13.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], ALIKE),
+        ([7.0, 8.0, 8.0, 11.0, 11.0, 11.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], INCONCLUSIVE),
+        ([11.0, 11.0, 13.0, 13.0, 13.0, 13.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], INCONCLUSIVE),
         # One straggler, beyond p80, changes nothing.
         ([7.0, 8.0, 8.0, 9.0, 9.0, 90.0], [10.0, 10.0, 11.0, 11.0, 12.0, 12.0], FASTER),
         ([13.0, 14.0, 14.0, 15.0, 15.0, 15.0], [10.0, 10.0, 11.0, 11.0, 12.0, 90.0], SLOWER),
         ([7.0, 8.0], NATIVES, TOO_FEW),
         ([7.0, 8.0, 9.0], [10.0, 11.0], TOO_FEW),
         ([13.0, 14.0], [10.0, 11.0], TOO_FEW),
-        ([10.5], [10.0, 11.0], ALIKE),
+        ([10.5], [10.0, 11.0], INCONCLUSIVE),
         ([], NATIVES, NOT_RUN),
     ],
 )
@@ -131,7 +131,7 @@ def test_faster_and_slower_are_said_only_where_minimum_median_and_spread_agree(o
 
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9), st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=9))
 def test_a_verdict_the_other_way_round_is_the_opposite(own, native):
-    opposite = {FASTER: SLOWER, SLOWER: FASTER, ALIKE: ALIKE, TOO_FEW: TOO_FEW}
+    opposite = {FASTER: SLOWER, SLOWER: FASTER, INCONCLUSIVE: INCONCLUSIVE, TOO_FEW: TOO_FEW}
     assert verdict(native, own) == opposite[verdict(own, native)]
     if verdict(own, native) == FASTER:
         assert min(own) < min(native) and np.median(own) < np.median(native)
@@ -266,7 +266,7 @@ def test_the_default_part_of_the_matrix(net, batch):
     assert {row.sites for row in report.rows if row.scope == "norm"} == {3}
     assert all(row.nbytes == 2 * 2 * 7 * 16 * 4 for row in report.rows if (row.scope, row.passes) == ("norm", FORWARD))
     assert all(len(row.samples) >= (1 if row.scope == "model" else 4) for row in report.rows)
-    assert all(row.verdict in ("", ALIKE, FASTER, SLOWER, TOO_FEW) for row in report.rows)
+    assert all(row.verdict in ("", INCONCLUSIVE, FASTER, SLOWER, TOO_FEW) for row in report.rows)
     assert "compiled, forward: there was no room" in report.left_out[0]
     assert report.left_out[-1] == (
         "Left to --full: the whole network forward + backward; the whole network compiled; bfloat16; float16."

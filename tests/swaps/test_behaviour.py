@@ -1,0 +1,311 @@
+"""A replacement behaves as its norm did: the arguments it takes, the dtype it returns, the memory it writes."""
+
+import copy
+import itertools
+
+import pytest
+import timm.layers
+import torch
+import torch.nn.functional as F
+from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+from networks import OneNorm, loaded_from, network_of
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import normscope
+from normscope.errors import ModelError
+from normscope.pairs.norms.trace import find_norms
+from normscope.swaps.calibrate.calibrate import swap
+from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.replace import replacements
+from normscope.swaps.standalone import RMSNorm
+from normscope.swaps.store.store import restored
+
+WIDTH = 32
+FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def inputs(number=6, dtype=FLOAT32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 9, 16, generator=generator).to(dtype) for _ in range(number)]
+
+
+def restored_in(model, folder):
+    restored(model, folder)
+    return model
+
+
+def rms_norm(forward, kind="MyRMSNorm"):
+    """A norm with a weight, whose forward is a function of it and its arguments."""
+    norm = network_of(forward, kind)
+    norm.weight, norm.eps = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), 1e-6
+    return norm
+
+
+def network(norm, call=lambda norm, x: norm(x)):
+    """A linear layer, a norm called in a way, and a head."""
+    torch.manual_seed(0)
+    parts = {"linear": nn.Linear(16, WIDTH), "norm": norm, "head": nn.Linear(WIDTH, 3)}
+    return network_of(lambda self, x: self.head(call(self.norm, self.linear(x)).float()), **parts).eval()
+
+
+def with_residual(self, x, residual=None, prenorm=False):
+    assert residual is None and not prenorm
+    return F.rms_norm(x, (WIDTH,), self.weight, self.eps)
+
+
+def without_defaults(self, x, residual, prenorm):
+    return with_residual(self, x, residual, prenorm)
+
+
+def of_hidden_states(self, *, hidden_states, gate=None):
+    return with_residual(self, hidden_states, gate)
+
+
+CALLS = {
+    "by place": (with_residual, lambda norm, x: norm(x, None, False)),
+    "by name": (with_residual, lambda norm, x: norm(x, residual=None, prenorm=False)),
+    "all by name": (with_residual, lambda norm, x: norm(residual=None, x=x)),
+    "without defaults": (without_defaults, lambda norm, x: norm(x, None, False)),
+    "keywords alone": (of_hidden_states, lambda norm, x: norm(hidden_states=x, gate=None)),
+}
+
+
+@pytest.mark.parametrize(("way", "func"), [*((way, "dyt") for way in CALLS), ("all by name", "rmsnorm")])
+def test_arguments_that_change_nothing_are_ignored(way, func, tmp_path):
+    forward, call = CALLS[way]
+    plain, model = network(rms_norm(with_residual)), network(rms_norm(forward), call)
+    seen = normscope.capture(model, inputs(), verify=True)
+    (x, *_) = inputs()
+    with torch.no_grad(), swap(plain, func, normscope.capture(plain, inputs())):
+        truth = plain(x)
+    fresh = copy.deepcopy(model)
+    with torch.no_grad(), swap(model, func, seen):
+        assert torch.equal(model(x), truth)
+        normscope.save_swapped(model, tmp_path / "swap")
+        assert torch.allclose(loaded_from(tmp_path / "swap").swapped(fresh)(x), truth, rtol=1e-5, atol=1e-6)
+    report = normscope.drift(model, inputs(), replacements(model, func, seen))
+    assert report.all.relative_l2.p50 < 1e-5 if func == "rmsnorm" else report.all.relative_l2.p50 < 1
+
+
+def test_a_norm_that_takes_a_second_tensor_in_one_of_its_calls_is_no_site():
+    """Fused residual norms: the first block has no residual yet, and a shared norm is called with one later."""
+
+    def fused(self, x, residual=None):
+        x = x if residual is None else x + residual
+        return F.rms_norm(x, (WIDTH,), self.weight, self.eps)
+
+    def prenormed(self, x, prenorm=False):
+        y = F.rms_norm(x, (WIDTH,), self.weight, self.eps)
+        return (y, x) if prenorm else y
+
+    for forward, call, why in (
+        (fused, lambda norm, x: norm(norm(x), x), "takes a second tensor"),
+        (fused, lambda norm, x: norm(norm(x), residual=x), "takes a second tensor"),
+        (prenormed, lambda norm, x: norm(norm(x), prenorm=True)[0], "a tensor in one call, and a tuple in another"),
+    ):
+        model = network(rms_norm(forward), call)
+        model.last = nn.LayerNorm(3)
+        model.register_forward_hook(lambda module, args, output: module.last(output))
+        report = find_norms(model, normscope.Batch((inputs()[0],)))
+        assert [site.name for site in report.sites] == ["last"]
+        assert [norm.name for norm in report.skipped] == ["norm"] and why in report.skipped[0].reason
+
+
+def test_a_second_tensor_is_no_input_of_a_function():
+    function = PointwiseFunction("tanh", 4)
+    x = torch.ones(2, 4)
+    for module in (function, RMSNorm(4)):
+        with pytest.raises(TypeError, match=r"takes one tensor, and got \(2, 4\), \(2, 4\)"):
+            module(x, residual=x)
+        with pytest.raises(TypeError, match="takes one tensor, and got none"):
+            module(residual=None)
+
+
+class Promoting(nn.Module):
+    """weight · x̂ in the dtype that both are promoted to, as Llama's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH)), 1e-6
+
+    def forward(self, h):
+        x = h.float()
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)).to(h.dtype)
+
+
+class InFloat32Norm(nn.Module):
+    """A norm without a weight that returns float32, whatever it takes."""
+
+    def forward(self, x):
+        return F.layer_norm(x.float(), (WIDTH,))
+
+
+NORMS = {
+    "Llama": lambda: LlamaRMSNorm(WIDTH),
+    "T5": lambda: T5LayerNorm(WIDTH),
+    "Gemma": lambda: GemmaRMSNorm(WIDTH),
+    "LayerNorm": lambda: nn.LayerNorm(WIDTH),
+    "RMSNorm": lambda: nn.RMSNorm(WIDTH, eps=1e-6),
+    "timm, float32": lambda: timm.layers.LayerNormFp32(WIDTH),
+    "timm, simple": lambda: timm.layers.SimpleNorm(WIDTH),
+    "diffusers": lambda: DiffusersRMSNorm(WIDTH, eps=1e-6),
+    "diffusers, float32": lambda: FP32LayerNorm(WIDTH),
+    "own": Promoting,
+    "own, float32": InFloat32Norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize(
+    ("name", "func"), [*((name, "dyt") for name in NORMS), ("Llama", "rmsnorm"), ("T5", "rmsnorm")]
+)
+def test_the_output_has_the_dtype_of_the_norms(name, func):
+    """For each dtype of weight and input that the norm takes, also if the swapped network is converted afterwards."""
+    norm, x = NORMS[name](), torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
+    (function,) = replacements(OneNorm(norm), func, normscope.capture(OneNorm(norm), [x, x])).values()
+    tried = 0
+    for weight, dtype in itertools.product((FLOAT32, BFLOAT16, FLOAT16), repeat=2):
+        try:
+            truth = norm.to(weight)(x.to(dtype))
+        except RuntimeError:  # torch's LayerNorm refuses a float32 input for a half weight
+            continue
+        tried += 1
+        output = function.to(weight)(x.to(dtype))
+        assert (output.dtype, output.shape) == (truth.dtype, truth.shape), (weight, dtype)
+    assert tried >= 4
+
+
+def test_a_float32_output_of_a_half_input_has_the_digits_of_float32():
+    norm, x = Promoting(), torch.randn(64, WIDTH).to(BFLOAT16)
+    (function,) = replacements(OneNorm(norm), "dyt", normscope.capture(OneNorm(norm), [x, x])).values()
+    alpha, shift, weight = (part.detach().double() for part in (function.alpha, function.shift, function.weight))
+    truth = weight * torch.tanh(alpha * x.double() + shift)
+    assert (function(x) - truth).abs().max() < 1e-6 * truth.abs().max()
+
+
+def test_a_half_network_with_float32_norms_runs_swapped_calibrated_and_stored(tmp_path):
+    """peft and transformers keep norms in float32, and what follows takes float32."""
+    torch.manual_seed(0)
+    parts = [nn.Linear(16, WIDTH).to(BFLOAT16), Promoting(), nn.Linear(WIDTH, 8)]
+    model, batches = nn.Sequential(*parts).eval(), inputs(dtype=BFLOAT16)
+    seen = normscope.capture(model, batches, verify=True)
+    fresh, again = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for options in ({}, {"init": "calibrated", "learn": batches, "refit": "norms"}):
+            with swap(model, "dyt", seen, **options):
+                truth = model(batches[0])
+                normscope.save_swapped(model, tmp_path / "swap")
+            assert truth.dtype == FLOAT32
+            assert torch.equal(restored_in(fresh, tmp_path / "swap")(batches[0]), truth)
+            assert torch.equal(loaded_from(tmp_path / "swap").swapped(copy.deepcopy(again))(batches[0]), truth)
+            fresh = copy.deepcopy(again)
+    assert normscope.drift(model, batches, replacements(model, "dyt", seen)).all.nonfinite == 0
+
+
+@pytest.mark.parametrize(
+    ("norm", "rules"),
+    [
+        (nn.LayerNorm(WIDTH), ("input", "float32")),
+        (timm.layers.LayerNormFp32(WIDTH), ("input", "")),
+        (LlamaRMSNorm(WIDTH), ("promoted", "")),
+        (T5LayerNorm(WIDTH), ("weight", "")),
+    ],
+)
+def test_autocast_of_accelerators_returns_layer_norms_in_float32(norm, rules):
+    """torch's list of functions that autocast runs in float32 names layer_norm."""
+    x = torch.randn(64, WIDTH)
+    (function,) = replacements(OneNorm(norm), "dyt", normscope.capture(OneNorm(norm), [x, x])).values()
+    assert (function.returns, function.under_autocast) == rules
+    with torch.autocast("cpu", BFLOAT16):
+        for dtype in (FLOAT32, BFLOAT16):
+            assert function(x.to(dtype)).dtype == norm(x.to(dtype)).dtype
+
+
+def test_dtypes_without_a_rule_are_refused():
+    def odd(self, x):
+        y = F.rms_norm(x.float(), (WIDTH,), self.weight.float(), self.eps)
+        return y.to(FLOAT16 if x.dtype == FLOAT32 else BFLOAT16)
+
+    model = OneNorm(rms_norm(odd))
+    seen = normscope.capture(model, [torch.randn(64, WIDTH)] * 2)
+    with pytest.raises(ModelError, match=r"norm .* follows no rule: float16 for float32, bfloat16 for bfloat16"):
+        swap(model, "dyt", seen)
+
+
+def in_place(self, x):
+    return x.mul_(torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)).mul_(self.weight)
+
+
+def in_float32(self, x):
+    """Overwrite a float32 input, and the copy of another: nano-vllm's."""
+    dtype = x.dtype
+    x = x.float()
+    x.mul_(torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+    return x.to(dtype).mul_(self.weight)
+
+
+def copied_back(self, x):
+    return x.copy_(F.rms_norm(x, (WIDTH,), self.weight, self.eps))
+
+
+@pytest.mark.parametrize(
+    ("forward", "func"),
+    [(in_place, "dyt"), (in_float32, "dyt"), (copied_back, "softsign"), (in_place, "rmsnorm")],
+)
+def test_a_norm_that_overwrites_its_input_is_replaced_by_a_function_that_does(forward, func, tmp_path):
+    """The stream of a pre-norm block is then the norm's output: x + f(x) with x overwritten."""
+
+    def stream(self, x):
+        h = self.linear(x)
+        return self.head(h + torch.relu(self.norm(h)))
+
+    torch.manual_seed(0)
+    parts = {"linear": nn.Linear(16, WIDTH), "head": nn.Linear(WIDTH, 3)}
+    model = network_of(stream, **parts, norm=rms_norm(forward)).eval()
+    batches = inputs()
+    seen, fresh = normscope.capture(model, batches, verify=True), copy.deepcopy(model)
+    modules = replacements(model, func, seen)
+    with torch.no_grad(), swap(model, func, seen):
+        function, h = model.norm, model.linear(batches[0])
+        y = function(h.clone())
+        expected = model.head(y + torch.relu(y))
+        assert torch.allclose(model(batches[0]), expected, rtol=1e-5, atol=1e-6)
+        again = function(written := h.clone())
+        assert again.data_ptr() == written.data_ptr() and torch.equal(written, y)
+        half = h.to(BFLOAT16)
+        assert torch.equal(function(half), half) == (forward is not in_float32)
+        normscope.save_swapped(model, tmp_path / "swap")
+        loaded = loaded_from(tmp_path / "swap").swapped(copy.deepcopy(fresh))
+        assert torch.allclose(loaded(batches[0]), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(restored_in(fresh, tmp_path / "swap")(batches[0]), expected)
+    report = normscope.drift(model, batches, modules)
+    assert report.all.relative_l2.p50 < (1e-5 if func == "rmsnorm" else 1)
+
+
+def test_an_overwriting_function_has_gradients():
+    norm = rms_norm(in_place)
+    x = torch.randn(64, WIDTH)
+    (function,) = replacements(OneNorm(norm), "dyt", normscope.capture(OneNorm(norm), [x, x])).values()
+    plain = copy.deepcopy(function)
+    plain.overwrites = ()
+    gradients = []
+    for module in (function, plain):
+        h = x.clone().requires_grad_()
+        module(h * 1).square().sum().backward()
+        gradients.append((h.grad, module.alpha.grad))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
+
+
+def test_a_norm_that_leaves_other_values_in_its_input_is_refused_with_the_reason():
+    def centring(self, x):
+        x.sub_(x.mean(-1, keepdim=True))
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+    model = OneNorm(rms_norm(centring, "Centring"))
+    seen = normscope.capture(model, [torch.randn(64, WIDTH)] * 2)
+    with pytest.raises(ModelError, match="it overwrites its input with other values than its output"):
+        swap(model, "dyt", seen)
