@@ -3,6 +3,7 @@
 A dispatch mode records the ATen operators that every library's layers consist of; a norm site counts as one operator.
 A *place* is a value and the axis of its channels. The mean of a value over its channels is computed from the means at
 other places, its sources. Sources are found by running linear operators again on chosen values.
+Values that the data select, and modules that branch on the data or were not called, are unknown writers and readers.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import input_of
 from normscope.runtime.network import left_as_found, run
 
-PARAMETER, BUFFER, INPUT, NORM = "parameter", "buffer", "input", "norm"
+PARAMETER, BUFFER, INPUT, NORM, BRANCHING = "parameter", "buffer", "input", "norm", "module"
+CONSTANT, OF_INPUTS, OF_WEIGHTS, ACTIVATION = 0, 1, 2, 3  # dependence of a value; activations depend on both
 _LEAVES = (PARAMETER, BUFFER)
+_CHOICES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Operators that rearrange or average positions.
 _REARRANGING = {
     *("view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "repeat", "select"),
@@ -48,16 +51,18 @@ class BlockedError(Exception):
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the pass that is computed from floating-point tensors, or one of these.
+    """A tensor of the pass.
 
     Attributes:
-        operator: that computed it; or ``parameter``, ``buffer``, ``input``, ``norm``.
+        operator: that computed it; or ``parameter``, ``buffer``, ``input``, ``norm``, or a ``module`` that branches.
         name: of the parameter, buffer or norm site; otherwise the path of the module that called the operator.
         tensor: kept alive, so that no other tensor has its identity.
         operands: floating-point tensors among the operator's arguments.
         call: the operator with its arguments, and the number of the value among its results.
         readers: values computed from it.
         returned: True if the network returns it.
+        depends: on the inputs' numbers and masks, on weights, on both or neither.
+        selected: True if indices or masks that were computed from activations select its elements.
     """
 
     operator: str
@@ -67,6 +72,12 @@ class Value:
     call: tuple[Any, tuple[Any, ...], Mapping[str, Any], int] | None = None
     readers: list[Value] = field(default_factory=list)
     returned: bool = False
+    depends: int = CONSTANT
+    selected: bool = False
+
+    @property
+    def is_float(self) -> bool:
+        return self.tensor.is_floating_point() or self.tensor.is_complex()
 
     @property
     def in_words(self) -> str:
@@ -76,9 +87,10 @@ class Value:
 
     @torch.no_grad()
     def again(self, changed: Mapping[Value, Tensor]) -> Tensor:
-        """Run the operator again, with other tensors in the places of some operands."""
+        """Run the operator again, with other tensors in the places of some operands, and noise in other activations."""
         func, args, kwargs, number = self.call  # type: ignore[misc]
-        tensors = {id(operand.tensor): tensor for operand, tensor in changed.items()}
+        tensors = {id(each.tensor): _noise(each.tensor) for each in self.operands if each.depends == ACTIVATION}
+        tensors |= {id(operand.tensor): tensor for operand, tensor in changed.items()}
 
         def substitute(part: Any) -> Any:
             return tensors.get(id(part), part).clone() if isinstance(part, Tensor) else part  # it may work in place
@@ -106,7 +118,7 @@ class DataFlow:
             output = run(network, batch)
         for tensor in tensors_of(output):
             recorder.of(tensor).returned = True
-        self._calls = recorder.norms
+        self._calls, self._unused, self._branching = recorder.norms, list(recorder.unused(network)), recorder.branching
 
     def writers(self, site: NormSite) -> frozenset[Writer]:
         """Return the parameters and buffers that write the input of a norm.
@@ -114,6 +126,7 @@ class DataFlow:
         Raises:
             BlockedError: if anything else writes it, or if anything but norms that subtract the mean reads the stream.
         """
+        self._check_paths(site)
         places: set[Place] = set()
         for call in self._calls[site.name]:
             places |= self._behind((call.operands[0], self._channel_axis(site, call)))
@@ -127,12 +140,13 @@ class DataFlow:
         Raises:
             BlockedError: if anything else reads it, or if one of them also reads other values.
         """
+        self._check_paths(site)
         left = [(call, self._channel_axis(site, call)) for call in self._calls[site.name]]
         found: dict[Value, Place] = {}
         for value, axis in left:
             if value.returned:
                 raise BlockedError("the network returns its output")
-            for reader in value.readers:
+            for reader in sorted(value.readers, key=lambda reader: reader.operator != BRANCHING):
                 if weight := _weight_of(reader, value, axis):
                     found[reader] = weight
                 elif onward := self._onward(value, axis, reader) if reader.operator in _REARRANGING else None:
@@ -146,7 +160,17 @@ class DataFlow:
                 raise BlockedError(f"{layer.in_words} reads its output, and its weight is not for that alone")
             padding = layer.call[1][4] if layer.operator == "convolution" else ()  # type: ignore[index]
             readers.add((parameter.name, axis, not any(padding)))
+        if not readers:
+            raise BlockedError("no layer reads its output")
         return sorted(readers)
+
+    def _check_paths(self, site: NormSite) -> None:
+        """Raise BlockedError if other inputs may lead to other readers or writers of a norm's width."""
+        if "" in self._branching:
+            raise BlockedError(f"the network branches on its data ({self._branching['']})")
+        for words, shape in self._unused:
+            if any(size % site.channels == 0 for size in shape):
+                raise BlockedError(f"{words}, and may read or write its stream on other inputs")
 
     def _behind(self, place: Place) -> set[Place]:
         """Walk back from a place to parameters and buffers; return all places on the way, or raise BlockedError."""
@@ -182,6 +206,8 @@ class DataFlow:
         """Return the sources of a place, and the reason why there are others, or nothing."""
         if value.operator in _LEAVES:
             return [], ""
+        if value.selected:
+            return [], f"{value.in_words} selects values by the data"
         if value.operator in _LINEAR and value.tensor.is_floating_point():
             places = [(each, n) for each in dict.fromkeys(value.operands) for n in _carried(each, value, axis)]
             places = places or self._scaled(value, axis)
@@ -200,7 +226,7 @@ class DataFlow:
         factors = product.operands if product.operator == "mul" else ()
         for scale, scaled in (factors, factors[::-1]) if len(factors) == 2 else ():
             vector, size = scale, product.tensor.shape[axis]
-            while vector.operator in _REARRANGING:
+            while vector.operator in _REARRANGING and vector.operands:
                 vector = vector.operands[0]
             if vector.operator == PARAMETER and vector.tensor.numel() == size == scaled.tensor.shape[behind]:
                 place = (scaled, scaled.tensor.ndim + behind)
@@ -225,30 +251,62 @@ class DataFlow:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every operator on floating-point tensors; those within a norm site as one."""
+    """Records every operator; those within a norm site as one.
+
+    Attributes:
+        norms: calls of each site.
+        branching: the operator whose result Python code reads, by the path of the module that may then branch.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.norms: dict[str, list[Value]] = {}
+        self.branching: dict[str, str] = {}
         self._values: dict[int, Value] = {}
         self._path = [""]  # of the running modules
         self._within = 0  # number of running norms
+        self._called: set[nn.Module] = set()
         for kind, named in ((PARAMETER, network.named_parameters()), (BUFFER, network.named_buffers())):
             for name, tensor in named:
-                self._add(Value(kind, name, tensor))
+                self._add(Value(kind, name, tensor, depends=OF_WEIGHTS * tensor.is_floating_point()))
 
     def of(self, tensor: Tensor) -> Value:
         """Return the value of a tensor; a tensor that no operator made is the network's input."""
-        return self._values.get(id(tensor)) or self._add(Value(INPUT, "", tensor))
+        depends = ACTIVATION if tensor.is_floating_point() else OF_INPUTS
+        return self._values.get(id(tensor)) or self._add(Value(INPUT, "", tensor, depends=depends))
+
+    def unused(self, network: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+        """Yield modules that were not called and matrices that were not read, in words, with their parameters' shapes.
+
+        Vectors of called modules are left out, as mask tokens for training, and LayerNorms that are no list's choice.
+        """
+        for path, module in network.named_modules():
+            owner, parts = network.get_submodule(path.rpartition(".")[0]), dict(module.named_parameters(recurse=False))
+            unread = {name: part for name, part in parts.items() if not self.of(part).readers}
+            uncalled = module not in self._called and len(unread) == len(parts)
+            if path not in self.norms and (isinstance(owner, _CHOICES) or not isinstance(module, nn.LayerNorm)):
+                for name, part in unread.items():
+                    if uncalled or isinstance(module, _CHOICES) or part.squeeze().ndim > 1:
+                        yield f"{path} was not called" if uncalled else f"{path} did not use its {name}", part.shape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = () if self._within else tensors_of([args, kwargs])
-        operands = [self.of(tensor) for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+        if self._within:
+            return func(*args, **kwargs)
+        values = [self.of(tensor) for tensor in tensors_of([args, kwargs])]
+        operator, path = func.overloadpacket.__name__.rstrip("_"), self._path[-1]
+        operands = [value for value in values if value.is_float and operator[-5:] != "_like"]  # but its shape
+        selected = any(value.depends == ACTIVATION and not value.is_float for value in values)
+        depends = ACTIVATION * (torch.Tag.nondeterministic_seeded in func.tags) | _dependence(values)
         result = func(*args, **kwargs)
-        for number, tensor in enumerate(tensors_of([result]) if operands else ()):
-            operator = func.overloadpacket.__name__.rstrip("_")
-            self._add(Value(operator, self._path[-1], tensor, operands, (func, args, kwargs, number)))
+        for number, tensor in enumerate(tensors_of([result])):
+            call = (func, args, kwargs, number)
+            self._add(Value(operator, path, tensor, operands, call, depends=depends, selected=selected))
+            if tensor._base is not None and any(tensor is value.tensor for value in values):  # written through a view
+                whole = [self.of(tensor._base), *operands]
+                self._add(Value(f"in-place {operator}", path, tensor._base, whole, call, depends=depends))
+        if _dependence(_deciding(func, values)) == ACTIVATION:
+            self.branching.setdefault(path, operator.replace("_local_scalar_dense", "item"))
         return result
 
     @contextlib.contextmanager
@@ -258,13 +316,17 @@ class _Recorder(TorchDispatchMode):
         def enter(name: str, module: nn.Module, args: Any) -> None:
             self._path.append(name)
             self._within += name in norms
+            self._called.add(module)
 
         def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._path.pop()
             self._within -= name in norms
             if name in norms and not self._within:
-                call = Value(NORM, name, output, [self.of(input_of(args, kwargs))])  # type: ignore[arg-type]
+                source = self.of(input_of(args, kwargs))  # type: ignore[arg-type]
+                call = Value(NORM, name, output, [source], depends=source.depends)
                 self.norms.setdefault(name, []).append(self._add(call))
+            elif name and name in self.branching:
+                self._hide(name, module, [args, kwargs], output)
 
         with contextlib.ExitStack() as hooks:
             for name, module in network.named_modules():
@@ -274,6 +336,16 @@ class _Recorder(TorchDispatchMode):
             hooks.enter_context(self)
             yield
 
+    def _hide(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Let a module that branches read its inputs and parameters, and write its output, in an unknown way."""
+        tensors = tensors_of([inputs, output, list(module.parameters()), list(module.buffers())])
+        operands = [value for value in map(self.of, tensors) if value.is_float]
+        for tensor in tensors_of([output]):
+            named = f"{name}, which branches on its data ({self.branching[name]}),"
+            self._add(Value(BRANCHING, named, tensor, operands, depends=ACTIVATION))
+        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(output)):  # on which its caller may branch
+            self.branching.setdefault(self._path[-1], self.branching[name])
+
     def _add(self, value: Value) -> Value:
         self._values[id(value.tensor)] = value
         for operand in dict.fromkeys(value.operands):
@@ -281,14 +353,31 @@ class _Recorder(TorchDispatchMode):
         return value
 
 
+def _dependence(values: Iterable[Value]) -> int:
+    return functools.reduce(lambda depends, value: depends | value.depends, values, CONSTANT)
+
+
+def _deciding(func: Any, values: Sequence[Value]) -> Sequence[Value]:
+    """Return the operands whose elements become a Python number or the shape of a result."""
+    if func.overloadpacket.__name__ in ("index", "masked_select"):
+        return [value for value in values[1:] if value.tensor.dtype in (torch.bool, torch.uint8)]
+    return values if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*func.tags} else []
+
+
+def _noise(tensor: Tensor) -> Tensor:
+    """Return fixed positive numbers in the shape of a tensor, equal ones where it is expanded."""
+    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    noise = 0.5 + torch.rand(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return noise.to(tensor).expand(tensor.shape)
+
+
 def _carried(operand: Value, value: Value, axis: int) -> list[int]:
     """Return the axis of an operand whose numbers an operator carries, each times the same factor, to an axis."""
     tensor, size = operand.tensor, value.tensor.shape[axis]
     numbers = torch.arange(1, size + 1)
-    noise = torch.rand(tensor.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(tensor)
-    base = None
+    noise, base = _noise(tensor), None
     for n in range(tensor.ndim):
-        if tensor.shape[n] == size > 1:
+        if tensor.shape[n] == size > 1 and value.tensor.numel():
             base = value.again({operand: torch.zeros_like(tensor)}) if base is None else base
             changed = noise.narrow(n, 0, 1) * along(numbers.to(tensor), n, tensor.ndim)
             response = value.again({operand: changed}) - base

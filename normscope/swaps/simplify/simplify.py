@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from normscope.runtime.spread import check_whole
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
 from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
 from normscope.swaps.simplify.dataflow import BlockedError, DataFlow, Reader, Writer, along
+from normscope.swaps.simplify.trials import Exact, Trial, trials
 from normscope.swaps.standalone import RMSNorm, make_room, tied_heads, untie
 
 _BATCHES = 4  # on which the rewrites are proved
@@ -42,10 +44,11 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     - *Fold*: γ and β of a norm that linear layers alone read move into these. Where a layer has no bias, or pads with
       zeros, the norm keeps β/γ.
 
-    A traced pass shows what reads and writes, and the first four batches prove the result on a copy in float64. A norm
-    whose output changes there by more than 1e-12 (relative L2) stays as it is. All of this is for eval mode: dropout
-    between a centred parameter and its norm breaks the equality. So does a table of positions that the network computes
-    anew for inputs of another size.
+    A traced pass shows what reads and writes. Norms stay as they are where the data decide on the path, or where a
+    module of their width was not called. The first four batches prove the result on a copy in float64: a norm whose
+    output changes by more than 1e-12 (relative L2) stays, too. So does one that changes by more than 1e-9 on random
+    inputs of several lengths and numbers of samples. All of this is for eval mode: dropout between a centred parameter
+    and its norm breaks the equality. So does a table of positions that the network computes anew for larger images.
 
     Args:
         model: the result of :func:`normscope.load`, or any module, which is changed in place.
@@ -53,8 +56,8 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
 
     Raises:
         DataError: if there is no batch.
-        ModelError: if the output in float64 changes by more than 1e-9, in which case the network stays as it is; or if
-            it calls no norms, is spread over devices, or raises.
+        ModelError: if the output in float64 changes by more than 1e-9, or is not finite in the network's dtype; or if
+            it calls no norms, is spread over devices, or raises. The network stays as it is, as after Ctrl-C.
         UsageError: if a module comes without batches.
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -68,28 +71,40 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     if not (few := list(itertools.islice(inputs, _BATCHES))):
         raise DataError("There is no batch to prove the rewrites on.")
     found = find_norms(network, few[0].first_sample())
-    reference = copy.deepcopy(network).cpu().double()
+    reference, dtype = copy.deepcopy(network).cpu().double(), model_tensor(network).dtype
+    for part in reference.modules():  # grouped_mm, which transformers calls for routed experts, takes no float64
+        if hasattr(config := getattr(part, "config", None), "_experts_implementation"):
+            config._experts_implementation = "eager"  # type: ignore[union-attr]
     heads = tied_heads(reference)
     untie(reference, heads)
     in_double = [batch.to(torch.device("cpu"), torch.float64) for batch in few]
-    flow = DataFlow(reference, [site for site in found.sites if site.replaceable], in_double[0].first_sample())
-    plan = _Plan([_Norm(site, reference, flow) for site in found.sites], flow.scales)
-    rewritten, changed = plan.proved(reference, in_double, outputs)
+    with Exact(dtype) as in_float64:
+        flow = DataFlow(reference, [site for site in found.sites if site.replaceable], in_double[0].first_sample())
+    plan = _Plan([_Norm(site, reference, flow, dtype) for site in found.sites], flow.scales)
+    with in_float64:
+        inputs_tried = [("", in_double, MOST_OF_NORM), *trials(reference, in_double[0], outputs)]
+        rewritten, changed = plan.proved(reference, inputs_tried, outputs)
     weights = {path: rewritten.get_parameter(f"{path}.weight") for path in (*heads, *heads.values())}
     untied = tuple(head for head, embedding in heads.items() if not torch.equal(weights[head], weights[embedding]))
-    original = copy.deepcopy(network)
-    untie(network, untied)
-    if untied and hasattr(network, "config"):
-        network.config.tie_word_embeddings = False  # type: ignore[union-attr]
-    plan.restructure(network)
-    network.load_state_dict(rewritten.state_dict())
+    with _restored_unless_done(network) as original:
+        untie(network, untied)
+        plan.restructure(network)
+        network.load_state_dict(rewritten.state_dict())
+        own = _changes(original, network, (), few, outputs)[""]
+        if not math.isfinite(own):
+            raise ModelError(
+                f"The output of the rewritten {type(network).__name__}, or its own, is not finite in {dtype}. The "
+                "network stays as it was; convert it to float32 first."
+            )
+        if untied and hasattr(network, "config"):
+            network.config.tie_word_embeddings = False  # type: ignore[union-attr]
     norms = [SimplifiedNorm(n.site, n.kind, n.blocked, n.folded, n.unfolded, n.change) for n in plan.norms]
     norms += [SimplifiedNorm(each.name, each.kind, each.reason, "", each.reason) for each in found.skipped]
     return SimplifyReport(
         norms,
         changed,
-        _changes(original, network, (), few, outputs)[""],
-        str(model_tensor(network).dtype).removeprefix("torch."),
+        own,
+        str(dtype).removeprefix("torch."),
         sum(len(batch.samples) for batch in few),
         untied,
         module.training,
@@ -98,11 +113,29 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     )
 
 
+@contextlib.contextmanager
+def _restored_unless_done(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield a copy of a network, and restore the network from it to the bit if the block raises."""
+    original, tensors = copy.deepcopy(network), [*network.parameters(), *network.buffers()]
+    parts = [
+        (m, m._parameters.copy(), m._modules.copy(), m._non_persistent_buffers_set.copy()) for m in network.modules()
+    ]
+    try:
+        yield original
+    except BaseException:
+        for module, parameters, children, temporary in parts:
+            module._parameters, module._modules, module._non_persistent_buffers_set = parameters, children, temporary
+        with torch.no_grad():
+            for tensor, value in zip(tensors, [*original.parameters(), *original.buffers()], strict=True):
+                tensor.copy_(value)
+        raise
+
+
 class _Norm:
     """A norm with its rewrites so far: the fields of :class:`SimplifiedNorm`, and what they are made of."""
 
-    def __init__(self, norm: NormSite, network: nn.Module, flow: DataFlow) -> None:
-        """Find the rewrites that the data flow allows."""
+    def __init__(self, norm: NormSite, network: nn.Module, flow: DataFlow, dtype: torch.dtype) -> None:
+        """Find the rewrites that the data flow of a network in float64 and its own dtype allow."""
         self.norm, self.site, self.kind = norm, norm.name, norm.kind
         self.writers: frozenset[Writer] = frozenset()
         self.readers: Sequence[Reader] = ()
@@ -122,7 +155,7 @@ class _Norm:
             except BlockedError as error:
                 self.blocked = str(error)
             try:
-                self.readers, self.folded = self._foldable(network, flow)
+                self.readers, self.folded = self._foldable(network, flow, dtype)
             except BlockedError as error:
                 self.unfolded = str(error)
 
@@ -134,16 +167,21 @@ class _Norm:
         """Return γ and β in a network, each ``(channels,)``, as far as the norm has them."""
         return [part.detach().flatten().clone() for part in channel_vectors(network.get_submodule(self.site))]
 
-    def _foldable(self, network: nn.Module, flow: DataFlow) -> tuple[list[Reader], str]:
+    def _foldable(self, network: nn.Module, flow: DataFlow, dtype: torch.dtype) -> tuple[list[Reader], str]:
         if not (vectors := self.vectors(network)):
             raise BlockedError("it has no weight per channel")
         gain, *offset = vectors
         readers, parameters = flow.linear_readers(self.norm), dict(network.named_parameters())
-        if offset and all(takes_offset and _bias_of(weight) in parameters for weight, _, takes_offset in readers):
-            return readers, _BOTH
-        if offset and bool(((gain == 0) & (offset[0] != 0)).any()):
+        both = bool(offset) and all(shift and _bias_of(weight) in parameters for weight, _, shift in readers)
+        kept = torch.zeros_like(gain) if both or not offset else offset[0] / gain
+        kept = kept.where(kept == kept, 0)  # 0/0, where γ and β are 0
+        if not kept.isfinite().all():
             raise BlockedError("a layer that reads it has no bias for β, and β/γ is infinite where γ is 0")
-        return readers, _GAIN
+        for name, axis, _ in readers:
+            folded = parameters[name] * along(gain, axis, parameters[name].ndim)
+            if not (_fits(kept, dtype) and _fits(folded, dtype, along(kept.abs().clamp(min=1), axis, folded.ndim))):
+                raise BlockedError(f"the product of γ and {name}, or β/γ, does not fit into {dtype}")
+        return readers, _BOTH if both else _GAIN
 
     def fold(self, network: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Multiply γ into the linear layers behind the norm, and add β to their biases."""
@@ -211,29 +249,34 @@ class _Plan:
         make_room(network, {name for name, _ in self.centred})
         Swap(network, {norm.site: norm.rms_norm(network) for norm in self.norms if not norm.blocked})
 
-    def proved(self, reference: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> tuple[nn.Module, float]:
+    def proved(self, reference: nn.Module, trials: Sequence[Trial], outputs: Outputs) -> tuple[nn.Module, float]:
         """Return a rewritten copy of a network in float64 and the change of its output; block what cannot be proved."""
         while True:
             rewritten = copy.deepcopy(reference)
             self.rewrite(rewritten)
             self.restructure(rewritten)
-            changes = _changes(reference, rewritten, self.norms, batches, outputs)
-            for norm in self.norms:
-                norm.change = changes.get(norm.site)
-            changed = [norm for norm in self.norms if norm.change is not None and not norm.change <= MOST_OF_NORM]
+            for where, batches, most in trials:
+                changes = _changes(reference, rewritten, self.norms, batches, outputs)
+                if not where:
+                    given = changes
+                changed = [norm for norm in self.norms if norm.site in changes and not changes[norm.site] <= most]
+                if changed or not changes[""] <= MOST_OF_OUTPUT:
+                    break
             if not changed:
                 break
-            self._block(changed[0])
+            self._block(changed[0], f"changed by {changes[changed[0].site]:.1e} in float64{where}")
         if not changes[""] <= MOST_OF_OUTPUT:
             raise ModelError(
                 f"The output of the rewritten {type(reference).__name__} differs by {changes['']:.1e} in float64, more "
-                f"than {MOST_OF_OUTPUT:g}, although no norm's output changed. The network stays as it was."
+                f"than {MOST_OF_OUTPUT:g}{where}, although no norm's output changed. The network stays as it was."
             )
-        return rewritten, changes[""]
+        for norm in self.norms:
+            norm.change = given.get(norm.site)
+        return rewritten, given[""]
 
-    def _block(self, changed: _Norm) -> None:
+    def _block(self, changed: _Norm, change: str) -> None:
         """Leave a norm whose output changed as it is, or the last rewritten one before it."""
-        reason = f"the output of {changed.site} changed by {changed.change:.1e} in float64"
+        reason = f"the output of {changed.site} {change}"
         until = self.norms[: self.norms.index(changed) + 1]
         if not (rewritten := [norm for norm in until if norm.folded or not norm.blocked]):
             raise ModelError(f"Nothing can be proved: {reason}, and nothing before it was rewritten.")
@@ -261,6 +304,12 @@ def _changes(
                 squares[path][0] += float((again.double() - y.double()).square().sum())
                 squares[path][1] += float(y.double().square().sum())
     return {path: math.sqrt(error / (length or 1)) for path, (error, length) in squares.items()}
+
+
+def _fits(values: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> bool:
+    """True if a dtype rounds values, weighted by a scale, by no more than its resolution."""
+    error = (values.to(dtype).to(values) - values) * scale
+    return bool(error.norm() <= torch.finfo(dtype).eps * (values * scale).norm())
 
 
 def _bias_of(weight: str) -> str:

@@ -109,6 +109,18 @@ def llama():
     return words(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)))
 
 
+def vision(name, **options):
+    """A vision transformer whose position table is interpolated, in float32, for images of another size."""
+    config = getattr(transformers, f"{name}Config")(**SIZES, image_size=24, patch_size=8)
+    batch = batch_of(pixel_values=values(2, 3, 32, 32).float(), **options)
+    return getattr(transformers, f"{name}Model")(config), batch
+
+
+def experts(name, **options):
+    config = getattr(transformers, f"{name}Config")(**SIZES, **options, num_key_value_heads=2)
+    return words(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
 def dit():
     network = diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, in_channels=2, num_layers=2, sample_size=8, num_embeds_ada_norm=5
@@ -179,6 +191,31 @@ def test_the_output_of_libraries_stays_in_float64(placement, make, norms, exact,
     network, batch = make()
     report = checked(randomized(network), batch)
     assert (len(report.norms), len(report.exact), len(report.folded)) == (norms, exact, folded), placement
+
+
+# The same of networks that cast to float32 inside, or to whose experts some tokens go; they are in float32.
+CASTS = [
+    ("DINOv2", lambda: vision("Dinov2"), 5, 5, 4),
+    ("CLIP", lambda: vision("CLIPVision", interpolate_pos_encoding=True), 6, 1, 4),
+    ("SigLIP", lambda: vision("SiglipVision", interpolate_pos_encoding=True), 6, 5, 5),
+    ("rotary tables", llama, 5, 0, 5),
+    ("norms in float32", lambda: (PreNormInFloat32(), batch_of(values(2, 5, 4).float())), 2, 2, 2),
+    ("Mixtral", lambda: experts("Mixtral", num_local_experts=4), 5, 0, 3),
+    ("Qwen3-MoE", lambda: experts("Qwen3Moe", num_experts=8, moe_intermediate_size=24, head_dim=8), 9, 0, 3),
+]
+
+
+@pytest.mark.parametrize(("kind", "make", "norms", "exact", "folded"), CASTS, ids=[row[0] for row in CASTS])
+def test_casts_to_float32_change_rounding_alone(kind, make, norms, exact, folded):
+    torch.manual_seed(0)
+    network, batch = make()
+    before = output_of(randomized(network).float(), batch)
+    report = normscope.simplify(network, [batch])
+    assert (len(report.norms), len(report.exact), len(report.folded)) == (norms, exact, folded), kind
+    assert report.float64 < 1e-14 and (output_of(network, batch) - before).norm() <= 2e-6 * before.norm()
+    routed = [norm.unfolded for norm in report.norms if "experts" in norm.unfolded]
+    reason = "the module model.layers.{}.mlp.experts, which branches on its data (item), reads its output"
+    assert routed == ([reason.format(number) for number in range(2)] if kind in ("Mixtral", "Qwen3-MoE") else [])
 
 
 @pytest.mark.parametrize(
@@ -449,7 +486,18 @@ class SinglePrecision(nn.LayerNorm):
         return F.layer_norm(x.float(), (8,), self.weight.float(), self.bias.float(), self.eps).to(x)
 
 
-def test_a_norm_that_computes_in_single_precision_is_left_with_the_number():
+class PreNormInFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.layer = nn.Linear(4, 8), SinglePrecision(8), nn.Linear(8, 8)
+        self.last, self.head = SinglePrecision(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.head(self.last(h + self.layer(self.norm(h))))
+
+
+def test_a_norm_of_a_network_in_float64_that_computes_in_float32_is_left_with_the_number():
     def forward(self, x):
         return self.head(self.norm(h := self.first(x))) + self.other(h)[..., :3]
 
@@ -468,7 +516,7 @@ def test_the_norm_before_one_that_changes_is_left_where_that_was_not_rewritten()
         z = self.between(self.norm(self.first(x)))
         return self.last((z + self.between(x.tile(2)) if len(x) > 1 else z).tanh())
 
-    network = one_norm(forward, between=nn.Linear(8, 8), last=nn.LayerNorm(8))
+    network = one_norm(forward, between=nn.Linear(8, 8), last=nn.LayerNorm(8), head=None)
     norm, last = checked(network, batch_of(values(2, 5, 4))).norms
     assert norm.blocked == norm.unfolded and norm.blocked.startswith("the output of last changed by")
     assert (last.blocked, last.unfolded) == (

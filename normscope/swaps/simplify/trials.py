@@ -1,0 +1,94 @@
+"""Arithmetic and inputs of the proof: float64 throughout, and inputs beside the given ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from normscope.errors import NormscopeError
+from normscope.inputs.batch import Batch, tensors_of
+from normscope.inputs.loaded_model import Outputs
+from normscope.runtime.network import left_as_found, run
+
+Trial = tuple[str, Sequence[Batch], float]  # description, inputs, and the largest change of a norm's output
+_WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
+_MOST = 2**16  # elements of a longer input, unless the given one has half as many
+
+
+class Exact(TorchFunctionMode):
+    """Computes in float64 where a network casts to another dtype, unless it is in float64: casts change rounding alone.
+
+    Dispatch modes see it when the network converts a tensor to Python or NumPy.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._wide = {} if dtype == torch.float64 else _WIDE
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("tolist", "numpy", "__array__", "__dlpack__"):
+            args[0].sum().item()
+        func = Tensor.double if self._wide and func in (Tensor.float, Tensor.half, Tensor.bfloat16) else func
+        args, kwargs = tree_map_only(torch.dtype, lambda dtype: self._wide.get(dtype, dtype), (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return result.double() if isinstance(result, Tensor) and result.dtype in self._wide else result
+
+
+def trials(network: nn.Module, batch: Batch, outputs: Outputs) -> list[Trial]:
+    """Return other inputs than a batch that a network accepts, and on which its output is finite."""
+    accepted: list[Trial] = []
+    with left_as_found(network) as buffers:
+        for words, trial in _candidates(batch):
+            with contextlib.suppress(NormscopeError):  # of a network that takes no such inputs
+                if bool(outputs.read(run(network, trial), trial).isfinite().all()):
+                    accepted.append((f" on {words}", [trial], 1e-9))
+            buffers.put_back()
+    return accepted
+
+
+def _candidates(batch: Batch) -> Iterator[tuple[str, Batch]]:
+    """Yield random numbers and token ids, with more samples and of other lengths, and inputs without an argument."""
+    sample, number = batch.first_sample(), len(batch.samples)
+    yield f"{2 * number + 1} samples", _changed(batch.take([n % number for n in range(2 * number + 1)]), _random)
+    for scale in (1, 8):
+        yield "random inputs", _changed(sample, functools.partial(_random, scale=scale))
+    for name in sample.kwargs:
+        yield f"inputs without {name}", replace(sample, kwargs={k: v for k, v in sample.kwargs.items() if k != name})
+    # Not of images: networks may compute their positions anew.
+    shapes = [tensor.shape for tensor in tensors_of([sample.args, sample.kwargs]) if tensor.ndim < 4]
+    most = max([_MOST, *(2 * shape.numel() for shape in shapes)])
+    for axis, size in sorted({(n, shape[n]) for shape in shapes for n in range(1, len(shape)) if shape[n] > 1}):
+        for other in sorted({size // 2, size - 1, size + 1, 2 * size, 4 * size}):
+            if all(shape.numel() // size * other <= most for shape in shapes):
+                resized = _changed(sample, functools.partial(_resized, axis=axis, size=size, other=other))
+                yield f"inputs of size {other} in place of {size}", _changed(resized, _random)
+
+
+def _changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    args, kwargs = tree_map_only(Tensor, change, (batch.args, dict(batch.kwargs)))
+    return replace(batch, args=args, kwargs=kwargs, valid=None, valid_within={})
+
+
+def _random(tensor: Tensor, scale: float = 1) -> Tensor:
+    """Return noise of a multiple of a tensor's scale; whole numbers between its extremes, unless it is a mask."""
+    torch.manual_seed(0)
+    if tensor.is_floating_point():
+        return tensor.mean() + scale * tensor.std(correction=0) * torch.randn_like(tensor)
+    is_mask = not tensor.numel() or tensor.max() <= 1
+    return tensor if is_mask else torch.randint_like(tensor, int(tensor.min()), int(tensor.max()) + 1)
+
+
+def _resized(tensor: Tensor, axis: int, size: int, other: int) -> Tensor:
+    """Cut or repeat a tensor along an axis of a size, an attention mask along all of that size."""
+    for n in range(1, tensor.ndim):
+        if tensor.shape[n] == size and (n == axis or tensor.ndim > 3):
+            tensor = tensor.index_select(n, torch.arange(other) % size)
+    return tensor
