@@ -14,6 +14,7 @@ from normscope.pairs.norms import recognition
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ("index", "numbers", "papers", "swaps")
 WITH_NEIGHBOURS = ("dyt, neighbours", "closed")
 # The trainings of docs/swaps.md: 480 steps for MiniLM, minutes for the others.
 HEALED = ("demo_vit, 4 minutes", "demo_dit, 4 minutes", "demo_wav2vec2, 10 minutes", "torchfcpe, 4 minutes")
@@ -65,9 +66,9 @@ def assert_shown(texts, values):
     assert [*texts] == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(texts, values, strict=True)]
 
 
-def found(pattern):
-    """Return the numbers in README at each ``#`` of a pattern that matches once."""
-    [match] = re.finditer(pattern.replace("#", r"(\d+(?:\.\d+)?)").replace(" ", r"\s+"), README)
+def found(pattern, page=README):
+    """Return the numbers at each ``#`` of a pattern that matches a page once."""
+    [match] = re.finditer(pattern.replace("#", r"(\d+(?:\.\d+)?)").replace(" ", r"\s+"), page)
     return match.groups()
 
 
@@ -84,6 +85,31 @@ def test_the_numbers_of_its_table_are_committed_results():
     assert_shown(cosines, map(statistics.median, swaps))
     assert {int(texts)} == {*map(len, swaps)}
     assert_shown(found("`minilm` on a page of # texts"), [last["samples"]])
+
+
+def test_numbers_of_the_same_run_in_the_docs_are_committed_results():
+    pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in DOCS}
+    samples = samples_of("readme")
+    [tanh] = samples["minilm", "all norms", "mean R² of tanh"]
+    swaps = [samples["minilm", f"all norms → {function}", "cosine"] for function in ("dyt", "rmsnorm")]
+    cosines = [statistics.median(values) for values in swaps]
+    assert_shown(found("DyT leaves a cosine of #, RMSNorm #:", pages["index"]), cosines)
+    assert_shown(found("mean R² of #. Replacing", pages["numbers"]), [tanh])
+    pattern = r"a cosine of # to the original's output \(median of # texts\); RMSNorm, [^.]*, leaves #\."
+    shown = found(pattern, pages["numbers"])
+    assert_shown(shown, [cosines[0], len(swaps[0]), cosines[1]])
+    shown = found(r"mean R² of #, and their swap leaves a cosine of # \(median of # texts\)\.", pages["swaps"])
+    assert_shown(shown, [tanh, cosines[0], len(swaps[0])])
+    assert_shown(found(r"keeps the scale of each token and leaves #\.", pages["swaps"]), [cosines[1]])
+    names = ("mean R² of one curve without s", "mean R² of the best without s")
+    without = [samples[model, "all norms", name][0] for model in ("demo_vit", "minilm") for name in names]
+    pattern = "without a shift # and # for demo_vit, # and # for all-MiniLM-L6-v2"
+    assert_shown(found(pattern, pages["papers"]), without)
+    [equal] = found(r"without a shift \(mean R² #\)", pages["papers"])
+    curves = [samples["minilm", "all norms", f"mean R² of {curve} without s"][0] for curve in ("tanh", "isru")]
+    assert_shown([equal] * 2, curves)
+    [change] = samples["minilm", "last norm", "change without centring"]
+    assert_shown(found(r"\*without centring\*: # % at the last norm", pages["papers"]), [change])
 
 
 def test_the_numbers_of_its_limits_are_committed_results():

@@ -102,9 +102,9 @@ def fit(
         sinks = [sink_of(capture.stats[target.site]) for target in targets]
         first = [n for n, sink in enumerate(sinks) if sink and sink.position == capture.skip and not targets[n].nothing]
         first = first if weights_by == "pairs" and not theory else []
-        curves = {fit.curve: fit.function for n in first for fit in fits[n] if fit.curve != FREE}
+        functions = {fit.curve: fit.function for n in first for fit in fits[n] if fit.curve != FREE}
         others = [without_first(targets[n], capture.stats[targets[n].site]) for n in first]
-        without = _of_targets(others, list(curves.values()), form, [abouts[n] for n in first])
+        without = _of_targets(others, list(functions.values()), form, [abouts[n] for n in first])
         r2 = {(fit.site, fit.curve): fit.r2 for of_target in without for fit in of_target if not fit.degenerate}
         fits = [[_with_sink(fit, sink, r2) for fit in of_target] for of_target, sink in zip(fits, sinks, strict=True)]
     return Records(each for of_target in fits for each in of_target)

@@ -60,10 +60,11 @@ def capture(
         batches: any iterable, taken one at a time, of tensors, tuples of arguments, dicts of keyword arguments, or
             :class:`normscope.Batch`; on the model's device and in its dtype, samples along axis 0. Labels, as a
             DataLoader returns them, are omitted, and a list of images is taken one by one, see
-            :func:`normscope.inputs.batch.as_batches`. Passes that the iterable itself runs, as a sampler does, are
-            not recorded. Positions that a Batch, or a mask or lengths among the arguments, mark as padding are in no
-            sum, where their tokens are normalized; samples of other lengths run apart. All tokens of a norm whose input has no axis of samples count, once for each
-            batch; they belong to no sample, and the site has no folds. None for a loaded model's own inputs.
+            :func:`normscope.inputs.batch.as_batches`. Passes that the iterable itself runs, as a sampler does, are not
+            recorded. Positions that a Batch, or a mask or lengths among the arguments, mark as padding are in no sum,
+            where their tokens are normalized; samples of other lengths run apart. All tokens of a norm whose input has
+            no axis of samples count, once for each batch; they belong to no sample, and the site has no folds. None for
+            a loaded model's own inputs.
         layers: the norm sites, see :func:`normscope.pairs.norms.sites.select`.
         about: description of the capture, for files and figures: ``model``, ``weights``, ``data``. A loaded model has
             its own; batches may have a ``description``, and ``dtype`` is read from the parameters.
@@ -97,7 +98,7 @@ def capture(
         :func:`normscope.merge_captures` makes of their captures.
 
     Raises:
-        DataError: if no rank has a batch, if the tokens of a mask, or their place at a norm, cannot be identified, or if
+        DataError: if no rank has a batch, if the tokens of a mask, or their place at a norm, cannot be identified, if
             ranks captured the same input, or with different options, or if ``skip`` leaves no token at a norm.
         ModelError: if the model raises, if it calls no norm that normscope knows, if verification fails, or if ranks
             have shards of a norm's channels.

@@ -351,4 +351,4 @@ def _channels_of(site: NormSite, kind: NormKind) -> tuple[tuple[int, ...], int]:
         return (site.channels,), site.channel_axis
     if site.channel_axis != tuple(range(-len(site.channel_axis), 0)):
         raise ModelError(f"The norm {site.name} cannot be replaced: its axes {site.channel_axis} are not the last.")
-    return site.normalized_shape, -1
+    return (site.channels // site.d, site.d) if kind.heads else site.normalized_shape, -1

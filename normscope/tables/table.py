@@ -432,10 +432,14 @@ def sink_sentence(records: Sequence[CurveFit | NormCard]) -> str | None:
     Of several records of one site, the first counts.
     """
     sinks = {record.site: record.sink for record in reversed(records) if record.sink}
-    gains = {site: -1.0 if sink.r2_without is None else sink.r2_without - sink.r2 for site, sink in sinks.items()}
     if not sinks:
         return None
-    site = max(gains, key=lambda site: (gains[site], sinks[site].share))
+
+    def gain(site: str) -> tuple[float, float]:
+        r2, without, share = sinks[site].r2, sinks[site].r2_without, sinks[site].share
+        return (-1.0 if r2 is None or without is None else without - r2), share
+
+    site = max(sinks, key=gain)
     sink, more = sinks[site], len(sinks) - 1
     share = f"{sink.share:.0%}" if sink.share < 0.995 else "over 99%"
     text = f"{visible(site)}: position {sink.position} carries {share} of Σx²"

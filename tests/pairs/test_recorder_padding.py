@@ -190,7 +190,7 @@ def unpadded(layout: str, padding: bool = False) -> nn.Module:
 
 
 @pytest.mark.parametrize("layout", ["tokens", "one row", "heads last", "heads first"])
-@pytest.mark.parametrize("lengths", [(5, 9, 3), (9, 9, 9), (4, 4, 1), (1, 1, 1)])
+@pytest.mark.parametrize("lengths", [(5, 9, 3), (4, 4, 1), (1, 1, 1)])
 def test_tokens_without_their_padding_are_all_data_of_their_samples(layout, lengths):
     x, _ = padded()
     mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()

@@ -4,6 +4,7 @@ import math
 
 from normscope.swaps.reports import Quality, Score
 from normscope.tables.swaps import quality_table
+from normscope.tables.table import swapped_table
 
 
 def told(name, scores, higher_is_better=True, over="64 labelled samples"):
@@ -48,3 +49,17 @@ def test_a_function_of_ones_own_and_a_correlation_that_is_none():
     assert columns(own)["brightness"] == ["0.50000", "-0.25000"] and own.caption == "a function of your own"
     none = quality_table({("dyt", "fit"): told("Spearman's rank correlation", {"original": 0.5, "swapped": math.nan})})
     assert columns(none)["Spearman's rank correlation"] == ["0.50000", "–"]
+
+
+def test_a_swap_marks_straight_sites_and_the_weights_of_its_fits():
+    row = {"norm": "LayerNorm", "curve": "dyt", "shift": None, "r2": 0.99, "per_channel": False, "weights_by": "gamma"}
+    numbers = (
+        {"amplitude": 7342.0, "alpha": 1e-3, "straight": True},
+        {"amplitude": 2.5, "alpha": 0.5, "straight": False},
+    )
+    table = swapped_table([{**row, **each, "site": site} for site, each in zip("ab", numbers, strict=True)])
+    columns = {str(column.header): [str(cell) for cell in column.cells] for column in table.columns}
+    assert (columns["A"], columns["α"], columns["A·α"]) == (["straight", "2.5"], ["–", "0.5"], ["7.342", ""])
+    assert columns["replaced by"] == ["DyT"] * 2
+    said = " ".join(str(table.caption).split())
+    assert "weighted by γ²" in said and "straight: the pairs do not bend" in said

@@ -1,7 +1,7 @@
 """The norms of the libraries, by the full names of their classes, so that no library is imported for them.
 
 A row is the kind of norm, the reason why the class is no norm site, or a function from the module to either.
-Classes without a row, as most of transformers', are tried: :mod:`normscope.pairs.norms.recognition`.
+Classes without a row, as most of transformers', are tried: :mod:`normscope.pairs.norms.trials`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def is_small(module: nn.Module) -> bool:
     flat = all(max(each.shape, default=1) == each.numel() for each in parameters)
     if next(module.children(), None) is None:
         return flat or all(each.numel() <= _MOST_ELEMENTS for each in parameters)
-    return flat and 0 < len(parameters) and len({each.numel() for each in parameters} - {1}) <= 1
+    return flat and len(parameters) > 0 and len({each.numel() for each in parameters} - {1}) <= 1
 
 
 def called_pointwise(module: nn.Module) -> bool:
@@ -244,14 +244,18 @@ def _pointwise(module: nn.Module, call: Call, x: Tensor, output: Tensor) -> Norm
     width = float((measured[1] - measured[0]).nanmedian())
     single = Trial(module, call, x, _FEW, torch.float32)
     probes = [(probe, single(probe)) for probe in (single.noise() * bend * width for bend in _BENDS)]
-    for _, hard_coded, kind in sorted(_pointwise_kinds(module, measured), key=lambda each: each[0]):
+    drawn = 3 * width * trial.noise()
+    kinds = _pointwise_kinds(module, measured, (drawn, trial(drawn)))
+    for _, hard_coded, kind in sorted(kinds, key=lambda each: each[0]):
         if all(_fits(kind, module, *probe) for probe in probes):
             return None if hard_coded and not named else _as_called(kind, module, x, output)
     return _NO_CURVE
 
 
-def _pointwise_kinds(module: nn.Module, measured: Sequence[Tensor]) -> Iterator[tuple[bool, bool, NormKind]]:
-    """Yield functions of every curve with some x at both quartiles, lower end and rise, each of a trial's shape.
+def _pointwise_kinds(
+    module: nn.Module, measured: Sequence[Tensor], drawn: tuple[Tensor, Tensor]
+) -> Iterator[tuple[bool, bool, NormKind]]:
+    """Yield functions of the curves with some x at both quartiles, lower end and rise, that pass near drawn pairs.
 
     Before each come whether α is no tensor of the module, and whether it is one without being a tensor.
     """
@@ -266,6 +270,9 @@ def _pointwise_kinds(module: nn.Module, measured: Sequence[Tensor]) -> Iterator[
         alpha, gain = (u_above - u_below) / (above - below), rise / (f_high - f_low)
         shift, bias = u_below - alpha * below, low - f_low * gain
         shift, bias = (part.where(part.abs() > _SAME, 0.0) for part in (shift, bias))
+        x, out = (part.movedim(axis, -1).flatten(0, -2) for part in drawn)
+        if bool(((gain * curve.function(alpha * x + shift) + bias - out).abs() > 1e-3 * rise.abs()).any()):
+            continue
         used: set[str] = set()
         own_alpha = _tensor_of(module, alpha, used, wide=False, signed=not curve.zero_centred)
         if own_alpha is not None:  # of either sign, as f(αx + s) is −f(−αx − s)
@@ -409,7 +416,9 @@ def _measured(module: nn.Module, trial: Trial, layout: NormKind) -> Iterator[tup
     forms = [token_norm("", normalize=form) for form in FORMS.values() if form.eps_at == UNDER_ROOT]
     forms.append(token_norm("", normalize=deviation_norm, bounded=False))
     centres = [read for _, size, read in _readers(module) if size == d == channels][:: len(_TRANSFORMS)]
-    forms += [replace(token_norm("", bounded=False), normalize=_about(read), form=None) for read in centres]
+    forms += [
+        replace(token_norm("", centred=False, bounded=False), normalize=_about(read), form=None) for read in centres
+    ]
 
     def by_channel(rows: Tensor) -> Tensor:
         return rows.reshape(len(rows) // groups, channels, -1).transpose(0, 1).flatten(1)

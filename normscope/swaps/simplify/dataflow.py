@@ -27,7 +27,6 @@ from normscope.runtime.network import left_as_found, run
 PARAMETER, BUFFER, INPUT, NORM, BRANCHING = "parameter", "buffer", "input", "norm", "module"
 CONSTANT, OF_INPUTS, OF_WEIGHTS, ACTIVATION = 0, 1, 2, 3  # dependence of a value; activations depend on both
 _LEAVES = (PARAMETER, BUFFER)
-_CHOICES = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 # Operators that rearrange or average positions.
 _REARRANGING = {
     *("view", "_unsafe_view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "repeat", "select"),
@@ -278,16 +277,16 @@ class _Recorder(TorchDispatchMode):
     def unused(self, network: nn.Module) -> Iterator[tuple[str, torch.Size]]:
         """Yield modules that were not called and matrices that were not read, in words, with their parameters' shapes.
 
-        Vectors of called modules are left out, as mask tokens for training, and LayerNorms that are no list's choice.
+        Left out are vectors of called modules, as mask tokens for training, and LayerNorms beside called modules.
         """
         for path, module in network.named_modules():
             owner, parts = network.get_submodule(path.rpartition(".")[0]), dict(module.named_parameters(recurse=False))
             unread = {name: part for name, part in parts.items() if not self.of(part).readers}
-            uncalled = module not in self._called and len(unread) == len(parts)
-            if path not in self.norms and (isinstance(owner, _CHOICES) or not isinstance(module, nn.LayerNorm)):
-                for name, part in unread.items():
-                    if uncalled or isinstance(module, _CHOICES) or part.squeeze().ndim > 1:
-                        yield f"{path} was not called" if uncalled else f"{path} did not use its {name}", part.shape
+            is_called, is_norm = module in self._called, isinstance(module, nn.LayerNorm) and owner in self._called
+            for name, part in unread.items() if not (is_norm or path in self.norms) else ():
+                if not is_called or part.squeeze().ndim > 1:
+                    some = is_called or len(unread) < len(parts)
+                    yield f"{path or 'the network'} {f'did not use {name}' if some else 'was not called'}", part.shape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

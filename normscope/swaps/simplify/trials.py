@@ -82,7 +82,7 @@ def _random(tensor: Tensor, scale: float = 1) -> Tensor:
     torch.manual_seed(0)
     if tensor.is_floating_point():
         return tensor.mean() + scale * tensor.std(correction=0) * torch.randn_like(tensor)
-    is_mask = not tensor.numel() or tensor.max() <= 1
+    is_mask = tensor.is_complex() or not tensor.numel() or tensor.max() <= 1
     return tensor if is_mask else torch.randint_like(tensor, int(tensor.min()), int(tensor.max()) + 1)
 
 

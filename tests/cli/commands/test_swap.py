@@ -58,6 +58,7 @@ def test_a_calibrated_swap_is_what_the_python_interface_makes(folder):
     assert (told["init"], told["refit"]) == ("calibrated", "neighbours")
     assert (report["n_learned"], report["n_judged"], report["left"]) == (36, 12, {})
     assert report["after"] < 0.5 * report["before"]
+    assert told["held_out"]["n"] == 48 and told["held_out"]["p50"] > report["after"]
     assert [row["amplitude"] for row in told["sites"]] == [None] * 17
     network = normscope.load("demo_vit", limit=48, device="cpu")
     original = copy.deepcopy(network.module)

@@ -164,14 +164,6 @@ def test_rnn_transducer_cuts_sources_and_targets():
     assert_counted(model, [batch], [(*source, *target) for source, target in alone])
 
 
-def test_lengths_of_text():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = transformers.XLMModel(transformers.XLMConfig(vocab_size=50, emb_dim=WIDTH, n_layers=1, n_heads=2))
-    ids = torch.randint(5, 50, (4, 9))
-    assert_counted(model, [{"input_ids": ids, "lengths": LENGTHS}], [(x,) for x, _ in cut(ids)])
-
-
 def seen_together(self, x, **more):
     self.sizes.append(len(x))
     return self.norm(x)

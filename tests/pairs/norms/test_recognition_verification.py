@@ -13,6 +13,7 @@ from torch import nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import capture, captured
+from normscope.pairs.norms.kinds import group_norm
 from normscope.pairs.norms.recognition import excess, kind_of, layer_norm, register_norm, rms_norm
 from normscope.pairs.norms.verification import check
 from normscope.pairs.recorder import Summing
@@ -232,7 +233,7 @@ def test_the_sums_of_large_groups_are_verified_and_wrong_tables_are_not(layout, 
 
     tables = {
         "eps": wrong(eps=2e-3),
-        "groups": wrong(groups=lambda norm: 2),
+        "groups": group_norm("GroupNorm", groups=lambda norm: 2),
         "weight": wrong(affine=lambda norm, y: kind.affine(norm, y) * (1 + 1e-4)),
         "bias": wrong(affine=lambda norm, y: kind.affine(norm, y) + 1e-2),
         "no affine step": wrong(affine=lambda norm, y: y),

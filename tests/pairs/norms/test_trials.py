@@ -164,6 +164,7 @@ def test_a_formula_is_recognized_whatever_its_names(name):
     (site,) = seen.sites
     assert (site.name, site.kind, site.channels, site.channel_axis) == ("1", "Rescale", D, -1) and not seen.skipped
     y = formula(x.double())
+    assert site.centred == torch.allclose(formula(x.double() + 1), y)
     sums = seen.stats["1"].moments.sum((0, 2))
     expected = torch.stack([y.sum(), (x * y).sum(), y.square().sum()])
     torch.testing.assert_close(sums[[2, 4, 5]], expected.detach(), rtol=1e-6, atol=1e-5)

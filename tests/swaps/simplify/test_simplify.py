@@ -196,16 +196,19 @@ def test_the_output_of_libraries_stays_in_float64(placement, make, norms, exact,
 # The same of networks that cast to float32 inside, or to whose experts some tokens go; they are in float32.
 CASTS = [
     ("DINOv2", lambda: vision("Dinov2"), 5, 5, 4),
-    ("CLIP", lambda: vision("CLIPVision", interpolate_pos_encoding=True), 6, 1, 4),
-    ("SigLIP", lambda: vision("SiglipVision", interpolate_pos_encoding=True), 6, 5, 5),
     ("rotary tables", llama, 5, 0, 5),
     ("norms in float32", lambda: (PreNormInFloat32(), batch_of(values(2, 5, 4).float())), 2, 2, 2),
     ("Mixtral", lambda: experts("Mixtral", num_local_experts=4), 5, 0, 3),
+]
+SLOW_CASTS = [
+    ("CLIP", lambda: vision("CLIPVision", interpolate_pos_encoding=True), 6, 1, 4),
+    ("SigLIP", lambda: vision("SiglipVision", interpolate_pos_encoding=True), 6, 5, 5),
     ("Qwen3-MoE", lambda: experts("Qwen3Moe", num_experts=8, moe_intermediate_size=24, head_dim=8), 9, 0, 3),
 ]
+CASTS += [pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_CASTS]
 
 
-@pytest.mark.parametrize(("kind", "make", "norms", "exact", "folded"), CASTS, ids=[row[0] for row in CASTS])
+@pytest.mark.parametrize(("kind", "make", "norms", "exact", "folded"), CASTS)
 def test_casts_to_float32_change_rounding_alone(kind, make, norms, exact, folded):
     torch.manual_seed(0)
     network, batch = make()
