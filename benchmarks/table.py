@@ -74,8 +74,8 @@ def page_of(results: Path, figures: Path | None = None) -> str:
                 if figures:
                     draw(chart, samples_of(record), figures / f"{path.stem}.svg")
             parts += [f"Failed: {sentence}\n" for sentence in record.get("failed", ())]
-            script = f"`benchmarks/{question['script']}.py`"
-            parts.append(f"{script} · {origin(record)} · [samples](../benchmarks/results/{path.name})\n")
+            script = f"`benchmarks/{question['script']}.py` · " if "script" in question else ""
+            parts.append(f"{script}{origin(record)} · [samples](../benchmarks/results/{path.name})\n")
     return "\n".join(parts)
 
 

@@ -27,7 +27,6 @@ from .swaps.calibrate.calibrate import calibrate as calibrate
 from .swaps.calibrate.calibrate import swap as swap
 from .swaps.drift.drift import drift as drift
 from .swaps.drift.keep import keep as keep
-from .swaps.drift.scale import fit_scale as fit_scale
 from .swaps.heal.heal import heal as heal
 from .swaps.pointwise import Derf as Derf
 from .swaps.pointwise import DyISRU as DyISRU

@@ -75,8 +75,8 @@ _ROWS: dict[str, dict[str, str]] = {
         "advise": "Recommend start values for a training without norms, per kind of site.",
     },
     SWAP: {
-        "swap.func": f"CURVE  In place of the norms: {_CURVES}, …; best, each site's own; rmsnorm; few:8; frozen.",
-        "swap_bench.func": f"CURVES  In place of the norms, by commas: {_CURVES}, …; best; rmsnorm; few:8; frozen.",
+        "swap.func": f"CURVE  In place of the norms: {_CURVES}, …; best, each site's own; rmsnorm.",
+        "swap_bench.func": f"CURVES  In place of the norms, by commas: {_CURVES}, …; best; rmsnorm.",
         "steps": "N  Training steps of one batch each; 1700 without --minutes.",
         "minutes": "M  In place of --steps: minutes of calibration, training and measuring together.",
         "train": f"WHAT  Trained weights: all but embeddings; {_REFITTED}.",

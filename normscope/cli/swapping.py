@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
     from normscope.cli.running import RunOptions
     from normscope.curves.known import Curve
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.scale import FewFit, FrozenFit
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
     from normscope.swaps.drift.keep import After
-    from normscope.swaps.drift.scale import SecondPass
     from normscope.swaps.reports import KeepReport, Quality
 
-    SiteFits = list[CurveFit] | list[FewFit] | list[FrozenFit] | list[NormSite]
+    SiteFits = list[CurveFit] | list[NormSite]
 
 _LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
@@ -42,8 +40,8 @@ class SwapChoice:
     """A replacement for norms and its initialization; UsageError where options contradict.
 
     Attributes:
-        func: as given by the user, but ``few:8`` for ``few``.
-        asked: the curve, or ``free``, ``best``, ``rmsnorm``, ``few:K``, ``random:K`` or ``frozen``.
+        func: as given by the user.
+        asked: the curve, or ``free``, ``best`` or ``rmsnorm``.
         init: name in the table of initializations; ``fit`` if it is calibrated.
         per: ``site`` or ``channel``.
         shift: whether s is fitted; None for the default.
@@ -61,7 +59,7 @@ class SwapChoice:
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> SwapChoice:
         """Look up the curve and check the options."""
         from normscope.curves.known import Curve
-        from normscope.swaps.start import asked_for, token_wise
+        from normscope.swaps.start import RMS_NORM, asked_for
 
         if init not in INITS:
             raise UsageError(unknown("init", init, INITS))
@@ -77,9 +75,9 @@ class SwapChoice:
                 raise UsageError(
                     f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
                 )
-        of_tokens = token_wise(asked)
-        name = str(asked) if of_tokens else func
-        return cls(name, asked, start, per, shift, calibrated=INITS[init].calibrated and not of_tokens)
+        if asked == RMS_NORM:
+            return cls(RMS_NORM, asked, start, per, shift)
+        return cls(func, asked, start, per, shift, INITS[init].calibrated)
 
     @property
     def needs_pairs(self) -> bool:
@@ -88,15 +86,15 @@ class SwapChoice:
 
     @property
     def start(self) -> str:
-        """The initialization as reports name it; empty for a token-wise function, which has no start values."""
+        """The initialization as reports name it; empty for an RMSNorm, which has no start values."""
         return CALIBRATED if self.calibrated else self.uncalibrated
 
     @property
     def uncalibrated(self) -> str:
         """The initialization before any calibration."""
-        from normscope.swaps.start import token_wise
+        from normscope.swaps.start import RMS_NORM
 
-        return "" if token_wise(self.asked) else self.init
+        return "" if self.asked == RMS_NORM else self.init
 
     @property
     def begin(self) -> str:
@@ -107,31 +105,19 @@ class SwapChoice:
 def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[SwapChoice]:
     """List each function with each initialization that applies to it.
 
-    Token-wise functions have no start values, so each appears once. ``free`` and ``best`` are fits themselves.
+    RMSNorm has no start values, so it appears once. ``free`` and ``best`` are fits themselves.
     """
     from normscope.curves.expressions import split_names
     from normscope.curves.known import BEST, FREE
-    from normscope.swaps.start import token_wise
+    from normscope.swaps.start import RMS_NORM
 
     inits = list(dict.fromkeys(part.strip() for part in init.split(",")))
     fitted = [start for start in inits if start in INITS and INITS[start].fits]
     choices = []
     for name in dict.fromkeys(part.lower() if "=" not in part else part for part in split_names(func)):
-        starts = inits[:1] if token_wise(name) else fitted if name in (FREE, BEST) and fitted else inits
+        starts = inits[:1] if name == RMS_NORM else fitted if name in (FREE, BEST) and fitted else inits
         choices += [SwapChoice.of(name, start, per, shift) for start in starts]
     return choices
-
-
-def with_controls(choices: Sequence[SwapChoice]) -> list[SwapChoice]:
-    """Add RMSNorm and K random channels to ``few:K``, for comparison."""
-    from normscope.swaps.start import FEW, RANDOM, RMS_NORM
-
-    compared = list(choices)
-    for choice in (choice for choice in choices if choice.func.startswith(f"{FEW}:")):
-        for name in (choice.func.replace(FEW, RANDOM), RMS_NORM):
-            if all(name != other.func for other in compared):
-                compared.append(replace(choice, func=name, asked=name))
-    return compared
 
 
 def check_alone(what: str, more: str = "") -> None:
@@ -150,18 +136,17 @@ def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
     from normscope.curves.known import BEST
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.kernels.choice import by_kernels
-    from normscope.swaps.start import token_wise
+    from normscope.swaps.start import RMS_NORM
 
     for choice in choices:
         name = choice.asked if isinstance(choice.asked, str) else choice.asked.function_name
-        stand_in = "linear" if token_wise(name) else "tanh" if name == BEST else name
+        stand_in = "linear" if name == RMS_NORM else "tanh" if name == BEST else name
         by_kernels(stand_in, resolve_device(device), torch.float32)
 
 
 def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], device_map: str | None = None) -> None:
-    """Refuse, before any work, a calibration or a second pass that is not possible; UsageError."""
+    """Refuse, before any work, a calibration that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
-    from normscope.swaps.start import fits_scale
 
     asked = CALIBRATED in init
     if refit not in REFITS:
@@ -175,8 +160,6 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], devic
         raise UsageError("--init calibrated takes a network on one device; leave --device-map out.")
     if asked:
         check_alone("Calibration runs")
-    if second := [choice.func for choice in choices if fits_scale(choice.asked)]:
-        check_alone(f"The second pass of {second[0]} runs")
 
 
 def check_keep(keep: int | None, max_drift: float | None, layers: str) -> None:
@@ -232,32 +215,19 @@ class SwapSource:
         self.least = int(least[1]) if least else None
         self.learned, self.held_out = divided(network.inputs, network.calibration)
         self._seen: dict[str, Capture] = {}
-        self._second_pass: SecondPass | None = None
 
     @property
     def about(self) -> dict[str, str]:
         """Model, weights, and the data that start values were fitted to."""
-        seen = next(iter(self._seen.values()), None)
-        data = seen.about["data"] if seen else self.learned.description if self._second_pass else ""
-        return {**self.network.about, "data": data or "no data, as nothing was fitted"}
+        data = next((seen.about["data"] for seen in self._seen.values()), "no data, as nothing was fitted")
+        return {**self.network.about, "data": data}
 
     def fits(self, choice: SwapChoice) -> SiteFits:
         """Return the fits that start values are taken from; only the sites if nothing is fitted."""
         from normscope.pairs.capture import captured
         from normscope.pairs.recorder import Summing
-        from normscope.swaps.drift.scale import SecondPass
-        from normscope.swaps.start import fits_scale, fitted
+        from normscope.swaps.start import fitted
 
-        if fits_scale(choice.asked):
-            if self._second_pass is None:
-                names = [norm.name for norm in self.norms]
-                options: dict[str, Any] = {"outputs": self.network.outputs, "skip": self._run.skip}
-                self._say.remark(f"{choice.func} takes a second pass over the inputs to learn from")
-                with self._say.bars() as progress:
-                    self._second_pass = SecondPass(
-                        self.network.module, self.learned, layers=names, progress=progress, **options
-                    )
-            return self._second_pass.fits(choice.func, self._run.seed)
         if not choice.needs_pairs:
             return self.norms
         per, network = choice.per, self.network

@@ -111,7 +111,7 @@ def _panels(
 ) -> tuple[dict[str, Callable[[Axes], object]], list[Artist]]:
     """Return functions that draw the panels, by title, and the entries of the legend."""
     functions = [site.name for site in timeline.sites if site.curve]
-    few = timeline if len(timeline.sites) <= _FEW else timeline.only(functions or "all").only(_FEW)
+    few = timeline if len(timeline.sites) <= _FEW else timeline.only(functions or "all").only(None)
     colours = shades(theme)(np.linspace(0, 1, len(few.sites)))
     names, numbers = site_labels([site.name for site in timeline.sites], options), _numbers(timeline)
     handles: list[Artist] = []
@@ -200,7 +200,7 @@ def plot_scurves_by_step(timeline: Timeline, **options: Unpack[FigureOptions]) -
     Raises:
         UsageError: if an option is not valid.
     """
-    theme, shown = theme_of(options), timeline if len(timeline.sites) <= _FEW else timeline.only(_FEW)
+    theme, shown = theme_of(options), timeline.only(None)
     records = np.linspace(0, len(shown.steps) - 1, min(_STEPS, len(shown.steps))).round().astype(int).tolist()
     names = site_labels([site.name for site in timeline.sites], options)
     columns = columns_of(options, len(shown.sites), _LEAST_SCURVE, _FEW)

@@ -207,6 +207,7 @@ class InferredOutputs(Outputs):
     of labels that do not exclude one another, are no such logits.
 
     >>> import torch
+    >>> from normscope.inputs.batch import Batch
     >>> from torch import nn
     >>> outputs = InferredOutputs(nn.Linear(2, 2))
     >>> logits = outputs.read({"loss": torch.zeros(()), "logits": torch.zeros(3, 5, 9)}, Batch())

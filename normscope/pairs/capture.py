@@ -195,7 +195,7 @@ def captured(
 
 def _settings(recorder: Recorder, about: Mapping[str, str]) -> dict[str, Any]:
     """Describe the capture: ranks must agree in it, and a checkpoint is resumed with the same only."""
-    apart = ("verify", "observe", "observe_tokens")
+    apart = ("verify", "observe")
     summing = {name: value for name, value in vars(recorder.summing).items() if name not in apart}
     return {
         "model": about["model"],

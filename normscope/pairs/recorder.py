@@ -74,8 +74,6 @@ class Summing:
 
     Attributes:
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
-        observe_tokens: likewise, with (site, x rows, the position of each token in its sequence). The position is −1
-            unless the input has samples along axis 0, and one more axis of several tokens.
     """
 
     seed: int = 0
@@ -88,7 +86,6 @@ class Summing:
     keep_inputs: int = 0
     skip: int = 0
     observe: Observer | None = None
-    observe_tokens: Observer | None = None
 
 
 @dataclass
@@ -358,11 +355,6 @@ class Recorder:
             if self.summing.observe is not None:
                 y = lines.y(rows).float()
                 self.summing.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
-            if self.summing.observe_tokens is not None:
-                at = torch.full((len(rows),), -1, device=rows.device)
-                if places is not None and x.ndim == 3 and self._layouts[site.name][0][0] == 0:
-                    at = places.of_tokens
-                self.summing.observe_tokens(site, *((rows, at) if drawn is None else (rows[drawn], at[drawn])))
             under_way.summing_at = ""
 
         return add

@@ -26,8 +26,8 @@ from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, move_like, norm_at_hand, shard_like, whole
 from normscope.swaps.behaviour import behave_like
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.standalone import FewChannelNorm, FrozenNorm, InPlaceOfNorm, RMSNorm
-from normscope.swaps.start import Fits, Start, few_channels, norms_of, only, starts
+from normscope.swaps.standalone import InPlaceOfNorm, RMSNorm
+from normscope.swaps.start import Fits, Start, norms_of, only, starts
 
 if TYPE_CHECKING:
     from normscope.swaps.calibrate.calibrate import CalibrationReport
@@ -227,14 +227,12 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     bias = own_shift is not None or bool(offset.any())
     elementwise = own_gain is not None or bias or bool((gain != gain[0]).any())
     if start.curve is None:
-        check_token_wise(site, kind, start.func)
-        options = {"channel_axis": axis, "elementwise_affine": elementwise or bool(gain[0] != 1), "bias": bias}
-        if start.scale is None:
-            module: InPlaceOfNorm = RMSNorm(shape, eps=site.eps, **options)
-        else:
-            k = few_channels(start.func)
-            module = scaled = FewChannelNorm(shape, k, **options) if k else FrozenNorm(shape, **options)
-            scaled.predictor.load_state_dict(start.scale.state())
+        if kind.groups is not None or kind.activation is not None or not kind.bounded:
+            raise ModelError(f"{start.func} cannot take the place of {site.name}: it is a {site.kind}.")
+        elementwise = elementwise or bool(gain[0] != 1)
+        module: InPlaceOfNorm = RMSNorm(
+            shape, eps=site.eps, channel_axis=axis, elementwise_affine=elementwise, bias=bias
+        )
     else:
         module = PointwiseFunction(
             start.curve,
@@ -259,12 +257,6 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
     if isinstance(module, PointwiseFunction) and kind.activation is not None:
         module.also_activate(norm, kind.activation)
     return module
-
-
-def check_token_wise(site: NormSite, kind: NormKind, func: str) -> None:
-    """Raise ModelError unless a norm scales each token by the token's own σ, and nothing follows."""
-    if kind.groups is not None or kind.activation is not None or not kind.bounded:
-        raise ModelError(f"{func} cannot take the place of {site.name}: it is a {site.kind}.")
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module:

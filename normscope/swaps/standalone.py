@@ -144,158 +144,48 @@ class InPlaceOfNorm(nn.Module):
         return RETURNS[self.under_autocast if autocast else self.returns](input.dtype, weight.dtype)
 
 
-class TokenWise(InPlaceOfNorm):
-    """Base of the functions that scale each token by one number: weight · (x − μ)/σ + bias over the channels.
+class RMSNorm(InPlaceOfNorm):
+    """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
 
     Args:
         normalized_shape: sizes of the channel axes.
+        eps: kept as ``variance_epsilon``; ``eps`` itself is NaN.
         channel_axis: the channel axis, if ``normalized_shape`` is one number; several numbers are the last axes.
         elementwise_affine: use a weight and a bias, both ``normalized_shape``.
         bias: use a bias.
 
-    Attributes:
-        func: its name in swap.json.
+    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
+    tensor([[0.8485, 1.1314]])
     """
-
-    func: str
-    predictor: nn.Module  # of μ and σ of tokens (…, channels); each is (…) or broadcasts to it
 
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
         *,
+        eps: float = 1e-6,
         channel_axis: int = -1,
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
         super().__init__()
+        self.variance_epsilon = eps
         self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
         self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
 
     def computed(self, x: Tensor) -> Tensor:
-        """Scale the tokens."""
+        """Normalize the tokens."""
         x = x if self.channel_axis == -1 else x.movedim(self.channel_axis, -1)
-        y = self.scaled(x, None if self.weight is None else self.weight.to(x))
+        weight = None if self.weight is None else self.weight.to(x)
+        y = nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
         if self.bias is not None:
             y = y + self.bias.to(x)
         return y if self.channel_axis == -1 else y.movedim(-1, self.channel_axis)
 
-    def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return weight · (x − μ)/σ, with the channels of x last."""
-        axes = len(self.normalized_shape)
-        mean, sigma = (value[(..., *[None] * axes)] for value in self.predictor(x.flatten(-axes)))
-        y: Tensor = (x - mean) / sigma
-        return y if weight is None else y * weight
-
-    def extra_repr(self) -> str:
-        """Return the channels."""
-        return ", ".join(map(str, self.normalized_shape))
-
-
-class RMSNorm(TokenWise):
-    """weight · x / √(mean of x² + eps) + bias over the channels (arXiv 1910.07467, eq. 4, with a bias besides).
-
-    ``eps`` is kept as ``variance_epsilon``; ``eps`` itself is NaN. Other arguments are those of :class:`TokenWise`.
-
-    >>> RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
-    tensor([[0.8485, 1.1314]])
-    """
-
-    func = "rmsnorm"
-
-    def __init__(self, normalized_shape: int | Sequence[int], *, eps: float = 1e-6, **options: Any) -> None:
-        super().__init__(normalized_shape, **options)
-        self.variance_epsilon = eps
-
-    def scaled(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Return weight · x / √(mean of x² + eps)."""
-        return nn.functional.rms_norm(x, self.normalized_shape, weight, self.variance_epsilon)
-
     def extra_repr(self) -> str:
         """Return the channels and eps."""
-        return f"{super().extra_repr()}, eps={self.variance_epsilon:g}"
-
-
-class Predictor(Float32):
-    """σ² and μ of a token from K of its channels: predictors · [1, z, z²], where z = x[channels] − centre.
-
-    Buffers: channels, int64 ``(K,)``; centre ``(K,)``; predictors of σ² and of μ, ``(2, 2K + 1)``; and floor ``()``,
-    the least σ².
-    """
-
-    channels: Tensor
-    centre: Tensor
-    predictors: Tensor
-    floor: Tensor
-
-    def __init__(self, k: int) -> None:
-        super().__init__()
-        self.register_buffer("channels", torch.zeros(k, dtype=torch.int64))
-        self.register_buffer("centre", torch.zeros(k))
-        self.register_buffer("predictors", torch.zeros(2, 2 * k + 1))
-        self.register_buffer("floor", torch.ones(()))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return μ and σ, both ``(…)``, of tokens ``(…, channels)``."""
-        z = x[..., self.channels.long()] - self.centre.to(x)  # transformers loads all of it in float32
-        features = torch.cat([torch.ones_like(z[..., :1]), z, z * z], -1)
-        square, mean = (features.unsqueeze(-2) * self.predictors.to(x)).sum(-1).unbind(-1)
-        return mean, square.maximum(self.floor.to(x)).sqrt()
-
-
-class FewChannelNorm(TokenWise):
-    """weight · (x − μ)/σ + bias, where σ² and μ of a token are predicted from K of its channels.
-
-    Other arguments are those of :class:`TokenWise`.
-    """
-
-    predictor: Predictor
-
-    def __init__(self, normalized_shape: int | Sequence[int], k: int, **options: Any) -> None:
-        super().__init__(normalized_shape, **options)
-        self.func, self.predictor = f"few:{k}", Predictor(k)
-
-    def extra_repr(self) -> str:
-        """Return the channels and K."""
-        return f"{super().extra_repr()}, k={len(self.predictor.channels)}"
-
-
-class ConstantScale(Float32):
-    """Mean of a token, and σ by its position.
-
-    Buffers: sigma ``(5,)``, of positions 0 to 3 and of all others; centring ``()``, 1 to subtract the mean or 0.
-    """
-
-    sigma: Tensor
-    centring: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sigma", torch.ones(5))
-        self.register_buffer("centring", torch.ones(()))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return μ ``(…, positions)`` and σ ``(positions,)`` of tokens ``(…, positions, channels)``."""
-        positions, last = (x.shape[-2] if x.ndim > 1 else 1), len(self.sigma) - 1
-        first = 0 if positions > 1 else last  # a token alone has no position
-        at = torch.arange(first, first + positions, device=x.device).clamp_max(last)
-        return x.mean(-1) * self.centring.to(x), self.sigma.to(x)[at]
-
-
-class FrozenNorm(TokenWise):
-    """weight · (x − μ)/σ + bias, where σ is constant, but for a norm's first positions that have their own.
-
-    It takes whole sequences: a call with later tokens, as with a cache of keys and values, would take them for the
-    first, unless it is of one token. Other arguments are those of :class:`TokenWise`.
-    """
-
-    func = "frozen"
-
-    def __init__(self, normalized_shape: int | Sequence[int], **options: Any) -> None:
-        super().__init__(normalized_shape, **options)
-        self.predictor = ConstantScale()
+        return f"{', '.join(map(str, self.normalized_shape))}, eps={self.variance_epsilon:g}"
 
 
 class Pointwise(InPlaceOfNorm):
@@ -352,10 +242,6 @@ def _module(site: dict[str, Any]) -> InPlaceOfNorm:
     options = {name: site[name] for name in ("channel_axis", "elementwise_affine", "bias")}
     if site["curve"] == "rmsnorm":
         return RMSNorm(site["normalized_shape"], eps=site["eps"], **options)
-    if site["curve"] == "frozen":
-        return FrozenNorm(site["normalized_shape"], **options)
-    if site["curve"].startswith("few:"):
-        return FewChannelNorm(site["normalized_shape"], int(site["curve"][4:]), **options)
     if site["curve"] != "free":
         return Pointwise(site)
     with safe_open(WEIGHTS, framework="pt") as tensors:
@@ -436,7 +322,7 @@ def register(library: Any) -> None:
 
     config = type("PointwiseConfig", (getattr(library, names["config"]),), {"model_type": facts["model_type"]})
     base = getattr(library, names["model"])
-    kept = {*(getattr(base, "_keep_in_fp32_modules_strict", None) or ()), "table", "predictor"}
+    kept = {*(getattr(base, "_keep_in_fp32_modules_strict", None) or ()), "table"}
     content = {"config_class": config, "_keep_in_fp32_modules_strict": kept, "__init__": initialize}
     library.AutoConfig.register(facts["model_type"], config)
     library.AutoModel.register(config, type("PointwiseModel", (base,), content))

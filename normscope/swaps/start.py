@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +14,12 @@ from normscope.curves.known import BEST, FREE, Curve
 from normscope.errors import UsageError, count, unknown
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit as fit_curves
-from normscope.fits.scale import FrozenFit, ScaleFit
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import Layers, NormSite, is_number, select
 from normscope.swaps.inits import INITS
 
-RMS_NORM, FROZEN = "rmsnorm", FrozenFit.func
+RMS_NORM = "rmsnorm"
 _NORMS = ("layernorm", "layer_norm")
-FEW, RANDOM = "few", "random"  # few:8 and, as a control, random:8
-FEW_CHANNELS = 8  # K by default
-_FEW = re.compile(rf"({FEW}|{RANDOM})(?::([1-9]\d{{0,3}}))?")
 
 
 @dataclass(frozen=True)
@@ -33,11 +28,10 @@ class Start:
 
     Attributes:
         norm: the site.
-        curve: f; None for a token-wise function.
+        curve: f; None for an RMSNorm.
         amplitude: A in float64: one number ``()`` or one per channel ``(channels,)``.
         alpha: α, likewise.
         shift: s, likewise; None for a function without s.
-        scale: prediction of σ² and μ, or constant σ; None for a curve and for an RMSNorm.
     """
 
     norm: NormSite
@@ -45,28 +39,23 @@ class Start:
     amplitude: Tensor
     alpha: Tensor
     shift: Tensor | None
-    scale: ScaleFit | None = None
 
     @property
     def func(self) -> str:
         """Name of the function."""
-        if self.curve is not None:
-            return self.curve.name
-        return RMS_NORM if self.scale is None else self.scale.func
+        return RMS_NORM if self.curve is None else self.curve.name
 
 
-Fits = Capture | Sequence[CurveFit | ScaleFit | NormSite]
+Fits = Capture | Sequence[CurveFit | NormSite]
 
 
 def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     """Return start values for each site of the fits, in their order.
 
     Args:
-        curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's best curve; ``rmsnorm``;
-            ``few:K``; ``frozen``.
-        fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of this and other curves; norm
-            sites alone if nothing is fitted (``paper``, ``rmsnorm``); or, for ``few:K`` and ``frozen``, the result of
-            :func:`normscope.fit_scale`.
+        curve: a curve or its name; ``free`` for E[y|x] itself, ``best`` for each site's best curve; ``rmsnorm``.
+        fits: a capture, which :func:`fitted` fits; its fits, one per site or channel, of this and other curves; or norm
+            sites alone if nothing is fitted (``paper``, ``rmsnorm``).
         init: ``fit``, ``theory``, ``paper`` or any other in :data:`INITS` that is not calibrated.
 
     Raises:
@@ -78,11 +67,6 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
     unit = torch.ones((), dtype=torch.float64)
     if name == RMS_NORM:
         return [Start(norm, None, unit, unit, None) for norm in norms_of(fits)]
-    if fits_scale(name):
-        scales = [] if isinstance(fits, Capture) else [fit for fit in fits if isinstance(fit, ScaleFit)]
-        if not scales or any(fit.func != name.replace(RANDOM, FEW) for fit in scales):
-            raise UsageError(f"{name} takes its own fits: pass normscope.fit_scale(model, inputs, {name!r}).")
-        return [Start(fit.norm, None, unit, unit, None, fit) for fit in scales]
     if constants := INITS[init].constants:
         values = [(norm, torch.tensor(constants(norm), dtype=torch.float64).unbind()) for norm in norms_of(fits)]
         shifted = function is not None and function.shifted
@@ -102,7 +86,7 @@ def starts(curve: str | Curve, fits: Fits, init: str = "fit") -> list[Start]:
 
 
 def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
-    """Return a curve by its name; ``free``, ``best``, ``rmsnorm`` and ``frozen`` as they are; ``few`` as ``few:8``.
+    """Return a curve by its name; ``free``, ``best`` and ``rmsnorm`` as they are.
 
     Raises:
         UsageError: if there is no such curve or init, or they cannot be combined.
@@ -119,29 +103,7 @@ def asked_for(curve: str | Curve, init: str = "fit") -> Curve | str:
         )
     if name in (FREE, BEST) and not INITS[init].fits:
         raise UsageError(f"{name} is what was fitted: there is no {init} start of it.")
-    if isinstance(name, str) and (few := _FEW.fullmatch(name)):
-        return f"{few[1]}:{few[2] or FEW_CHANNELS}"
-    return name if name in (FREE, BEST, RMS_NORM, FROZEN) else _one_curve(curve)
-
-
-def few_channels(func: object) -> int | None:
-    """Return K of ``few:K`` and ``random:K``; None for other functions.
-
-    >>> few_channels("few:4"), few_channels("rmsnorm")
-    (4, None)
-    """
-    few = _FEW.fullmatch(func) if isinstance(func, str) else None
-    return int(few[2] or FEW_CHANNELS) if few else None
-
-
-def fits_scale(func: object) -> bool:
-    """True for ``few:K``, ``random:K`` and ``frozen``, which take fits of :func:`normscope.fit_scale`."""
-    return func == FROZEN or few_channels(func) is not None
-
-
-def token_wise(func: object) -> bool:
-    """True for functions that scale each token by one number; False for curves and point-wise functions."""
-    return func == RMS_NORM or fits_scale(func)
+    return name if name in (FREE, BEST, RMS_NORM) else _one_curve(curve)
 
 
 def fitted(
@@ -221,7 +183,7 @@ def _one_curve(curve: str | Curve) -> Curve:
     return curves[0]
 
 
-def _norm_of(fit: CurveFit | ScaleFit | NormSite) -> NormSite:
+def _norm_of(fit: CurveFit | NormSite) -> NormSite:
     if isinstance(fit, NormSite):
         return fit
     if fit.norm is None:

@@ -168,8 +168,6 @@ DEFINITIONS: dict[str, dict[str, str]] = {
     },
     "swap": {
         "replaced by": "function in place of the norm",
-        "channels": "channels that σ² is predicted from, in the order in which they were chosen",
-        "R² of σ²": "held-out R² of σ², under the weights of the fit",
         "QUALITY": "score of the task that the network is for, such as top-1 accuracy or perplexity",
         "95 %": "Wilson's interval of an accuracy",
         "kept": "number of norms left in place",

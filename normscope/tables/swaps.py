@@ -44,8 +44,8 @@ def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
     tables = [drift_table(reports)]
     if any(report.by_part for report in reports):
         tables.append(parts_table(reports))
-    if alone := [report for report in reports if report.by_site]:
-        tables.append(sites_table(alone))
+    if any(report.by_site for report in reports):
+        tables.append(sites_table(reports))
     if qualities := {(report.func, report.init): report.quality for report in reports if report.quality}:
         tables.append(quality_table(qualities))
     return tables
@@ -57,7 +57,6 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
     orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
     logits, frames = any(row.kl is not None for row in rows), any(row.frames is not None for row in rows)
     top5 = any(row.top5 is not None for row in rows)
-    worst = any(report.func.startswith(("few:", "frozen")) for report in reports)
     of_end = ("end L2", "p90 of end L2", "end cosine")
     columns: list[Column[Swap]] = [
         words("func", lambda swap: published_name(swap[0].func)),
@@ -65,7 +64,6 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         Column("sites", lambda swap: str(swap[1].sites_swapped), drop=3),
         Column("inputs", lambda swap: str(swap[1].inputs), drop=5),
         *several(("L2", "p90 of L2"), lambda swap: _upper(swap[1].relative_l2), (0, 2)),
-        Column("max", lambda swap: _distance(swap[1].relative_l2.max), worst, drop=2),
         *several(("cosine", "p10 of cosine"), lambda swap: _lower(swap[1].cosine), (0, 3)),
         Column(f"≤ {_NEAR}", lambda swap: _near(swap[0]), orders, drop=1),
         *several(("KL", "p90 of KL"), lambda swap: _upper(swap[1].kl), (1, 4), shown=logits),

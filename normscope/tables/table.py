@@ -390,10 +390,8 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     Args:
         rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2``, ``per_channel``, ``straight``
-            and ``weights_by`` of each; a missing number is None. Of ``few:K`` also ``channels`` and ``r2_scale``, of
-            ``frozen`` also ``sigma``.
+            and ``weights_by`` of each; a missing number is None.
     """
-    few, frozen = (any(name in row for row in rows) for name in ("channels", "sigma"))
     straight = any(row["straight"] for row in rows)
     columns: list[Column[Mapping[str, Any]]] = [
         names("site", lambda row: row["site"]),
@@ -404,10 +402,6 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("A·α", lambda row: number(row["amplitude"] * row["alpha"], ".4g") if row["straight"] else "", straight),
         Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
         Column("R²", lambda row: number(row["r2"], ".4f")),
-        Column("channels", lambda row: ", ".join(map(str, row["channels"])), few, "left"),
-        Column("R² of σ²", lambda row: number(row["r2_scale"], ".4f"), few),
-        Column("σ", lambda row: number(row["sigma"][-1], ".4g"), frozen),
-        Column("σ at positions 0–3", lambda row: ", ".join(f"{s:.4g}" for s in row["sigma"][:-1]), frozen, "left"),
     ]
     caption = ["A, α, s and R² are medians over the channels"] if any(row["per_channel"] for row in rows) else []
     if any(row["weights_by"] == "gamma" for row in rows):

@@ -71,7 +71,7 @@ def test_a_capture_its_raw_pairs_and_what_is_made_of_it_say_so(folder):
 def test_which_sites_a_number_took_is_said_once_for_people():
     few = "demo_vit --limit 2 --sample 3"
     line = "--layers 3 selects, evenly over the depth: "
-    line += "2 blocks.1.norm1, 7 blocks.3.norm2, 16 norm\n"
+    line += "0 blocks.0.norm1, 7 blocks.3.norm2, 16 norm\n"
     capture = f"capture {few} -o seen.safetensors"
     assert invoke(f"fit {few} --layers 3").stderr.count(line) == 1
     assert line not in invoke(f"{capture} --layers 3 -q").stderr

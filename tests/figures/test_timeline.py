@@ -65,12 +65,12 @@ def test_s_curves_are_the_fits_of_each_step_from_dark_to_light():
     figure = plot_scurves_by_step(run)
     drawn = panels(figure)
     assert len(drawn) == 4
-    lines = drawn["2.norm"].lines
+    lines = drawn["8.norm"].lines
     assert len(lines) == 10
     brightness = [sum(np.array(line.get_color()[:3]) * (0.2126, 0.7152, 0.0722)) for line in lines]
     assert (np.diff(brightness) > 0).all()
     for record in (0, -1):
-        amplitude, alpha, shift = (run.values(f"{name}/tanh")[record, 2] for name in ("amplitude", "alpha", "shift"))
+        amplitude, alpha, shift = (run.values(f"{name}/tanh")[record, 8] for name in ("amplitude", "alpha", "shift"))
         line = lines[record]
         x = line.get_xdata()
         assert (x[0], x[-1]) == (-5, 7)

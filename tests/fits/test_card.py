@@ -207,7 +207,7 @@ def test_the_demo_against_its_raw_pairs():
     for name, card in cards.items():
         x, y = raw[name]
         assert_tails(card.tails, x)
-        assert card.linear == pytest.approx(linear_range(x, y)[0], abs=1e-3)
+        assert card.linear == pytest.approx(linear_range(x, y)[0], abs=2e-3)  # the share of pairs in a bin
         assert card.scale.sigma_p50 == pytest.approx(x.std(1, unbiased=False).median().item(), rel=IN_A_BIN)
         offsets = x.mean(1).abs() / x.std(1, unbiased=False)
         assert card.centring.offset_p50 == pytest.approx(offsets.median().item(), rel=IN_A_BIN)

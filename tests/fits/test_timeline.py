@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from normscope.errors import DataError, UsageError
+from normscope.errors import DataError
 from normscope.fits.timeline import StepRecord, TimelineHeader, TimelineSite, load_timeline
 
 SITES = tuple(TimelineSite(f"blocks.{i}.norm", "LayerNorm", "pre-norm", 8) for i in range(3))
@@ -89,5 +89,5 @@ def test_files_without_a_record_and_missing_files_are_refused(tmp_path):
     for path in (tmp_path / "empty.jsonl", written(tmp_path / "header.jsonl")):
         with pytest.raises(DataError, match="contains no record"):
             load_timeline(path)
-    with pytest.raises(UsageError, match="Cannot read"):
+    with pytest.raises(DataError, match="Cannot read"):
         load_timeline(tmp_path / "missing.jsonl")

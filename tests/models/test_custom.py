@@ -220,7 +220,6 @@ def test_what_a_function_may_get_wrong(mine, function, kind, sentence):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("py:no_such.py:make", "There is no file 'no_such.py' to take a function from."),
         ("py:mine.py", "names no function. Write py:FILE.py:FUNCTION or py:MODULE:FUNCTION."),
         ("py::make", "names no function."),
         ("py:no_such_module:make", "There is no module 'no_such_module', neither installed nor in "),

@@ -134,7 +134,7 @@ def test_pandas_has_the_columns_of_csv(fits):
 
 def test_without_pandas_a_sentence_says_what_to_install(fits, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(UsageError, match=r"pip install 'normscope\[pandas\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'pandas>=2.2'"):
         fits.to_pandas()
 
 

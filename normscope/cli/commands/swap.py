@@ -176,9 +176,7 @@ def _row(start: Start, fits: SiteFits, func: str) -> dict[str, Any]:
     """Describe the replacement of a site; of several channels, their medians."""
     from normscope.curves.known import FREE
     from normscope.fits.curve_fit import CurveFit
-    from normscope.fits.scale import FewFit, FrozenFit
 
-    scale = start.scale
     of_site = [
         fit for fit in fits if isinstance(fit, CurveFit) and fit.function is start.curve and fit.norm is start.norm
     ]
@@ -196,6 +194,4 @@ def _row(start: Start, fits: SiteFits, func: str) -> dict[str, Any]:
         "straight": any(fit.doubt == "straight" for fit in of_site) and start.alpha.numel() == 1,
         "weights_by": of_site[0].weights_by if of_site else None,
         "per_channel": start.alpha.numel() > 1,
-        **({"channels": scale.channels, "r2_scale": scale.r2[-1]} if isinstance(scale, FewFit) else {}),
-        **({"sigma": scale.sigma} if isinstance(scale, FrozenFit) else {}),
     }

@@ -14,12 +14,11 @@ from normscope.cli import swapping
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
-from normscope.errors import DeviceError, ModelError, UsageError, count
+from normscope.errors import DeviceError, UsageError, count
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.pairs.norms.sites import NormSite
     from normscope.swaps.reports import BenchReport, DriftReport
 
 _MANY_CALIBRATIONS = 8
@@ -54,7 +53,6 @@ def swap_bench(
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
     from normscope.swaps.bench.bench import in_words, published, why_not
-    from normscope.swaps.start import fits_scale
     from normscope.tables.swaps import published_table
 
     device = resolve_device(run.device)
@@ -69,11 +67,9 @@ def swap_bench(
         raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
     seconds = 0.0 if quick else seconds
     choices = swapping.swap_choices(func, init, per, shift)
-    untimed = {choice.func for choice in choices if choice.func in ("free", "best") or fits_scale(choice.func)}
-    curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in untimed))
+    curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
     swapping.check_kernels(choices, run.device)
     swapping.check_calibrated(init, refit, choices, run.device_map)
-    choices = swapping.with_controls(choices)
     place = Place.from_environment()
     files = FigureFiles(output, look, names if place.speaks else [], ["drift", *(["speed"] if timed else [])])
     if not place.alone:
@@ -96,8 +92,7 @@ def swap_bench(
             if not place.speaks:
                 continue
             drifts += [report.as_dict() for report in moved]
-            drawn = [report for report in moved if report.by_site]
-            drift_figure = normscope.figures.plot_drift(drawn, source.norms, **look.of_figure)
+            drift_figure = normscope.figures.plot_drift(moved, source.norms, **look.of_figure)
             views = [("drift", drift_figure, moved[0].about)]
             if timed:
                 speed = _speed(network, curves, run, full, seconds, say)
@@ -132,7 +127,6 @@ def _drift(
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
-    from normscope.swaps.start import RMS_NORM
     from normscope.tables.swaps import drift_tables
 
     walk = getattr(source.held_out, "ends", None)
@@ -149,8 +143,6 @@ def _drift(
                 source.network, source.held_out, modules, **options, progress=progress, ranks=source.ranks
             )
             reports.append(report)
-        if choice.asked == RMS_NORM:
-            reports += _centred(source, [norm for norm in source.norms if norm.name in modules], say)
     say.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
         say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
@@ -160,19 +152,6 @@ def _drift(
         say.result(f"No quality: {reports[0].no_quality}.")
     _tell_of_calibration(reports, say)
     return reports
-
-
-def _centred(source: swapping.SwapSource, norms: Sequence[NormSite], say: Output) -> list[DriftReport]:
-    """Measure RMSNorm after exact centring, in one process, where some norm can be rewritten."""
-    from normscope.swaps.drift.centred import centred_drift
-
-    if source.ranks.size > 1 or not any(norm.centred for norm in norms):
-        return []
-    try:
-        return [centred_drift(source.network, source.learned, source.held_out, norms)]
-    except ModelError as error:
-        say.remark(f"RMSNorm after centring was not measured: {error}")
-        return []
 
 
 def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:

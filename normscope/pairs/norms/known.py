@@ -209,6 +209,5 @@ NORMS: dict[str, Row] = {
     "normscope.swaps.standalone.RMSNorm": lambda module: token_norm(
         "RMSNorm", axes=_swapped_axes(module), normalize=rms_norm
     ),
-    "normscope.swaps.standalone.FewChannelNorm": "a token-wise function of a few channels, no norm",
     "normscope.swaps.pointwise.PointwiseFunction": _pointwise,
 }

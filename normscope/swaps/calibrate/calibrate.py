@@ -34,7 +34,7 @@ from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
-from normscope.swaps.start import Fits, token_wise
+from normscope.swaps.start import RMS_NORM, Fits
 
 NORMS, NEIGHBOURS = "norms", "neighbours"
 REFITS = (NORMS, NEIGHBOURS)
@@ -207,12 +207,10 @@ def swap(
     Args:
         model: the network that was captured, on any device: the result of :func:`normscope.load`, or any module.
         curve: ``dyt`` (tanh), ``dyisru`` (isru), ``derf`` (erf with shift), any other curve; ``free`` for E[y|x]
-            itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line; or, not point-wise
-            but token-wise, ``rmsnorm`` for the norm without centring, ``few:K`` for a scale predicted from K
-            channels and ``frozen`` for a constant scale.
+            itself, ``best`` for each site's best curve, ``identity`` (linear) for a straight line; or, not point-wise,
+            ``rmsnorm`` for the norm without centring.
         fits: the result of :func:`normscope.fit`, one per site or channel; or the capture, which is then fitted, with
-            weights γ² if it has them; for ``paper`` and ``rmsnorm``, norm sites; for ``few:K`` and ``frozen``, the
-            result of :func:`normscope.fit_scale`.
+            weights γ² if it has them; for ``paper`` and ``rmsnorm``, norm sites.
         layers: a selection of norms, as of :func:`normscope.capture`, or placements (``"pre-norm"``, ``"final"``).
         init: ``fit``; ``theory``: A and α that follow from the norm, of a capture; ``paper``: A = 1, α = 0.5, s = 0,
             where the papers begin training; ``calibrated``: ``fit``, then calibration.
@@ -246,7 +244,7 @@ def swap(
     if init != CALIBRATED:
         check_not_calibrated(init, learn=learn is not None, refit=refit != NEIGHBOURS, outputs=outputs is not None)
         return Swap(module, replacements(model, curve, fits, layers=layers, init=init))
-    if token_wise(curve):
+    if curve == RMS_NORM:
         raise UsageError(f"There is no calibrated start of {curve}: point-wise functions alone are calibrated.")
     if learn is None and not isinstance(model, LoadedModel):
         raise UsageError(

@@ -10,7 +10,7 @@ import ast
 import contextlib
 import hashlib
 import json
-import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, count, unknown
 from normscope.runtime.records import converted, is_shape
 from normscope.swaps import standalone
-from normscope.swaps.start import RMS_NORM, few_channels, token_wise
+from normscope.swaps.start import RMS_NORM
 
 FORMAT = "normscope-swap"
 FORMAT_VERSION = 2
@@ -40,6 +40,7 @@ PREPROCESSING = (
 )
 ALSO = (CODE, CONFIG, *PREPROCESSING)  # for those who load the network without normscope, which reads none of them
 _MOST_AXES = 8
+_REMOVED = re.compile(r"(few|random):\d+|frozen|rmsnorm centred")  # functions that normscope wrote before
 
 _HEAD = '''"""{what}, as plain PyTorch.
 
@@ -74,7 +75,7 @@ class SwappedSite:
 
     name: str  # module path
     norm: str  # full class name of the replaced norm
-    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; ``rmsnorm``; ``few:K``; ``frozen``
+    curve: str  # its name; NAME=FORMULA; ``free``, whose table is among the tensors; ``rmsnorm``
     normalized_shape: tuple[int, ...]
     channel_axis: int
     per_channel: bool  # each channel has its own α
@@ -108,7 +109,7 @@ class SwapRecord:
     model: str  # the name that :func:`normscope.load` takes
     weights: str  # the resolved checkpoint and revision of the network before the swap
     data: str  # from which the start values were learned
-    func: str  # the requested curve, ``free``, ``best``, ``rmsnorm``, ``few:K``, ``random:K`` or ``frozen``
+    func: str  # the requested curve, ``free``, ``best`` or ``rmsnorm``
     init: str | None  # the swap initialization
     healed: int | None  # number of healing steps
     sha256: str  # of the file of tensors
@@ -166,7 +167,7 @@ def read_record(folder: str | Path) -> SwapRecord:
     if document.get("seal") != sealed(document)["seal"]:
         raise damaged(folder, f"{RECORD} was changed after it was written (its sha256 differs)")
     try:
-        return _record(document)
+        return _record(document, folder)
     except ValueError as error:
         raise damaged(folder, str(error)) from error
 
@@ -191,12 +192,17 @@ def curve_named(text: str) -> Curve:
     return CURVES[text]
 
 
-def _record(document: Mapping[str, Any]) -> SwapRecord:
+def _record(document: Mapping[str, Any], folder: Path) -> SwapRecord:
     record = converted(SwapRecord, document, "swap")
     for site in record.sites:
         names = (site.name, site.norm, site.curve, record.model)
         if not all(names) or "\0" in "".join(names):
             raise ValueError(f"a name of {site.name!r:.60} is empty or contains a zero")
+        if _REMOVED.fullmatch(site.curve):
+            raise ModelError(
+                f"The swap in {folder} has {site.curve} in place of {site.name}, which this normscope no longer reads; "
+                "swap again, or use the normscope that wrote it."
+            )
         shape, axis = site.normalized_shape, site.channel_axis
         if not is_shape(shape) or len(shape) > _MOST_AXES or not -_MOST_AXES <= axis < _MOST_AXES:
             raise ValueError(f"{site.name} has the shape {shape} and channel axis {axis}")
@@ -206,9 +212,7 @@ def _record(document: Mapping[str, Any]) -> SwapRecord:
             raise ValueError(f"the dtypes of {site.name} are by {site.returns!r:.60} and {site.under_autocast!r:.60}")
         if (site.eps is not None) != (site.curve == RMS_NORM) or (site.eps or 0) < 0:
             raise ValueError(f"the eps of {site.name} is {site.eps!r}, with {site.curve} there")
-        if (k := few_channels(site.curve)) and (site.curve != f"few:{k}" or k > math.prod(shape)):
-            raise ValueError(f"{site.name} has {math.prod(shape)} channels, with {site.curve} there")
-        if site.curve != FREE and not token_wise(site.curve):
+        if site.curve not in (FREE, RMS_NORM):
             curve_named(site.curve)
     if len({site.name for site in record.sites}) != len(record.sites) or not (record.sites or record.func == FOLDED):
         raise ValueError("it names a site twice, or none")
@@ -228,7 +232,7 @@ def export(model: nn.Module, record: SwapRecord) -> dict[str, str]:
         example="\n    ".join(lines) + "\n\n    " + "\n    ".join(network),
     )
     body = Path(standalone.__file__).read_text(encoding="utf-8").partition('"""\n')[2]
-    names = dict.fromkeys(site.curve for site in record.sites if site.curve != FREE and not token_wise(site.curve))
+    names = dict.fromkeys(site.curve for site in record.sites if site.curve not in (FREE, RMS_NORM))
     formulas = {name: CURVES[name].expression if name in CURVES else in_torch(name.partition("=")[2]) for name in names}
     functions = "".join(f"CURVES[{name!a}] = lambda u: {formula}\n" for name, formula in formulas.items())
     code = head + body + ("\n\n" + functions if functions else "") + (_REGISTERED if by_transformers else "")

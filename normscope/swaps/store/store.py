@@ -28,8 +28,8 @@ from normscope.runtime.spread import check_whole, state_at_hand
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
 from normscope.swaps.reports import KeepReport
-from normscope.swaps.standalone import BEHAVIOUR, FewChannelNorm, FrozenNorm, RMSNorm, TokenWise, make_room
-from normscope.swaps.start import FROZEN, few_channels, token_wise
+from normscope.swaps.standalone import BEHAVIOUR, RMSNorm, make_room
+from normscope.swaps.start import RMS_NORM
 from normscope.swaps.store.record import (
     ALSO,
     FILES,
@@ -94,7 +94,7 @@ def save_swapped(
     sites = tuple(
         _site(path, module)
         for path, module in model.named_modules()
-        if isinstance(module, (PointwiseFunction, TokenWise)) and module.in_place_of
+        if isinstance(module, (PointwiseFunction, RMSNorm)) and module.in_place_of
     )
     if not sites and func != FOLDED:
         raise ModelError(
@@ -171,12 +171,12 @@ def _kept(report: KeepReport) -> tuple[KeptNorm, ...]:
     return tuple(KeptNorm(path, *medians[at : at + 2]) for at, path in enumerate(report.kept))
 
 
-def _site(path: str, module: PointwiseFunction | TokenWise) -> SwappedSite:
+def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:
     shape, axis, bias = module.normalized_shape, module.channel_axis, module.bias is not None
     behaviour: dict[str, Any] = {name: getattr(module, name) for name in BEHAVIOUR}
-    if isinstance(module, TokenWise):
-        facts = (module.func, shape, axis, False, False, module.weight is not None, bias, False)
-        return SwappedSite(path, module.in_place_of, *facts, getattr(module, "variance_epsilon", None), **behaviour)
+    if isinstance(module, RMSNorm):
+        facts = (RMS_NORM, shape, axis, False, False, module.weight is not None, bias, False)
+        return SwappedSite(path, module.in_place_of, *facts, module.variance_epsilon, **behaviour)
     return SwappedSite(
         *(path, module.in_place_of, _written(module.curve, path), shape, axis),
         per_channel=module.per_channel,
@@ -269,10 +269,6 @@ def _module(
     affine, bias = site.elementwise_affine, site.bias
     if site.eps is not None:
         module: nn.Module = RMSNorm(shape, channel_axis=axis, eps=site.eps, elementwise_affine=affine, bias=bias)
-    elif k := few_channels(site.curve):
-        module = FewChannelNorm(shape, k, channel_axis=axis, elementwise_affine=affine, bias=bias)
-    elif site.curve == FROZEN:
-        module = FrozenNorm(shape, channel_axis=axis, elementwise_affine=affine, bias=bias)
     else:
         start = torch.ones(shape if site.per_channel else 1)
         module = function = PointwiseFunction(
@@ -298,7 +294,7 @@ def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path
     """Compare swap.json with the tensors before anything is made whose size only swap.json names."""
     shape = site.normalized_shape
     alpha = shape if site.per_channel else (1,)
-    expected = {} if token_wise(site.curve) else {"alpha": alpha, "weight": (1,)}
+    expected = {} if site.curve == RMS_NORM else {"alpha": alpha, "weight": (1,)}
     expected |= {"weight": shape} if site.elementwise_affine else {}
     expected |= {"shift": alpha} if site.shift else {}
     expected |= {"bias": shape} if site.bias else {}
@@ -307,10 +303,6 @@ def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path
         if tensor is None or tensor.shape != sizes:
             what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {sizes}"
             raise damaged(folder, f"{site.name}.{name} is {what}")
-    if k := few_channels(site.curve):
-        channels, of = tensors.get(f"{site.name}.predictor.channels", torch.zeros(0)), math.prod(shape)
-        if channels.shape != (k,) or not bool(((channels >= 0) & (channels < of)).all()):
-            raise damaged(folder, f"{site.name}.predictor.channels are not {k} of {of} channels")
 
 
 def _table(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> Curve:

@@ -63,5 +63,5 @@ def test_checkpoints_are_weights_given_again(here, runs):
 
 def test_networks_of_other_names_are_matched_by_depth(here):
     options = "--weights random --limit 3 --layers 3 --device cpu --func tanh"
-    done = invoke(f"compare demo_vit timm:test_vit {options}", COLUMNS="60")
+    done = invoke(f"compare demo_vit timm:test_convnext {options}", COLUMNS="60")
     assert "matched by placement and relative depth" in words(done.stdout)

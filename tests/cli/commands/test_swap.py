@@ -84,32 +84,6 @@ def test_some_sites_and_the_rest_is_seen_as_before(tmp_path):
 
 
 @pytest.mark.slow
-def test_frozen_scales_are_named_and_the_folder_is_the_network(tmp_path):
-    told = document("swap demo_vit -o frozen --func frozen --limit 16", cwd=tmp_path)
-    network = normscope.load("demo_vit", limit=16, device="cpu")
-    fits = normscope.fit_scale(network, func="frozen")
-    assert [site["sigma"] for site in told["sites"]] == [pytest.approx(fit.sigma) for fit in fits]
-    normscope.swap(network, "frozen", fits)
-    again = normscope.load_swapped(tmp_path / "frozen", device="cpu")
-    for batch in network.inputs:
-        torch.testing.assert_close(again.module(*batch.args), network.module(*batch.args))
-
-
-@pytest.mark.slow
-def test_few_channels_are_named_and_the_folder_is_the_network(tmp_path):
-    told = document("swap demo_vit -o few --func few --layers final --limit 16", cwd=tmp_path)
-    network = normscope.load("demo_vit", limit=16, device="cpu")
-    (fit,) = normscope.fit_scale(network, layers="final")
-    (site,) = told["sites"]
-    assert (told["func"], site["curve"], site["channels"]) == ("few:8", "few:8", list(fit.channels))
-    assert site["r2_scale"] == pytest.approx(fit.r2[-1])
-    normscope.swap(network, "few", [fit])
-    again = normscope.load_swapped(tmp_path / "few", device="cpu")
-    for batch in network.inputs:
-        torch.testing.assert_close(again.module(*batch.args), network.module(*batch.args))
-
-
-@pytest.mark.slow
 def test_norms_are_kept_that_are_worth_most(tmp_path):
     layers = "blocks.0.*,blocks.4.*,norm"
     told = document(f"swap demo_vit -o kept --keep 2 --limit 16 --layers '{layers}'", cwd=tmp_path)

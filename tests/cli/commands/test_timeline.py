@@ -103,7 +103,7 @@ def test_half_a_line_is_ignored_and_a_lone_record_has_no_arrow(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "status", "sentence"),
     [
-        (None, "", 2, "Cannot read run.jsonl: No such file or directory."),
+        (None, "", 4, "Cannot read run.jsonl: No such file or directory."),
         ("step,loss\n1,2\n", "", 4, "run.jsonl is no timeline of normscope: line 1:"),
         ("", "", 4, "run.jsonl is no timeline of normscope: it contains no record."),
         (run_of()[0].line(), "", 4, "run.jsonl is no timeline of normscope: it contains no record."),
@@ -138,5 +138,5 @@ def test_a_report_shows_it_as_a_tab(tmp_path):
     assert [row[:2] for row in table["rows"]] == [
         [f"blocks.{n}.norm", curve] for n in range(6) for curve in ("tanh", "isru")
     ]
-    done = invoke("report demo_vit --timeline missing.jsonl", status=2, cwd=tmp_path)
+    done = invoke("report demo_vit --timeline missing.jsonl", status=4, cwd=tmp_path)
     assert "Cannot read missing.jsonl" in done.stderr

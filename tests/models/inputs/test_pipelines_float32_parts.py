@@ -104,7 +104,7 @@ def test_in_bfloat16_wan_has_the_dtypes_that_diffusers_gives_it(wan, small, weig
 def test_without_accelerate_only_parts_in_float32_of_saved_weights_are_refused(wan, small, monkeypatch, tmp_path):
     monkeypatch.setattr(import_utils, "_accelerate_available", False)
     assert_loads("PixArtTransformer2DModel", tmp_path)
-    with pytest.raises(ModelError, match=r"keep_in_fp32_modules.* pip install 'normscope\[accelerate\]'"):
+    with pytest.raises(ModelError, match=r"keep_in_fp32_modules.* pip install 'accelerate>=1.2'"):
         loaded(wan)
     network = loaded(wan, weights="random")
     assert network.inputs.pipeline.transformer is network.module
