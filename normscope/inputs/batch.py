@@ -391,13 +391,29 @@ _UNNAMED = Sample("", -1, -1)
 
 
 def check_several(batches: object) -> None:
-    """Refuse a single batch in place of several: its rows, or its keys, would be taken for batches; UsageError."""
+    """Refuse what is not several batches: a single one, whose rows or keys would be taken for them; UsageError."""
     if isinstance(batches, (Batch, Mapping)) or hasattr(batches, "__array__"):  # of tensors and NumPy
         shape = "".join(f" {tuple(size)}" for size in [getattr(batches, "shape", ())] if size)
         batch = "torch.from_numpy(X)" if type(batches).__module__ == "numpy" else "X"
         raise UsageError(
             f"The batches are a single {type(batches).__name__}{shape}, X. Pass a list of them: [{batch}]."
         )
+    if _of_samples(batches):
+        raise UsageError(
+            f"The batches are a {type(batches).__name__} of single samples. Pass torch.utils.data.DataLoader(dataset, "
+            "batch_size=8), or, if its entries are batches, iter(…) of it."
+        )
+    if isinstance(batches, str) or not hasattr(batches, "__iter__"):
+        raise UsageError(f"The batches are {batches!r:.60}. Pass an iterable of batches, [x] of a single one x.")
+
+
+def _of_samples(batches: Any) -> bool:
+    """True for a data set of samples by number, or a DataLoader that does not batch them."""
+    if getattr(batches, "batch_sampler", batches) is None and hasattr(batches, "dataset"):
+        from torch.utils.data import BatchSampler, IterableDataset
+
+        return not isinstance(batches.dataset, IterableDataset) and not isinstance(batches.sampler, BatchSampler)
+    return hasattr(batches, "__getitem__") and not hasattr(batches, "__iter__")
 
 
 def taken_once(batches: Iterable[Any]) -> bool:

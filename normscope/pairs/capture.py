@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -150,8 +151,8 @@ def captured(
         )
     if summing.keep_inputs < 0:
         raise UsageError(f"keep_inputs is {summing.keep_inputs}: it is a number of inputs, 0 to keep none.")
-    if summing.skip < 0:
-        raise UsageError(f"skip is {summing.skip}: it is a number of positions, 0 to leave none out.")
+    if not isinstance(summing.skip, Integral) or summing.skip < 0:
+        raise UsageError(f"skip is {summing.skip!r}: it is a number of positions, 0 to leave none out.")
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
     agree_on_batches(batches, ranks)
     taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested

@@ -124,12 +124,13 @@ class Ranks:
         """Return the norms of the network: of another rank where this one has no batch (None); or DataError."""
         if report is not None and self.size == 1:
             return report
-        lists = report and {"sites": list(map(asdict, report.sites)), "skipped": list(map(asdict, report.skipped))}
-        found = next(filter(None, self.told(lists)), None)
+        lists = report and {name: list(map(asdict, getattr(report, name))) for name in ("sites", "skipped")}
+        found = next(filter(None, self.told(lists and lists | {"shapes": report.shapes})), None)
         if found is None:
             raise DataError("There is no batch to run the model on.")
         sites = [converted(NormSite, site, "norm site") for site in found["sites"]]
-        return report or NormReport(sites, [SkippedNorm(**norm) for norm in found["skipped"]], {}, {})
+        shapes = {name: torch.Size(shape) for name, shape in found["shapes"].items()}
+        return report or NormReport(sites, [SkippedNorm(**norm) for norm in found["skipped"]], {}, shapes)
 
     def from_first(self, data: bytes) -> bytes:
         """Return the bytes of rank 0, on every rank."""

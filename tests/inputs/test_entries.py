@@ -8,7 +8,7 @@ import pytest
 import torch
 from networks import OneNorm, network_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
@@ -118,10 +118,32 @@ def test_drift_and_healing_leave_labels_out_too_and_say_so_once_for_each_loader(
 
 
 def test_what_a_network_asks_for_is_no_label():
-    lengths = torch.tensor([1, 2, 3, 4, 5, 6])
+    lengths = torch.full((6,), 5)
     assert_as_by_hand(sums_of(Lengths(), [(x, lengths)]), by_hand=x * lengths[:, None, None])
     mask = (torch.arange(5) < 3).float().expand(6, 5)
     assert_as_by_hand(sums_of(Masked(), [(x, mask)]), by_hand=x * mask[..., None])
+
+
+class Recordings:
+    """A data set as a DataLoader takes it."""
+
+    def __len__(self):
+        return len(x)
+
+    def __getitem__(self, number):
+        return x[number]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([x[:4], x[4:]])
+
+
+def test_loaders_of_whole_batches_are_read():
+    by_number = DataLoader(TensorDataset(x), sampler=BatchSampler(range(6), 4, False), batch_size=None)
+    for batches in (Stream(), DataLoader(Stream(), batch_size=None), by_number, DataLoader(Recordings(), 4)):
+        assert sums_of(OneNorm(), batches).n_tokens == 30
+    assert sums_of(OneNorm(), iter(DataLoader([x[:4], x[4:]], batch_size=None))).n_tokens == 30
 
 
 SINGLE = [
@@ -129,6 +151,11 @@ SINGLE = [
     (x.numpy(), r"a single ndarray \(6, 5, 8\), X\. Pass a list of them: \[torch\.from_numpy\(X\)\]"),
     ({"x": x}, r"a single dict, X\. Pass a list of them: \[X\]"),
     (Batch((x,), samples=samples(6)), r"a single Batch, X\. Pass a list of them: \[X\]"),
+    (TensorDataset(x), r"a TensorDataset of single samples\. Pass torch\.utils\.data\.DataLoader\(dataset, "),
+    (Recordings(), r"a Recordings of single samples\. Pass torch\.utils\.data\.DataLoader\(dataset, batch_size"),
+    (DataLoader(TensorDataset(x), batch_size=None), r"a DataLoader of single samples\. Pass torch\.utils\.data\.Data"),
+    (3, r"The batches are 3\. Pass an iterable of batches, \[x\] of a single one x"),
+    (len, r"The batches are <built-in function len>\. Pass an iterable"),
 ]
 
 

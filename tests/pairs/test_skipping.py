@@ -210,6 +210,9 @@ def test_wrong_numbers():
     model, x = OneNorm(nn.LayerNorm(D)), texts()
     with pytest.raises(UsageError, match="skip is -1"):
         normscope.capture(model, [x], skip=-1)
+    for skip in ("1", None, 1.5):
+        with pytest.raises(UsageError, match=f"skip is {skip!r}: it is a number of positions"):
+            normscope.capture(model, [x], skip=skip)
     with pytest.raises(DataError, match="No token is left at norm"):
         normscope.capture(model, [x], skip=LENGTH)
     assert normscope.capture(model, [x], skip=LENGTH - 1).stats["norm"].n_tokens == 4

@@ -9,29 +9,42 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError
-from normscope.inputs.batch import Batch, ForwardSignature, tensors_of
-from normscope.runtime.network import left_as_found, run
+from normscope.inputs.batch import Batch, ForwardSignature, tensors_at, tensors_of
+from normscope.runtime.network import call, left_as_found, run
 
 # lengths, ilens, wav_lens, input_signal_length; what comes before names the tensor that the lengths are of.
 _LENGTH = re.compile(r"(?:(\w+?)_|([a-z]{0,3}))(?:seq_?)?len(?:s|gths?)?")
-# Without a tensor of that name, lengths of the first tensor; or of something else: targets of a loss, prompts, caches.
-_OF_INPUT = re.compile(
-    "(^|_)(|x|xs|i|in|h|hs|s|t|n|src|source|input|tok|token|text|txt|word|seq|sequence|sentence|audio|speech|signal|sig|wav"
-    "|waveform|feat|feature|frame|mel|spec|fbank|utt|utterance|sample|data|valid|real|enc|encoder|batch)s?(_|$)"
+# Names of counts of other things too: lengths if the largest is the size of an axis.
+_COUNT = re.compile(
+    r"(?:(\w+?)_)??(?:(?:n|nb|num)_?(?:frames|tokens|steps)|(?:frame|token)_?(?:num|count)s?"
+    "|sizes?|percent(?:age)?s?|durations?)"
 )
+# Without a tensor of that name, lengths of the first tensor; or of something else: targets of a loss, prompts, caches.
+_INPUT = (
+    "x|xs|i|in|h|hs|s|t|n|src|source|input|tok|token|text|txt|word|seq|sequence|sentence|audio|speech|signal|sig|wav"
+    "|waveform|feat|feature|frame|mel|spec|fbank|utt|utterance|sample|data|valid|real|enc|encoder|batch"
+)
+_OF_INPUT = re.compile(f"(^|_)(|{_INPUT})s?(_|$)")
 _OF_ANOTHER = re.compile(
     "(target|tgt|label|y|o|out|output|decoder|memory|prompt|prefix|context|question|query|past|cache|cu|max|min|focal|wave"
     "|path)s?(_|$)"
 )
+_TARGET = re.compile("(target|tgt|label|y|o|out|output|decoder)s?(_|$)")
 _AHEAD = re.compile("right_context|look_?ahead")  # an attribute of torchaudio's Emformer
+# A mask is named after its tokens: src_key_padding_mask after src, pixel_attention_mask after pixel_values.
+MASK = re.compile(r"(?!global_)(?:(\w+?)_)?(?:key_)?(?:attention|padding)_mask|(pixel)_mask")
+_UNCLEAR_MASK = re.compile(rf"(?:(?:{_INPUT}|key|pad|padding|non_?pad)s?_?)*masks?|valid|(?:is_|non_?)?pad(?:ding|s)?")
 
 Cuts = tuple[tuple[int, ...], int]  # axis of the positions of each length; positions that the first needs beyond it
 
@@ -40,84 +53,178 @@ class _Length(NamedTuple):
     """Lengths of the samples of a tensor ``(samples, …)``: numbers of positions, or shares of all."""
 
     name: str
-    values: Tensor
+    values: Tensor  # (samples,) or (samples, 1)
     of: Tensor
     relative: bool
     named: bool  # after the tensor, or after inputs in general
 
     def along(self, axis: int) -> list[int]:
         """Return the number of positions of each sample along an axis of the tensor."""
-        return [round(value * (self.of.shape[axis] if self.relative else 1)) for value in self.values.tolist()]
+        size, values = self.of.shape[axis], self.values.flatten().tolist()
+        return [min(round(value * size), size) if self.relative else round(value) for value in values]
 
 
-def divided(batch: Batch, model: nn.Module, parameters: Sequence[str], known: dict[object, Cuts]) -> Iterator[Batch]:
+def divided(batch: Batch, model: nn.Module, parameters: Sequence[str], known: dict[object, Any]) -> Iterator[Batch]:
     """Yield batches of samples without padding; the batch itself if there are no lengths, or no sample is shorter.
 
-    ``parameters`` are those of ``model.forward``; ``known`` keeps the axes from batch to batch.
+    ``parameters`` are those of ``model.forward``; ``known`` keeps arguments and axes from batch to batch.
 
     Raises:
-        DataError: if the samples cannot be divided or cut.
+        DataError: if the samples cannot be divided or cut, or something else among the arguments marks padding.
     """
-    entry, samples = batch.args if batch.forward is None else batch.args[0], len(batch.samples)
-    named = dict(zip(parameters, entry, strict=False)) if isinstance(entry, (tuple, list)) else entry
-    if not isinstance(named, Mapping):  # an object, or a tensor
-        named = {} if isinstance(named, Tensor) or type(named) in known else _called_with(batch, model)
-        known[type(entry)] = (), 0
-    lengths = _lengths({**named, **batch.kwargs})
-    if all(any({size} == {*each.along(axis)} for axis, size in enumerate(each.of.shape) if axis) for each in lengths):
+    named = _named(batch, model, parameters, known)
+    lengths, samples = _lengths(named), len(batch.samples)
+    axes: tuple[int, ...] = ()
+    if not all(
+        any({size} == {*each.along(axis)} for axis, size in enumerate(each.of.shape) if axis) for each in lengths
+    ):
+        if all(tensor is not lengths[0].values for tensor in tensors_of((batch.args, batch.kwargs))):
+            raise _refusal(lengths[0], "it is no tensor of the batch")
+        if len(lengths[0].values) != samples or (samples > 1 and not batch.divisible):
+            raise _refusal(lengths[0], "the batch cannot be divided by samples")
+        structure = tuple((length.name, length.of.ndim) for length in lengths)
+        if structure not in known:
+            with left_as_found(model):
+                known[structure] = _axes(batch, model, lengths)
+        axes, ahead = known[structure]
+    if not axes:
+        _refuse_masks(named)
         yield batch
         return
-    if all(tensor is not lengths[0].values for tensor in tensors_of((batch.args, batch.kwargs))):
-        raise _refusal(lengths[0], "it is no tensor of the batch")
-    if len(lengths[0].values) != samples or (samples > 1 and not batch.divisible):
-        raise _refusal(lengths[0], "the batch cannot be divided by samples")
-    structure = tuple((length.name, length.of.ndim) for length in lengths)
-    if structure not in known:
-        with left_as_found(model):
-            known[structure] = _axes(batch, model, lengths)
-    axes, ahead = known[structure]
-    if axes and (unclear := [length for length in lengths if not length.named]):
+    if unclear := [length for length in lengths if not length.named]:
         raise _refusal(unclear[0], "of which argument is unclear")
-    rows: dict[tuple[int, ...], list[int]] = {} if axes else {(): [*range(samples)]}
+    rows: dict[tuple[int, ...], list[int]] = {}
     for row, (first, *others) in enumerate(zip(*map(_Length.along, lengths, axes), strict=True)):
         rows.setdefault((first + ahead, *others), []).append(row)
     yield from (_cut(batch, lengths, axes, numbers).take(alike) for numbers, alike in rows.items())
 
 
-def _called_with(batch: Batch, model: nn.Module) -> dict[str, Any]:
-    """Return the arguments that a user's function passes to the network, or to parts of it, by name."""
-    named: dict[str, Any] = {}
+def _named(batch: Batch, model: nn.Module, parameters: Sequence[str], known: dict[object, Any]) -> dict[str, Any]:
+    """Return the arguments by name: by key, by parameter, or as the network is called with them."""
+    user = batch.forward is not None
+    entry = batch.args[0] if user and len(batch.args) == 1 else batch.args
+    own: dict[str, Any] = {} if user else dict(zip(parameters, entry, strict=False))
+    own.update(entry if isinstance(entry, Mapping) else {}, **batch.kwargs)
+    if isinstance(entry, Tensor) or not (user or (len(entry) > 1 and not parameters)) or _lengths(own):
+        return own
+    tensors = dict(tensors_at((batch.args, batch.kwargs)))
+    structure = (type(entry), *tensors)
+    if structure in known:
+        return own | {name: tensors[path] for name, path in known[structure].items()}
+    called = _called_with(batch, model)
+    for name, value in called.items():
+        listed = [part for part in value if isinstance(part, Tensor)] if isinstance(value, (list, tuple)) else []
+        sizes = [len(part) for part in listed if part.is_floating_point() and part.ndim]
+        if len({*sizes}) > 1 == len({part.shape[1:] for part in listed}):
+            raise DataError(
+                f"The argument {name!r} is a list of tensors of unequal lengths, {sizes!r:.60}, which the network may "
+                "pad. Pass them one at a time, x[None], with forward=lambda model, x: model([*x])."
+            )
+    paths = {name: path for name, value in called.items() for path, tensor in tensors.items() if tensor is value}
+    others = [value for name, value in called.items() if name not in paths]
+    marked = any(re.search("len|mask|pad", name) or _COUNT.fullmatch(name) for name in called)
+    if not any(isinstance(value, (list, tuple)) or (marked and isinstance(value, Tensor)) for value in others):
+        known[structure] = paths
+    return own | called
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = zip(ForwardSignature.of(module).positional or (), args, strict=False)
-        named.update({**dict(given), **kwargs, **named})  # of the outermost module
+
+def _called_with(batch: Batch, model: nn.Module) -> dict[str, Any]:
+    """Return the arguments with which the network, or parts of it, are called, by name."""
+    named: dict[str, Any] = {}
+    running: list[nn.Module] = []
+    originals: dict[int, Tensor] = {}
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (names := ForwardSignature.of(module).positional) is not None:  # else a wrapper, which passes them on
+            given = {} if running else {**dict(zip(names, args, strict=False)), **kwargs}
+            named.update({name: originals.get(id(value), value) for name, value in given.items()} | named)
+            running.append(module)
+
+    def end(module: nn.Module, *_: Any) -> None:
+        if running and running[-1] is module:
+            running.pop()
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        copies = map(id, tensors_of((args, kwargs)))
+        originals.update(zip(copies, tensors_of((batch.args, batch.kwargs)), strict=True))
+        return call(module, replace(batch, args=args, kwargs=kwargs))
 
     with left_as_found(model), contextlib.ExitStack() as hooks:
         for part in (part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)):
-            hooks.callback(part.register_forward_pre_hook(note, with_kwargs=True).remove)
-        run(model, batch)
+            hooks.callback(part.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            hooks.callback(part.register_forward_hook(end, always_call=True).remove)
+        run(model, replace(batch, forward=forward))
     return named
 
 
 def _lengths(arguments: Mapping[str, Any]) -> list[_Length]:
     """Return the lengths among named arguments, with the tensor that they are of: of their name, or the first."""
-    tensors = {str(name).lower(): value for name, value in arguments.items() if isinstance(value, Tensor)}
-    for name, value in arguments.items():
-        if isinstance(value, (list, tuple)) and value and all(type(number) is int for number in value):
-            tensors[str(name).lower()] = torch.tensor(value)
-    tokens = {name: value for name, value in tensors.items() if value.ndim > 1 and "mask" not in name}
+    named = {str(name).lower(): value for name, value in arguments.items()}
+    matches = {name: _LENGTH.fullmatch(name) or _COUNT.fullmatch(name) for name in named}
+    tokens = {
+        name: value
+        for name, value in named.items()
+        if isinstance(value, Tensor) and value.ndim > 1 and "mask" not in name and not _LENGTH.fullmatch(name)
+    }
     lengths = []
-    for name, match in zip(tensors, map(_LENGTH.fullmatch, tensors), strict=True):
-        if match is None or (values := tensors[name]).ndim != 1:
+    for name, match in matches.items():
+        values = _numbers(named[name]) if match else None
+        if match is None or values is None:
             continue
-        stem = match[1] or match[2] or ""
+        stem = next(filter(None, match.groups()), "")
         akin = [tokens[key] for key in tokens if stem and (key.startswith(stem) or (key[1:] and stem.startswith(key)))]
-        named = bool(akin or _OF_INPUT.search(stem))
+        akin = akin or [tokens[key] for key in tokens if _TARGET.match(stem) and _TARGET.match(key)]
+        named_after = bool(akin or match.re is _COUNT or _OF_INPUT.search(stem))
         akin = akin or ([] if _OF_ANOTHER.match(stem) else [*tokens.values()])
-        relative = values.is_floating_point() and bool((values <= 1).all())
-        counts = bool((values > 0).all()) and (relative or bool((values == values.round()).all()))
-        lengths += [_Length(name, values, of, relative, named) for of in akin if counts and len(of) == len(values)][:1]
+        least, most = float(values.min()), float(values.max())
+        relative = values.is_floating_point() and most < 1.001  # as sums of rounded shares are
+        found = [of for of in akin if len(of) == len(values)]
+        counts = 0 < least <= most < math.inf and (relative or bool((values == values.round()).all()))
+        together = any(float(values.sum()) in of.shape for of in akin)  # samples one after another in one axis
+        if match.re is _COUNT:
+            found = [of for of in found if least < most and (most > 0.999 if relative else most in of.shape[1:])]
+        elif not (counts and found) and named_after and akin and least != most and not together:
+            why = "no tensor has as many samples" if counts else "not every one is a positive whole number or share"
+            raise _refusal(_Length(name, values, akin[0], relative, named_after), why)
+        lengths += [_Length(name, values, of, relative, named_after) for of in found if counts][:1]
     return lengths
+
+
+def _numbers(value: Any) -> Tensor | None:
+    """Return one number for each sample as a tensor ``(samples,)`` or ``(samples, 1)``; None for anything else."""
+    if isinstance(value, (list, tuple, np.ndarray)):
+        with contextlib.suppress(TypeError, ValueError):  # of texts, of lists of unequal lengths
+            value = torch.as_tensor(value)
+    if not isinstance(value, Tensor) or value.dtype == torch.bool or value.is_complex():
+        return None
+    return value if value.numel() and value.ndim and value.shape[1:].numel() == 1 else None
+
+
+def _refuse_masks(arguments: Mapping[str, Any]) -> None:
+    """Raise DataError at a mask that cannot be bound to tokens: of pairs of positions, or of unclear polarity."""
+    tensors = {str(name): value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim > 1}
+    bound = any(MASK.fullmatch(name) and mask.ndim == 2 for name, mask in tensors.items())
+    for name, mask in tensors.items():
+        data, why = mask != 0, "its axes are not (samples, positions)"
+        if MASK.fullmatch(name) and mask.ndim > 2:
+            data = mask >= 0 if bool((mask < 0).any()) else ~data if "padding" in name else data
+            data = data if "pixel" in name else data.flatten(1, -2).any(1)  # any query may attend to it
+        elif bound or not _UNCLEAR_MASK.fullmatch(name.lower()) or not _one_each_position(mask, tensors.values()):
+            continue
+        else:
+            why = "whether 1 or 0 is data is unclear"
+        if bool(data.any()) and not bool(data.all()):
+            raise DataError(f"The mask {name!r} {tuple(mask.shape)} seems to mark padding, but {why}. {_REMEDY}")
+
+
+def _one_each_position(mask: Tensor, tensors: Collection[Tensor]) -> bool:
+    """True for 0 or 1, ``(samples, positions)``, with axes of one perhaps, of another tensor; not if causal."""
+    size, data = max(mask.shape[1:]), (mask != 0).flatten(1)
+    others = [value.shape for value in tensors if value is not mask]
+    if data.shape[1] != size or not any(shape[0] == len(mask) and size in shape[1:] for shape in others):
+        return False
+    causal = len(data) == size and any(torch.equal(data, half(data)) for half in (torch.tril, torch.triu))
+    return not causal and torch.equal(data.view(mask.shape).to(mask.dtype), mask)
 
 
 def _cut(batch: Batch, lengths: Sequence[_Length], axes: Sequence[int], numbers: Sequence[int]) -> Batch:
@@ -159,6 +266,8 @@ def _axes(batch: Batch, model: nn.Module, lengths: Sequence[_Length]) -> Cuts:
     if not beyond or len(fitting) > 1:
         raise _refusal(lengths[0], "its axis is ambiguous" if beyond else "the network does not run on shorter samples")
     if not fitting:
+        if lengths[0].named and len({*lengths[0].values.flatten().tolist()}) > 1:
+            raise _refusal(lengths[0], "it exceeds every axis of its tensor")
         return (), 0
 
     def complete(ahead: int) -> bool:
@@ -171,8 +280,9 @@ def _axes(batch: Batch, model: nn.Module, lengths: Sequence[_Length]) -> Cuts:
     return fitting[0], bisect.bisect_left(range(beyond[fitting[0]][0]), True, key=complete)
 
 
+_REMEDY = "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions)."
+
+
 def _refusal(length: _Length, why: str) -> DataError:
-    return DataError(
-        f"The argument {length.name!r}, {length.values.tolist()!r:.60}, seems to mark padding, but {why}. Pass "
-        "normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions)."
-    )
+    values = length.values.tolist()
+    return DataError(f"The argument {length.name!r}, {values!r:.60}, seems to mark padding, but {why}. {_REMEDY}")

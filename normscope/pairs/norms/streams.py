@@ -23,14 +23,12 @@ from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, ForwardSignature, check_several, read, taken_once, tensors_at, tensors_of
 from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, Outputs, module_of
 from normscope.inputs.wrappers import named_modules
-from normscope.pairs.norms.lengths import divided
+from normscope.pairs.norms.lengths import MASK, divided
 from normscope.pairs.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
 
-# A mask is named after its tokens: src_key_padding_mask after src, pixel_attention_mask after pixel_values.
-_MASK = re.compile(r"(?!global_)(?:(\w+?)_)?(?:key_)?(?:attention|padding)_mask|(pixel)_mask")
 _OTHER_STREAM = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")
-_NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{_MASK.pattern}|{_OTHER_STREAM.pattern}")
+_NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{MASK.pattern}|{_OTHER_STREAM.pattern}")
 _ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "multi_head_attention_forward"}
 
 _Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
@@ -97,7 +95,7 @@ class _StreamWatch(TorchFunctionMode):
     def note(self, arguments: Mapping[str, Any]) -> None:
         """Record the masks among the arguments of a call, and the arguments that may be the masked tokens."""
         named = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        for match in filter(None, map(_MASK.fullmatch, named)):
+        for match in filter(None, map(MASK.fullmatch, named)):
             mask, prefix = named[match[0]], match[1] or match[2]
             tokens = [named[name] for name in named if prefix and name.startswith(prefix) and name != match[0]][:1]
             if not tokens and not _OTHER_STREAM.fullmatch(prefix or ""):
@@ -134,7 +132,7 @@ class _StreamWatch(TorchFunctionMode):
             inside = {mask for name in at if f"{name}.".startswith(f"{part}.") for mask in at[name]}
             if len(inside - {of_output}) == len(inside) == 1 and not any(part.startswith(f"{top}.") for top in within):
                 within[part] = inside.pop()
-        named = {path for path in self._masks if path in self._masked or _MASK.fullmatch(str(path[-1]))}
+        named = {path for path in self._masks if path in self._masked or MASK.fullmatch(str(path[-1]))}
         torn = {path for name in norms if len(at[name]) > 1 for path in at[name] if path}
         return _Masks(of_output, within, frozenset(self._inverted), frozenset(torn | named - streams.keys()))
 
@@ -144,7 +142,7 @@ def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -
     tables = {path: each for path, each in tensors.items() if each.ndim == 2 and len(each) == len(batch.samples)}
     flags = {path for path, table in tables.items() if bool((table == table.bool()).all())}
     flags -= {path for path in tables if re.search("ids$|label", str(path[-1]))}
-    masks = frozenset(flags | {path for path in tables if _MASK.fullmatch(str(path[-1]))})
+    masks = frozenset(flags | {path for path in tables if MASK.fullmatch(str(path[-1]))})
     if not masks or not isinstance(model, nn.Module):  # find_norms refuses a torch.export.ExportedProgram
         return _Masks()
     first = batch.first_sample()
@@ -155,7 +153,7 @@ def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -
                 hooks.callback(module.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(watch.leave).remove)
         output = run(model, first)
-    if first.forward is not None and isinstance(first.args[0], Mapping):
+    if first.forward is not None and first.args and isinstance(first.args[0], Mapping):
         watch.note(first.args[0])
     return watch.masks(output)
 

@@ -1,5 +1,6 @@
 """Padding that lengths mark is in no sum: against the norms' inputs in passes of each sample alone."""
 
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 
 import pytest
@@ -186,8 +187,138 @@ def test_samples_as_long_as_the_batch_run_together():
 )
 def test_arguments_of_such_names_that_mark_no_padding(name):
     model = network_of(lambda self, x, **_: self.norm(x), **parts())
+    for other in (None, [], ["a", "b"], [[1], [2, 3]], torch.ones(4).bool(), torch.full((4,), 20)):
+        assert normscope.capture(model, [{"x": X, "lengths": other}]).stats["norm"].n_tokens == 36
     assert normscope.capture(model, [{"x": X, name: LENGTHS}]).stats["norm"].n_tokens == 36
-    assert normscope.capture(model, [{"x": X, "lengths": LENGTHS * 5}]).stats["norm"].n_tokens == 36  # beyond any axis
+
+
+def two_norms(self, xs, ilens, ys, olens):
+    return self.norm(xs), self.last(self.table(ys))
+
+
+Y, Y_LENGTHS = torch.zeros(4, 6, dtype=torch.long), torch.tensor([6, 2, 6, 2])
+NESTED = {"id": torch.arange(4), "net_input": {"src_tokens": X, "src_lengths": LENGTHS}}
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("signature", "entry", "forward"),
+    [
+        ("x, lengths", (X, LENGTHS[:, None]), None),
+        ("x, wav_lens", (X, (LENGTHS / 9).clamp(max=1) + (LENGTHS == 9) * 1.2e-7), None),
+        ("src_tokens, src_lengths", NESTED, lambda model, batch: model(**batch["net_input"])),
+        ("x, lengths", {"wav": X, "n": LENGTHS}, lambda model, batch: model(batch["wav"], lengths=batch["n"])),
+        ("x, lengths", (LENGTHS, X), lambda model, batch: model(batch[1], batch[0])),
+        ("x, lengths", (LENGTHS, X.mT), lambda model, batch: model(batch[1].mT, batch[0])),
+        ("x, lengths", (X, LENGTHS), lambda model, batch: Wrapper(model)(*batch)),
+        *((f"x, {name}", (X, LENGTHS), None) for name in ("n_frames", "num_frames", "nframes", "sizes", "input_sizes")),
+        *((f"x, {name}", (X, LENGTHS), None) for name in ("n_tokens", "frame_nums", "durations", "x_size")),
+        ("x, percents", (X, LENGTHS / 9), None),
+        ("x, lengths", Batch((), {"x": X, "n": LENGTHS}, SAMPLES, forward=lambda model, x, n: model(x, n)), None),
+    ],
+)
+def test_lengths_by_other_names_and_ways(signature, entry, forward):
+    def call(self, *args, **kwargs):
+        return self.norm([*args, *kwargs.values()][0])
+
+    names = ["self", *signature.split(", ")]
+    call.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+    model = network_of(call, **parts())
+    assert normscope.capture(model, [entry] * 2, forward=forward).stats["norm"].n_tokens == 54
+
+
+def test_wrappers_and_targets():
+    inner = network_of(lambda self, x, lengths: self.norm(x), **parts())
+    seen = normscope.capture(Wrapper(inner), [(X, LENGTHS), (X, torch.full((4,), 9)), (X, LENGTHS)])
+    assert seen.stats["inner.norm"].n_tokens == 90
+    model = network_of(two_norms, **parts(last=nn.LayerNorm(WIDTH), table=nn.Embedding(9, WIDTH)))
+    stats = normscope.capture(model, [(X, LENGTHS, Y, Y_LENGTHS)]).stats
+    assert (stats["norm"].n_tokens, stats["last"].n_tokens) == (27, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "why"),
+    [
+        ("lengths", torch.tensor([9, 5, 5, 0]), "not every one is a positive"),
+        ("lengths", torch.tensor([9.0, 5.5, 5, 1]), "not every one is a positive"),
+        ("lengths", torch.tensor([9, 5, 5, torch.inf]), "not every one is a positive"),
+        ("lengths", torch.tensor([9, 5, 5, torch.nan]), "not every one is a positive"),
+        ("lengths", torch.tensor([12, 9, 5, 5]), "it exceeds every axis"),
+        ("lengths", LENGTHS * 5, "it exceeds every axis"),
+        ("x_lens", torch.tensor([9, 5, 5]), "no tensor has as many samples"),
+        ("lengths", LENGTHS.numpy(), "it is no tensor of the batch"),
+        ("lengths", (LENGTHS / 9).tolist(), "it is no tensor of the batch"),
+    ],
+)
+def test_lengths_with_an_odd_value_are_refused(name, values, why):
+    model = network_of(lambda self, x, **_: self.norm(x), **parts())
+    entry = {"x": X, name: values}
+    with pytest.raises(DataError, match=rf"'{name}', .* seems to mark padding, but {why}"):
+        normscope.capture(model, [entry], forward=lambda model, batch: model(**batch))
+    valid = torch.arange(9) < LENGTHS[:, None]
+    seen = normscope.capture(model, [Batch((X,), {name: values}, SAMPLES, valid=valid)])
+    assert seen.stats["norm"].n_tokens == 27
+
+
+VALID = torch.arange(9) < LENGTHS[:, None]
+PAIRS = VALID[:, None, None] & VALID[:, None, :, None]
+CAUSAL = torch.ones(9, 9).tril().bool()
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "refused"),
+    [
+        *(("attention_mask", mask, True) for mask in (VALID[:, None], PAIRS, PAIRS[:, 0] & CAUSAL)),
+        ("attention_mask", (~VALID[:, None, None]) * torch.finfo().min, True),
+        ("attention_mask", CAUSAL.expand(4, 1, 9, 9), False),
+        ("attention_mask", torch.zeros(4, 1, 1, 9), False),
+        ("src_key_padding_mask", ~VALID[:, None], True),
+        *(
+            (name, VALID, True)
+            for name in ("mask", "masks", "x_mask", "pad_mask", "input_mask", "src_mask", "padding", "valid")
+        ),
+        *(("speech_mask", mask, True) for mask in (VALID[:, None], VALID[..., None].float(), VALID.long())),
+        ("mask", torch.ones(4, 9), False),
+        ("mask", torch.randn(4, 9), False),
+        ("mask", CAUSAL, False),
+        ("mask", VALID[:, :7], False),
+        ("mask", VALID[:, None, None].expand(4, 1, 3, 9), False),
+        *((name, VALID, False) for name in ("bool_masked_pos", "mask_time_indices", "token_type_ids", "head_mask")),
+    ],
+)
+def test_masks_that_cannot_be_bound_are_refused(name, mask, refused):
+    model = network_of(lambda self, x, **_: self.norm(x), **parts())
+    entry = {"x": X if len(mask) == 4 else torch.randn(9, 9, WIDTH), name: mask}
+    for forward in (None, lambda model, batch: model(**batch)):
+        if refused:
+            with pytest.raises(DataError, match=rf"The mask '{name}' \(4, .* Pass normscope.Batch"):
+                normscope.capture(model, [entry], forward=forward)
+        else:
+            assert normscope.capture(model, [entry], forward=forward).stats["norm"].n_tokens == 9 * len(entry["x"])
+    if refused:
+        seen = normscope.capture(model, [Batch((X,), {name: mask}, SAMPLES, valid=VALID)])
+        assert seen.stats["norm"].n_tokens == 27
+
+
+def test_recordings_that_the_network_pads_are_refused_and_the_remedy_works():
+    model = network_of(lambda self, wavs: self.norm(nn.utils.rnn.pad_sequence(wavs, batch_first=True)), **parts())
+    recordings = [X[0, :5], X[1]]
+    for entry, forward in (
+        (recordings, lambda model, batch: model(batch)),
+        ((recordings, torch.arange(2)), lambda model, batch: model(batch[0])),
+    ):
+        with pytest.raises(DataError, match=r"'wavs' is a list of tensors of unequal lengths, \[5, 9\]"):
+            normscope.capture(model, [entry], forward=forward)
+    seen = normscope.capture(model, [x[None] for x in recordings], forward=lambda model, x: model([*x]))
+    assert seen.stats["norm"].n_tokens == 14
 
 
 def test_a_network_of_one_length_is_refused_and_the_remedy_works():
