@@ -32,12 +32,14 @@ from normscope.pairs.norms.recognition import (
 )
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.norms.trials import identified, is_small, tried
+from normscope.pairs.norms.trials import identified, is_small, normalizes_first, reproduced, shared, tried
 from normscope.runtime.network import heard_by, left_as_found, passes_by, run, uncompiled
 from normscope.runtime.spread import at_hand, differing_inputs, is_sharded, whole
 
 _Modules = dict[str, nn.Module]  # by path
 NOT_CALLED = "not called"
+NOT_ONE_TENSOR = "it does not take and return one tensor"
+_DIFFERS = "it does something else in another of its calls"
 ONLY_WEIGHS = "it only weighs its input"
 _DIVIDED = "ranks that share the network have different inputs of it: each has some of the heads, or other batches"
 
@@ -124,10 +126,10 @@ def find_norms(model: nn.Module | LoadedModel, batch: Batch | None = None) -> No
         call.kind = _DIVIDED if call.name in divided else call.kind
     kinds = {call.name: call.kind for call in called if isinstance(call.kind, NormKind)}
     skipped = [SkippedNorm(call.name, call.class_name, str(call.kind)) for call in called if call.name not in kinds]
-    for name, module in named.items():
+    for name in dict.fromkeys([*named, *watch.torn]):
         if name not in watch.calls.keys() | watch.within_norms | no_norms:
-            reason = "it does not take and return one tensor" if name in watch.tensorless else NOT_CALLED
-            skipped.append(SkippedNorm(name, type(module).__name__, reason))
+            reason = watch.torn.get(name, NOT_ONE_TENSOR if name in watch.tensorless else NOT_CALLED)
+            skipped.append(SkippedNorm(name, type({**named, **weighing}[name]).__name__, reason))
     if not kinds:
         raise ModelError(_no_sites(class_of(model).__name__, skipped, len(watch.weights_normed)))
     calls_of_sites = [call for call in called if call.name in kinds]
@@ -226,13 +228,14 @@ class _TraceWatch(FunctionWatch):
     functions made of parameters alone. Such a call normalizes no activations, and is no site.
     """
 
-    def __init__(self, norms: Collection[str], torn: Collection[str]) -> None:
-        """Watch a network outside of its ``norms``; ``torn`` suspects are none, as some of their calls differ."""
+    def __init__(self, norms: Collection[str], torn: Mapping[str, str]) -> None:
+        """Watch a network outside of its ``norms``; ``torn`` suspects are none, for the reasons given."""
         self.lock = threading.RLock()  # identifies the watched pass
         super().__init__(norms, self.lock)
-        self.torn, self.keeps_state = torn, False
+        self.torn, self.keeps_state = dict(torn), False
         self.signatures: dict[str, set[tuple[bool, int]]] = {}  # whether suspects return a tensor, and take how many
         self.calls: dict[str, _FirstCall] = {}  # of suspects and functions
+        self.differing: set[str] = set()  # sites whose kind does not reproduce the output of a later call
         self.tensorless: set[str] = set()
         self.within_norms: set[str] = set()  # whose calls were forgotten
         self.with_sites: set[str] = set()  # suspects that are no sites, but in which there are some
@@ -261,6 +264,11 @@ class _TraceWatch(FunctionWatch):
         self.calls[call.name] = call
         call.calls += 1
         self._here.norms_called.append(call.name)
+
+    def kind_like(self, module: nn.Module) -> NormKind | None:
+        """Return the kind of a site of the module's class, if there is one."""
+        calls = (call for call in reversed(self.calls.values()) if type(call.module) is type(module))
+        return next((call.kind for call in calls if isinstance(call.kind, NormKind)), None)
 
     def since(self, mark: tuple[int, int]) -> list[str]:
         """Return the names of the norms that this thread called since a mark."""
@@ -357,16 +365,20 @@ def _parents(name: str) -> list[str]:
 
 
 def _traced(
-    model: nn.Module, batch: Batch, named: _Modules, weighing: _Modules, torn: Collection[str] = ()
+    model: nn.Module, batch: Batch, named: _Modules, weighing: _Modules, torn: Mapping[str, str] | None = None
 ) -> _TraceWatch:
-    """Run a network; once more if a suspect is a norm in some of its calls and takes or returns others in the rest."""
-    watch = _TraceWatch([name for name, module in named.items() if kind_of(module)], torn)
+    """Run a network; once more if a suspect is a norm in some of its calls and does something else in the rest."""
+    watch = _TraceWatch([name for name, module in named.items() if kind_of(module)], torn or {})
     with left_as_found(model) as buffers:
         with _followed(named, weighing, watch), watch.following(model), passes_by(watch.lock):
             run(model, batch, watch)
         watch.keeps_state = buffers.changed
-    differing = [name for name, call in watch.calls.items() if call.is_site and len(watch.signatures.get(name, ())) > 1]
-    return _traced(model, batch, named, weighing, [*torn, *differing]) if differing else watch
+    differing = dict.fromkeys(watch.differing, _DIFFERS) | {
+        name: NOT_ONE_TENSOR
+        for name, call in watch.calls.items()
+        if call.is_site and len(watch.signatures.get(name, ())) > 1
+    }
+    return _traced(model, batch, named, weighing, {**(torn or {}), **differing}) if differing else watch
 
 
 @contextlib.contextmanager
@@ -396,24 +408,35 @@ def _followed(named: _Modules, weighing: _Modules, watch: _TraceWatch) -> Iterat
             returned = isinstance(output, Tensor)
             watch.signatures.setdefault(name, set()).add((returned, len(tensors_of([args, kwargs]))))
             if x is None or copy is None or not returned or name in watch.torn:
+                if name in weighing and not returned and name not in watch.tensorless | watch.torn.keys():
+                    with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
+                        if normalizes_first(module, (own_args, own_kwargs), input_of(own_args, own_kwargs), output):
+                            watch.torn[name] = NOT_ONE_TENSOR
                 watch.tensorless.add(name)
                 call = None
             else:
                 with watch.paused():
                     overwrites = _changed(x, copy, version)
                 of_weights = watch.is_weight(x)
+                # Now, while the input is what the norm saw: the network may go on to add to it in place.
+                args, kwargs = with_input(args, kwargs, copy if overwrites else x)
                 if call is None:
-                    # Now, while the input is what the norm saw: the network may go on to add to it in place.
-                    args, kwargs = with_input(args, kwargs, copy if overwrites else x)
                     with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
                         around_sites = contains_sites and not list(module.parameters())
                         kind: NormKind | str = ONLY_WEIGHS  # as are the sites within a module that learns nothing
                         if name in named or not around_sites:
-                            kind = _resolve(module, own_args, own_kwargs, whole(output, like=x))
+                            kind = _resolve(
+                                module, own_args, own_kwargs, whole(output, like=x), watch.kind_like(module)
+                            )
                         pointwise = kind.pointwise(module) if isinstance(kind, NormKind) else None
                     call = _FirstCall(
                         next(watch.order), name, module, x, output, kind, mark[1], overwrites, of_weights, pointwise
                     )
+                elif isinstance(call.kind, NormKind) and kind_of(module) is None and not inseparable(x):
+                    with watch.paused(), at_hand(module, args, kwargs) as (own_args, own_kwargs):
+                        own_x = input_of(own_args, own_kwargs)
+                        if own_x is None or not reproduced(call.kind, module, own_x, whole(output, like=x)):
+                            watch.differing.add(name)
                 call.kind = inseparable(x) or call.kind  # its own calls with the parts came first
                 call.overwrites |= overwrites
                 call.of_weights &= of_weights
@@ -451,14 +474,21 @@ def _lone_value(module: nn.Module, x: Tensor) -> bool:
     return over_batch and x.numel() == x.shape[1]
 
 
-def _resolve(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> NormKind | str:
-    """Return the kind of a called module, by the table or by trial, or the reason why it is no norm site."""
+def _resolve(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, like: NormKind | None
+) -> NormKind | str:
+    """Return the kind of a called module, by the table or by trial, or the reason why it is no norm site.
+
+    ``like`` is the kind of another module of its class.
+    """
     x = input_of(args, kwargs)
     assert x is not None  # noqa: S101 - as the module was called with a tensor
     if reason := inseparable(x):
         return reason
     known = kind_of(module) or refusal(module)
     if known is None:
+        if like is not None and (same := shared(like, module, (args, kwargs), x, output)):
+            return same
         if not is_norm(module):
             return tried(module, (args, kwargs), x, output) or ONLY_WEIGHS
         return identified(module, (args, kwargs), x, output, ancestor_kind(module))

@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from normscope.curves.known import CURVES, Curve
 from normscope.pairs.norms.formulas import (
     BESIDE_ROOT,
     BOUNDS_LENGTH,
+    BOUNDS_SQUARE,
     FORMS,
     UNDER_ROOT,
-    Form,
     deviation_norm,
     scale_and_shift,
     unit_length,
@@ -56,6 +56,7 @@ _BENDS = (0.3, 1.0, 3.0, 30.0)  # σ of αx, which reaches the bends and the tai
 _MOST_TOKENS = 256  # that a trial compares
 _POSITIONS, _FEW = 8, 2  # elements along an axis that no form normalizes over, and in trials of single elements
 _DRAWS = 8
+_SATURATING = 30.0  # σ of noise at which a norm ignores eps, but few other functions have reached their ends
 _LARGE = 1e4  # σ of noise whose square is far above every eps
 _FAR = 1e9  # |x| at which a bounded curve has reached its end; its third power is a float32
 _HALVINGS = 90
@@ -63,7 +64,8 @@ _SAME = 1e-5  # largest difference of two numbers that count as one: float32, as
 _TRANSFORMS: tuple[Callable[[Tensor], Tensor], ...] = (
     *(lambda v: v, lambda v: 1 + v, torch.exp, F.softplus, torch.reciprocal),
 )
-_USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 1e-3, 2**-23)  # the last is that of F.rms_norm(x, shape)
+_LADDER = [(0.0, 10.0**exponent) for exponent in range(-14, 3)]  # likewise; on some of them, eps shows
+_ROUND = 1e-4  # a measured eps this close to one of the module's numbers, or to three digits, is that
 
 
 def is_small(module: nn.Module) -> bool:
@@ -123,7 +125,9 @@ class Trial:
         args, kwargs = self._call
         args = tuple(probe.clone() if value is self._x else value for value in args)
         kwargs = {key: probe.clone() if value is self._x else value for key, value in kwargs.items()}
-        return self.module(*args, **kwargs).to(self._dtype)  # type: ignore[no-any-return]
+        output = self.module(*args, **kwargs)
+        output = output if isinstance(output, Tensor) else output[0]
+        return output.to(self._dtype)
 
     def noise(self, seed: int = 0) -> Tensor:
         """Draw standard normal numbers."""
@@ -137,14 +141,14 @@ class Trial:
         return bool(torch.equal(self(x)[keep], self(x.where(keep, 9 * others))[keep]))
 
     def ignores_scale(self) -> bool:
-        """True if the output stays as it is while a large input doubles, but follows small changes of it."""
+        """True if the output stays as it is while an input doubles, but follows small changes of it in small steps."""
         x, other = self.noise(), self.noise(1)
-        single, double, near = (self(_LARGE * each) for each in (x, 2 * x, x + 1e-3 * other))
-        # A norm's outputs differ by less than a thousandth, a layer scale's by as much as the first itself.
-        if not bool((double - single).abs().mean() < 0.1 * single.abs().mean()):
-            return False
-        moved = (near - single)[single != 0].abs()  # those of a softmax or of a saturated function mostly do not
-        return bool(moved.numel()) and bool(moved.median() > 1e-6 * single.abs().mean())
+        for scale in (_SATURATING, _LARGE):  # a norm's outputs differ by less than a thousandth
+            single, double, near = (self(scale * each) for each in (x, 2 * x, x + 1e-3 * other))
+            if not bool((double - single).abs().mean() < 0.01 * single.abs().mean()):
+                return False
+        moved, size = (near - single).abs(), single.abs().mean()  # a softmax or a saturated function jumps, or stays
+        return bool(((moved > 1e-6 * size) & (moved < 0.1 * size)).float().mean() > 0.02)
 
     def extents(self) -> list[int]:
         """Return along each axis the number of elements that share a statistic with the first."""
@@ -172,30 +176,33 @@ def _readers(module: nn.Module) -> Iterator[tuple[str, int, OfChannels]]:
 
 
 def _tensor_of(
-    module: nn.Module, values: Tensor, used: set[str], *, wide: bool = True, signed: bool = True
+    module: nn.Module, values: Tensor, within: Tensor | float, used: set[str], *, wide: bool = True, signed: bool = True
 ) -> OfChannels | None:
     """Return a reader of the module's tensor whose values a trial has measured, and add its name to ``used``.
 
-    ``values`` are those of all channels, NaN where unknown; without ``signed``, magnitudes. ``wide`` prefers tensors of
-    as many elements to scalars.
+    ``values`` are those of all channels, NaN where unknown, and off by up to ``within``; without ``signed``,
+    magnitudes. ``wide`` prefers tensors of as many elements to scalars.
     """
-    known = ~values.isnan()
-    trivial = bool((values[known] == 0).all() | ((values[known] - 1).abs() < _SAME).all())  # as tensors are at first
+    trivial = _alike(values, torch.zeros_like(values), within) or _alike(values, torch.ones_like(values), within)
     sized = [each for each in _readers(module) if each[0] not in used and each[1] in (1, len(values))]
     for name, size, read in sorted(sized, key=lambda named: (named[1] == 1) == wide):
         own = read(module).to(values) if signed else read(module).to(values).abs()
-        alike = torch.allclose(own.expand_as(values)[known], values[known], rtol=_SAME, atol=1e-9)
-        if alike and (not trivial or (size > 1) == wide or "alpha" in name):
+        if _alike(values, own, within) and (not trivial or (size > 1) == wide or "alpha" in name):  # as at first
             used.add(name)
             return read
     return None
 
 
-def _constant(values: Tensor) -> OfChannels:
+def _alike(values: Tensor, own: Tensor, within: Tensor | float) -> bool:
+    """True if numbers are equal to measured ones, where those are no NaN, within what a trial can tell."""
+    return bool(((values - own).abs() <= _SAME * values.abs() + within)[~values.isnan()].all())
+
+
+def _constant(values: Tensor, within: Tensor | float) -> OfChannels:
     """Return a reader of numbers that are no tensor of the module: one, if all that are known are alike."""
+    values = values.where(~(values.abs() <= within), 0.0)
     middle = values.nanmedian()
-    alike = torch.allclose(values[~values.isnan()], middle, rtol=_SAME, atol=1e-9)
-    constant = (middle[None] if alike else values.nan_to_num(nan=float(middle))).float()
+    constant = (middle[None] if _alike(values, middle, 0.0) else values.nan_to_num(nan=float(middle))).float()
     return lambda module: constant
 
 
@@ -269,19 +276,22 @@ def _pointwise_kinds(
         f_low, f_high, u_below, u_above = _quartiles(curve)
         alpha, gain = (u_above - u_below) / (above - below), rise / (f_high - f_low)
         shift, bias = u_below - alpha * below, low - f_low * gain
-        shift, bias = (part.where(part.abs() > _SAME, 0.0) for part in (shift, bias))
+        within = _SAME * (low.abs() + rise.abs())
         x, out = (part.movedim(axis, -1).flatten(0, -2) for part in drawn)
         if bool(((gain * curve.function(alpha * x + shift) + bias - out).abs() > 1e-3 * rise.abs()).any()):
             continue
         used: set[str] = set()
-        own_alpha = _tensor_of(module, alpha, used, wide=False, signed=not curve.zero_centred)
+        own_alpha = _tensor_of(module, alpha, 0.0, used, wide=False, signed=not curve.zero_centred)
         if own_alpha is not None:  # of either sign, as f(αx + s) is −f(−αx − s)
             sign = own_alpha(module).to(alpha).sign()
             alpha, shift, gain = (sign * part for part in (alpha, shift, gain))
-        read_gain, read_bias = (_tensor_of(module, part, used) or _constant(part) for part in (gain, bias))
-        own_shift = _tensor_of(module, shift, used, wide=False)
-        readers = (own_alpha or _constant(alpha), own_shift or _constant(shift), read_gain)
-        shifted = own_shift is not None or bool(shift.nansum())
+        read_gain, read_bias = (
+            _tensor_of(module, part, within, used) or _constant(part, within) for part in (gain, bias)
+        )
+        own_shift = _tensor_of(module, shift, _SAME, used, wide=False)
+        read_shift = own_shift or _constant(shift, _SAME)
+        readers = (own_alpha or _constant(alpha, 0.0), read_shift, read_gain)
+        shifted = own_shift is not None or bool(read_shift(module).any())
         function = next((each for each in CURVES.values() if shifted and each.shift_of == curve.name), curve)
 
         def parts(module: nn.Module, readers: Any = readers) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,17 +320,19 @@ def identified(module: nn.Module, call: Call, x: Tensor, output: Tensor, ancesto
         elementwise = ancestor is None and Trial(module, call, x, _FEW).elementwise()
         if elementwise and (pointwise := _pointwise(module, call, x, output)) is not None:
             return pointwise
-        trial, single = Trial(module, call, x), Trial(module, call, x, dtype=torch.float32)
+        trial = Trial(module, call, x)
         if torch.allclose(trial(trial.noise()), trial(trial.noise(1)), rtol=_SAME, atol=0):
             return _HIDDEN
-        probes = [(probe, single(probe)) for probe in (mean + sigma * single.noise() for mean, sigma in _PROBES)]
-        for kind in _candidates(module, trial, ancestor):
+        probes, ladder = (_probes(module, call, x, which) for which in (_PROBES, _LADDER))
+        for kind in _candidates(module, trial, ancestor, ladder):
             if all(_fits(kind, module, *probe) for probe in probes):
                 return _as_called(kind, module, x, output)
     except Exception as error:  # of code that is not ours, on inputs that it was not made for
         return f"it could not be tried on other inputs ({type(error).__name__}); {REGISTER}"
+    if elementwise:
+        return f"each element of its output depends on the same one of its input alone; {REGISTER}"
     differs = "no form that is known" if ancestor is None else f"neither {ancestor.name}'s nor another known form"
-    return f"{differs} reproduces its output over any axis; {REGISTER}"
+    return f"{differs} reproduces its output, with weights along the axes of its statistics; {REGISTER}"
 
 
 @torch.no_grad()
@@ -334,13 +346,24 @@ def tried(module: nn.Module, call: Call, x: Tensor, output: Tensor) -> NormKind 
     if not x.is_floating_point() or output.shape != x.shape or not x.numel():
         return None
     try:
-        if Trial(module, call, x, _FEW).elementwise():
+        running = hasattr(module, "running_mean") and hasattr(module, "running_var")
+        if not running and Trial(module, call, x, _FEW).elementwise():
             return _pointwise(module, call, x, output) if list(module.parameters()) else None
-        if not hasattr(module, "running_var") and not Trial(module, call, x).ignores_scale():
+        if not running and not Trial(module, call, x).ignores_scale():
             return None
     except Exception:  # of code that is not ours, on inputs that it was not made for
         return None
     return identified(module, call, x, output, None)
+
+
+@torch.no_grad()
+def normalizes_first(module: nn.Module, call: Call, x: Tensor | None, output: Any) -> bool:
+    """True if the first of several outputs has the shape of the input and ignores its scale."""
+    first = output[0] if isinstance(output, (tuple, list)) and output else None
+    if isinstance(first, Tensor) and x is not None and first.shape == x.shape and x.is_floating_point():
+        with contextlib.suppress(Exception):  # of code that is not ours, on inputs that it was not made for
+            return Trial(module, call, x).ignores_scale()
+    return False
 
 
 def _fits(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> bool:
@@ -350,15 +373,36 @@ def _fits(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> bool:
         return False
 
 
-def _as_called(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> NormKind | str:
-    """Return a kind that reproduces a module's output in its own dtype, where it may round every step."""
+def reproduced(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> NormKind | None:
+    """Return a kind that reproduces a module's output in its own dtype, where it may round every step; else None."""
     precisions = (kind, replace(kind, own_precision=True))
-    largest = x.detach().abs().max()
-    reason = f"its output is of no form on this input, whose largest |x| is {largest:.3g}: it may overflow there"
-    return next((each for each in precisions if _fits(each, module, x, output)), reason)
+    return next((each for each in precisions if _fits(each, module, x, output)), None)
 
 
-def _candidates(module: nn.Module, trial: Trial, ancestor: NormKind | None) -> Iterator[NormKind]:
+@torch.no_grad()
+def shared(kind: NormKind, module: nn.Module, call: Call, x: Tensor, output: Tensor) -> NormKind | None:
+    """Return the kind of another module of the class if it reproduces this one's output on noise, too; else None."""
+    with contextlib.suppress(Exception):  # of code that is not ours, on inputs that it was not made for
+        if kind.curve is None and all(_fits(kind, module, *probe) for probe in _probes(module, call, x)):
+            return reproduced(kind, module, x, output)
+    return None
+
+
+def _probes(
+    module: nn.Module, call: Call, x: Tensor, means_and_scales: Iterable[tuple[float, float]] = _PROBES
+) -> list[tuple[Tensor, Tensor]]:
+    single = Trial(module, call, x, dtype=torch.float32)
+    return [(probe, single(probe)) for probe in (mean + sigma * single.noise() for mean, sigma in means_and_scales)]
+
+
+def _as_called(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> NormKind | str:
+    reason = "its output is of no form on this input, whose largest |x| is {:.3g}: it may overflow there"
+    return reproduced(kind, module, x, output) or reason.format(x.detach().abs().max())
+
+
+def _candidates(
+    module: nn.Module, trial: Trial, ancestor: NormKind | None, ladder: Sequence[tuple[Tensor, Tensor]]
+) -> Iterator[NormKind]:
     """Yield kinds of norms whose gain and shift are measured, those of the fewest unexplained numbers first."""
     name = type(module).__name__
     if ancestor is not None:
@@ -367,10 +411,10 @@ def _candidates(module: nn.Module, trial: Trial, ancestor: NormKind | None) -> I
             return
         yield from (replace(ancestor, name=name, axes=layout.axes) for layout in _layouts(name, trial))
     if hasattr(module, "running_mean") and hasattr(module, "running_var"):
-        yield from (replace(running_norm(name), eps=eps) for eps in _eps_values(module))
+        yield from (replace(running_norm(name), eps=eps) for eps in (named_eps(module), 1e-5, 1e-3) if eps is not None)
     for layout in _layouts(name, trial):
         for _, kind in sorted(_measured(module, trial, layout), key=lambda each: each[0]):
-            yield from _with_eps(module, kind, trial)
+            yield from _with_eps(module, kind, ladder)
 
 
 def _layouts(name: str, trial: Trial) -> Iterator[NormKind]:
@@ -431,7 +475,7 @@ def _measured(module: nn.Module, trial: Trial, layout: NormKind) -> Iterator[tup
         if bool(((o - gain[:, None] * y - shift[:, None]).abs() <= _SAME * size[:, None]).all()):
             bounded = form.bounded and not layout.over_positions
             kind = replace(layout, normalize=form.normalize, form=form.form, centred=form.centred, bounded=bounded)
-            yield from _with_affine(module, kind, gain, shift.where(shift.abs() > _SAME * size, 0.0), d)
+            yield from _with_affine(module, kind, gain, shift, _SAME * size, d)
 
 
 def _about(read: OfChannels) -> Callable[[nn.Module, Tensor, float], tuple[Tensor, Tensor]]:
@@ -445,54 +489,77 @@ def _about(read: OfChannels) -> Callable[[nn.Module, Tensor, float], tuple[Tenso
 
 
 def _with_affine(
-    module: nn.Module, kind: NormKind, gain: Tensor, shift: Tensor, d: int
+    module: nn.Module, kind: NormKind, gain: Tensor, shift: Tensor, within: Tensor, d: int
 ) -> Iterator[tuple[int, NormKind]]:
     """Yield a kind with the affine step that a trial has measured, unless a part of the module takes it."""
     for affine in (scale_and_shift, unit_offset, unit_length) if kind.groups is None else (kind.affine,):
         with contextlib.suppress(RuntimeError):  # of sizes that do not fit
             named = replace(kind, affine=affine)
             own = torch.stack(named.gain_and_offset(module, len(gain))).to(gain)
-            if torch.allclose(own, torch.stack([gain, shift]), rtol=_SAME, atol=1e-9):
+            if _alike(torch.stack([gain, shift]), own, within):
                 yield 0, named
                 return
     containers = (nn.ParameterList, nn.ParameterDict)
     parts = {name for name, part in module.named_modules() if name and not isinstance(part, containers)}
     used = {name for name, _ in module.named_parameters() if name.rpartition(".")[0] in parts}
-    own_gain, own_shift = (_tensor_of(module, part, used) for part in (gain, shift))
-    plain = any(torch.allclose(gain, gain.new_tensor(root), rtol=_SAME) for root in (1, d**-0.5, d**0.5))
-    unexplained = (own_gain is None and not plain) + (own_shift is None and bool(shift.any()))
+    own_gain, own_shift = (_tensor_of(module, part, within, used) for part in (gain, shift))
+    plain = any(_alike(gain, gain.new_tensor(root), 0.0) for root in (1, d**-0.5, d**0.5))
+    read_gain, read_shift = own_gain or _constant(gain, within), own_shift or _constant(shift, within)
+    unexplained = (own_gain is None and not plain) + (own_shift is None and bool(read_shift(module).any()))
     if not unexplained or list(module.parameters(recurse=False)):
-        affine = measured_affine(own_gain or _constant(gain), own_shift or _constant(shift), kind.groups)
+        affine = measured_affine(read_gain, read_shift, kind.groups)
         yield unexplained, replace(kind, affine=affine)
 
 
-def _with_eps(module: nn.Module, kind: NormKind, trial: Trial) -> Iterator[NormKind]:
-    """Yield a kind with each eps that the module stores, or the usual ones, in each place that a form has for it."""
-    if kind.form is None:
-        yield from (replace(kind, eps=eps) for eps in (*_eps_values(module), 0.0))
-        return
-    d = kind.rows(module, trial.noise()).shape[1]
-    places = [
-        form for form in FORMS.values() if replace(form, name=kind.form.name, eps_at=kind.form.eps_at) == kind.form
-    ]
-    for of_length in (False, True)[: 1 if kind.form.about_mean else 2]:  # eps of ‖x‖, or of its square
-        for form in places:
-            usual = [1e-12] if form.eps_at == BOUNDS_LENGTH else []  # of F.normalize
-            root = d**-0.5 if form.eps_at == BESIDE_ROOT else 1.0 if form.eps_at == BOUNDS_LENGTH else 1 / d
-            for eps in (*_eps_values(module), *usual):
-                yield _formed(kind, form, eps, root if of_length else 1.0)
-    yield _formed(kind, kind.form, 0.0, 1.0)
+def _with_eps(module: nn.Module, kind: NormKind, ladder: Sequence[tuple[Tensor, Tensor]]) -> Iterator[NormKind]:
+    """Yield a kind with the eps that explains how much its output shrinks on noise, in each place that eps may have."""
+    form, shrunk = kind.form, _shrunk(module, kind, ladder)
+    if shrunk is not None:
+        d, root, bound = shrunk
+        eps = {UNDER_ROOT: bound.square() - root.square(), BESIDE_ROOT: bound - root}
+        eps |= {BOUNDS_LENGTH: d**0.5 * bound, BOUNDS_SQUARE: bound.square()}
+        # In its true place, eps is the same number for all tokens.
+        places = sorted(eps, key=lambda place: float(eps[place].std() / eps[place].median().abs()))
+        own = {place: _own_eps(module, float(eps[place].median()), d) for place in places}
+        if form is None:
+            yield from (replace(kind, eps=value) for value in own.values())
+        for place, each in itertools.product(own, FORMS.values()):
+            if form is not None and replace(each, name=form.name, eps_at=form.eps_at) == form and each.eps_at == place:
+                yield replace(kind, form=each, normalize=token_norm("", normalize=each).normalize, eps=own[each.eps_at])
+    yield from (replace(kind, eps=eps) for eps in (named_eps(module) or 0.0, 0.0))  # too small to show
 
 
-def _formed(kind: NormKind, form: Form, eps: Any, factor: float) -> NormKind:
-    scaled = (lambda module: factor * float(eps(module))) if callable(eps) else factor * eps
-    return replace(kind, form=form, normalize=lambda module, rows, eps: form(rows, eps), eps=scaled)
+def _shrunk(
+    module: nn.Module, kind: NormKind, ladder: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[int, Tensor, Tensor] | None:
+    """Return d, and 1/rstd without and with eps, of noise where eps shrinks outputs to about a third; None if nowhere.
+
+    Both are of some tokens, ``(tokens, 1)``.
+    """
+    best, distance = None, math.inf
+    for probe, output in ladder:
+        rows, out = (kind.rows(module, part).double() for part in (probe, output))
+        y, rstd = kind.normalize(module, rows, 0.0)
+        offset = kind.affine(module, torch.zeros_like(y))
+        full = kind.affine(module, y) - offset
+        ratio = (full * (out - offset)).sum(1, keepdim=True) / full.square().sum(1, keepdim=True)
+        middle = float(ratio.nanmedian())
+        if 0 < middle < 0.9 and abs(math.log(3 * middle)) < distance:
+            distance, best = abs(math.log(3 * middle)), (rows.shape[1], 1 / rstd, 1 / (rstd * ratio))
+    return best
 
 
-def _eps_values(module: nn.Module) -> list[Any]:
-    """List the eps that a module may use: the one of a usual name, or its small numbers, and the usual ones."""
-    if (eps := named_eps(module)) is not None:
-        return [eps]
-    numbers = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
-    learned = [read for _, size, read in _readers(module) if size == 1 and 0 < float(read(module)) < math.inf]
-    return [*numbers, *learned, *_USUAL_EPS]
+def _own_eps(module: nn.Module, measured: float, d: int) -> Any:
+    """Return a measured eps: as a reader of the module's number that it is, for ‖x‖ or its mean square; or rounded."""
+    numbers = (torch.finfo(torch.float32).eps, *vars(module).values())  # the first is that of F.rms_norm(x, shape)
+    own: list[tuple[float, Any]] = [(value, value) for value in numbers if isinstance(value, float)]
+    own += [(float(read(module)), read) for _, size, read in _readers(module) if size == 1]
+    for (value, source), factor in itertools.product(own, (1.0, 1 / d, d**-0.5, d**0.5)):
+        if math.isclose(factor * value, measured, rel_tol=_ROUND):
+            return functools.partial(_scaled, source, factor) if callable(source) else factor * value
+    rounded = float(f"{measured:.3g}")
+    return rounded if math.isclose(rounded, measured, rel_tol=_ROUND) else measured
+
+
+def _scaled(read: OfChannels, factor: float, module: nn.Module) -> float:
+    return factor * float(read(module))

@@ -199,6 +199,96 @@ def test_sums_of_the_diagonal_and_the_card_follow_the_form():
     assert card.scale.touched == pytest.approx(float((sigma / (sigma + 1e-2) < 0.99).double().mean()), abs=0.05)
 
 
+def small(d, sigma, seed, dtype=torch.float32):
+    """A weight near one, and a bias of which some elements are as good as zero."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = torch.rand(d, generator=generator) + 0.5, torch.randn(d, generator=generator) * sigma
+    return tuple(nn.Parameter(part.to(dtype)) for part in parts)
+
+
+SMALL = {
+    "layer norm": lambda self, x: about(x) / (power(about(x)) + 1e-5).sqrt() * self.weight + self.bias,
+    "the Annotated Transformer's": lambda self, x: (
+        self.weight * about(x) / (x.std(-1, keepdim=True) + 1e-6) + self.bias
+    ),
+    "a call of a function": lambda self, x: F.layer_norm(x, (768,)) * self.weight + self.bias,
+    "Derf": lambda self, x: torch.erf(0.7 * self.a * x + self.s) * self.weight + self.bias,
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_biases_are_read_from_the_module(name, dtype):
+    layers = []
+    for seed, sigma in enumerate((0.02, 0.001, 0.0)):
+        weight, bias = small(768, sigma, seed, dtype)
+        parts = {"weight": weight, "bias": bias}
+        if name == "Derf":
+            parts |= {"s": small(768, sigma, seed + 9, dtype)[1], "a": nn.Parameter(torch.ones(1, dtype=dtype))}
+        layers.append(made(SMALL[name], parts))
+    report = find_norms(nn.Sequential(*layers), next(as_batches([tokens(1, 8, 768).to(dtype)])))
+    assert [site.name for site in report.sites] == ["0", "1", "2"] and not report.skipped
+    for (site, kind), layer in zip(report.kinds.items(), layers, strict=True):
+        with torch.no_grad():
+            layer.weight += 0.25
+            layer.bias += 0.25
+        for part, own in zip(kind.gain_and_offset(layer, 768), (layer.weight, layer.bias), strict=True):
+            torch.testing.assert_close(part, own.detach().float(), rtol=0, atol=1e-7, msg=site)
+
+
+def test_a_root_mean_square_that_eps_bounds_is_recognized():
+    def forward(self, x):
+        return x / (x.norm(dim=-1, keepdim=True) * D**-0.5).clamp(min=self.eps) * self.g
+
+    x = tokens(3, 7, D)
+    x[0] *= 1e-4
+    seen = normscope.capture(nn.Sequential(made(forward, {"eps": 1e-2, "g": W})), [x], verify=True)
+    y = x.double() / power(x.double()).sqrt().clamp_min(1e-2)
+    sums = seen.stats["0"].moments.sum((0, 2))
+    torch.testing.assert_close(sums[[2, 5]], torch.stack([y.sum(), y.square().sum()]), rtol=1e-6, atol=1e-5)
+
+
+def test_an_eps_far_below_any_input_has_its_place():
+    model = nn.Sequential(made(lambda self, x: F.normalize(x, dim=-1) * self.w, {"w": W}))
+    (site,) = find_norms(model, next(as_batches([tokens(3, 7, D)]))).sites
+    assert (site.form, site.eps) == ("root_mean_square", 1e-12)
+
+
+def reversible(self, x, back=False):
+    """RevIN, which normalizes at its first call, and takes that back at its second."""
+    if back:
+        return x * self.sigma + self.mu
+    self.mu, self.sigma = mean(x), (power(about(x)) + 1e-5).sqrt()
+    return about(x) / self.sigma
+
+
+def flagged(self, x, weighted=True):
+    return F.normalize(x, dim=-1) * D**0.5 * (self.w if weighted else 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "flag"), [(made(reversible, {}, "RevNorm"), "back"), (made(flagged, {"w": W}), "weighted")]
+)
+def test_a_module_that_does_something_else_in_a_later_call_is_no_site(module, flag):
+    norm = nn.LayerNorm(D)
+    model = network_of(
+        lambda self, x: self.part(self.norm(self.part(x)), **{flag: flag == "back"}), part=module, norm=norm
+    )
+    seen = normscope.capture(model, [tokens(3, 7, D)])
+    assert [(site.name, site.calls) for site in seen.sites if site.name.startswith("norm")] == [("norm", 1)]
+    assert [(norm.name, norm.reason) for norm in seen.skipped if norm.name == "part"] == [
+        ("part", "it does something else in another of its calls")
+    ]
+
+
+def test_modules_of_one_class_with_eps_of_their_own_differ():
+    layers = [
+        made(lambda self, x: x / (power(x) + self.e).sqrt() * self.w, {"e": e, "w": W}) for e in (1e-5, 1e-3, 1e-5)
+    ]
+    report = find_norms(nn.Sequential(*layers), next(as_batches([tokens(3, 7, D)])))
+    assert [site.eps for site in report.sites] == [1e-5, 1e-3, 1e-5]
+
+
 IMAGE = (2, 8, 6, 5)
 OVER = (2, 3)
 
@@ -362,6 +452,8 @@ SKIPPED = {
     "part of the channels": (lambda self, x: x / power(x[..., :6]).sqrt() * self.w, "no form that is known"),
     "largest element": (lambda self, x: x / x.abs().amax(-1, keepdim=True) * self.w, "no form that is known"),
     "the whole batch": (lambda self, x: (x - x.mean()) / x.std() * self.w, "no form that is known"),
+    "a clamp": (lambda self, x: (self.w * x / (power(x) + 1e-6).sqrt()).clamp(-0.2, 0.2), "no form that is known"),
+    "FRN and TLU": (lambda self, x: torch.maximum(x / (power(x) + 1e-6).sqrt(), self.w), "no form that is known"),
     "two steps": (lambda self, x: (x.tanh() + (3 * x).tanh()) * self.w, "no known curve f"),
 }
 
@@ -373,6 +465,25 @@ def test_what_no_formula_reproduces_is_skipped_with_the_reason(name):
         nn.Sequential(made(forward, {"w": W}), nn.LayerNorm(D)), next(as_batches([tokens(1, 7, D)]))
     ).skipped
     assert (skipped.name, skipped.kind) == ("0", "Rescale") and reason in skipped.reason
+
+
+def test_a_norm_and_its_statistic_or_sum_are_skipped_whatever_the_name():
+    def fused(self, x):
+        return x * (power(x) + 1e-6).rsqrt() * self.w, x
+
+    model = network_of(lambda self, x: self.norm(self.part(x)[0]), part=made(fused, {"w": W}), norm=nn.LayerNorm(D))
+    (skipped,) = find_norms(model, next(as_batches([tokens(3, 7, D)]))).skipped
+    assert (skipped.name, skipped.reason) == ("part", "it does not take and return one tensor")
+
+
+def test_running_statistics_are_found_whatever_the_name():
+    def forward(self, x):
+        y = (x - self.running_mean[:, None]) / (self.running_var[:, None] + 1e-5).sqrt()
+        return y * self.weight[:, None] + self.bias[:, None]
+
+    parts = {"running_mean": B.detach().clone(), "running_var": W.detach().clone(), "weight": W, "bias": B}
+    seen = normscope.capture(nn.Sequential(made(forward, parts), nn.GroupNorm(2, D)), [tokens(3, D, 7)], verify=True)
+    assert [site.name for site in seen.sites] == ["0", "1"] and not seen.skipped
 
 
 @pytest.mark.parametrize("name", ["bias made first", "gain by its logarithm", "one norm per head", "clamped variance"])
