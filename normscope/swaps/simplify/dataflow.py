@@ -9,6 +9,7 @@ Values that the data select, and modules that branch on the data or were not cal
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.trace import input_of
@@ -86,9 +88,10 @@ class Value:
 
     @torch.no_grad()
     def again(self, changed: Mapping[Value, Tensor]) -> Tensor:
-        """Run the operator again, with other tensors in the places of some operands, and noise in other activations."""
+        """Run the operator again, with other tensors for some operands, and noise for others that vary with inputs."""
         func, args, kwargs, number = self.call  # type: ignore[misc]
-        tensors = {id(each.tensor): _noise(each.tensor) for each in self.operands if each.depends == ACTIVATION}
+        tensors = {id(each.tensor): _noise(each.tensor) for each in self.operands if each.depends & OF_INPUTS}
+        tensors |= {id(mask): _noise(mask) for mask in args[1:2] if self.operator == "masked_fill"}
         tensors |= {id(operand.tensor): tensor for operand, tensor in changed.items()}
 
         def substitute(part: Any) -> Any:
@@ -113,10 +116,18 @@ class DataFlow:
         self._sites = {site.name: site for site in sites}
         self._sources_of = functools.cache(self._find_sources)
         recorder = _Recorder(network)
-        with left_as_found(network), recorder.watching(network, self._sites):
-            output = run(network, batch)
-        for tensor in tensors_of(output):
-            recorder.of(tensor).returned = True
+        with left_as_found(network) as buffers:
+            try:
+                with recorder.watching(network, self._sites):
+                    output = run(network, batch)
+            except ModelError as error:
+                if "HigherOrderOperator" not in str(error):
+                    raise
+                name = type(network).__name__
+                raise ModelError(f"{name} has a branch on data (torch.cond), which hides readers.") from error
+            recorder.mark_returned(network, output)
+            if recorder.state_read and buffers.changed:
+                recorder.branching.setdefault("", f"{recorder.state_read} of buffers that it changes")
         self._calls, self._unused, self._branching = recorder.norms, list(recorder.unused(network)), recorder.branching
 
     def writers(self, site: NormSite) -> frozenset[Writer]:
@@ -125,7 +136,7 @@ class DataFlow:
         Raises:
             BlockedError: if anything else writes it, or if anything but norms that subtract the mean reads the stream.
         """
-        self._check_paths(site)
+        self._check_paths(site, centring=True)
         places: set[Place] = set()
         for call in self._calls[site.name]:
             places |= self._behind((call.operands[0], self._channel_axis(site, call)))
@@ -139,7 +150,7 @@ class DataFlow:
         Raises:
             BlockedError: if anything else reads it, or if one of them also reads other values.
         """
-        self._check_paths(site)
+        self._check_paths(site, centring=False)
         left = [(call, self._channel_axis(site, call)) for call in self._calls[site.name]]
         found: dict[Value, Place] = {}
         for value, axis in left:
@@ -154,7 +165,9 @@ class DataFlow:
                     raise BlockedError(f"{reader.in_words} reads its output")
         readers = set()
         for layer, weight in found.items():
-            [(parameter, axis)] = _leaves(self._behind(weight)) or [weight]
+            (parameter, axis), *others = _leaves(self._behind(weight)) or [weight]
+            if others:
+                raise BlockedError(f"{layer.in_words} reads its output, and several parameters write its weight")
             if parameter.operator != PARAMETER or not set(_uses(parameter)) <= found.keys():
                 raise BlockedError(f"{layer.in_words} reads its output, and its weight is not for that alone")
             padding = layer.call[1][4] if layer.operator == "convolution" else ()  # type: ignore[index]
@@ -163,13 +176,18 @@ class DataFlow:
             raise BlockedError("no layer reads its output")
         return sorted(readers)
 
-    def _check_paths(self, site: NormSite) -> None:
-        """Raise BlockedError if other inputs may lead to other readers or writers of a norm's width."""
+    def _check_paths(self, site: NormSite, *, centring: bool) -> None:
+        """Raise BlockedError if other inputs may lead to other readers or writers of a norm's width, or of its slices.
+
+        Other LayerNorms do no harm to centring, but they may share the layers that γ would be folded into.
+        """
         if "" in self._branching:
             raise BlockedError(f"the network branches on its data ({self._branching['']})")
-        for words, shape in self._unused:
-            if any(size % site.channels == 0 for size in shape):
-                raise BlockedError(f"{words}, and may read or write its stream on other inputs")
+        for words, shape, is_norm in self._unused:
+            divides = any(size % site.channels == 0 or (size > 1 and site.channels % size == 0) for size in shape)
+            if divides and not (centring and is_norm):
+                what = "share its readers" if is_norm else "read or write its stream"
+                raise BlockedError(f"{words}, and may {what} on other inputs")
 
     def _behind(self, place: Place) -> set[Place]:
         """Walk back from a place to parameters and buffers; return all places on the way, or raise BlockedError."""
@@ -255,12 +273,14 @@ class _Recorder(TorchDispatchMode):
     Attributes:
         norms: calls of each site.
         branching: the operator whose result Python code reads, by the path of the module that may then branch.
+        state_read: an operator by which Python code reads a result that depends on no inputs.
     """
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.norms: dict[str, list[Value]] = {}
         self.branching: dict[str, str] = {}
+        self.state_read = ""
         self._values: dict[int, Value] = {}
         self._path = [""]  # of the running modules
         self._within = 0  # number of running norms
@@ -274,19 +294,35 @@ class _Recorder(TorchDispatchMode):
         depends = ACTIVATION if tensor.is_floating_point() else OF_INPUTS
         return self._values.get(id(tensor)) or self._add(Value(INPUT, "", tensor, depends=depends))
 
-    def unused(self, network: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    def unused(self, network: nn.Module) -> Iterator[tuple[str, torch.Size, bool]]:
         """Yield modules that were not called and matrices that were not read, in words, with their parameters' shapes.
 
-        Left out are vectors of called modules, as mask tokens for training, and LayerNorms beside called modules.
+        Left out are vectors of called modules, as mask tokens for training. True: LayerNorms within called modules.
         """
         for path, module in network.named_modules():
             owner, parts = network.get_submodule(path.rpartition(".")[0]), dict(module.named_parameters(recurse=False))
             unread = {name: part for name, part in parts.items() if not self.of(part).readers}
             is_called, is_norm = module in self._called, isinstance(module, nn.LayerNorm) and owner in self._called
-            for name, part in unread.items() if not (is_norm or path in self.norms) else ():
+            for name, part in unread.items() if path not in self.norms else ():
                 if not is_called or part.squeeze().ndim > 1:
                     some = is_called or len(unread) < len(parts)
-                    yield f"{path or 'the network'} {f'did not use {name}' if some else 'was not called'}", part.shape
+                    words = f"{path or 'the network'} {f'did not use {name}' if some else 'was not called'}"
+                    yield words, part.shape, is_norm
+
+    def mark_returned(self, network: nn.Module, output: Any) -> None:
+        """Mark what a network returns, objects' attributes among it, and activations that its modules keep."""
+        for tensor in tensors_of(output):
+            self.of(tensor).returned = True
+        found = {id(tensor): tensor for tensor in tensors_of(output)}
+        try:
+            copy.deepcopy(output, found)  # notes the identity of all that it copies
+        except Exception as error:
+            raise ModelError(f"Tensors may hide in the {type(output).__name__} that it returned: {error}.") from error
+        states = ("_parameters", "_buffers", "_modules")
+        kept = [value for part in network.modules() for name, value in vars(part).items() if name not in states]
+        found |= {id(tensor): tensor for tensor in tensors_of(kept)}
+        for value in self._values.values():
+            value.returned |= value.call is not None and id(value.tensor) in found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -304,8 +340,11 @@ class _Recorder(TorchDispatchMode):
             if tensor._base is not None and any(tensor is value.tensor for value in values):  # written through a view
                 whole = [self.of(tensor._base), *operands]
                 self._add(Value(f"in-place {operator}", path, tensor._base, whole, call, depends=depends))
-        if _dependence(_deciding(func, values)) == ACTIVATION:
-            self.branching.setdefault(path, operator.replace("_local_scalar_dense", "item"))
+        deciding, read = _deciding(func, values), operator.replace("_local_scalar_dense", "item")
+        if _dependence(deciding) == ACTIVATION:
+            self.branching.setdefault(path, read)
+        elif deciding and not _dependence(deciding) & OF_INPUTS:
+            self.state_read = read
         return result
 
     @contextlib.contextmanager
@@ -364,10 +403,10 @@ def _deciding(func: Any, values: Sequence[Value]) -> Sequence[Value]:
 
 
 def _noise(tensor: Tensor) -> Tensor:
-    """Return fixed positive numbers in the shape of a tensor, equal ones where it is expanded."""
+    """Return fixed positive numbers, or some of a mask, in the shape of a tensor, equal ones where it is expanded."""
     sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     noise = 0.5 + torch.rand(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return noise.to(tensor).expand(tensor.shape)
+    return (noise > 1 if tensor.dtype == torch.bool else noise.to(tensor)).expand(tensor.shape)
 
 
 def _carried(operand: Value, value: Value, axis: int) -> list[int]:

@@ -32,6 +32,9 @@ from normscope.swaps.standalone import RMSNorm, make_room, tied_heads, untie
 
 _BATCHES = 4  # on which the rewrites are proved
 MOST_OF_NORM, MOST_OF_OUTPUT = 1e-12, 1e-9  # relative change in float64
+# By how much rounding may change, in units of a dtype and of the network's own rounding, which is that of half
+# precision at most.
+_ROUNDINGS, _COARSEST = 32, 2**-8
 _GAIN, _BOTH = "γ", "γ and β"
 
 
@@ -45,10 +48,11 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
       zeros, the norm keeps β/γ.
 
     A traced pass shows what reads and writes. Norms stay as they are where the data decide on the path, or where a
-    module of their width was not called. The first four batches prove the result on a copy in float64: a norm whose
-    output changes by more than 1e-12 (relative L2) stays, too. So does one that changes by more than 1e-9 on random
-    inputs of several lengths and numbers of samples. All of this is for eval mode: dropout between a centred parameter
-    and its norm breaks the equality. So does a table of positions that the network computes anew for larger images.
+    module of their width, or of a part of it, was not called. The first four batches prove the result on a copy in
+    float64: a norm whose output changes by more than 1e-12 (relative L2) stays, too. So does one that changes by more
+    than 1e-9 on random inputs and masks of several lengths and numbers of samples. All of this is for eval mode:
+    dropout between a centred parameter and its norm breaks the equality. So does a table of positions that the network
+    computes anew for larger images.
 
     Args:
         model: the result of :func:`normscope.load`, or any module, which is changed in place.
@@ -56,8 +60,9 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
 
     Raises:
         DataError: if there is no batch.
-        ModelError: if the output in float64 changes by more than 1e-9, or is not finite in the network's dtype; or if
-            it calls no norms, is spread over devices, or raises. The network stays as it is, as after Ctrl-C.
+        ModelError: if the output changes by more than 1e-9 in float64, or by far more than rounding in the network's
+            dtype, or is not finite; or if it calls no norms, is spread over devices, returns what cannot be read, uses
+            torch.cond, or raises. The network stays as it is, as after Ctrl-C.
         UsageError: if a module comes without batches.
 
     >>> network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -81,20 +86,27 @@ def simplify(model: nn.Module | LoadedModel, batches: Iterable[Any] | None = Non
     with Exact(dtype) as in_float64:
         flow = DataFlow(reference, [site for site in found.sites if site.replaceable], in_double[0].first_sample())
     plan = _Plan([_Norm(site, reference, flow, dtype) for site in found.sites], flow.scales)
+    replaceable = [norm.site for norm in plan.norms if norm.norm.replaceable]
     with in_float64:
-        inputs_tried = [("", in_double, MOST_OF_NORM), *trials(reference, in_double[0], outputs)]
+        inputs_tried = [("", in_double, MOST_OF_NORM), *trials(reference, in_double[0], outputs, replaceable)]
         rewritten, changed = plan.proved(reference, inputs_tried, outputs)
+        truth = _outputs(reference, in_double, outputs)
     weights = {path: rewritten.get_parameter(f"{path}.weight") for path in (*heads, *heads.values())}
     untied = tuple(head for head, embedding in heads.items() if not torch.equal(weights[head], weights[embedding]))
     with _restored_unless_done(network) as original:
         untie(network, untied)
         plan.restructure(network)
-        network.load_state_dict(rewritten.state_dict())
+        values = {**dict(rewritten.named_parameters()), **dict(rewritten.named_buffers())}
+        for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+            tensor.data.copy_(values[name])
         own = _changes(original, network, (), few, outputs)[""]
-        if not math.isfinite(own):
+        rounding = float((_outputs(original, few, outputs) - truth).norm() / truth.norm().clamp(min=1e-300))
+        if not own <= max(MOST_OF_OUTPUT, _ROUNDINGS * (torch.finfo(dtype).eps + min(rounding, _COARSEST))):
+            is_finite = math.isfinite(own) and math.isfinite(rounding)
+            what = f" differs by {own:.1e}" if is_finite else ", or its own, is not finite"
             raise ModelError(
-                f"The output of the rewritten {type(network).__name__}, or its own, is not finite in {dtype}. The "
-                "network stays as it was; convert it to float32 first."
+                f"The output of the rewritten {type(network).__name__}{what} in {dtype}. The network stays as it was; "
+                "convert it to float32 first."
             )
         if untied and hasattr(network, "config"):
             network.config.tie_word_embeddings = False  # type: ignore[union-attr]
@@ -213,7 +225,7 @@ class _Norm:
         module.to(like.device, like.dtype)
         with torch.no_grad():
             for part, value in zip(module.parameters(), parameters, strict=True):
-                part.copy_(value.view(part.shape))
+                part.copy_(value.view(part.shape)).requires_grad_(value.requires_grad)
         return module
 
 
@@ -264,7 +276,9 @@ class _Plan:
                     break
             if not changed:
                 break
-            self._block(changed[0], f"changed by {changes[changed[0].site]:.1e} in float64{where}")
+            change = changes[changed[0].site]
+            words = "is not finite" if math.isnan(change) else f"changed by {change:.1e}"
+            self._block(changed[0], f"{words} in float64{where}")
         if not changes[""] <= MOST_OF_OUTPUT:
             raise ModelError(
                 f"The output of the rewritten {type(reference).__name__} differs by {changes['']:.1e} in float64, more "
@@ -285,6 +299,13 @@ class _Plan:
             if other.writers & last.writers:
                 other.blocked = other.blocked or reason
         last.block(reason)
+
+
+@torch.no_grad()
+def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> Tensor:
+    """Return all outputs of a network in one vector, on the CPU and in float64."""
+    with left_as_found(network):
+        return torch.cat([outputs.read(run(network, batch), batch).cpu().double().flatten() for batch in batches])
 
 
 def _changes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from normscope.errors import NormscopeError
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.network import left_as_found, run
+from normscope.swaps.replace import outputs_at
 
 Trial = tuple[str, Sequence[Batch], float]  # description, inputs, and the largest change of a norm's output
 _WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float64)
@@ -42,28 +44,42 @@ class Exact(TorchFunctionMode):
         return result.double() if isinstance(result, Tensor) and result.dtype in self._wide else result
 
 
-def trials(network: nn.Module, batch: Batch, outputs: Outputs) -> list[Trial]:
-    """Return other inputs than a batch that a network accepts, and on which its output is finite."""
+def trials(network: nn.Module, batch: Batch, outputs: Outputs, norms: Sequence[str]) -> list[Trial]:
+    """Return other inputs than a batch that a network accepts, and on which its norms and its output are finite."""
     accepted: list[Trial] = []
     with left_as_found(network) as buffers:
-        for words, trial in _candidates(batch):
-            with contextlib.suppress(NormscopeError):  # of a network that takes no such inputs
-                if bool(outputs.read(run(network, trial), trial).isfinite().all()):
+        sizes = {part.num_embeddings for part in network.modules() if isinstance(part, nn.Embedding)}
+        for words, trial in _candidates(batch, sorted(sizes)):
+            with contextlib.suppress(NormscopeError), outputs_at(network, norms) as at_norms:  # or it takes none such
+                output = outputs.read(run(network, trial), trial)
+                found = [output, *itertools.chain(*at_norms.values())]
+                if all(bool(each.isfinite().all()) for each in found):
                     accepted.append((f" on {words}", [trial], 1e-9))
             buffers.put_back()
     return accepted
 
 
-def _candidates(batch: Batch) -> Iterator[tuple[str, Batch]]:
-    """Yield random numbers and token ids, with more samples and of other lengths, and inputs without an argument."""
+def _candidates(batch: Batch, sizes: Sequence[int]) -> Iterator[tuple[str, Batch]]:
+    """Yield random numbers, token ids and masks, more samples, other lengths, and inputs without an argument.
+
+    Token ids are also up to the sizes of embeddings.
+    """
     sample, number = batch.first_sample(), len(batch.samples)
     yield f"{2 * number + 1} samples", _changed(batch.take([n % number for n in range(2 * number + 1)]), _random)
     for scale in (1, 8):
         yield "random inputs", _changed(sample, functools.partial(_random, scale=scale))
+    tensors = tensors_of([sample.args, sample.kwargs])
+    if any(map(_is_mask, tensors)):
+        yield "random masks", _changed(sample, functools.partial(_masked, part=0.5))
+        yield "masks of the first half", _changed(sample, _masked)
+    if not all(each.is_floating_point() or _is_mask(each) for each in tensors):
+        largest = max(int(each.max()) for each in tensors if each.numel() and not each.is_floating_point())
+        for size in (*sizes, 2 * largest + 2):
+            yield f"token ids below {size}", _changed(sample, functools.partial(_random, size=size))
     for name in sample.kwargs:
         yield f"inputs without {name}", replace(sample, kwargs={k: v for k, v in sample.kwargs.items() if k != name})
     # Not of images: networks may compute their positions anew.
-    shapes = [tensor.shape for tensor in tensors_of([sample.args, sample.kwargs]) if tensor.ndim < 4]
+    shapes = [tensor.shape for tensor in tensors if tensor.ndim < 4]
     most = max([_MOST, *(2 * shape.numel() for shape in shapes)])
     for axis, size in sorted({(n, shape[n]) for shape in shapes for n in range(1, len(shape)) if shape[n] > 1}):
         for other in sorted({size // 2, size - 1, size + 1, 2 * size, 4 * size}):
@@ -77,13 +93,29 @@ def _changed(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return replace(batch, args=args, kwargs=kwargs, valid=None, valid_within={})
 
 
-def _random(tensor: Tensor, scale: float = 1) -> Tensor:
-    """Return noise of a multiple of a tensor's scale; whole numbers between its extremes, unless it is a mask."""
+def _is_mask(tensor: Tensor) -> bool:
+    return not tensor.is_complex() and bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _random(tensor: Tensor, scale: float = 1, size: int = 0) -> Tensor:
+    """Return noise of a multiple of a tensor's scale; whole numbers in its range or below a size; a mask as it is."""
     torch.manual_seed(0)
     if tensor.is_floating_point():
         return tensor.mean() + scale * tensor.std(correction=0) * torch.randn_like(tensor)
-    is_mask = tensor.is_complex() or not tensor.numel() or tensor.max() <= 1
-    return tensor if is_mask else torch.randint_like(tensor, int(tensor.min()), int(tensor.max()) + 1)
+    if tensor.is_complex() or _is_mask(tensor):
+        return tensor
+    return torch.randint_like(tensor, *((0, size) if size else (int(tensor.min()), int(tensor.max()) + 1)))
+
+
+def _masked(tensor: Tensor, part: float = 0) -> Tensor:
+    """Invert a mask in its second half or, if a part is given, anywhere; a row of masks keeps its first entry."""
+    torch.manual_seed(0)
+    if not _is_mask(tensor):
+        return tensor
+    length = tensor.shape[-1] if tensor.ndim else 1
+    where = torch.rand(tensor.shape) < part if part else (torch.arange(length) >= length / 2).expand(tensor.shape)
+    kept = (torch.arange(length) == 0).expand(tensor.shape) if tensor.ndim > 1 else torch.zeros(tensor.shape) > 0
+    return torch.where(where & ~kept, (1 - tensor.double()).to(tensor.dtype), tensor)
 
 
 def _resized(tensor: Tensor, axis: int, size: int, other: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Rewrites of networks that take other paths on other inputs, against the original network on fresh inputs."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -163,6 +164,21 @@ def norm_by_length(self, x):
     return block(self, h, (self.other if x.shape[1] % 2 else self.norm)(h))
 
 
+def norm_by_name(self, x, name="a"):
+    h = self.inp(x)
+    return block(self, h, (self.norm if name == "a" else self.other)(h))
+
+
+def norm_by_size(self, x):
+    h = self.inp(x)
+    return block(self, h, (self.norm if x.shape[0] < 9 else self.other)(h))
+
+
+def heads_by_name(self, x, name="a"):
+    y = self.norm(h := self.inp(x))
+    return block(self, h, y) + (self.part(y.unflatten(-1, (4, -1))).mean() if name == "b" else 0)
+
+
 def by_batch_size(self, x):
     h = self.inp(x)
     return block(self, h + h.relu() if x.shape[0] > 2 else h)
@@ -231,7 +247,10 @@ PATHS = [
     (extra_by_length, {"more": nn.Linear(8, D), "other": nn.Linear(D, 5)}, (), 0, 0, "more was not called"),
     (activation_by_length, BLOCK, (), 0, 1, "in float64 on inputs of size 8 in place of 4"),
     (reader_by_length, BLOCK, (), 0, 0, "in float64 on inputs of size 3 in place of 4"),
-    (norm_by_length, {**BLOCK, **OTHER_NORM}, (), 0, 0, "in float64 on inputs of size 3 in place of 4"),
+    (norm_by_length, {**BLOCK, **OTHER_NORM}, (), 2, 0, "other was not called, and may share its readers"),
+    (norm_by_name, {**BLOCK, **OTHER_NORM}, ("b",), 2, 0, "other was not called, and may share its readers"),
+    (norm_by_size, {**BLOCK, **OTHER_NORM}, (), 2, 0, "other was not called, and may share its readers"),
+    (heads_by_name, {**BLOCK, "part": nn.Linear(D // 4, 3)}, ("b",), 0, 0, "part was not called"),
     (by_batch_size, BLOCK, (), 0, 1, "in float64 on 3 samples"),
     (
         looked_up,
@@ -382,3 +401,190 @@ def test_an_interrupted_call_leaves_the_network_as_it_was():
 
 def block_of_embeddings(self, ids):
     return block(self, self.inp(ids))
+
+
+def filled_where_masked(self, x, mask):
+    return block(self, self.inp(x).masked_fill(mask[..., None] == 0, 1e-3))
+
+
+def rectified_if_masked(self, x, mask):
+    h = self.inp(x)
+    return block(self, h if mask.all() else h.relu())
+
+
+def other_reader_if_masked(self, x, mask):
+    h = self.inp(x)
+    return block(self, h, None if mask.all() else h)
+
+
+def offset_by_masks(self, x, mask):
+    keep = mask[..., None].to(x)
+    return block(self, self.inp(x) * keep + (1 - keep) / 9)
+
+
+def filled_with_zeros(self, x, mask):
+    return block(self, self.inp(x).masked_fill(mask[..., None] == 0, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float64])
+@pytest.mark.parametrize(
+    ("forward", "exact", "folded", "reason"),
+    [
+        (filled_where_masked, 0, 2, "does not keep the mean over channels"),
+        (rectified_if_masked, 0, 1, "in float64 on random masks"),
+        (other_reader_if_masked, 0, 0, "in float64 on random masks"),
+        (offset_by_masks, 0, 2, "does not keep the mean over channels"),
+        (filled_with_zeros, 2, 2, ""),
+    ],
+)
+def test_rewrites_hold_on_other_masks_than_ones(forward, exact, folded, reason, dtype):
+    if dtype == torch.float64 and forward in (rectified_if_masked, filled_with_zeros):
+        exact, folded = 0, 2 * (forward is filled_with_zeros)  # floating-point numbers are data
+    network = pre_norm(forward, BLOCK)
+    original = copy.deepcopy(network)
+    report = normscope.simplify(network, [{"x": values(2, 4, 8), "mask": torch.ones(2, 4).to(dtype)}])
+    masks = [torch.ones(3, 6).to(dtype), (values(3, 6) > 0).to(dtype)]
+    assert worst_change(network, original, [(values(3, 6, 8, seed=1), mask) for mask in masks]) <= 1e-9
+    assert (len(report.exact), len(report.folded)) == (exact, folded)
+    assert dtype == torch.float64 or any(reason in norm.blocked for norm in report.norms)
+
+
+def test_rewrites_hold_on_token_ids_beyond_the_given_ones():
+    def forward(self, ids):
+        h = self.inp(ids)
+        return block(self, h.relu() if ids.max() > 6 else h)
+
+    def marked(self, ids):
+        return block(self, self.inp(ids) + (ids == 8)[..., None].double())
+
+    for each in (forward, marked):
+        network = pre_norm(each, {**BLOCK, "inp": nn.Embedding(9, D)})
+        original = copy.deepcopy(network)
+        report = normscope.simplify(network, [torch.tensor([[2, 1, 4, 3]])])
+        assert worst_change(network, original, [(torch.tensor([[2, 8, 4], [8, 8, 8]]),)]) <= 1e-9
+        assert not report.exact
+
+
+class Extra:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+@pytest.mark.parametrize("returned", [tuple, dict, list])
+def test_a_stream_within_an_object_is_returned(returned):
+    def forward(self, x):
+        pairs = {"logits": block(self, h := self.inp(x)), "extra": dataclasses.make_dataclass("E", ["it"])(Extra([h]))}
+        return pairs if returned is dict else returned(pairs.values())
+
+    norm, last = normscope.simplify(pre_norm(forward, BLOCK), [values(2, 4, 8)]).norms
+    assert norm.blocked == last.blocked == "the network returns its stream" and norm.folded and last.folded
+
+
+def test_a_stream_that_a_module_keeps_is_returned():
+    def forward(self, x):
+        self.hidden = [self.inp(x)]
+        return block(self, *self.hidden)
+
+    assert {norm.blocked for norm in normscope.simplify(pre_norm(forward, BLOCK), [values(2, 4, 8)]).norms} == {
+        "the network returns its stream"
+    }
+
+
+def returns_a_generator(self, x):
+    return block(self, h := self.inp(x)), (each for each in h)
+
+
+def branches_in_torch(self, x):
+    h = self.inp(x)
+    return block(self, torch.cond(h.max() > 4, lambda h: h.relu(), lambda h: h.clone(), (h,)))
+
+
+def without_numbers(self, x):
+    return block(self, self.inp(x) * torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (returns_a_generator, "Tensors may hide in the tuple that it returned: cannot pickle 'generator' object"),
+        (branches_in_torch, r"a branch on data \(torch\.cond\)"),
+        (without_numbers, "the output of norm is not finite in float64"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused(forward, reason):
+    network = pre_norm(forward, BLOCK)
+    state = State(network)
+    with pytest.raises(ModelError, match=reason):
+        normscope.simplify(network, [values(2, 4, 8)])
+    state.assert_same(network)
+
+
+def test_a_branch_on_a_counter_is_one_on_data():
+    def forward(self, x):
+        self.calls += 1
+        h = self.inp(x)
+        return block(self, h.relu() if self.calls > 20 else h)
+
+    network = pre_norm(forward, BLOCK)
+    network.register_buffer("calls", torch.tensor(0))
+    [reason] = {norm.blocked for norm in normscope.simplify(network, [values(2, 4, 8)]).norms}
+    assert reason == "the network branches on its data (item of buffers that it changes)"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_network_with_its_own_state_dict_is_rewritten_whole(strict):
+    def states(self, *args, **kwargs):
+        return {name: part for name, part in nn.Module.state_dict(self, *args, **kwargs).items() if "inp" not in name}
+
+    network = pre_norm(block, {**BLOCK, "inp": nn.Identity(), "first": nn.Linear(8, D)})
+    network.inp, network.first = network.first, network.inp
+    type(network).forward, type(network).state_dict = lambda self, x: block(self, self.inp(x)), states
+    type(network).load_state_dict = lambda self, state, **_: nn.Module.load_state_dict(self, state, strict)
+    original = copy.deepcopy(network)
+    assert len(normscope.simplify(network, [values(2, 4, 8)]).exact) == 2
+    assert worst_change(network, original, [(x,) for x in fresh_inputs()]) <= 1e-12
+
+
+def test_a_rewrite_that_changes_more_than_rounding_in_its_own_dtype_is_refused():
+    """It computes something else in float64."""
+
+    def forward(self, x):
+        h = self.inp(x)
+        return block(self, h if x.dtype == torch.float64 else h.relu())
+
+    network = pre_norm(forward, BLOCK).float()
+    state = State(network)
+    with pytest.raises(ModelError, match=r"differs by .* in torch\.float32\. The network stays as it was"):
+        normscope.simplify(network, [values(2, 4, 8).float()])
+    state.assert_same(network)
+
+
+def test_frozen_norms_stay_frozen():
+    network = pre_norm(lambda self, x: block(self, self.inp(x)), {**BLOCK, "mix": nn.Linear(D, D, bias=False)})
+    network.norm.requires_grad_(False)
+    normscope.simplify(network, [values(2, 4, 8)])
+    assert not network.norm.bias.requires_grad and network.mix.weight.requires_grad
+
+
+@pytest.mark.parametrize("module", [True, False])
+def test_a_norm_is_not_folded_into_a_weight_of_several_parameters(module):
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(2, D)), nn.Parameter(torch.ones(D, 2))
+
+        def forward(self, weight):
+            return weight + self.b @ self.a
+
+    def forward(self, x):
+        y = self.norm(h := self.inp(x))
+        return self.head(self.last(h + (self.mix(y) if module else F.linear(y, self.added(self.mix.weight)))))
+
+    network = pre_norm(forward, {"mix": nn.Linear(D, D, bias=False), "added": nn.Identity() if module else Added()})
+    if module:
+        nn.utils.parametrize.register_parametrization(filled(network).mix, "weight", Added().double())
+    norm, last = normscope.simplify(network, [values(2, 4, 8)]).norms
+    assert norm.exact and last.exact and last.folded
+    assert norm.unfolded.endswith("reads its output, and several parameters write its weight")

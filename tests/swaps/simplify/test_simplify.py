@@ -359,7 +359,7 @@ def read_before_the_scale(self, x):
 
 
 OTHER = {"other": nn.LayerNorm(8)}
-GAMMA = {"gamma": nn.Parameter(torch.ones(8)), **OTHER}
+GAMMA = {"gamma": nn.Parameter(torch.ones(8))}
 F = nn.functional
 # A network, its parts, and the reasons why its norm becomes no RMSNorm and why nothing is folded.
 TRAPS = [
@@ -383,7 +383,7 @@ TRAPS = [
         "",
     ),
     (scaled_twice, GAMMA, "mul of the network multiplies channels by different factors", ""),
-    (read_before_the_scale, GAMMA, "mul of the network multiplies channels by different factors", ""),
+    (read_before_the_scale, {**GAMMA, **OTHER}, "mul of the network multiplies channels by different factors", ""),
     (
         lambda self, x: self.head(self.norm(torch.cat([h := self.first(x), h], -1))),
         {"norm": nn.LayerNorm(16), "head": nn.Linear(16, 3)},
