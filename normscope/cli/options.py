@@ -194,8 +194,8 @@ def _size(text: str | int) -> int | Literal["auto"]:
 
 def _columns(context: typer.Context, text: str | None) -> str | None:
     command = str(context.info_name)
-    names = [name.strip() for name in text.split(",")] if text else []
-    if wrong := unknown_column(command, names):
+    names = [name.strip() for name in text.split(",")] if text is not None else []
+    if (wrong := unknown_column(command, [*filter(None, names)] or names)) is not None:
         raise typer.BadParameter(unknown("column", typed(wrong), map(typed, headings(command))))
     return text
 

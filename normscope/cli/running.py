@@ -95,6 +95,8 @@ def models_like(incomplete: str) -> list[tuple[str, str]]:
 def check_names(names: str | list[str] | None) -> str | list[str] | None:
     """Refuse names of neither a model nor a file, before torch is imported; ModelError."""
     for name in [names] if isinstance(names, str) else names or ():
+        if Path(name).suffix == ".py" and ":" not in name:
+            raise UsageError(f"{name} is code, not a model: py:{name}:FUNCTION names a function in it that makes one.")
         if not _is_file(name):
             registry.find(name)
     return names

@@ -364,6 +364,7 @@ def merge_captures(captures: Sequence[Source]) -> Capture:
         UsageError: if there are fewer than two.
     """
     if len(captures) < 2:
+        list(map(_loaded, captures))  # whose own error is the first to mend
         raise UsageError(f"Merging takes two captures or more; there {'is one' if captures else 'is none'}.")
     merged = _loaded(captures[0])
     for number in range(1, len(captures)):

@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from normscope.errors import ModelError
-from normscope.pairs.norms.recognition import call_with
+from normscope.pairs.norms.recognition import call_with, ignored
 from normscope.runtime.spread import copied
 from normscope.swaps.standalone import RETURNS, InPlaceOfNorm
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Functions of norms that accelerators run in float32 under autocast.
 _IN_FLOAT32 = {"layer_norm", "group_norm", "normalize", "norm", "linalg_vector_norm", "rsqrt", "reciprocal"}
 _IN_FLOAT32 |= {"pow", "__pow__", "sum"}
@@ -62,26 +62,31 @@ def behave_like(module: InPlaceOfNorm, norm: nn.Module, name: str, like: Tensor)
         with _Autocast():
             casting = _rules(_trials(norm, module, like))
         module.returns, module.under_autocast = rules[0], "" if rules[0] in casting else next(iter(casting), "")
+        module.ignores = tuple(sorted(ignored(norm, x)))
         module.keeps, module.overwrites = _kept(norm, module.channel_axis, x), tuple(sorted(overwritten))
 
 
 def _kept(norm: nn.Module, axis: int, x: Tensor) -> str:
-    """Identify the strides of its input that a norm keeps: all, channels_last, or none if its output is contiguous."""
+    """Identify the strides of a norm's output, see :class:`InPlaceOfNorm`."""
     twin = copied(norm).eval()
-    layouts = {"all": x.mT.contiguous().mT, "channels_last": x.movedim(axis, -1).contiguous().movedim(-1, axis)}
+    layouts = {
+        "to_channels_last": x.clone(),
+        "all": x.mT.contiguous().mT,
+        "channels_last": x.movedim(axis, -1).contiguous().movedim(-1, axis),
+    }
     for kept, laid_out in layouts.items():
         args, kwargs = call_with(twin, laid_out)
         with contextlib.suppress(Exception):  # of a view that it takes
-            if not twin(*args, **kwargs).is_contiguous():
+            y = twin(*args, **kwargs)
+            if not y.is_contiguous() and (kept != "to_channels_last" or y.movedim(1, -1).is_contiguous()):
                 return kept
     return "none"
 
 
 def _rules(trials: _Trials) -> list[str]:
     """Return the rules that explain the dtypes of outputs."""
-    return [
-        name for name, rule in RETURNS.items() if all(rule(*dtypes) == y.dtype for dtypes, (*_, y) in trials.items())
-    ]
+    judged = [(dtypes, y.dtype) for dtypes, (*_, y) in trials.items() if dtypes[0] != torch.float64 or len(trials) == 1]
+    return [name for name, rule in RETURNS.items() if all(rule(*dtypes) == returned for dtypes, returned in judged)]
 
 
 def _trials(norm: nn.Module, module: InPlaceOfNorm, like: Tensor) -> _Trials:

@@ -199,7 +199,8 @@ class DriftReport(_AboutNetwork):
 
     def __repr__(self) -> str:
         how = " ".join(filter(None, ("DriftReport", self.func, self.init)))
-        return f"{how}: {count(len(self.sites), 'site')} swapped, relative L2 {self.all.relative_l2.p50:.3g}"
+        kl = "" if self.all.kl is None else f"KL {self.all.kl.p50:.3g}, "
+        return f"{how}: {count(len(self.sites), 'site')} swapped, {kl}relative L2 {self.all.relative_l2.p50:.3g}"
 
     @property
     def start_in_words(self) -> str:

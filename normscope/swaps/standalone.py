@@ -52,6 +52,8 @@ RETURNS: dict[str, Callable[[torch.dtype, torch.dtype], torch.dtype]] = {
 
 def with_strides_kept(input: Tensor, keeps: str) -> Tensor:
     """Return the input in the memory layout that the replaced norm's output has."""
+    if keeps == "to_channels_last":
+        return input.movedim(1, -1).contiguous().movedim(-1, 1)
     if keeps == "all" or input.is_contiguous():
         return input
     kept = suggest_memory_format(input) if keeps == "channels_last" else torch.contiguous_format
@@ -92,7 +94,7 @@ class Table(Float32):
         return mean[left] + slopes[piece] * (u - at[left])
 
 
-BEHAVIOUR = ("keeps", "returns", "under_autocast", "overwrites")
+BEHAVIOUR = ("keeps", "returns", "under_autocast", "overwrites", "ignores")
 
 
 class InPlaceOfNorm(nn.Module):
@@ -100,10 +102,13 @@ class InPlaceOfNorm(nn.Module):
 
     eps = math.nan  # keeps nn.TransformerEncoderLayer from its fused path, which would make a LayerNorm of this
     in_place_of: str = ""  # full class name of the norm that it replaced
-    keeps: str = "all"  # strides of the input that the output inherits: all, channels_last, or none if it is contiguous
+    # Strides of the input that the output inherits: all, channels_last, or none if it is contiguous; or it always has
+    # those of channels_last: to_channels_last.
+    keeps: str = "all"
     returns: str = "least"  # rule of the output's dtype, a key of RETURNS
     under_autocast: str = ""  # another rule under autocast, except on the CPU
     overwrites: Sequence[str] = ()  # dtypes of inputs that are overwritten with the output
+    ignores: Sequence[str] = ()  # places and names of arguments whose tensors change nothing, such as 1 and mask
     activations: Sequence[str] = ()  # names of children that run afterwards
     computed: Callable[[Tensor], Tensor]  # from an input in float32 or float64 to the output
     normalized_shape: tuple[int, ...]
@@ -113,7 +118,9 @@ class InPlaceOfNorm(nn.Module):
     def forward(self, input: Tensor | None = None, *others: Any, **named: Any) -> Tensor:
         """Apply the function to the only tensor; other arguments, such as ``residual=None``, change nothing."""
         if input is None or others or named:
-            input = self.normalized(input, *others, *named.values())
+            places = {str(place): value for place, value in enumerate((input, *others))}
+            arguments = {name: value for name, value in (places | named).items() if name not in self.ignores}
+            input = self.normalized(*arguments.values())
         if input.is_nested:  # nn.TransformerEncoder makes it of a padded batch
             return torch.nested.as_nested_tensor([self(part) for part in input.unbind()])
         if self.overwrites and str(input.dtype)[6:] in self.overwrites:

@@ -167,6 +167,7 @@ def why_not_replaced(sites: Sequence[NormSite]) -> str:
     stay = [f"{count(calls, 'call')} of norm functions (a module cannot replace a call in the network's own code)"]
     stay += [f"{count(functions, 'point-wise function')} (replacing these is out of scope)"]
     left = [text for text, number in zip(stay, (calls, functions), strict=True) if number]
+    left += [f"{s.name} (it is called with {s.called_with}, which changes its output)" for s in sites if s.called_with]
     return f"a swap leaves {' and '.join(left)}" if left else ""
 
 

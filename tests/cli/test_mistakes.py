@@ -77,6 +77,11 @@ MISTAKES = [
     ("capture transformers:a/b -o new --tp 1 --weights random", 2, "--tp 1 shards weights while they are read from a"),
     ("swap demo_vit -o new --init calibrated --device-map auto", 2, "--init calibrated takes a network on one device;"),
     ("capture transformers:a/b -o new --tp 1 --batch-size auto", 2, "--tp 1 needs the same batches on all ranks: take"),
+    ("fit demo_vit --columns ''", 2, "There is no column ''. There are: "),
+    ("fit demo_vit --layers least:3", 2, "least:3 is for `normscope swap` and `swap-bench`"),
+    ("fit mynets.py", 2, "py:mynets.py:FUNCTION names a function in it"),
+    ("merge no.safetensors -o new", 4, "Cannot read the capture no.safetensors: No such file or"),
+    ("capture demo_vit -o new.csv", 2, "new.csv ends in .csv, but a capture's file ends in .safetensors"),
     ("fit demo_vit --columns site,alhpa", 2, "There is no column 'alhpa'. Did you mean 'alpha'?"),
     *(
         (f"fit demo_vit -o notes.txt/below{suffix}", 2, f"Cannot write notes.txt/below{suffix}")

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import timm.layers
@@ -16,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import normscope
-from normscope.errors import ModelError
+from normscope.errors import ModelError, UsageError
 from normscope.pairs.norms import formulas
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.calibrate.calibrate import swap
@@ -113,6 +114,138 @@ def test_a_norm_that_takes_a_second_tensor_in_one_of_its_calls_is_no_site():
         model.register_forward_hook(lambda module, args, output: module.last(output))
         report = find_norms(model, normscope.Batch((inputs()[0],)))
         assert [site.name for site in report.sites] == ["norm:rms_norm.0", "last"] and not report.skipped
+
+
+def normed(norm, x):
+    return norm.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+
+
+def scaled(self, x, scale=1.0):
+    return normed(self, x) * scale
+
+
+def scaled_by(self, x, scale):
+    return normed(self, x) * (1.0 if scale is None else scale)
+
+
+def overwriting(self, x, inplace=False):
+    return x.copy_(normed(self, x)) if inplace else normed(self, x)
+
+
+def scaled_by_any(self, x, **named):
+    return normed(self, x) * named.get("scale", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "call", "named"),
+    [
+        (scaled, lambda norm, x: norm(x, scale=2.0), "scale=2.0"),
+        (scaled, lambda norm, x: norm(x, 0.5), "scale=0.5"),
+        (scaled_by, lambda norm, x: norm(x, 2.0), "scale=2.0"),
+        (scaled_by_any, lambda norm, x: norm(x, scale=2.0), "named={'scale': 2.0}"),
+        (overwriting, lambda norm, x: x + norm(x, inplace=True), "inplace=True"),
+        (scaled, lambda norm, x: norm(x, scale=1.0 + 0), ""),
+        (scaled_by, lambda norm, x: norm(x, 1), ""),
+        (overwriting, lambda norm, x: norm(x, inplace=0), ""),
+    ],
+)
+def test_an_argument_that_changes_the_output_leaves_the_norm_where_it_is(forward, call, named):
+    model = network(rms_norm(forward), call)
+    seen = normscope.capture(model, inputs(), verify=True)
+    assert (seen.sites[0].called_with, seen.sites[0].replaceable) == (named, not named)
+    if not named:
+        swap(model, "dyt", seen).undo()
+        return
+    with pytest.raises(UsageError, match=re.escape(f"norm (it is called with {named}, which changes its output)")):
+        swap(model, "dyt", seen)
+
+
+def test_a_norm_with_such_an_argument_in_some_of_its_calls_alone_is_no_site():
+    model = network(rms_norm(scaled), lambda norm, x: norm(norm(x), scale=2.0))
+    with pytest.raises(ModelError, match="some of its calls have other arguments, which change its output"):
+        find_norms(model, normscope.Batch((inputs()[0],)))
+
+
+def masked(self, x, mask=None):
+    return normed(self, x)
+
+
+def gated(self, x, mask=None):
+    return normed(self, x) if mask is None else normed(self, x) * mask[..., None]
+
+
+def masked_by_name(self, *, x, factor=1.0, mask=None):
+    return normed(self, x) * factor
+
+
+@pytest.mark.parametrize(
+    ("forward", "call"),
+    [
+        (masked, lambda norm, x: norm(x, torch.ones(x.shape[:-1]))),
+        (masked, lambda norm, x: norm(x, mask=torch.ones(x.shape[:-1], dtype=torch.bool))),
+        (masked_by_name, lambda norm, x: norm(x=x, mask=torch.ones(x.shape[:-1]))),
+    ],
+)
+def test_a_second_tensor_that_changes_nothing_is_ignored_by_the_replacement(forward, call, tmp_path):
+    model, (x, *_) = network(rms_norm(forward), call), inputs()
+    plain = network(rms_norm(masked))
+    seen, fresh = normscope.capture(model, inputs(), verify=True), copy.deepcopy(model)
+    with torch.no_grad(), swap(plain, "dyt", normscope.capture(plain, inputs())):
+        truth = plain(x)
+    with torch.no_grad(), swap(model, "dyt", seen):
+        assert torch.equal(model(x), truth)
+        normscope.save_swapped(model, tmp_path / "swap")
+        assert torch.allclose(
+            loaded_from(tmp_path / "swap").swapped(copy.deepcopy(fresh))(x), truth, rtol=1e-5, atol=1e-6
+        )
+        assert torch.equal(restored_in(fresh, tmp_path / "swap")(x), truth)
+
+
+def test_a_second_tensor_of_ones_is_not_taken_for_one_that_changes_nothing():
+    model = network(rms_norm(gated), lambda norm, x: norm(x, torch.ones(x.shape[:-1])))
+    with pytest.raises(ModelError, match="depends on a second tensor"):
+        find_norms(model, normscope.Batch((inputs()[0],)))
+
+
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [
+        (lambda self, x: (normed(self, x), x), "it does not take and return one tensor"),
+        (lambda self, x: [normed(self, x)], "it does not take and return one tensor"),
+        (lambda self, x: normed(self, x).flatten(0, 1), "floating-point numbers and return as many"),
+        (lambda self, x: normed(self, x).to(BFLOAT16), "it returns bfloat16 for float32"),
+    ],
+)
+def test_a_lone_norm_with_another_output_is_listed_with_the_reason(forward, reason):
+    def first(norm, x):
+        return y if isinstance(y := norm(x), torch.Tensor) else y[0]
+
+    with pytest.raises(ModelError, match=rf"norm \(MyRMSNorm\): .*{reason}"):
+        find_norms(network(rms_norm(forward), first), normscope.Batch((inputs()[0],)))
+
+
+class ChannelsLastNorm(nn.LayerNorm):
+    """Of the channels of (batch, channels, time), which are last in the memory of its output."""
+
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("func", ["dyt", "derf", "rmsnorm"])
+@pytest.mark.parametrize(
+    ("norm", "shape"),
+    [(timm.layers.LayerNorm2d, (2, WIDTH, 5, 6)), (ChannelsLastNorm, (2, WIDTH, 5)), (nn.LayerNorm, (2, 5, WIDTH))],
+)
+def test_the_output_has_the_strides_of_the_norms(norm, shape, func, tmp_path):
+    """Also those of channels_last for a contiguous input, of which a view may follow."""
+    model, x = OneNorm(norm(WIDTH)), torch.randn(shape)
+    truth, fresh = model(x), copy.deepcopy(model)
+    with torch.no_grad(), swap(model, func, normscope.capture(model, [x, x])):
+        normscope.save_swapped(model, tmp_path / "swap")
+        loaded = loaded_from(tmp_path / "swap").swapped(copy.deepcopy(fresh))
+        for network in (model, loaded, restored_in(fresh, tmp_path / "swap")):
+            outputs = network(x), network(x.mT.contiguous().mT)
+            assert [y.stride() for y in outputs] == [truth.stride()] * 2, func
 
 
 def test_a_second_tensor_is_no_input_of_a_function():
@@ -228,12 +361,12 @@ def test_autocast_of_accelerators_returns_layer_norms_in_float32(norm, rules):
 def test_dtypes_without_a_rule_are_refused():
     def odd(self, x):
         y = F.rms_norm(x.float(), (WIDTH,), self.weight.float(), self.eps)
-        return y.to(FLOAT16 if x.dtype == FLOAT32 else BFLOAT16)
+        return y.to({BFLOAT16: FLOAT16, FLOAT16: BFLOAT16}.get(x.dtype, x.dtype))
 
     model = OneNorm(rms_norm(odd, "OfOddDtypes"))
     normscope.register_norm(type(model.norm), axes=-1, normalize=formulas.rms_norm)
     seen = normscope.capture(model, [torch.randn(64, WIDTH)] * 2)
-    with pytest.raises(ModelError, match=r"norm .* follows no rule: float16 for float32, bfloat16 for bfloat16"):
+    with pytest.raises(ModelError, match=r"norm .* follows no rule: float32 for float32, float16 for bfloat16"):
         swap(model, "dyt", seen)
 
 
@@ -277,6 +410,8 @@ def test_a_norm_that_overwrites_its_input_is_replaced_by_a_function_that_does(fo
         assert torch.allclose(model(batches[0]), expected, rtol=1e-5, atol=1e-6)
         again = function(written := h.clone())
         assert again.data_ptr() == written.data_ptr() and torch.equal(written, y)
+        double = h.double()
+        assert torch.equal(function(double), double) == (forward is not in_float32)
         half = h.to(BFLOAT16)
         assert torch.equal(function(half), half) == (forward is not in_float32)
         normscope.save_swapped(model, tmp_path / "swap")

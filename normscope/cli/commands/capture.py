@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from normscope.pairs.storage import RawPairs
 
 
+_OF_RESULTS = (".csv", ".parquet", ".json", ".yaml", ".yml", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
+
+
 @declared(
     "normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
     "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume",
@@ -119,6 +122,8 @@ def merge(files: list[str], output: Path, *, force: bool = False, say: Output) -
 def _check_capture_file(path: Path, force: bool) -> None:
     """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
     check_writable(path)
+    if path.suffix.lower() in _OF_RESULTS:
+        raise UsageError(f"{path} ends in {path.suffix}, but a capture's file ends in .safetensors.")
     if path.exists() and not force:
         from normscope.pairs.storage import is_capture
 

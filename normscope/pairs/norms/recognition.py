@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import re
@@ -158,6 +159,25 @@ def call_with(module: nn.Module, x: Tensor) -> Call:
     variadic = (first.VAR_POSITIONAL, first.VAR_KEYWORD)
     absent = {each.name: None for each in others if each.default is each.empty and each.kind not in variadic}
     return ((), {first.name: x, **absent}) if first.kind is first.KEYWORD_ONLY else ((x,), absent)
+
+
+@torch.no_grad()
+def ignored(module: nn.Module, x: Tensor) -> set[str]:
+    """Return where a norm takes further tensors that change nothing, whatever its weights: as ``1`` and ``mask``."""
+    twin, places = copied(module).eval(), set[str]()
+    for part in twin.parameters():  # which may be zeros at first
+        part.copy_(0.5 + torch.rand(part.shape, generator=torch.Generator().manual_seed(0)))
+
+    def called(**others: Tensor) -> Tensor:
+        args, kwargs = call_with(twin, x.clone())
+        return twin(*args, **{**kwargs, **others})  # type: ignore[no-any-return]
+
+    for place, name in list(enumerate(inspect.signature(module.forward).parameters))[1:]:
+        values = (torch.zeros_like(x), x.flip(-1), torch.ones_like(x[..., 0]), torch.ones_like(x).bool())
+        with contextlib.suppress(Exception):  # of code that is not ours
+            if all(torch.equal(called(), called(**{name: value})) for value in values):
+                places |= {str(place), name}
+    return places
 
 
 def _shapes_at(site: NormSite) -> Iterator[list[int]]:

@@ -61,6 +61,7 @@ class NormSite:
         form: key of the token's form in :data:`normscope.pairs.norms.formulas.FORMS`; None for running statistics and
             for a formula that the user registered.
         pointwise: parameters of a point-wise function; None for a norm.
+        called_with: arguments beside its input that change its output, such as ``scale=2.0``; empty without them.
     """
 
     index: int
@@ -79,6 +80,7 @@ class NormSite:
     grouped: bool = False
     form: str | None = None
     pointwise: PointwiseParameters | None = None
+    called_with: str = ""
 
     @property
     def path(self) -> str:
@@ -93,8 +95,8 @@ class NormSite:
 
     @property
     def replaceable(self) -> bool:
-        """True for norm modules; a swap replaces neither calls of functions nor point-wise functions."""
-        return not self.is_call and self.pointwise is None
+        """True for norm modules, which a swap can replace, unless their calls have other arguments that matter."""
+        return not self.is_call and self.pointwise is None and not self.called_with
 
     @property
     def d(self) -> int:
@@ -303,6 +305,8 @@ def _matching(sites: Sequence[NormSite], text: str) -> list[int]:
     if text in PLACEMENTS and not any(site.placement == text for site in sites):
         placements = sorted({site.placement for site in sites if site.placement})
         raise UsageError(f"No norm here is {text}; there are {', '.join(placements) or 'none with a placement'}.")
+    if text.startswith("least:"):
+        raise UsageError(f"{text} is for `normscope swap` and `swap-bench`, which then swap the least harmful norms.")
     matches = [site.index for site in sites if text in (site.placement, site.kind)]
     matches = matches or [index for name, index in names.items() if fnmatch.fnmatchcase(name, text)]
     if not matches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 import re
@@ -26,6 +27,8 @@ from normscope.pairs.norms.functional import CalledNorm, Frame, FunctionWatch, i
 from normscope.pairs.norms.kinds import NormKind
 from normscope.pairs.norms.recognition import (
     ancestor_kind,
+    call_with,
+    ignored,
     is_norm,
     kind_of,
     refusal,
@@ -34,13 +37,14 @@ from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNo
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trials import identified, is_small, normalizes_first, reproduced, shared, tried
 from normscope.runtime.network import heard_by, left_as_found, passes_by, run, uncompiled
-from normscope.runtime.spread import at_hand, differing_inputs, is_sharded, whole
+from normscope.runtime.spread import at_hand, copied, differing_inputs, is_sharded, whole
 
 _Modules = dict[str, nn.Module]  # by path
 NOT_CALLED = "not called"
 NOT_ONE_TENSOR = "it does not take and return one tensor"
 _DIFFERS = "it does something else in another of its calls"
 ONLY_WEIGHS = "it only weighs its input"
+ARGUMENTS_DIFFER = "some of its calls have other arguments, which change its output"
 _DIVIDED = "ranks that share the network have different inputs of it: each has some of the heads, or other batches"
 
 _ADDITIONS = {
@@ -197,6 +201,7 @@ class _FirstCall:
     of_weights: bool = False
     pointwise: PointwiseParameters | None = None
     calls: int = 0
+    arguments: set[str] = field(default_factory=set)  # of all calls, those that change what the norm does
 
     @property
     def is_site(self) -> bool:
@@ -438,6 +443,10 @@ def _followed(named: _Modules, weighing: _Modules, watch: _TraceWatch) -> Iterat
                         if own_x is None or not reproduced(call.kind, module, own_x, whole(output, like=x)):
                             watch.differing.add(name)
                 call.kind = inseparable(x) or call.kind  # its own calls with the parts came first
+                if call.is_site:
+                    with watch.paused():
+                        call.arguments.add(_decisive(module, args, kwargs))
+                    call.kind = ARGUMENTS_DIFFER if len(call.arguments) > 1 else call.kind
                 call.overwrites |= overwrites
                 call.of_weights &= of_weights
             is_site = call is not None and call.is_site
@@ -487,16 +496,47 @@ def _resolve(
         return reason
     known = kind_of(module) or refusal(module)
     if known is None:
+        places = ignored(module, x) if len(tensors_of([args, kwargs])) > 1 else ()
+        args = tuple(None if str(place) in places else value for place, value in enumerate(args))
+        kwargs = {name: None if name in places else value for name, value in kwargs.items()}
         if like is not None and (same := shared(like, module, (args, kwargs), x, output)):
             return same
         if not is_norm(module):
             return tried(module, (args, kwargs), x, output) or ONLY_WEIGHS
-        return identified(module, (args, kwargs), x, output, ancestor_kind(module))
+        found = identified(module, (args, kwargs), x, output, ancestor_kind(module))
+        fewer = (
+            output.is_floating_point()
+            and x.is_floating_point()
+            and torch.finfo(output.dtype).eps > torch.finfo(x.dtype).eps
+        )
+        dtypes = f"it returns {str(output.dtype)[6:]} for {str(x.dtype)[6:]}, of too few digits to find its form"
+        return dtypes if fewer and isinstance(found, str) else found
     if isinstance(known, NormKind) and known.groups is not None:
         channels, features = known.channels(module, x), getattr(module, "num_features", None)
         if features not in (None, channels):  # as InstanceNorm allows where it has no weight
             return f"it was made for {features} channels and takes {channels}"
     return known
+
+
+def _decisive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return arguments beside tensors that change what a norm does, such as ``scale=2.0``; empty if none does."""
+    named, results = list[str](), list[tuple[Tensor, Tensor]]()
+    if len(args) + len(kwargs) == 1:
+        return ""
+    with torch.no_grad(), at_hand(module, args, kwargs) as own, contextlib.suppress(Exception):  # of code not ours
+        signature, x = inspect.signature(module.forward), input_of(*own)
+        for name, value in signature.bind(*own[0], **own[1]).arguments.items():
+            default = signature.parameters[name].default
+            if not isinstance(value, Tensor) and value is not (None if default is inspect.Parameter.empty else default):
+                named.append(f"{name}={value!r:.60}")
+        if x is None or not named:
+            return ""
+        twin, written, alone = copied(module).eval(), x.detach().clone(), x.detach().clone()
+        for (own_args, own_kwargs), probe in ((with_input(*own, written), written), (call_with(twin, alone), alone)):
+            results.append((twin(*own_args, **own_kwargs), probe))
+        if all(itertools.starmap(torch.equal, zip(*results, strict=True))):
+            return ""
+    return ", ".join(named) if results else ""
 
 
 def _site(index: int, call: _FirstCall, kind: NormKind, placement: str | None) -> NormSite:
@@ -519,6 +559,7 @@ def _site(index: int, call: _FirstCall, kind: NormKind, placement: str | None) -
         grouped=kind.groups is not None,
         form=None if kind.form is None else kind.form.name,
         pointwise=call.pointwise,
+        called_with="".join(call.arguments),
     )
 
 

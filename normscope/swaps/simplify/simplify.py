@@ -153,7 +153,8 @@ class _Norm:
         self.readers: Sequence[Reader] = ()
         self.blocked = self.folded = self.unfolded = ""
         self.change: float | None = None
-        kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else "it is no norm module"
+        called = f"it is called with {norm.called_with}, which changes its output" if norm.called_with else ""
+        kind = kind_at(network.get_submodule(self.site), norm) if norm.replaceable else called or "it is no norm module"
         if isinstance(kind, str):
             self.block(kind)
         elif kind.form is None or kind.activation or kind.affine is not scale_and_shift:

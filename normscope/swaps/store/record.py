@@ -88,6 +88,7 @@ class SwappedSite:
     returns: str = "least"
     under_autocast: str = ""
     overwrites: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _record(document: Mapping[str, Any], folder: Path) -> SwapRecord:
         shape, axis = site.normalized_shape, site.channel_axis
         if not is_shape(shape) or len(shape) > _MOST_AXES or not -_MOST_AXES <= axis < _MOST_AXES:
             raise ValueError(f"{site.name} has the shape {shape} and channel axis {axis}")
-        if site.keeps not in ("all", "channels_last", "none"):
+        if site.keeps not in ("all", "channels_last", "to_channels_last", "none"):
             raise ValueError(f"the keeps of {site.name} is {site.keeps!r:.60}")
         if not {site.returns, site.under_autocast or site.returns} <= standalone.RETURNS.keys():
             raise ValueError(f"the dtypes of {site.name} are by {site.returns!r:.60} and {site.under_autocast!r:.60}")
