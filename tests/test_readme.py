@@ -34,7 +34,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     [block] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     exec(block, {})  # noqa: S102 - our own README
-    assert "blocks.0.norm2" in capsys.readouterr().out
+    assert "blocks.0.norm1" in capsys.readouterr().out
     assert (tmp_path / "scurves.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -49,7 +49,7 @@ def test_the_python_of_its_page_runs(tmp_path, monkeypatch, capsys):
     for block in blocks:
         exec(block, names)  # noqa: S102 - our own README
     assert recognition.kind_of(MyRMSNorm()).name == "MyRMSNorm"
-    assert "blocks.0.norm2" in capsys.readouterr().out
+    assert "blocks.0.norm1" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scurves.png", "seen.safetensors"]
     assert names["both"].n_samples == 800 + 8
 

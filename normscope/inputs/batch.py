@@ -403,7 +403,7 @@ def check_several(batches: object) -> None:
             f"The batches are a {type(batches).__name__} of single samples. Pass torch.utils.data.DataLoader(dataset, "
             "batch_size=8), or, if its entries are batches, iter(…) of it."
         )
-    if isinstance(batches, str) or not hasattr(batches, "__iter__"):
+    if isinstance(batches, str) or not (hasattr(batches, "__iter__") or hasattr(batches, "chunks")):
         raise UsageError(f"The batches are {batches!r:.60}. Pass an iterable of batches, [x] of a single one x.")
 
 

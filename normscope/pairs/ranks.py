@@ -124,8 +124,11 @@ class Ranks:
         """Return the norms of the network: of another rank where this one has no batch (None); or DataError."""
         if report is not None and self.size == 1:
             return report
-        lists = report and {name: list(map(asdict, getattr(report, name))) for name in ("sites", "skipped")}
-        found = next(filter(None, self.told(lists and lists | {"shapes": report.shapes})), None)
+        message = report and {
+            **{name: list(map(asdict, getattr(report, name))) for name in ("sites", "skipped")},
+            "shapes": report.shapes,
+        }
+        found = next(filter(None, self.told(message)), None)
         if found is None:
             raise DataError("There is no batch to run the model on.")
         sites = [converted(NormSite, site, "norm site") for site in found["sites"]]
