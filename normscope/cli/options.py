@@ -159,7 +159,7 @@ _NAMES = {
 # Options of several commands that only one of them lists in its help.
 _LISTED_BY = {
     **dict.fromkeys(("shuffle", "sample", "skip", "workers", "seed", "device_map", "tp", "verify"), "capture"),
-    **dict.fromkeys(("figure_format", "dpi", "style", "labels", "font", "caption"), "plot"),
+    **dict.fromkeys(("figure_format", "dpi", "style", "labels", "font", "caption", "title"), "plot"),
 }
 _LARGEST = 2**63 - 1
 
