@@ -57,7 +57,7 @@ def whole_folder(path: Path, files: Collection[str], also: Collection[str] = ())
     """Yield a temporary folder that replaces ``path``, or the target of a link, if the block ends without an exception.
 
     A previous folder is removed only if it is empty, or contains all of ``files`` and nothing but them and ``also``,
-    names of optional files.
+    names of optional files. The bytecode that Python keeps of an imported file does not count.
 
     Raises:
         UsageError: if it cannot be written there, or if other files would be lost.
@@ -132,7 +132,8 @@ def _target_folder(path: Path, files: Collection[str], also: Collection[str]) ->
         ours = {entry.name for entry in target.iterdir() if entry.name in {*files, *also} and not entry.is_dir()}
         # Some of the files without the rest are not ours, such as a downloaded model.safetensors.
         whole = ours.issuperset(files)
-        others = sorted(entry.name for entry in target.iterdir() if entry.name not in ours or not whole)
+        replaced = {*(ours if whole else ()), "__pycache__"}
+        others = sorted(entry.name for entry in target.iterdir() if entry.name not in replaced)
     except FileNotFoundError:
         return target
     except NotADirectoryError:

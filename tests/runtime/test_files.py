@@ -92,6 +92,15 @@ def test_a_folder_appears_once_it_is_whole_and_takes_the_place_of_its_like(tmp_p
     assert [path.name for path in target.parent.iterdir()] == ["folder"]
 
 
+def test_bytecode_of_an_imported_file_goes_with_its_folder(tmp_path):
+    folder = tmp_path / "folder"
+    write(folder, "first")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "a.cpython-313.pyc").touch()
+    write(folder, "second")
+    assert [path.name for path in folder.iterdir()] == ["a"]
+
+
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
 def test_an_interrupted_folder_never_appears(tmp_path, error):
     write(tmp_path / "old", "whole")
