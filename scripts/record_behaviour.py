@@ -2,7 +2,7 @@
 
 ``diff -ru`` of the folders of two revisions shows each change that a user could see: JSON and text of every command,
 text in figures, options, signatures of public names, and the schema of each file format. Numbers have five digits;
-times are left out. PYTHONPATH selects the revision. minilm needs ``scripts/fetch_pretrained.py minilm``.
+times are left out. PYTHONPATH selects the revision. The pretrained networks come from ``scripts/fetch_pretrained.py``.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+MODELS = "demo_vit,demo_wav2vec2,demo_dit,minilm,dinov2_small,smollm2_135m,smart_turn"
 ONCE = "demo_vit"  # slow commands and text are recorded of this model alone
 FEW = "MODEL --limit 6 --batch-size 4"
 SEEN = "FOLDER/seen.safetensors"
@@ -155,7 +156,7 @@ def main() -> None:
     """Write one text file per command and per file that commands write."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--models", default="demo_vit,demo_wav2vec2,demo_dit,minilm")
+    parser.add_argument("--models", default=MODELS)
     options = parser.parse_args()
     (folder := options.folder).mkdir(parents=True, exist_ok=True)
     os.environ |= {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
