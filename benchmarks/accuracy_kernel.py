@@ -1,13 +1,9 @@
 """The kernels' functions elementwise, for accuracy.py: on a GPU, or with TRITON_INTERPRET=1 in the interpreter.
 
-The variable is read on import. In the interpreter, instructions can be given errors.
+The variable is read on import.
 """
 
 from __future__ import annotations
-
-import contextlib
-from collections.abc import Sequence
-from unittest import mock
 
 import numpy as np
 import torch
@@ -15,13 +11,11 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from normscope.swaps.kernels import loops
 from normscope.swaps.kernels.choice import interpreted
 from normscope.swaps.kernels.loops import derivative, function, function_beside
 
 BLOCK = {"cpu": 65_536, "cuda": 1024}
 BESIDE = "f beside f′"
-INSTRUCTIONS = ("_hardware_exp2", "_hardware_reciprocal")
 
 
 @triton.jit
@@ -39,16 +33,11 @@ def apply(
         tl.store(y + at, function(own, curve, precise, portable), mask=at < n)
 
 
-def run(
-    u: NDArray[np.float32], of: str, curve: str, precise: bool, off: Sequence[float] = (0.0, 0.0), device: str = "cpu"
-) -> NDArray[np.float32]:
-    """Return f(u), alone or beside f′, or f′(u), with relative errors ``off`` of 2^v and 1/v in the interpreter."""
+def run(u: NDArray[np.float32], of: str, curve: str, precise: bool, device: str = "cpu") -> NDArray[np.float32]:
+    """Return f(u), alone or beside f′, or f′(u)."""
     given = torch.from_numpy(np.ascontiguousarray(u)).to(device)
     y, block = torch.full_like(given, torch.nan), BLOCK[device]
-    exact = [(name, getattr(loops, name), 1 + by) for name, by in zip(INSTRUCTIONS, off, strict=True)]
-    inexact = {name: lambda *values, call=call, by=by: call(*values) * by for name, call, by in exact if by != 1}
-    patched = mock.patch.multiple(loops, **inexact) if inexact else contextlib.nullcontext()
-    with patched, np.errstate(over="ignore"):  # u² is infinite where erf is ±1
+    with np.errstate(over="ignore"):  # u² is infinite where erf is ±1
         settings = (of == "f′", of == BESIDE, curve, precise, interpreted(), block)
         apply[(triton.cdiv(len(u), block),)](given, y, len(u), *settings)
     return y.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Time and memory of a capture beside bare forward passes and peers: ``python benchmarks/capture.py``.
+"""Time and memory of a capture beside bare forward passes: ``python benchmarks/capture.py``.
 
 Each way runs in a process of its own, in turn with the bare forward pass.
 """
@@ -24,7 +24,6 @@ from common import (
     finish,
     gpu,
     in_own_process,
-    installed,
     names,
     of_each,
     options,
@@ -42,18 +41,16 @@ from normscope.pairs import recorder
 
 MODELS = ("vit_b16", "wav2vec2_large", "dit_xl")
 ON_A_GPU = {"vit_b16": (8, 64), "dit_xl": (8,)}  # samples per pass; otherwise 1
-PEERS = ("nnsight", "torchlens")
 NORMSCOPE, HOOKS_TIMED, NAIVE = "normscope", "normscope, hooks timed", "naive hooks"
 ABOUT = """
 Cost of observing all norms of a network during its forward pass. Weights are random; the time does not depend on them.
 normscope sums all pairs, including folds, statistics and samples. Its number of pairs equals the number of elements in
-the norms' inputs, which this benchmark checks. Naive hooks store x and y before the affine step. nnsight saves the
-inputs and outputs of the norms. torchlens, by record(), saves only the outputs of layer_norm and group_norm. In the
-hooks: time within the hooks, divided by the time of the rest of the same pass. On a GPU, events around each hook
-measure it in separate passes. Pass: time of a pass with hooks, divided by that of a bare one; it varies by some percent
-between runs. Kept: growth of the process's peak memory per further batch; on a GPU, of the memory of tensors. First
-capture: its extra duration compared with the next one in the same process, on a machine without compiled code (which it
-compiles first) and on one with it. Waiting OpenMP threads sleep (OMP_WAIT_POLICY=PASSIVE).
+the norms' inputs, which this benchmark checks. Naive hooks store x and y before the affine step. In the hooks: time
+within the hooks, divided by the time of the rest of the same pass. On a GPU, events around each hook measure it in
+separate passes. Pass: time of a pass with hooks, divided by that of a bare one; it varies by some percent between runs.
+Kept: growth of the process's peak memory per further batch; on a GPU, of the memory of tensors. First capture: its
+extra duration compared with the next one in the same process, on a machine without compiled code (which it compiles
+first) and on one with it. Waiting OpenMP threads sleep (OMP_WAIT_POLICY=PASSIVE).
 """
 
 
@@ -82,7 +79,7 @@ def main() -> None:
                 for samples in (ON_A_GPU.get(model, (1,)) if on_gpu else (None,))
                 for dtype in (("float32", "bfloat16") if on_gpu else (None,))
             }
-            ways = (NORMSCOPE, HOOKS_TIMED) if on_gpu else (NORMSCOPE, NAIVE, *installed(PEERS))
+            ways = (NORMSCOPE, HOOKS_TIMED) if on_gpu else (NORMSCOPE, NAIVE)
             cases = {
                 f"{case}, {way}": (case, way, subject, args.repeats)
                 for case, subject in subjects.items()
@@ -95,7 +92,7 @@ def main() -> None:
             cases = {"peak memory": (args.models[0], args.batches)}
             rows, sentences = of_each(peaks_of_many, cases, threads=threads[-1])
             measurements, failed = measurements + rows, failed + sentences
-    libraries = ["numba", "triton", "timm", "torchaudio", "diffusers", *PEERS]
+    libraries = ["numba", "triton", "timm", "torchaudio", "diffusers"]
     finish("capture", ABOUT, measurements, args, threads=threads, libraries=libraries, failed=failed)
 
 
@@ -161,12 +158,11 @@ def measured(case: str, way: str, subject: tuple[Any, ...], repeats: int) -> Ite
     forward = module.forward
     with torch.no_grad():
         sites = [site.name for site in normscope.find_norms(module, batch.first_sample()).sites]
-        if way in PEERS or way == NAIVE:
-            record, away = WAYS[way](module, batch, sites, clock)
+        if way == NAIVE:
+            record = naive(module, batch, sites, clock)
             for number in range(repeats + 1):
                 if number:
-                    with away():
-                        a_bare_pass()
+                    a_bare_pass()
                 clock.timed(record, whole=True)()
                 note()
         else:
@@ -213,11 +209,8 @@ def elements(module: nn.Module, batch: Batch, sites: list[str]) -> int:
     return sum(counts)
 
 
-Way = tuple[Callable[[], None], Callable[[], contextlib.AbstractContextManager[Any]]]
-
-
-def naive(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Way:
-    """Return forward hooks that keep every x and y, as one writes them without a library."""
+def naive(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Callable[[], None]:
+    """Return a pass with forward hooks that keep every x and y, as one writes them without a library."""
     pairs: list[tuple[Tensor, Tensor]] = []
 
     def keep(norm: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -233,46 +226,7 @@ def naive(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Wa
         for handle in handles:
             handle.remove()
 
-    return record, contextlib.nullcontext
-
-
-def by_nnsight(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Way:
-    """Return nnsight, which saves the inputs of the norms and their outputs after the affine step."""
-    import nnsight
-
-    model, passes = nnsight.NNsight(module), []
-
-    def record() -> None:
-        with model.trace(*batch.args, **batch.kwargs):
-            saved = nnsight.save([])
-            for name in sites:
-                norm = model.get(name)
-                saved.append((norm.input, norm.output))
-        passes.append(saved)
-
-    return record, contextlib.nullcontext
-
-
-def by_torchlens(module: nn.Module, batch: Batch, sites: list[str], clock: Clock) -> Way:
-    """Return torchlens' cheaper call, which saves the outputs of layer_norm and group_norm, and no inputs."""
-    import torchlens
-    from torchlens.backends.torch.wrappers import unwrap_torch, wrap_torch
-
-    norms, passes = torchlens.func("layer_norm") | torchlens.func("group_norm"), []
-
-    @contextlib.contextmanager
-    def away() -> Iterator[None]:
-        unwrap_torch()
-        yield
-        wrap_torch()
-
-    def record() -> None:
-        passes.append(torchlens.record(module, list(batch.args), dict(batch.kwargs), save=norms))
-
-    return record, away
-
-
-WAYS = {NAIVE: naive, "nnsight": by_nnsight, "torchlens": by_torchlens}
+    return record
 
 
 def network_and_batch(

@@ -10,9 +10,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import Measurement, finish, in_turn, installed, options
+from common import Measurement, finish, in_turn, options
 
-PEERS = ("typer", "rich", "numpy", "matplotlib", "torch", "torchaudio", "diffusers", "transformers")
 ABOUT = """
 Duration of whole processes, from start to exit. A first run of each, which is not counted, fills the disk's cache and
 the cache of compiled loops. The peer is an import of torch and timm, which any work with a timm network requires.
@@ -21,10 +20,6 @@ matplotlib. plot without a model draws the three embedded networks; stats, compa
 demo_dit. Ratios are relative to the peer's median.
 """
 PEER = "import torch, timm"
-STATEMENTS = {
-    "matplotlib": "import matplotlib.pyplot",
-    "diffusers": "from diffusers import DiTTransformer2DModel",
-}
 CAPTURES = ("demo_vit", "demo_dit")
 COMMANDS = (
     "--help",
@@ -40,16 +35,11 @@ LONG = "normscope swap-bench"  # minutes
 
 def main() -> None:
     args = options(__doc__, repeats=5).parse_args()
-    imports = [
-        PEER,
-        "import normscope",
-        *(STATEMENTS.get(name, f"import {name}") for name in installed(PEERS)),
-    ]
     with tempfile.TemporaryDirectory() as folder:
         run_here = functools.partial(run, folder=Path(folder))
         for model in CAPTURES:
             run_here(("-m", "normscope", "capture", model, "-o", f"{model}.safetensors"))
-        ways = {line: functools.partial(run_here, ("-c", line)) for line in imports}
+        ways = {line: functools.partial(run_here, ("-c", line)) for line in (PEER, "import normscope")}
         ways |= {f"normscope {line}": functools.partial(run_here, normscope(line)) for line in COMMANDS}
         seconds = in_turn(ways, args.repeats)
         seconds |= in_turn({LONG: functools.partial(run_here, normscope("swap-bench"))}, min(args.repeats, 2))
@@ -58,7 +48,7 @@ def main() -> None:
         over = [duration / statistics.median(seconds[PEER]) for duration in durations]
         measurements += [Measurement("", way, "from start to exit", "s", durations)]
         measurements += [Measurement("", way, f"of {PEER}", "×", over)]
-    finish("commands", ABOUT, measurements, args, threads=[], libraries=["timm", *PEERS])
+    finish("commands", ABOUT, measurements, args, threads=[], libraries=["timm"])
 
 
 def normscope(line: str) -> tuple[str, ...]:

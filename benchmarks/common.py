@@ -17,7 +17,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -64,11 +63,6 @@ def options(description: str, *, repeats: int = 1, device: bool = False) -> argp
 def names(text: str) -> list[str]:
     """Split a list at its commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def installed(peers: Sequence[str]) -> list[str]:
-    """Return the installed ones of some peers; the results file names the others as left out."""
-    return [name for name in peers if find_spec(name)]
 
 
 def in_turn(ways: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -132,16 +126,9 @@ def first_line(error: Exception) -> str:
 
 
 def peak_megabytes() -> float:
-    """Return the peak memory of this process."""
-    try:
-        # ru_maxrss begins with the memory of the parent process; VmHWM does not.
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1000
-    except FileNotFoundError:
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / 1e6 if sys.platform == "darwin" else peak / 1000
+    """Return the peak memory of this process; ru_maxrss would begin with that of its parent."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1000
 
 
 def finish(
@@ -160,7 +147,6 @@ def finish(
     With ``added``, rows of other cases and ways stay in the file.
     """
     here = machine() | (gpu() if getattr(args, "device", "") == "cuda" else {})
-    libraries_found = versions([*_ALWAYS_NAMED, *libraries])
     record = {
         "benchmark": name,
         "about": " ".join(about.split()),
@@ -169,8 +155,7 @@ def finish(
         "commit": commit(),
         "machine": here,
         "threads": list(threads),
-        "versions": libraries_found,
-        "left_out": [library for library in libraries if library not in libraries_found],
+        "versions": versions([*_ALWAYS_NAMED, *libraries]),
         "failed": list(failed),
         "measurements": [asdict(measurement) for measurement in measurements],
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -39,11 +38,10 @@ _LEAST_OF_FIRST, _LEAST_OF_REST = 30, 60  # characters, below which a docstring 
 
 
 class Step(NamedTuple):
-    """A folder that ``normscope COMMAND`` writes, its name in the table, and the end of its figure's name."""
+    """A folder that ``normscope COMMAND`` writes, and its name in the table."""
 
     way: str
     command: str
-    figure: str = ""
 
     @property
     def folder(self) -> str:
@@ -58,9 +56,9 @@ def steps_of(minutes: Iterable[float]) -> list[Step]:
         Step("RMSNorm", f"{swap} rmsnorm"),
         Step("DyT, fitted", f"{swap} dyt"),
         Step("DyT, calibrated", f"{swap} dyt --init calibrated"),
-        Step("DyT, calibrated, two norms kept", f"{swap} dyt --init calibrated --keep 2", "keep"),
+        Step("DyT, calibrated, two norms kept", f"{swap} dyt --init calibrated --keep 2"),
         *(
-            Step(f"DyT, healed in {length:g} minutes", f"heal {MODEL} --func dyt --minutes {length:g}", "healing")
+            Step(f"DyT, healed in {length:g} minutes", f"heal {MODEL} --func dyt --minutes {length:g}")
             for length in minutes
         ),
     ]
@@ -70,7 +68,6 @@ def main() -> None:
     parser = options(__doc__, repeats=1)
     parser.add_argument("--texts", type=int, default=TEXTS, help="docstrings that the commands get (%(default)s)")
     parser.add_argument("--minutes", type=float, nargs="*", default=[30.0], help="of the healings (30)")
-    parser.add_argument("--gallery", type=Path, help="folder that the figures go to, as outputs/gallery")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -79,9 +76,6 @@ def main() -> None:
         for step in steps_of(args.minutes):
             print(f"{step.way} …", flush=True)
             seconds[step.way] = run(f"{step.command} -o {step.folder}", work)
-        if args.gallery:
-            run(f"swap-bench {MODEL} --func dyt --quick -o site-by-site {WITHOUT_TRAINING}", work)
-            drawn(work, args.gallery)
         judged, pairs, measurements = in_own_process(measured, work, steps_of(args.minutes), seconds, threads=1)
     about = ABOUT.format(texts=args.texts, judged=judged, pairs=pairs)
     finish("conversion", about, measurements, args, threads=[1], libraries=["transformers"], added=True)
@@ -106,17 +100,6 @@ def run(line: str, work: Path) -> float:
     subprocess.run(command, cwd=work, env=os.environ | threads, check=True, stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def drawn(work: Path, gallery: Path) -> None:
-    """Take the figures of the first healing, of the norms kept and of the sites into a folder."""
-    figures = {"drift": next((work / "site-by-site").glob("*drift*.png"))}
-    for step in reversed(steps_of([])):
-        if step.figure:
-            figures[step.figure] = work / f"{step.folder}-{step.figure}.png"
-    figures["healing"] = min(work.glob("*-healing.png"), key=lambda path: path.stat().st_mtime)
-    for name, path in figures.items():
-        shutil.copyfile(path, gallery / f"{MODEL}-{name}.png")
 
 
 def measured(work: Path, steps: list[Step], seconds: dict[str, float]) -> tuple[int, int, list[Measurement]]:

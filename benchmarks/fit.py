@@ -1,4 +1,4 @@
-"""Time and accuracy of a fit, beside scipy and lmfit on the raw pairs: ``python benchmarks/fit.py``."""
+"""Time and accuracy of a fit, beside scipy on the raw pairs: ``python benchmarks/fit.py``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import Measurement, finish, in_turn, installed, options, ratios
+from common import Measurement, finish, in_turn, options, ratios
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import normscope
 
-PEERS = ("scipy", "lmfit")
 CURVES = {"tanh": np.tanh, "isru": lambda x: x / np.sqrt(1 + x * x)}
 REFERENCE = "scipy curve_fit"
 CHANNELS = 800
@@ -25,23 +24,21 @@ ABOUT = """
 Time to fit one curve to one norm site of {pairs:,} pairs. normscope fits all sites of a network in one call, here
 {sites} sites of that size, and its times are divided by the number of sites. normscope.fit includes goodness, tails,
 intervals, and the ceiling, which fits every built-in curve without each fold. Several curves in one call share the
-ceiling, and their time is divided by the number of curves too. Of one site: mean of {in_a_row} consecutive calls. The
-peers fit A and α to the raw pairs of the first site in float64, one after the other, from the same start. They are
-scipy.optimize.curve_fit, lmfit, and curve_fit on {drawn:,} pairs drawn uniformly. Off by: distance from the result of
-curve_fit on all pairs, for α, for DyISRU's C = 1/α², and for the RMSE of A and α over all raw pairs in float64. It
-refers to the first site, or is the median and range over all sites. RMSE as reported: computed by normscope without the
-pairs. Sites are LayerNorms of {channels} channels over heavy-tailed tokens: lognormal σ, and two channels 30 and 20
-times larger. Each site has its own tokens, a tenth larger than those of the previous site. Everything runs on one
-thread. No time includes reading the pairs, which normscope sums during the capture.
+ceiling, and their time is divided by the number of curves too. Of one site: mean of {in_a_row} consecutive calls.
+scipy.optimize.curve_fit fits A and α to the raw pairs of the first site in float64, or to {drawn:,} of them drawn
+uniformly. Off by: distance from the result of curve_fit on all pairs, for α and for the RMSE of A and α over all raw
+pairs in float64. It refers to the first site, or is the median and range over all sites. Sites are LayerNorms of
+{channels} channels over heavy-tailed tokens: lognormal σ, and two channels 30 and 20 times larger. Each site has its
+own tokens, a tenth larger than those of the previous site. Everything runs on one thread. No time includes reading the
+pairs, which normscope sums during the capture.
 """
 
 
 class Found(NamedTuple):
-    """A fit of one site by one way; with an RMSE if the way reports it."""
+    """A fit of one site by one way."""
 
     amplitude: float
     alpha: float
-    rmse: float | None = None
 
 
 class Way(NamedTuple):
@@ -53,7 +50,7 @@ class Way(NamedTuple):
 
 
 class Raw(NamedTuple):
-    """Pairs of one site in float64, and the peers' start: half the largest |y|, with the slope of a line."""
+    """Pairs of one site in float64, and the start of scipy's fits: half the largest |y|, with the slope of a line."""
 
     x: NDArray[np.float64]
     y: NDArray[np.float64]
@@ -69,9 +66,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1_000_000, help="of a site (%(default)s)")
     parser.add_argument("--sites", type=int, default=25, help="of the network (%(default)s)")
     args = parser.parse_args()
-    peers = installed(PEERS)
 
-    torch.set_num_threads(1)  # as many as the peers have
+    torch.set_num_threads(1)  # as many as scipy's
     network, tokens = HeavyTailed(args.sites, CHANNELS), args.pairs // CHANNELS
     seen = normscope.capture(network, [torch.zeros(tokens, 1)])
     first = raw_pairs(network, 0, tokens)
@@ -80,21 +76,15 @@ def main() -> None:
     ways = {
         f"normscope.fit of {sites} sites": Way(functools.partial(by_normscope, seen=seen), sites),
         "normscope.fit of one site": Way(functools.partial(by_normscope, seen=single), in_a_row=IN_A_ROW),
+        REFERENCE: Way(functools.partial(by_scipy, pairs=first)),
+        f"{REFERENCE}, drawn": Way(functools.partial(by_scipy, pairs=Raw(first.x[drawn], first.y[drawn], first.start))),
     }
-    if "scipy" in peers:
-        ways[REFERENCE] = Way(functools.partial(by_scipy, pairs=first))
-        ways[f"{REFERENCE}, drawn"] = Way(
-            functools.partial(by_scipy, pairs=Raw(first.x[drawn], first.y[drawn], first.start))
-        )
-    if "lmfit" in peers:
-        ways["lmfit"] = Way(functools.partial(by_lmfit, pairs=first))
     results: dict[tuple[str, str], list[Found]] = {}
     measurements = [each for curve in CURVES for each in timed(curve, ways, results, args.repeats)]
     measurements += together(seen, args.repeats)
-    if "scipy" in peers:
-        measurements += compared(network, tokens, results)
+    measurements += compared(network, tokens, results)
     about = ABOUT.format(pairs=len(first.x), sites=args.sites, drawn=len(drawn), channels=CHANNELS, in_a_row=IN_A_ROW)
-    finish("fit", about, measurements, args, threads=[1], libraries=PEERS)
+    finish("fit", about, measurements, args, threads=[1], libraries=["scipy"])
 
 
 def heavy_tailed(tokens: int, channels: int, seed: int = 0) -> Tensor:
@@ -135,7 +125,7 @@ def raw_pairs(network: HeavyTailed, site: int, tokens: int) -> Raw:
 
 
 def by_normscope(curve: str, seen: normscope.Capture) -> list[Found]:
-    return [Found(each.amplitude, each.alpha, each.rmse) for each in normscope.fit(seen, curve, shift=False)]
+    return [Found(each.amplitude, each.alpha) for each in normscope.fit(seen, curve, shift=False)]
 
 
 def by_scipy(curve: str, pairs: Raw) -> list[Found]:
@@ -143,15 +133,6 @@ def by_scipy(curve: str, pairs: Raw) -> list[Found]:
 
     parameters, _ = curve_fit(lambda x, a, alpha: a * CURVES[curve](alpha * x), pairs.x, pairs.y, p0=pairs.start)
     return [Found(*parameters.tolist())]
-
-
-def by_lmfit(curve: str, pairs: Raw) -> list[Found]:
-    from lmfit import Model
-
-    a, alpha = pairs.start
-    model = Model(lambda x, a, alpha: a * CURVES[curve](alpha * x), independent_vars=["x"])
-    best = model.fit(pairs.y, x=pairs.x, a=a, alpha=alpha).params
-    return [Found(float(best["a"].value), float(best["alpha"].value))]
 
 
 def timed(
@@ -168,8 +149,7 @@ def timed(
     measurements = []
     for name, own in seconds.items():
         measurements.append(Measurement(curve, name, "a site", "ms", [1000 * each for each in own]))
-        if REFERENCE in ways:
-            measurements.append(Measurement(curve, name, "curve_fit takes", "times", ratios(seconds[REFERENCE], own)))
+        measurements.append(Measurement(curve, name, "curve_fit takes", "times", ratios(seconds[REFERENCE], own)))
     return measurements
 
 
@@ -194,21 +174,11 @@ def compared(network: HeavyTailed, tokens: int, results: dict[tuple[str, str], l
         references = {curve: by_scipy(curve, pairs)[0] for curve in CURVES}
         for (curve, name), own in results.items():
             if site < len(own):
-                for quantity, apart in differences(curve, own[site], pairs, references[curve]).items():
-                    off.setdefault((curve, name, quantity), []).append(apart)
+                alpha = abs(own[site].alpha / references[curve].alpha - 1)
+                rmse = abs(pairs.rmse(curve, own[site]) / pairs.rmse(curve, references[curve]) - 1)
+                off.setdefault((curve, name, "α off by"), []).append(alpha)
+                off.setdefault((curve, name, "RMSE off by"), []).append(rmse)
     return [Measurement(*place, "relative", samples) for place, samples in off.items()]
-
-
-def differences(curve: str, results: Found, pairs: Raw, reference: Found) -> dict[str, float]:
-    """Return the relative distances of a fit from another."""
-    least = pairs.rmse(curve, reference)
-    apart = {"α off by": abs(results.alpha / reference.alpha - 1)}
-    if curve == "isru":
-        apart["C off by"] = abs((reference.alpha / results.alpha) ** 2 - 1)
-    apart["RMSE off by"] = abs(pairs.rmse(curve, results) / least - 1)
-    if results.rmse is not None:
-        apart["RMSE as reported off by"] = abs(results.rmse / least - 1)
-    return apart
 
 
 if __name__ == "__main__":

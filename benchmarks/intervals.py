@@ -8,14 +8,13 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from common import Measurement, finish, installed, names, options
+from common import Measurement, finish, names, options
 from fit import CURVES, REFERENCE
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import normscope
 
-PEERS = ("scipy",)
 QUANTITIES = {"amplitude": "A", "alpha": "α", "slope": "slope at the origin", "r2": "R²"}
 SPREADS = (0.2, 0.7)
 SOURCES = ("16", "64", "256")
@@ -46,21 +45,20 @@ def main() -> None:
     parser.add_argument("--sources", type=names, default=list(SOURCES), help=f"of a data set ({','.join(SOURCES)})")
     parser.add_argument("--truth", type=int, default=40_000, help="sources from which the truth comes (%(default)s)")
     args = parser.parse_args()
-    with_scipy = bool(installed(PEERS))
     torch.set_num_threads(1)
     measurements = []
     for spread in SPREADS:
         generator = np.random.default_rng(0)
         truth = true_values(generator, spread, args.truth)
         for sources in (int(number) for number in args.sources):
-            hits = simulated(generator, spread, sources, args.repeats, truth, with_scipy)
+            hits = simulated(generator, spread, sources, args.repeats, truth)
             for (curve, way, quantity), number in hits.items():
                 case, true = f"{curve}, spread {spread}, {sources} sources", truth[curve][quantity]
                 measurements += coverage(case, way, QUANTITIES[quantity], number, args.repeats, true)
     about = ABOUT.format(
         sets=args.repeats, channels=CHANNELS, tokens=TOKENS, loud=LOUD, within=WITHIN, truth=args.truth
     )
-    finish("intervals", about, measurements, args, threads=[1], libraries=PEERS)
+    finish("intervals", about, measurements, args, threads=[1], libraries=["scipy"])
 
 
 class Sites(nn.Module):
@@ -101,7 +99,6 @@ def simulated(
     sources: int,
     sets: int,
     truth: Truth,
-    with_scipy: bool,
 ) -> Counter[tuple[str, str, str]]:
     """Draw data sets; count for each curve, way and quantity how many intervals contain the truth."""
     hits: Counter[tuple[str, str, str]] = Counter()
@@ -117,12 +114,11 @@ def simulated(
         model = Sites(x.shape[2])
         for fit in normscope.fit(normscope.capture(model, [x]), tuple(CURVES), shift=False):
             count(fit.curve, "normscope", fit.intervals)
-        if with_scipy:
-            for flat_x, flat_y in zip(x.unbind(2), model(x), strict=True):
-                pairs = [values.double().flatten().numpy() for values in (flat_x, flat_y)]
-                for curve, true in truth.items():
-                    start = (true["amplitude"], true["alpha"])
-                    count(curve, REFERENCE, as_if_independent(curve, *pairs, start))
+        for flat_x, flat_y in zip(x.unbind(2), model(x), strict=True):
+            pairs = [values.double().flatten().numpy() for values in (flat_x, flat_y)]
+            for curve, true in truth.items():
+                start = (true["amplitude"], true["alpha"])
+                count(curve, REFERENCE, as_if_independent(curve, *pairs, start))
     return hits
 
 

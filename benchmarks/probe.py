@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
-from common import Measurement, finish, in_turn, of_each, options, ratios, seconds_of
+from common import Measurement, finish, names, of_each, options, ratios, seconds_of
 from torch import Tensor, nn
 from torch.nn import functional
 
 import normscope
-from normscope.fits import timeline
 
 EVERY = 50
-PROBES, SITES, RECORDS = 30, 200, 1000
 ABOUT = """
 A network is trained by AdamW in blocks of {every} steps, in turn without a probe and with one, which runs once in such
 a block, on a quarter of a training batch. Throughput is relative to the block before; a ratio of 1 is a probe for
 nothing. The ViTs have created weights: ViT-S/16 of timm at batch 16, and demo_vit, whose steps take milliseconds, at
-batch 64. Memory is that of the process after each of {probes} probes, relative to the tenth. A file has {sites} sites
-and {records} records of random numbers; `command` is `normscope timeline` on it, with both figures.
+batch 64.
 """
 
 
@@ -35,22 +28,20 @@ def main() -> None:
     parser = options(__doc__, repeats=4)
     parser.add_argument("--every", type=int, default=EVERY, help="steps of a block (%(default)s)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="(%(default)s)")
-    parser.add_argument("--cases", default="ViT-S,demo_vit,memory,file", help="to measure (%(default)s)")
+    parser.add_argument("--cases", type=names, default=list(CASES), help=f"to measure ({','.join(CASES)})")
     args = parser.parse_args()
-    cases = {
-        "ViT-S": (in_training, (vit_s, 16, args.every, args.repeats)),
-        "demo_vit": (in_training, (demo_vit, 64, args.every, args.repeats)),
-        "memory": (memory, ()),
-        "file": (file, (args.repeats,)),
-    }
-    measurements, failed = [], []
-    for case in args.cases.split(","):
-        function, given = cases[case]
-        rows, sentences = of_each(function, {case: (case, *given)}, threads=args.threads)
-        measurements += rows
-        failed += sentences
-    text = ABOUT.format(every=args.every, probes=PROBES, sites=SITES, records=RECORDS)
-    finish("probe", text, measurements, args, threads=[args.threads], libraries=["timm"], failed=failed, added=True)
+    cases = {case: (case, *CASES[case], args.every, args.repeats) for case in args.cases}
+    measurements, failed = of_each(in_training, cases, threads=args.threads)
+    finish(
+        "probe",
+        ABOUT.format(every=args.every),
+        measurements,
+        args,
+        threads=[args.threads],
+        libraries=["timm"],
+        failed=failed,
+        added=True,
+    )
 
 
 def vit_s(batch: int) -> tuple[nn.Module, Tensor]:
@@ -66,6 +57,9 @@ def demo_vit(batch: int) -> tuple[nn.Module, Tensor]:
     network = normscope.load("demo_vit", weights="random", device="cpu")
     images = torch.cat([each.args[0] for each in network.calibration])[:batch]
     return network.module.requires_grad_(), images
+
+
+CASES = {"ViT-S": (vit_s, 16), "demo_vit": (demo_vit, 64)}  # and the batch
 
 
 def in_training(
@@ -105,42 +99,5 @@ def in_training(
     yield Measurement(case, way, "a probe by its own clock", "steps", ratios(own, steps))
 
 
-def memory(case: str) -> Iterator[Measurement]:
-    """Run many probes of demo_vit."""
-    model, images = demo_vit(16)
-    probe, sizes = normscope.Probe(model, images, every=1), []
-    for _ in range(PROBES):
-        probe.step()
-        sizes.append(resident_megabytes())
-    yield Measurement(case, "", f"growth from probe 10 to {PROBES}", "MB", [sizes[-1] - sizes[9]])
-    yield Measurement(case, "", "resident", "MB", sizes, shown=False)
-
-
-def resident_megabytes() -> float:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) / 1000
-
-
-def file(case: str, repeats: int) -> Iterator[Measurement]:
-    """Write and read a long timeline of many sites."""
-    sites = tuple(timeline.TimelineSite(f"blocks.{i}.norm1", "LayerNorm", "pre-norm", 384) for i in range(SITES))
-    run = timeline.TimelineHeader("net", "created", "16 samples", ("tanh", "isru"), sites)
-    names = [f"{name}/{curve}" for curve in run.curves for name in timeline.OF_CURVES]
-    names += [*timeline.OF_SITES, *timeline.OF_NORMS]
-    random = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "run.jsonl")
-        with path.open("w", encoding="utf-8") as lines:
-            lines.write(run.line())
-            for step in range(RECORDS):
-                numbers = {name: random.lognormal(size=SITES).tolist() for name in names}
-                lines.write(timeline.StepRecord(500 * step, 1.7e9 + step, 0.5, numbers).line())
-        yield Measurement(case, "", "size", "MB", [path.stat().st_size / 1e6])
-        command = [sys.executable, "-m", "normscope", "timeline", str(path), "-o", folder, "--quiet"]
-        ways = {"reading": lambda: timeline.load_timeline(path), "command": lambda: subprocess.run(command, check=True)}
-        for way, seconds in in_turn(ways, repeats).items():
-            yield Measurement(case, "", way, "s", seconds)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

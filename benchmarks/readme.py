@@ -1,4 +1,4 @@
-"""Numbers of README's table, docs/papers.md and docs/numbers.md: ``python benchmarks/readme.py``."""
+"""Numbers of README's table and of docs/: ``python benchmarks/readme.py``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ LAST, ALL = "last norm", "all norms"
 ABOUT = """
 all-MiniLM-L6-v2 on normscope's page of twelve texts, as README's commands take it by default. Last norm: the fit of
 tanh to all pairs, with s; the half of its 95 % interval; the ceiling; the largest |x| over the median of |x|; the share
-of the two leading channels in Σx²; the change of y without centring. All norms: the output against the original's, with
-functions fitted to nine texts, weighted by γ², on each of the three others; samples are texts. Mean R² over all norms:
-of tanh with s; without s of the best built-in curve for all norms and of the best for each, for demo_vit as well.
+of the two and of the three leading channels in Σx²; the change of y without centring. All norms: the output against the
+original's, with functions fitted to nine texts, weighted by γ², on each of the three others; samples are texts. Mean R²
+over all norms: of tanh with s; without s of the best built-in curve for all norms and of the best for each, for
+demo_vit as well.
 """
 
 
@@ -55,11 +56,13 @@ def of_last_norm(network: LoadedModel, seen: normscope.Capture) -> list[Measurem
         "ceiling": fit.r2_ceiling,
         "largest |x| over the median": card.tails.ratio,
         "share of two channels in Σx²": 100 * sum(channel.share for channel in card.tails.channels[:2]),
+        "share of three channels in Σx²": 100 * sum(channel.share for channel in card.tails.channels[:3]),
         "change without centring": 100 * card.centring.change_without,
         "samples": seen.n_samples,
     }
     units = {"largest |x| over the median": "×"}
-    units |= dict.fromkeys(("share of two channels in Σx²", "change without centring"), "%")
+    percent = ("share of two channels in Σx²", "share of three channels in Σx²", "change without centring")
+    units |= dict.fromkeys(percent, "%")
     return [Measurement(MODEL, LAST, name, units.get(name, ""), [value]) for name, value in values.items()]
 
 

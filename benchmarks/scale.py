@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from common import Measurement, finish, options, ratios
-from runs import CaptureRun, differences, write_images
+import numpy as np
+from common import Measurement, finish, options, ratios, seconds_of
+from PIL import Image
 
 from normscope.pairs.storage import load_capture
 
 FEW = 80  # inputs of a command that does little more than start and end
 
 
-class Way(NamedTuple):
-    """Numbers of processes and of their threads; None for torch's default."""
-
-    ranks: int
-    threads: int | None
-
-    def __str__(self) -> str:
-        processes = f"{self.ranks} process{'es' if self.ranks > 1 else ''}"
-        return f"{processes}, {'default threads' if self.threads is None else f'{self.threads} thread each'}"
-
-
-ALONE, DEFAULT = Way(1, 1), Way(1, None)
-WAYS = (ALONE, DEFAULT, Way(2, 1), Way(3, 1))
+# Number of processes, and whether each has one thread or torch's default.
+WAYS = {
+    "1 process, 1 thread each": (1, True),
+    "1 process, default threads": (1, False),
+    "2 processes, 1 thread each": (2, True),
+    "3 processes, 1 thread each": (3, True),
+}
+ALONE = "1 process, 1 thread each"
 
 
 def main() -> None:
@@ -37,51 +35,59 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000, help="to capture (%(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        data = write_images(Path(folder) / "images", args.images)
-        measurements = list(speed(Path(folder), data, args))
+        write_images(Path(folder) / "images", args.images)
+        measurements = list(speed(Path(folder), args))
     about = f"""
         normscope capture demo_vit, run on a folder of images with 8 per batch; whole commands take turns. "Each further
         input": difference in duration between a command of all images and one of {FEW}, per image. It excludes the
         start, which takes as long as about a thousand inputs of this toy. Captures of 1, 2 and 3 processes with one
-        thread each are compared: counts are equal to the bit, and sums agree to 1e-12.
+        thread each have the same counts, to the bit.
     """
     finish("scale", about, measurements, args, threads=[1, 2], libraries=["timm", "numba"])
 
 
-def speed(folder: Path, data: Path, args: argparse.Namespace) -> Iterator[Measurement]:
-    """Compare numbers of processes, and their captures."""
-    whole: dict[Way, list[float]] = {way: [] for way in WAYS}
-    each: dict[Way, list[float]] = {way: [] for way in WAYS}
-    outputs = {way: folder / f"{way.ranks}-{way.threads}.safetensors" for way in WAYS}
+def write_images(folder: Path, number: int) -> None:
+    """Write images of 8×8 noise, a thousand per folder."""
+    generator = np.random.default_rng(0)
+    for index in range(number):
+        path = folder / str(index // 1000) / f"{index:05d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (8, 8), dtype=np.uint8)).save(path)
+
+
+def speed(folder: Path, args: argparse.Namespace) -> Iterator[Measurement]:
+    """Compare numbers of processes, and the counts of their captures."""
+    whole: dict[str, list[float]] = {way: [] for way in WAYS}
+    each: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(args.repeats):
         for way in WAYS:
-            environment = {"OMP_NUM_THREADS": "1"} if way.threads else {}
-            few, many = (
-                seconds(CaptureRun("demo_vit", outputs[way], given(data, number), way.ranks, (), environment))
-                for number in (FEW, args.images)
-            )
+            few, many = (seconds_of(partial(capture, folder, way, number)) for number in (FEW, args.images))
             whole[way].append(many)
             each[way].append((many - few) / (args.images - FEW) * 1e3)
     for way in WAYS:
-        if way.threads and (differing := differences(load_capture(outputs[ALONE]), load_capture(outputs[way]))):
-            raise SystemExit(f"{way} captured something else than {ALONE}: {differing}")
+        _, one_thread = WAYS[way]
+        if one_thread and counts(folder / f"{way}.safetensors") != counts(folder / f"{ALONE}.safetensors"):
+            raise SystemExit(f"{way} and {ALONE} counted different pairs.")
         case = f"{args.images:,} images"
-        yield Measurement(case, str(way), "command", "s", whole[way])
-        yield Measurement(case, str(way), "speed-up", "×", ratios(whole[ALONE], whole[way]))
-        yield Measurement(case, str(way), "each further input", "ms", each[way])
-        yield Measurement(case, str(way), "speed-up of that", "×", ratios(each[ALONE], each[way]))
+        yield Measurement(case, way, "command", "s", whole[way])
+        yield Measurement(case, way, "speed-up", "×", ratios(whole[ALONE], whole[way]))
+        yield Measurement(case, way, "each further input", "ms", each[way])
+        yield Measurement(case, way, "speed-up of that", "×", ratios(each[ALONE], each[way]))
 
 
-def given(data: Path, number: int) -> tuple[str, ...]:
-    return ("--data", str(data), "--limit", str(number))
+def capture(folder: Path, way: str, number: int) -> None:
+    """Run ``normscope capture`` on some of the images, under torchrun if there are several processes."""
+    ranks, one_thread = WAYS[way]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    given = ["--data", "images", "--limit", str(number), "-o", f"{way}.safetensors"]
+    command = [sys.executable, *launcher, "-m", "normscope", "capture", "demo_vit", *given]
+    threads = {"OMP_NUM_THREADS": "1"} if one_thread else {}
+    subprocess.run(command, cwd=folder, env=os.environ | threads, capture_output=True, check=True)
 
 
-def seconds(run: CaptureRun) -> float:
-    """Run a command to its end, and return its duration."""
-    start = time.perf_counter()
-    if run.finish():
-        raise SystemExit(run.said())
-    return time.perf_counter() - start
+def counts(path: Path) -> dict[str, bytes]:
+    """Return the numbers of pairs per bin, by site."""
+    return {name: stats.moments[:, 0].numpy().tobytes() for name, stats in load_capture(path).stats.items()}
 
 
 if __name__ == "__main__":

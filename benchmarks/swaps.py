@@ -1,49 +1,44 @@
 """Output error after a swap of all norms, after calibration and after healing: ``python benchmarks/swaps.py``.
 
-Heal for four minutes: ``--curves dyt --ways fit,calibrated,healed --minutes 4``. Decoders of benchmarks/decoder.py:
-``--models transformers:decoders/llama-128``.
+Heal for four minutes: ``--curves dyt --ways fit,calibrated,healed --minutes 4``.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from common import Measurement, finish, in_own_process, names, options
-from pretrained import BATCH_SIZE, FCPE, HELD_OUT, inputs_of
+from pretrained import BATCH_SIZE, HELD_OUT, inputs_of
 from torch import Tensor, nn
 
 import normscope
-from normscope.curves.expressions import curves_named
 from normscope.inputs.held_out import by_length
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.runtime.network import run
+from normscope.runtime.progress import silent
 from normscope.swaps.distances import distances, output_by_sample
-from normscope.swaps.start import fitted
+from normscope.swaps.quality import Judge
 
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm")
 CURVES = ("dyt", "dyisru", "derf")
-STARTS = ("fit", "fit per channel", "theory", "paper")
+STARTS = ("fit", "theory", "paper")
 OTHERS = ("free", "best", "identity", "rmsnorm")
 TRAINED = ("functions calibrated", "calibrated", "calibrated, two kept", "healed")
 ABOUT = """
 Relative L2 of a network's output, ‖swapped − original‖ / ‖original‖, for each held-out input after a swap of all norms;
 an output of zero has an error of 1; cosine: of both outputs. The demo networks are embedded toys. minilm is
 all-MiniLM-L6-v2, a pretrained network; it learns from {texts} docstrings of Python's standard library, and {held_out}
-docstrings of other modules are held out. torchfcpe is FCPE, a pretrained network that estimates pitch, on the synthetic
-words of demo_wav2vec2. Start values are fitted to the inputs to learn from, with s, weighted by γ² (per channel:
-unweighted). Samples are inputs; numbers are median, smallest and largest. Of paper's: the median divided by that of the
-same function with A = 1, α = 0.5, s = 0, and the original γ and β. free is E[y|x] itself, with one shape for all
-channels of a site. Functions calibrated: by normscope.calibrate with refit="norms". Calibrated: with the neighbouring
-linear layers too. Two kept: all norms are replaced except two, which normscope.keep chose. Healed: calibrated, then
-trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm. KL: of logits (for FCPE, of its pitches), mean
-per input, in nats. Top-1: share of positions with the same largest logit. CPU seconds cover swap, calibration and
-healing, on one thread.
+docstrings of other modules are held out. Start values are fitted to the inputs to learn from, with s, weighted by γ².
+Samples are inputs; numbers are median, smallest and largest. Paper: A = 1, α = 0.5, s = 0, and the original γ and β.
+free is E[y|x] itself, with one shape for all channels of a site. Functions calibrated: by normscope.calibrate with
+refit="norms". Calibrated: with the neighbouring linear layers too. Two kept: all norms are replaced except two, which
+normscope.keep chose. Healed: calibrated, then trained by normscope.heal for {length}. RMSNorm replaces no GroupNorm.
+KL: of logits, mean per input, in nats. Top-1: share of positions with the same largest logit. Other columns are the
+quality at the task. CPU seconds cover swap, calibration and healing, on one thread.
 """
 
 
@@ -73,22 +68,18 @@ def measured(
     """Swap every curve in every way, and compare the outputs."""
     torch.set_num_threads(1)
     network, learned, held_out = inputs_of(model, texts, limit)
-    seen = normscope.capture(network.module, learned, by_gamma=True, per_channel="fit per channel" in ways)
+    seen = normscope.capture(network.module, learned, by_gamma=True)
     healing = {"outputs": network.outputs, **length}
 
     def swapped(curve: str, way: str) -> nn.Module:
-        module, fits, init, sites = copy.deepcopy(network.module), seen, "fit", "all"
-        if way == "fit per channel":
-            fits = fitted(seen, curves_named(curve)[0], per="channel")
-        elif way in STARTS:
-            init = way
-        elif way == "calibrated, two kept":
+        module, sites = copy.deepcopy(network.module), "all"
+        if way == "calibrated, two kept":
             modules = normscope.replacements(network, curve, seen)
             sites = normscope.keep(network, learned, modules, number=2).swapped
         elif curve == "rmsnorm":
             kinds = {site.name: network.module.get_submodule(site.name) for site in seen.sites if site.replaceable}
             sites = [name for name, norm in kinds.items() if not isinstance(norm, nn.GroupNorm)]
-        normscope.swap(module, curve, fits, init=init, layers=sites)
+        normscope.swap(module, curve, seen, init=way if way in STARTS else "fit", layers=sites)
         if way == "healed":
             normscope.heal(network.module, module, learned, held_out, **healing)
         elif way in TRAINED:
@@ -98,18 +89,15 @@ def measured(
 
     pairs = [(curve, way) for curve in curves for way in ways if way not in OTHERS]
     pairs += [(way, "") for way in ways if way in OTHERS]
-    results, paper = [], {}
-    for curve, way in sorted(pairs, key=lambda pair: pair[1] != "paper"):
+    judge = Judge(network, None, held_out, network.outputs, silent)
+    results = list(quality("original", network.module, model, judge))
+    for curve, way in pairs:
         began = time.process_time()
         module = swapped(curve, way)
         seconds = time.process_time() - began
         name = f"{curve}, {way}" if way else curve
-        rows = [*compared(model, {name: module}, network, held_out), Measurement(model, name, "CPU", "s", [seconds])]
-        median = statistics.median(rows[0].samples)
-        if way == "paper":
-            paper[curve] = median
-        if curve in paper:
-            rows.append(Measurement(model, name, "of paper's", "%", [100 * median / paper[curve]]))
+        rows = compared(name, module, model, network, held_out)
+        rows += [Measurement(model, name, "CPU", "s", [seconds]), *quality(name, module, model, judge)]
         print(name, *rows, sep="\n", flush=True)
         results += rows
     return results
@@ -117,38 +105,35 @@ def measured(
 
 @torch.no_grad()
 def compared(
-    model: str, swapped: Mapping[str, nn.Module], network: LoadedModel, held_out: Sequence[normscope.Batch]
+    name: str, module: nn.Module, model: str, network: LoadedModel, held_out: Sequence[normscope.Batch]
 ) -> list[Measurement]:
-    """Compare swapped networks, by their way, with the original, input by input."""
-    errors: dict[str, dict[str, list[Tensor]]] = {way: defaultdict(list) for way in swapped}
+    """Compare a swapped network with the original, input by input."""
+    columns: dict[str, list[Tensor]] = defaultdict(list)
     for batch in (part for whole in held_out for part in by_length(whole, BATCH_SIZE)):
         original, valid = arranged(network, network.module, batch)
-        for way, module in swapped.items():
-            other, _ = arranged(network, module, batch)
-            moved = distances(original, other, valid, "tensor")
-            errors[way]["relative_l2"].append(moved.relative_l2)
-            errors[way]["cosine"].append(moved.cosine)
-            if model == FCPE or network.outputs.kind in ("classes", "tokens"):
-                logits = [output.clamp_min(1e-9).log() if model == FCPE else output for output in (original, other)]
-                of_logits = distances(*logits, valid, "tokens")
-                for name in ("kl", "top1", "answers"):
-                    errors[way][name].append(getattr(of_logits, name))
-            for row, ids in enumerate(batch.kwargs["input_ids"] if network.task.measure == "perplexity" else ()):
-                kept = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid[row]
-                chosen = other[row][kept].log_softmax(-1)[:-1].gather(1, ids[kept][1:, None])
-                errors[way]["surprises"].append(-chosen.flatten())
-    rows = []
-    for way, parts in errors.items():
-        columns = {name: torch.cat(of_batches) for name, of_batches in parts.items()}
-        rows.append(Measurement(model, way, "relative L2", "at the output", columns["relative_l2"].tolist()))
-        rows.append(Measurement(model, way, "cosine", "at the output", columns["cosine"].tolist()))
-        if "kl" in columns:
-            rows.append(Measurement(model, way, "KL", "nats", columns["kl"].tolist()))
-            top1 = 100 * float(columns["top1"].sum() / columns["answers"].sum())
-            rows.append(Measurement(model, way, "top-1", "%", [top1]))
-        if "surprises" in columns:
-            rows.append(Measurement(model, way, "perplexity", "", [math.exp(columns["surprises"].double().mean())]))
+        other, _ = arranged(network, module, batch)
+        moved = distances(original, other, valid, network.outputs.kind)
+        for column in ("relative_l2", "cosine", "kl", "top1", "answers"):
+            if (values := getattr(moved, column)) is not None:
+                columns[column].append(values)
+    joined = {column: torch.cat(values) for column, values in columns.items()}
+    rows = [
+        Measurement(model, name, "relative L2", "at the output", joined["relative_l2"].tolist()),
+        Measurement(model, name, "cosine", "at the output", joined["cosine"].tolist()),
+    ]
+    if "kl" in joined:
+        rows.append(Measurement(model, name, "KL", "nats", joined["kl"].tolist()))
+        top1 = 100 * float(joined["top1"].sum() / joined["answers"].sum())
+        rows.append(Measurement(model, name, "top-1", "%", [top1]))
     return rows
+
+
+def quality(name: str, module: nn.Module, model: str, judge: Judge) -> Iterator[Measurement]:
+    """Yield the network's quality at its task, as the commands report it, if the inputs tell."""
+    judge.add(name, module)
+    if judge.quality is not None:
+        value = judge.quality.scores[name].value
+        yield Measurement(model, name, judge.quality.name, f"of {judge.quality.over}", [value])
 
 
 def arranged(network: LoadedModel, module: nn.Module, batch: normscope.Batch) -> tuple[Tensor, Tensor | None]:

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, its figures and the costs in docs/scale.md: ``python benchmarks/table.py``."""
+"""Write docs/benchmarks.md and its figures: ``python benchmarks/table.py``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from common import RESULTS, cell, tables_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
-SCALE = ROOT / "docs" / "scale.md"
-COSTS = re.compile("(?<=<!-- costs: written by benchmarks/table.py -->\n).*?(?=<!-- end of costs -->)", re.DOTALL)
 QUESTIONS = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))["question"]
 INTRODUCTION = """# Benchmarks
 
 Numbers are medians; bars in the figures extend from the smallest to the largest sample. Ratios carry over to other
 machines better than times do. Each section names its script and links its raw samples, with the command, the commit and
-all versions. Nothing was measured on a GPU yet ([how to](kernels.md#on-a-gpu)). `pip install -e '.[bench]'` installs
-what the scripts need, and `python benchmarks/table.py` writes this page. Samples of earlier commits may name scripts
-that are now part of `speed.py`, `swaps.py` or `machine_code.py`.
+all versions. Nothing was measured on a GPU yet ([how to](kernels.md#on-a-gpu)). `pip install -e '.[transformers]'`
+installs what the scripts need, and `python benchmarks/table.py` writes this page. Samples may name scripts and
+libraries that were removed since.
 """
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 MARKERS = "osD^vPX"
@@ -39,25 +37,7 @@ def main() -> None:
     args = parser.parse_args()
     args.page.with_suffix("").mkdir(exist_ok=True)
     args.page.write_text(page_of(args.results, args.page.with_suffix("")), encoding="utf-8")
-    if args.page == PAGE:
-        SCALE.write_text(scale_of(args.results), encoding="utf-8")
     print(args.page)
-
-
-def scale_of(results: Path) -> str:
-    """Return docs/scale.md with the costs of captures."""
-    rows = [
-        "| model | samples | norms | pairs, millions | CPU seconds | memory, GB | file, MB |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for path in sorted(results.glob("costs-*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        samples = samples_of(record)
-        for case in dict.fromkeys(case for case, *_ in samples):
-            values = (samples[case, "", name] for name in ("samples", "norms", "pairs", "CPU time", "memory", "file"))
-            rows.append(f"| `{case}` | {' | '.join(cell([statistics.median(each)]) for each in values)} |")
-        rows += ["", f"{origin(record)} · [samples](../benchmarks/results/{path.name})"]
-    return COSTS.sub(lambda _: "\n".join(rows) + "\n", SCALE.read_text(encoding="utf-8"))
 
 
 def page_of(results: Path, figures: Path | None = None) -> str:
@@ -122,31 +102,24 @@ def draw(chart: Mapping[str, Any], samples: Samples, path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    points = {}
+    points = []
     for case, case_label in chart["cases"].items():
-        for name, series_label in chart["series"].items():
+        for name, label in chart["series"].items():
             way, _, quantity = name.partition("|")
             key = case, way, quantity or chart["quantity"]
             if key in samples:
-                points[(case_label, series_label) if case_label else (series_label, "")] = samples[key]
-    rows, series = (list(dict.fromkeys(labels)) for labels in zip(*points, strict=True))
-    heights, most = {}, 1
-    for number, row in enumerate(rows):
-        keys = [key for key in points if key[0] == row]
-        most = max(most, len(keys))
-        for place, key in enumerate(keys):
-            heights[key] = number + (place - (len(keys) - 1) / 2) / (len(keys) + 0.6)
+                points.append((case_label, label, samples[key]) if case_label else (label, "", samples[key]))
+    rows, series = (list(dict.fromkeys(point[i] for point in points)) for i in (0, 1))
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem, "font.size": 9, "axes.axisbelow": True}):
-        figure = Figure((6.9, 0.75 + len(rows) * max(0.24, 0.19 * most)), layout="constrained")
+        figure = Figure((6.9, 0.75 + len(rows) * max(0.24, 0.19 * len(series))), layout="constrained")
         axes = figure.subplots()
-        for label, colour, marker in zip(series, COLOURS, MARKERS, strict=False):
-            ys = [y for key, y in heights.items() if key[1] == label]
-            samples_of_row = [points[key] for key in heights if key[1] == label]
-            low, median, high = (list(map(of, samples_of_row)) for of in (min, statistics.median, max))
-            axes.hlines(ys, low, high, colour, linewidth=1)
-            axes.plot(median, ys, marker, color=colour, markersize=5, label=label)
-            for number, end, y in zip(median, high, ys, strict=True):
-                axes.annotate(power(cell([number])), (end, y), (5, 0), textcoords="offset points", va="center")
+        for row, label, values in points:
+            number = series.index(label)
+            y = rows.index(row) + (number - (len(series) - 1) / 2) / (len(series) + 0.6)
+            median, colour = statistics.median(values), COLOURS[number]
+            axes.hlines(y, min(values), max(values), colour, linewidth=1)
+            axes.plot(median, y, MARKERS[number], color=colour, markersize=5, label=label)
+            axes.annotate(power(cell([median])), (max(values), y), (5, 0), textcoords="offset points", va="center")
         axes.set(xlabel=chart["label"], xscale="log" if chart.get("log") else "linear", ylim=(len(rows) - 0.5, -0.5))
         axes.margins(x=0.12)
         if not chart.get("log"):
@@ -160,7 +133,9 @@ def draw(chart: Mapping[str, Any], samples: Samples, path: Path) -> None:
         if len(series) > 1:
             for edge in range(1, len(rows)):
                 axes.axhline(edge - 0.5, color="0.9", linewidth=1, zorder=0)
-            figure.legend(loc="outside upper center", ncols=min(len(series), 5), frameon=False)
+            handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+            where = {"loc": "outside upper center", "ncols": min(len(series), 5), "frameon": False}
+            figure.legend(handles.values(), handles, **where)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

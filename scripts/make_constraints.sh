@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 compile() {
   uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links \
-    --extra test --extra speech --extra docs --extra bench --extra pretrained pyproject.toml "$@"
+    --extra test --extra speech --extra docs --extra pretrained pyproject.toml "$@"
 }
 resolved=$(compile --universal --python-version 3.11)
 cat > constraints.txt <<END

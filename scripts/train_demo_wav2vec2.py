@@ -100,9 +100,6 @@ def main() -> None:
     shipped = [clip for first in range(SHIPPED_A_VOICE) for clip in held_out[first::WORDS_A_VOICE]]
     score = accuracy(model, held_out)
     print(f"held-out accuracy {score:.4f} of {len(held_out)}, {accuracy(model, shipped):.4f} of the shipped ones")
-    for start in range(0, len(held_out), WORDS_A_VOICE):
-        of_voice = held_out[start:][:WORDS_A_VOICE]
-        print(f"  {of_voice[0].variant:<12} {accuracy(model, of_voice):.2f}")
     facts = {"config": CONFIG, "labels": LABELS, "sample_rate": SAMPLE_RATE, "normalize_waveform": True}
     facts |= {"seed": args.seed, "steps": RECIPE["steps"], "held_out_accuracy": score}
     facts |= {"torch": torch.__version__, "torchaudio": torchaudio.__version__, "espeak-ng": espeak_version()}

@@ -63,13 +63,21 @@ def samples_of(name):
 
 def assert_shown(texts, values):
     """Each number in the text is the committed one, rounded to its digits."""
-    assert [*texts] == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(texts, values, strict=True)]
+    texts = [text.replace("−", "-").replace(",", "") for text in texts]
+    assert texts == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(texts, values, strict=True)]
 
 
 def found(pattern, page=README):
     """Return the numbers at each ``#`` of a pattern that matches a page once."""
-    [match] = re.finditer(pattern.replace("#", r"(\d+(?:\.\d+)?)").replace(" ", r"\s+"), page)
+    [match] = re.finditer(pattern.replace("#", r"(−?\d+(?:\.\d+)?)").replace(" ", r"\s+"), page)
     return match.groups()
+
+
+def rows_of(page, heading):
+    """Return the numbers in the rows of the table with this first heading, by the text of their first cell."""
+    _, table = page.split(f"\n| {heading} |", 1)
+    rows = [line.split(" | ", 1) for line in table.partition("\n\n")[0].splitlines()[2:]]
+    return {first.removeprefix("| "): re.findall(r"(?<![\w.])[−\d.,]*\d", rest) for first, rest in rows}
 
 
 def test_the_numbers_of_its_table_are_committed_results():
@@ -88,7 +96,7 @@ def test_the_numbers_of_its_table_are_committed_results():
 
 
 def test_numbers_of_the_same_run_in_the_docs_are_committed_results():
-    pages = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in DOCS}
+    pages = {name: docs_page(name) for name in DOCS}
     samples = samples_of("readme")
     [tanh] = samples["minilm", "all norms", "mean R² of tanh"]
     swaps = [samples["minilm", f"all norms → {function}", "cosine"] for function in ("dyt", "rmsnorm")]
@@ -131,6 +139,155 @@ def test_the_numbers_of_its_limits_are_committed_results():
     assert len(calibrated) == len(healed) == 5
     for closed, pattern in ((calibrated, "recovers # to # % of that"), (healed, "and `heal` # to # % ")):
         assert_shown(found(pattern), [min(closed), max(closed)])
+    expected = [of(closed) for closed in (calibrated, healed) for of in (min, max)]
+    assert_shown(found("Calibration recovers # to # % of that, and healing # to # %", docs_page("swaps")), expected)
+
+
+def docs_page(name):
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+# Rows of the tables in docs/swaps.md, by their names in the results.
+QUALITY = {
+    "`demo_vit`, top-1 accuracy, 64 digits": ("demo_vit", "top-1 accuracy"),
+    "`demo_wav2vec2`, correct words of 60": ("demo_wav2vec2", "word accuracy"),
+}
+CONVERSION = {
+    "RMSNorm": "RMSNorm",
+    "DyT for all 13, fitted": "DyT, fitted",
+    "the same, calibrated": "DyT, calibrated",
+    "DyT for 11 of 13, calibrated (step 2)": "DyT, calibrated, two norms kept",
+    "DyT for all 13, healed (step 3)": "DyT, healed in 30 minutes",
+}
+CALIBRATION = {
+    "`demo_vit`": "demo_vit",
+    "`demo_wav2vec2`": "demo_wav2vec2",
+    "`demo_dit`": "demo_dit",
+    "all-MiniLM-L6-v2, 320 docstrings": "minilm",
+    "FCPE": "torchfcpe",
+}
+LLAMA = {
+    "DyT, fitted": "fitted",
+    "calibrated": "calibrated",
+    "calibrated, two norms kept": "calibrated, two kept",
+    "healed, 6 minutes": "healed",
+}
+HEALING = {
+    "`demo_vit`, `--minutes 4`": "demo_vit, 4 minutes",
+    "`demo_dit`, `--minutes 4`": "demo_dit, 4 minutes",
+    "`demo_wav2vec2`, `--minutes 10`": "demo_wav2vec2, 10 minutes",
+    "all-MiniLM-L6-v2, 1,200 docstrings, 480 steps": "minilm, 480 steps",
+    "FCPE, `--minutes 4`": "torchfcpe, 4 minutes",
+}
+
+
+def test_the_tables_of_swaps_are_committed_results():
+    page = docs_page("swaps")
+    medians = {
+        name: {key: statistics.median(values) for key, values in samples_of(name).items()}
+        for name in ("swaps", "conversion", "calibration", "prenorm", "healing")
+    }
+
+    rows, swaps = rows_of(page, "with all norms swapped"), medians["swaps"]
+    assert rows.keys() == QUALITY.keys()
+    for row, (case, measure) in QUALITY.items():
+        ways = ("original", "dyt, fit", "dyt, theory", "dyt, paper", "rmsnorm")
+        assert_shown(rows[row], [100 * swaps[case, way, measure] for way in ways])
+
+    rows, minilm = rows_of(page, "all-MiniLM-L6-v2"), medians["conversion"]
+    assert_shown(rows.pop("original"), [0, minilm["minilm", "original", "own text found"]])
+    assert rows.keys() == CONVERSION.keys()
+    for row, way in CONVERSION.items():
+        columns = ("relative L2", "own text found", "CPU")
+        assert_shown(rows[row], [minilm["minilm", way, column] for column in columns])
+
+    rows, calibrated = rows_of(page, "calibration: median relative L2"), medians["calibration"]
+    assert rows.keys() == CALIBRATION.keys()
+    for row, case in CALIBRATION.items():
+        errors = [calibrated[case, f"dyt, {way}", "relative L2"] for way in ("fit", "norms", "neighbours")]
+        assert_shown(rows[row], [*errors, calibrated[case, "dyt, neighbours", "CPU"]])
+
+    rows, llama = rows_of(page, "9 norms"), medians["prenorm"]
+    for way in ("original", "RMSNorm"):
+        assert_shown(rows["original, or RMSNorm"], [llama["llama-128", way, n] for n in ("perplexity", "KL", "top-1")])
+    assert rows.keys() == {"original, or RMSNorm", *LLAMA}
+    for row, way in LLAMA.items():
+        assert_shown(rows[row], [llama["llama-128", way, name] for name in ("perplexity", "KL", "top-1")])
+
+    rows, healed = rows_of(page, "healing: median relative L2"), medians["healing"]
+    assert rows.keys() == HEALING.keys()
+    for row, case in HEALING.items():
+        columns = ("drift, start", "drift, calibrated", "drift, trained", "CPU")
+        assert_shown(rows[row], [healed[case, "dyt, all", column] for column in columns])
+
+
+SCALES = {
+    "all-MiniLM-L6-v2": "minilm",
+    "on French, German": "minilm, French and German",
+    "on Russian, Japanese, Chinese": "minilm, Russian, Japanese and Chinese",
+    "FCPE (pitch)": "torchfcpe",
+    "RXNMapper (reactions)": "rxnmapper",
+    "AntiBERTy (antibodies)": "antiberty",
+    **{f"`{name}`": name for name in ("demo_vit", "demo_wav2vec2", "demo_dit")},
+}
+
+
+def test_the_table_of_scales_of_tokens_is_a_committed_result():
+    page, samples = docs_page("scale-of-tokens"), samples_of("scale_of_tokens")
+    for row, case in SCALES.items():
+        [line] = re.findall(rf"^\| {re.escape(row)} \|[^|]*\|(.*)\|$", page, re.MULTILINE)
+        ways = ("rmsnorm", "rmsnorm, centred", "few:4", "few:8", "random:4", "dyt", "frozen")
+        for cell, way in zip(line.split("|"), ways, strict=True):
+            value = statistics.median(samples[case, way, "relative L2"])
+            if "·" in cell:
+                assert value < 1e-6
+            else:
+                assert float(cell) == pytest.approx(value, abs=0.0006 if value < 1 else 0.006)
+
+
+def test_single_numbers_of_other_pages_are_committed_results():
+    [three] = samples_of("readme")["minilm", "last norm", "share of three channels in Σx²"]
+    assert_shown(found("three channels with γ ≈ 0 contain # % of Σx²", docs_page("card")), [three])
+    rmsnorm = statistics.median(samples_of("conversion")["minilm", "RMSNorm", "relative L2"])
+    assert_shown(found(r"\[relative L2 of #\]", docs_page("papers")), [rmsnorm])
+
+
+def test_the_study_of_a_training_is_a_committed_result():
+    page = docs_page("probe")
+    samples = {(case, quantity): values for (case, _, quantity), values in samples_of("probe_studies").items()}
+    begin, end = (
+        {name: values for (case, name), values in samples.items() if case == f"LayerNorm, step {step}"}
+        for step in (0, 600)
+    )
+    first = found("all # sites have the same curve, nearly a step .tanh: α = #.", page)
+    assert_shown(first, [len(begin["α of tanh"]), statistics.median(begin["α of tanh"])])
+    assert_shown(found("σ spreads by a factor of #.", page), [statistics.median(begin["spread of σ"])])
+    final = found("At the final norm α falls to #, the spread to #, and R² of tanh rises from # to #.", page)
+    last = [end["α of tanh"], end["spread of σ"], begin["R² of tanh"], end["R² of tanh"]]
+    assert_shown(final, [values[-1] for values in last])
+    assert_shown(found(r"stays a step \(α = #\)", page), [end["α of tanh"][0]])
+    gains = [isru - tanh for isru, tanh in zip(end["R² of isru"], end["R² of tanh"], strict=True)]
+    assert_shown(found("by at most # in R² at the end", page), [max(gains)])
+    assert min(gains) > 0
+
+    rows = rows_of(page, "at step 600")
+    three = ("LayerNorm", "DyT", "DyISRU")
+    for row, quantity in (("loss, mean of 20 steps", "loss"), ("held-out digits read, of 64", "held-out digits read")):
+        assert_shown(rows[row], [samples[f"{name}, step 600", quantity][0] for name in three])
+    spreads = {"α, median over sites (least to largest)": "α", "1/std(x), likewise": "1/std(x)"}
+    spreads[r"pairs with \|αx\| > 1, likewise"] = "pairs with |αx| > 1"
+    for row, quantity in spreads.items():
+        of_two = [samples[f"{name}, step 600", quantity] for name in three[1:]]
+        assert_shown(rows[row], [of(values) for values in of_two for of in (statistics.median, min, max)])
+    for step, text in ((0, "from #"), (120, "to #")):
+        [shown] = found(f"1/std.x. falls {'from [0-9.]+ ' if step else ''}{text}", page)
+        for name in three[1:]:
+            assert_shown([shown], [statistics.median(samples[f"{name}, step {step}", "1/std(x)"])])
+    correlations = found(r"rank correlation is # \(DyT\) and # \(DyISRU\)", page)
+    assert_shown(correlations, [samples[f"{name}, step 600", "rank correlation"][0] for name in three[1:]])
+    for name, shown in zip(three[1:], found("of the pairs beyond 1 to # % and # %", page), strict=True):
+        assert_shown([shown], [statistics.median(samples[f"{name}, step 600", "pairs with |αx| > 1"])])
+        assert_shown(found("from # % of the pairs", page), [samples[f"{name}, step 0", "pairs with |αx| > 1"][0]])
 
 
 def test_the_readme_holds_the_two_commands_and_can_be_read_in_minutes():

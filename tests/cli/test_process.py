@@ -2,22 +2,17 @@
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from command_line import invoke
+from runs import CaptureRun, differences, write_images
 
 import normscope
 from normscope.cli.process import stopping_between_chunks
 from normscope.errors import UsageError
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from runs import CaptureRun, differences, write_images
-
-CHECKOUT = Path(normscope.__file__).parents[1]
 IMAGES = 300
 OPTIONS = ("--batch-size", "2", "--layers", "2", "--checkpoint-every", "0")
 STOPPED = "is kept in {}; the same command with --resume goes on."
@@ -68,7 +63,7 @@ def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
     """Each run goes on from what the one before it left; in the end every image has counted once."""
     data = write_images(tmp_path / "images", IMAGES, corrupt_every=100)
     options = ("--data", str(data), *OPTIONS)
-    run = CaptureRun("demo_vit", tmp_path / "seen.safetensors", options, environment={"PYTHONPATH": str(CHECKOUT)})
+    run = CaptureRun("demo_vit", tmp_path / "seen.safetensors", options)
     for more, number in (((), signal.SIGINT), (("--resume",), signal.SIGTERM)):
         status, said = stopped_by(run, number, *more)
         assert status == 130 and said.count("Finishing the batch; once more to stop at once.") == 1
@@ -100,9 +95,7 @@ def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
 def test_once_more_stops_at_once(tmp_path):
     """A batch may take minutes; what was kept before stays."""
     (tmp_path / "slow.py").write_text(SLOW)
-    environment = {"PYTHONPATH": str(CHECKOUT)}
-    options = ("--checkpoint-every", "0")
-    run = CaptureRun(f"py:{tmp_path / 'slow.py'}:make", tmp_path / "seen.safetensors", options, environment=environment)
+    run = CaptureRun(f"py:{tmp_path / 'slow.py'}:make", tmp_path / "seen.safetensors", ("--checkpoint-every", "0"))
     process = run.start()
     while "working" not in run.said():
         assert process.poll() is None, run.said()

@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import differences
 from safetensors.torch import load_file
 from torch import nn
 
@@ -25,9 +25,6 @@ from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
 from normscope.pairs.recorder import Summing
 from normscope.runtime.sealed_files import read_checked, write_checked
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from runs import differences
 
 NEVER = math.inf
 UNREADABLE, LATE = {3, 8}, 9

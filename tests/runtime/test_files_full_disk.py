@@ -70,7 +70,7 @@ WRITERS = {
 
 @contextlib.contextmanager
 def full_disk():
-    """Let no file grow beyond 512 bytes; benchmarks/faults.py fills a disk, which takes rights.
+    """Let no file grow beyond 512 bytes: filling a disk takes rights.
 
     Python would cut the bytecode of modules that are imported meanwhile, and read it in later processes.
     """

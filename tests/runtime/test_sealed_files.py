@@ -1,9 +1,8 @@
 """Sealed files that something changed after they were written: the very same content, or a sentence."""
 
-import importlib
 import json
-from pathlib import Path
 
+import mutations
 import pytest
 import torch
 from hypothesis import given
@@ -17,21 +16,15 @@ from normscope.errors import DataError
 from normscope.runtime.sealed_files import digest, read_checked, write_checked
 
 
-@pytest.fixture
-def mutations(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    return importlib.import_module("mutations")
-
-
 @pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.faults)])
-def test_no_mutated_capture_is_another_capture(mutations, number):
+def test_no_mutated_capture_is_another_capture(number):
     counts = mutations.mutated_captures(number, seed=7)
     assert counts.keys() <= mutations.FINE, counts
     assert sum(counts.values()) == number
     assert counts[mutations.REFUSED] > 0.9 * number
 
 
-def test_the_counter_sees_what_it_is_there_for(mutations, monkeypatch):
+def test_the_counter_sees_what_it_is_there_for(monkeypatch):
     """Without the digest some mutated files are other captures, and with a reader that trips some are errors."""
     monkeypatch.setattr("normscope.runtime.sealed_files.digest", lambda text, tensors: "0")
     counts = mutations.mutated_captures(500, seed=7)

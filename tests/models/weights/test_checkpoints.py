@@ -1,13 +1,12 @@
 """Weights of files: fitted strictly, in the dtypes that were asked for (--dtype keep), and no code of theirs is run."""
 
 import hashlib
-import importlib
 import io
 import pickle
 import re
 import warnings
-from pathlib import Path
 
+import mutations
 import pytest
 import timm
 import torch
@@ -227,15 +226,9 @@ def test_a_batch_keeps_the_dtypes_that_it_is_told_to():
     assert [tensor.dtype for tensor in batch.to(cpu, None).args] == [torch.float32, torch.float64, torch.int32]
 
 
-@pytest.fixture
-def mutations(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "benchmarks")
-    return importlib.import_module("mutations")
-
-
 @pytest.mark.parametrize("number", [400, pytest.param(10_000, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("kind", ["weights", "swaps"])
-def test_no_mutated_file_is_mistaken_for_another(mutations, kind, number):
+def test_no_mutated_file_is_mistaken_for_another(kind, number):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of pickle protocols that there are not
         counts = getattr(mutations, f"mutated_{kind}")(number, seed=7)
@@ -244,7 +237,7 @@ def test_no_mutated_file_is_mistaken_for_another(mutations, kind, number):
     assert counts[mutations.REFUSED] > 0.8 * number
 
 
-def test_the_counter_sees_code_that_is_run(mutations, monkeypatch):
+def test_the_counter_sees_code_that_is_run(monkeypatch):
     """A reader that unpickles everything is what it is there for."""
     careful = timm.models.load_state_dict
 

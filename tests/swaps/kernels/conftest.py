@@ -1,7 +1,4 @@
-"""Modes that record operators, and a driver that records launches, for tests of several files."""
-
-import importlib
-from pathlib import Path
+"""Modes that record operators, for tests of several files."""
 
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,28 +6,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from normscope.swaps import pointwise
 from normscope.swaps.kernels.choice import CURVES
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture
 def chosen(monkeypatch):
     """Modules take the operator, which computes in plain torch where there is no GPU."""
     monkeypatch.setattr(pointwise, "by_kernels", lambda curve, *_: curve in CURVES)
-
-
-@pytest.fixture(scope="session")
-def launches():
-    """What notes launches in the place of a GPU's driver."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        return importlib.import_module("recorded_launches")
-
-
-@pytest.fixture
-def driver(launches):
-    """Whatever is launched is noted, and nothing computed."""
-    with launches.recorded() as own:
-        yield own
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Launches of the kernels: four per call, for none of which the host waits; and their compilation for a GPU."""
 
 import contextlib
-import importlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 triton = pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from normscope.inputs.batch import Batch, Sample  # noqa: E402
-from normscope.pairs.norms.formulas import FORMS, Lines, layer_norm  # noqa: E402
+from normscope.pairs.norms.formulas import Lines, layer_norm  # noqa: E402
 from normscope.pairs.norms.trace import find_norms  # noqa: E402
 from normscope.pairs.recorder import Recorder, Summing  # noqa: E402
 from normscope.pairs.sums import stats as loops  # noqa: E402
-from normscope.pairs.sums.binning import cuda, cuda_pairs  # noqa: E402
+from normscope.pairs.sums.binning import cuda  # noqa: E402
 from normscope.pairs.sums.stats import PairStats  # noqa: E402
 from normscope.pairs.sums.tokens import Run, Tokens  # noqa: E402
 from normscope.runtime import launches as launches_module  # noqa: E402
@@ -164,111 +162,3 @@ def test_no_hook_of_a_capture_waits(fake_cuda, monkeypatch, waits, launches, net
                 recorder.run(Batch((x,), samples=tuple(samples), valid=valid))
     assert launches == KERNELS_OF_A_CALL * 3 * len(network())
     assert "_to_copy" in waits.names  # it has seen what is sent to the GPU
-
-
-COMPILED = {
-    "a Transformer's": ((4096, 768), 768, None, LAYER_NORM),
-    "a few tokens": ((20, 1000), 1000, None, LAYER_NORM),
-    "groups": ((64, 4096), 64, 2, LAYER_NORM),
-    "given lines": ((4096, 768), 768, None, Lines(shift=torch.ones(4096).double(), rstd=torch.ones(4096).double())),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("case", COMPILED)
-def test_the_kernels_compile_without_spilled_registers(tmp_path, monkeypatch, case, capability):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
-    monkeypatch.setattr(cuda, "_major", lambda device: capability // 10)
-    shape, channels, groups, lines = COMPILED[case]
-    rows, scratch = torch.empty(shape, dtype=torch.bfloat16), launches_module.Scratch(torch.device("cpu"))
-    tokens = Tokens(rows, lines, [Run(0, len(rows), 0, 1, 0, 0)], channels, groups, torch.ones(len(rows)).bool())
-    stats = PairStats.empty(channels, grouped=groups is not None)
-    memory = {"rows": rows, "valid": tokens.valid, "scratch": torch.empty(8), "runs": torch.empty(5, 1).long()}
-    memory |= cuda._kept(stats)
-    if lines.form is None:
-        memory |= {"shift": lines.shift, "rstd": lines.rstd}
-    for call in cuda._launches(stats, tokens, scratch):
-        call = launches_module.complete(call, memory, scratch)
-        code = importlib.import_module("disassembly").code_of_launch(call, capability)
-        assert code.local == 0
-        assert not code.counted(r"(LDL|STL)(\..*)?")
-        assert "acq_rel" not in code.asm["ptx"]  # a fence at every addition
-        if call.kernel is cuda_pairs.add_pairs and capability >= 90:  # below, no addition takes four words
-            # Two neighbouring lanes a pair, of four words each.
-            assert "sizePerThread = [1, 4], threadsPerWarp = [16, 2]" in code.asm["ttgir"]
-            assert code.counted(r"REDG\.E\.ADD\.F32x4.*")
-
-
-CASES = {
-    "a Transformer's": ((40, 768), torch.bfloat16, "layer_norm", None, False),
-    "as wide as wastes": ((40, 1152), torch.float16, "rms_norm", None, False),
-    "padded": ((33, 65), torch.float32, "layer_norm", None, True),
-    "one element": ((1, 1), torch.float32, "layer_norm", None, False),
-    "groups": ((6, 300), torch.float32, "layer_norm", 2, False),
-    "groups of a batch": ((16, 4096), torch.bfloat16, None, 4, False),
-    "more pairs than float32 counts": ((2**16 + 1, 2**8), torch.bfloat16, "rms_norm", None, False),
-}
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    """Record launches, and keep all memory, so that addresses are not used twice."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[4] / "benchmarks")
-    for name in ("empty", "zeros"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *given, make=make, **more: kept.append(make(*given, **more)) or kept[-1]
-        )
-    make = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *given, **more: kept.append(make(*given, **more)) or kept[-1])
-    kept = []
-    with importlib.import_module("recorded_launches").recorded(
-        kernels=[getattr(cuda, name) for name in KERNELS_OF_A_CALL]
-    ) as own:
-        yield own
-    kept.clear()
-
-
-def launched(driver, stats, tokens):
-    """Return what a call launches, with an address replaced by its rank among those of the call's own kind."""
-    begin = len(driver.launches)
-    cuda.add(stats, tokens)
-    made = driver.launches[begin:]
-    named = {}
-    for one in made:
-        for place in one.arguments:
-            if isinstance(place, int) and place > 2**40:
-                named.setdefault(place, f"address {len(named)}")
-    return [(one.kernel, one.grid, one.function, [named.get(a, a) for a in one.arguments]) for one in made]
-
-
-@pytest.mark.skipif(not isinstance(cuda.draw, triton.JITFunction), reason="Triton interprets kernels here")
-@pytest.mark.parametrize("case", CASES)
-def test_a_cached_launch_passes_to_the_driver_what_triton_does(driver, monkeypatch, case):
-    (n, d), dtype, form, groups, padded = CASES[case]
-    stats = PairStats.empty(d if groups is None else 4 * groups, grouped=groups is not None)
-    given = torch.ones(n, dtype=torch.float64)
-    lines = Lines(FORMS[form], 1e-6) if form else Lines(shift=given, rstd=given.clone())
-    valid = torch.ones(n, dtype=torch.bool) if padded else None
-    runs = [Run(0, n // 2, 0, 5, 0, 0), Run(n // 2, n, 1, 6, 0, 1)]
-    tokens = Tokens(torch.ones(n, d, dtype=dtype), lines, runs, stats.channels, groups, valid)
-    with monkeypatch.context() as patch:
-        patch.setattr(launches_module, "_watched", lambda: True)
-        by_triton = launched(driver, stats, tokens)
-    assert [by_triton[0][0], by_triton[-1][0]] == ["describe", "draw"]
-    assert launched(driver, stats, tokens) == by_triton
-    driver.stream += 64
-    monkeypatch.setattr(cuda, "_launches", None)  # nothing is computed again
-    assert launched(driver, stats, tokens) == by_triton
-    assert driver.launches[-1].stream == driver.stream
-
-
-@pytest.mark.skipif(not isinstance(cuda.draw, triton.JITFunction), reason="Triton interprets kernels here")
-def test_unaligned_tokens_are_launched_with_a_kernel_of_their_own(driver):
-    stats, memory = PairStats.empty(16), torch.ones(4 * 16 + 1)
-    for rows in (memory[:-1].view(4, 16), memory[1:].view(4, 16)) * 2:
-        launched(driver, stats, Tokens(rows, LAYER_NORM, [Run(0, 4, 0, 5, 0, 0)], 16))
-    functions = [[one.function for one in driver.launches[start : start + 4]] for start in (0, 4, 8, 12)]
-    assert functions[0] == functions[2] != functions[1] == functions[3]

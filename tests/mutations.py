@@ -1,7 +1,7 @@
 """Files that something changed after they were written, in their thousands, and the outcomes of reading them.
 
 They are captures, weights (safetensors and torch files, some of which would run code if they were unpickled), and saved
-swaps. ``python benchmarks/faults.py`` counts the outcomes of each, and tests those of a few hundred captures.
+swaps.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Captures by real processes, alone or under torchrun, that can be killed; differences between two captures."""
+"""Captures by real processes that can be stopped; differences between two captures."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -38,21 +36,11 @@ def write_images(folder: Path, number: int, *, corrupt_every: int = 0, seed: int
 
 @dataclass
 class CaptureRun:
-    """A ``normscope capture`` of a model into ``output``, which can be started again and again.
-
-    More than one rank, or options for torchrun (``launcher``), run it under torchrun. ``log`` receives its output.
-    """
+    """A ``normscope capture`` of a model into ``output``, which can be started again and again."""
 
     model: str
     output: Path
     options: Sequence[str] = ()
-    ranks: int = 1
-    launcher: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=lambda: {"OMP_NUM_THREADS": "1"})
-    log: Path = field(default=Path(), kw_only=True)
-
-    def __post_init__(self) -> None:
-        self.log = self.output.with_suffix(".log") if self.log == Path() else self.log
 
     @property
     def checkpoints(self) -> Path:
@@ -64,53 +52,21 @@ class CaptureRun:
         """True if there is a checkpoint."""
         return self.checkpoints.is_dir() and any(path.stem.isdigit() for path in self.checkpoints.glob("*.safetensors"))
 
+    @property
+    def log(self) -> Path:
+        """File of its output."""
+        return self.output.with_suffix(".log")
+
     def start(self, *more: str) -> subprocess.Popen[bytes]:
-        """Start it, in a session of its own."""
-        command = [sys.executable, "-m", "normscope"]
-        if self.ranks > 1 or self.launcher:
-            several = [f"--nproc-per-node={self.ranks}", "--master-port=0", *self.launcher]
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *several, "-m", "normscope"]
-        command += ["capture", self.model, "-o", str(self.output), *self.options, *more]
-        environment = {**os.environ, **self.environment}
+        """Start it on one thread, in a session of its own."""
+        command = [sys.executable, "-m", "normscope", "capture", self.model, "-o", self.output, *self.options, *more]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         with self.log.open("w", encoding="utf-8") as log:  # a pipe that nobody reads fills up
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def said(self) -> str:
         """Return what the latest process printed so far."""
         return self.log.read_text(encoding="utf-8")
-
-    def finish(self, *more: str, seconds: float = 300) -> int:
-        """Run it to its end, and return its exit status."""
-        return self.start(*more).wait(seconds)
-
-    def killed_after(self, seconds: float, *more: str) -> bool:
-        """Start it, and kill all its processes then; return False where it was done before."""
-        process = self.start(*more)
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return True
-        return False
-
-    def until_kept(self, process: subprocess.Popen[bytes], files: int = 1, seconds: float = 120) -> None:
-        """Wait until ``files`` ranks have written a checkpoint."""
-        end = time.monotonic() + seconds
-        while len(list(self.checkpoints.glob("[0-9]*.safetensors"))) < files:
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"there was no checkpoint of {files} ranks: {self.said()}")
-            time.sleep(0.02)
-
-
-def children_of(pid: int) -> dict[int, dict[str, str]]:
-    """Return the environment of every child of a process, by its number; of Linux."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    environments = {}
-    for child in map(int, children):
-        raw = Path(f"/proc/{child}/environ").read_bytes().decode("utf-8", "replace").split("\0")
-        environments[child] = dict(entry.split("=", 1) for entry in raw if "=" in entry)
-    return environments
 
 
 def differences(first: Capture, second: Capture) -> list[str]:
