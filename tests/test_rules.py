@@ -34,7 +34,7 @@ BELOW = {
     "tables": "fits pairs curves runtime inputs errors",
     "figures": "tables fits pairs curves runtime inputs errors",
     "page": "figures tables fits pairs curves runtime inputs errors",
-    "probe": "figures tables fits pairs curves runtime inputs errors",
+    "probe": "fits pairs curves runtime inputs errors",
     "cli": "page figures tables loading models swaps fits pairs curves runtime inputs errors",
     "__main__": "cli",
 }

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
     from normscope.swaps.drift.keep import After
-    from normscope.swaps.reports import KeepReport, Quality
+    from normscope.swaps.drift.reports import KeepReport
+    from normscope.swaps.reports import Quality
 
     SiteFits = list[CurveFit] | list[NormSite]
 

@@ -32,17 +32,10 @@ from normscope.figures.style import (
     write_at,
 )
 from normscope.pairs.norms.sites import NormSite
+from normscope.swaps.drift.reports import DriftReport, KeepReport
+from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.swaps.inits import INITS, published_name
-from normscope.swaps.reports import (
-    CALIBRATED,
-    START,
-    TRAINED,
-    Drift,
-    DriftReport,
-    HealReport,
-    KeepReport,
-    Quantiles,
-)
+from normscope.swaps.reports import Drift, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES = 0.2, 1.5

@@ -28,7 +28,6 @@ from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import Group, Ranks
 from normscope.pairs.storage import save_capture
-from normscope.probe.loggers import check_logger, log
 from normscope.probe.numbers import FORM, numbers_of
 from normscope.runtime.files import check_writable
 from normscope.runtime.network import random_states_kept
@@ -63,7 +62,7 @@ class Probe:
         keep: folder for the capture of each record, ``step-00000500.safetensors``; None to keep none.
         logger: of the caller: any object with ``log(metrics, step=step)``, such as a run of wandb or trackio, or
             TensorBoard's ``SummaryWriter``. It receives the numbers of each record under ``normscope/``, after the file
-            is written; these three also an image of four S-curves. Its exceptions are not caught.
+            is written. Its exceptions are not caught.
         group: the processes over which sums are added, see :func:`normscope.capture`. Ranks that pass the same batch
             divide it; otherwise each passes its share. All call the probe at the same steps and return the record;
             rank 0 writes and logs.
@@ -111,7 +110,12 @@ class Probe:
         for name, number in {"every": every, "samples": samples}.items():
             if number is not None and number < 1:
                 raise UsageError(f"{name} is {number}; it is at least 1.")
-        check_logger(logger)
+        if logger is not None and not (hasattr(logger, "add_scalar") or hasattr(logger, "log")):
+            raise UsageError(
+                f"logger is of type {type(logger).__module__}.{type(logger).__name__}, which has neither "
+                "log(dict, step=), as wandb and trackio have, nor add_scalar(tag, value, step), as TensorBoard's "
+                "SummaryWriter has."
+            )
         self.every, self.logger, self.steps = every, logger, 0
         self.capture: Capture | None = None
         self._path, self._keep = (None if each is None else Path(each) for each in (path, keep))
@@ -178,8 +182,16 @@ class Probe:
         self.capture = seen
         self._on_first_rank(lambda: self._write(record, seen))
         if self.logger is not None and self._writes:
-            log(self.logger, record, seen, self._curves)
+            self._log(record)
         return record
+
+    def _log(self, record: StepRecord) -> None:
+        metrics = {f"normscope/{name}": value for name, value in record.metrics().items()}
+        if hasattr(self.logger, "add_scalar"):
+            for name, value in metrics.items():
+                self.logger.add_scalar(name, value, record.step)
+        else:
+            self.logger.log(metrics, step=record.step)
 
     def _on_first_rank(self, action: Callable[[], None]) -> None:
         """Run an action with files on rank 0; every rank of the group raises its error, or the others would wait."""

@@ -17,10 +17,10 @@ from normscope.runtime.spread import is_sharded, sharded_as, whole
 from normscope.swaps.kernels import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
 from normscope.swaps.kernels.eager import Parameters
-from normscope.swaps.standalone import InPlaceOfNorm, Table, with_strides_kept
+from normscope.swaps.standalone import Pointwise, Table, with_strides_kept
 
 
-class PointwiseFunction(InPlaceOfNorm):
+class PointwiseFunction(Pointwise):
     """Elementwise weight · f(αx + s) + bias, computed in float32 at least.
 
     Args:
@@ -58,11 +58,6 @@ class PointwiseFunction(InPlaceOfNorm):
     ['alpha', 'bias', 'weight']
     """
 
-    alpha: nn.Parameter
-    shift: nn.Parameter | None
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         curve: str | Curve,
@@ -74,22 +69,29 @@ class PointwiseFunction(InPlaceOfNorm):
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
-        super().__init__()
-        self.curve = curve if isinstance(curve, Curve) else _curve_named(curve)
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
-        lines = self.curve.function
-        self.table = None
-        if isinstance(lines, Piecewise):
-            self.table = Table(*map(torch.from_numpy, (lines.at, lines.mean, lines.slopes)))
-        self._activate: Callable[[nn.Module, Tensor], Tensor] | None = None
-        self.alpha = nn.Parameter(self._one_or_each("alpha", alpha))
-        if shift is None and self.curve.shifted:
+        curve = curve if isinstance(curve, Curve) else _curve_named(curve)
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if shift is None and curve.shifted:
             shift = 0.0
-        self.shift = None if shift is None else nn.Parameter(self._one_or_each("shift", shift))
-        affine = self.normalized_shape if elementwise_affine else (1,)
-        self.weight = nn.Parameter(torch.ones(affine))
-        self.bias = nn.Parameter(torch.zeros(affine)) if bias and elementwise_affine else None
+        lines, table = curve.function, None
+        if isinstance(lines, Piecewise):
+            table = Table(*map(torch.from_numpy, (lines.at, lines.mean, lines.slopes)))
+        super().__init__(
+            curve,
+            shape,
+            channel_axis=channel_axis,
+            alpha=_one_or_each("alpha", alpha, shape),
+            shift=None if shift is None else _one_or_each("shift", shift, shape),
+            elementwise_affine=elementwise_affine,
+            bias=bias,
+            table=table,
+        )
+
+    @property
+    def f(self) -> Callable[[Tensor], Tensor]:
+        """The function of αx + s."""
+        function: Callable[[Tensor], Tensor] = self.curve.function
+        return function if self.table is None else self.table
 
     @property
     def per_channel(self) -> bool:
@@ -103,7 +105,7 @@ class PointwiseFunction(InPlaceOfNorm):
         if self.keeps != "all":
             input = with_strides_kept(input, self.keeps)
         stored: dict[str, Any] = self._parameters
-        curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self._behind(input)
+        curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self.axes_behind(input)
         # nn.Module finds parameters faster here than as attributes; parametrized ones are attributes alone.
         alpha = stored["alpha"] if "alpha" in stored else self.alpha  # noqa: SIM401
         shift = stored["shift"] if "shift" in stored else self.shift  # noqa: SIM401
@@ -127,24 +129,14 @@ class PointwiseFunction(InPlaceOfNorm):
             loop = loop_for(curve, input.device, input.dtype, input.numel())
             output = None if loop is None else loop.pointwise(input, Parameters(*parameters), curve, behind)
             if output is None:
-                function = self.curve.function if self.table is None else self.table
-                output = eager.pointwise(input, function, Parameters(*parameters), behind)
+                output = eager.pointwise(input, self.f, Parameters(*parameters), behind)
         output = output if output.dtype == dtype else output.to(dtype)
-        return output if self._activate is None else self._activate(self, output)
+        return self.activate(output) if self.activations else output
 
     @property
     def activated(self) -> bool:
         """True if an activation follows, as in timm's NormAct classes."""
-        return self._activate is not None
-
-    def also_activate(self, norm: nn.Module, activation: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        """Apply the activation of a norm such as timm's NormAct to each output.
-
-        The norm's children become this module's, for the activation to call.
-        """
-        for name, child in norm.named_children():
-            self.add_module(name, child)
-        self._activate = activation
+        return bool(self.activations)
 
     def give_each_channel_its_own(self) -> None:
         """Expand the weight and bias to one per channel; outputs stay the same."""
@@ -154,12 +146,6 @@ class PointwiseFunction(InPlaceOfNorm):
         if self.bias is None:
             self.bias = nn.Parameter(torch.zeros_like(self.weight))
 
-    def extra_repr(self) -> str:
-        """Return the curve, the shape and the channel axis."""
-        shape = ", ".join(map(str, self.normalized_shape))
-        axis = "" if self.channel_axis == -1 else f", channel_axis={self.channel_axis}"
-        return f"{self.curve.name}, {shape}{axis}"
-
     def _gathered(self, parameter: Tensor) -> Tensor:
         if torch.is_grad_enabled() and parameter.requires_grad:
             raise UsageError(
@@ -167,21 +153,6 @@ class PointwiseFunction(InPlaceOfNorm):
                 "torch.no_grad(), or swap the norms before the network is sharded, to train them."
             )
         return whole(parameter)
-
-    def _behind(self, input: Tensor) -> int:
-        """Return the number of the input's axes after those of its channels."""
-        return (-self.channel_axis if self.channel_axis < 0 else input.ndim - self.channel_axis) - 1
-
-    def _one_or_each(self, name: str, value: float | Tensor) -> Tensor:
-        tensor = torch.as_tensor(value, dtype=torch.float32).detach().clone()
-        if tensor.numel() == 1:
-            return tensor.reshape(1)
-        if tensor.numel() != math.prod(self.normalized_shape):
-            raise UsageError(
-                f"{name} has {tensor.numel()} numbers; it takes one, or one for each of the "
-                f"{math.prod(self.normalized_shape)} channels."
-            )
-        return tensor.reshape(self.normalized_shape)
 
 
 def check_kernels(modules: Iterable[nn.Module]) -> None:
@@ -237,3 +208,14 @@ def _curve_named(name: str) -> Curve:
     if len(curves) != 1:
         raise UsageError(f"{name!r} names {len(curves)} curves; a point-wise function has one of {', '.join(CURVES)}.")
     return curves[0]
+
+
+def _one_or_each(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
+    tensor = torch.as_tensor(value, dtype=torch.float32).detach().clone()
+    if tensor.numel() == 1:
+        return tensor.reshape(1)
+    if tensor.numel() != math.prod(shape):
+        raise UsageError(
+            f"{name} has {tensor.numel()} numbers; it takes one, or one for each of the {math.prod(shape)} channels."
+        )
+    return tensor.reshape(shape)

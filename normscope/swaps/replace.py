@@ -6,15 +6,15 @@ import contextlib
 import itertools
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from normscope.curves.known import Curve
-from normscope.errors import ModelError, count
+from normscope.errors import ModelError, count, first_few
 from normscope.inputs.batch import tensors_of
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, submodule
@@ -37,7 +37,8 @@ HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_backward_pre_hooks", "_backward_hooks"),
 )
-_FULL_BACKWARD = "_is_full_backward_hook"
+_FULL_BACKWARD = "_is_full_backward_hook"  # a flag, without which torch calls no full backward hook
+_Hooks = tuple[nn.Module, nn.Module, tuple[str, ...]]
 _SWAPPED = ("sharded", "spread", "quantized")  # networks that can be, unlike those of DDP and FSDP1
 
 
@@ -65,11 +66,9 @@ class Swap:
     unchanged objects, so ``state_dict`` and outputs are restored to the bit. Calls of a norm from outside the module
     tree, for example from a plain list, still reach the norm.
 
-    The replacement shares the norm's forward and backward hooks and pre-hooks, which receive the replacement as first
-    argument. Handles, order and options stay valid, and hooks registered meanwhile run for the norm afterwards. Copies
-    and pickles of a swapped network contain these hooks; its ``state_dict`` and saved folders do not. Two exceptions
-    cause a warning: if pre-hooks compute the norm's own tensors, as pruning and :func:`torch.nn.utils.weight_norm` do,
-    all of its pre-hooks stay with the norm; and the replacement's own hooks are inactive while it is swapped in.
+    A norm's hooks move to its replacement, with a warning, and back when the swap is undone; their handles stay valid.
+    Hooks that the replacement has itself are inactive meanwhile. A norm keeps its pre-hooks if one of them computes the
+    norm's own tensors, as pruning and :func:`torch.nn.utils.weight_norm` do.
 
     ``holders`` saves time in many swaps of one network; ``refitted`` contains values of other parameters by name.
 
@@ -110,14 +109,9 @@ class Swap:
         self._places = [
             (parent, name, norm, module) for _, norm, module in replaced.values() for parent, name in holders.of(norm)
         ]
-        uses = Counter(id(module) for _, _, module in replaced.values())
-        self._hooks: list[tuple[nn.Module, nn.Module, dict[str, Any]]] = []  # with the replacement's own
-        for path, norm, module in replaced.values():  # no comprehension, whose frame warnings would count
-            names = _shared_hooks(path, norm, module, uses[id(module)])
-            self._hooks.append((norm, module, {name: getattr(module, name) for name in names}))
-        for norm, module, before in self._hooks:
-            for name in before:
-                setattr(module, name, getattr(norm, name))
+        self._hooks = _hooks_to_move(replaced.values())
+        for hooks in self._hooks:
+            _exchange(*hooks)
         self._moved = [move_like(inner, path, module) for path, _, module in replaced.values()]
         for parent, name, norm, module in self._places:
             module.train(norm.training)
@@ -142,12 +136,8 @@ class Swap:
                 raise ModelError(f"{name!r} has been replaced again since: undo the later swap first.")
         for parent, name, norm, _ in self._places:
             _put(parent, name, norm)
-        for norm, module, before in self._hooks:
-            # torch calls full backward hooks only of a module marked so, and marks the one they are registered on.
-            if _FULL_BACKWARD in before and norm._is_full_backward_hook is None:
-                norm._is_full_backward_hook = module._is_full_backward_hook
-            for name, value in before.items():
-                setattr(module, name, value)
+        for hooks in self._hooks:
+            _exchange(*hooks)
         for move_back in self._moved:
             move_back()
         with torch.no_grad():
@@ -255,7 +245,7 @@ def replacement(norm: nn.Module, start: Start, where: Tensor) -> nn.Module:
         largest = f"weight {weight.abs().max():.3g}, α {start.alpha.abs().max():.3g}"
         raise ModelError(f"The start values of {site.name} ({largest}) do not fit into {like.dtype}.")
     if isinstance(module, PointwiseFunction) and kind.activation is not None:
-        module.also_activate(norm, kind.activation)
+        module.also_activate(norm)
     return module
 
 
@@ -278,18 +268,13 @@ def outputs_at(network: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, l
     """Record copies of the outputs of modules at some paths, call by call, while the block runs the network."""
     outputs: dict[str, list[Tensor]] = {path: [] for path in paths}
 
-    def copying(watched: nn.Module, copies: list[Tensor]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, result: Any) -> None:
-            if module is watched:  # a norm shares its hooks with its replacement
-                like = next(iter(tensors_of(args)), None)
-                copies.extend(whole(each, like).clone() for each in tensors_of(result) if each.is_floating_point())
-
-        return hook
+    def copying(path: str, module: nn.Module, args: Any, result: Any) -> None:
+        like = next(iter(tensors_of(args)), None)
+        outputs[path].extend(whole(each, like).clone() for each in tensors_of(result) if each.is_floating_point())
 
     with contextlib.ExitStack() as hooks:
-        for path, copies in outputs.items():
-            module = module_at(network, path)
-            hooks.callback(module.register_forward_hook(copying(module, copies)).remove)
+        for path in outputs:
+            hooks.callback(module_at(network, path).register_forward_hook(partial(copying, path)).remove)
         yield outputs
 
 
@@ -301,31 +286,45 @@ def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
     return torch.empty((), dtype=like.dtype, device=like.device)
 
 
-def _shared_hooks(path: str, norm: nn.Module, module: nn.Module, uses: int) -> tuple[str, ...]:
-    """Return the hook attributes that a replacement shares with its norm; warn of inactive hooks."""
-    if uses > 1 and any(getattr(norm, name) for name in (*PRE_HOOKS, *HOOKS)):
-        raise ModelError(
-            f"The {type(module).__name__} for {path!r} replaces {uses} norms, and the hooks of that norm would run for "
-            "the others too; use one module per norm."
-        )
-    if uses > 1 or module is norm:
-        return ()
-    if any(getattr(module, name) for name in (*PRE_HOOKS, *HOOKS)):
-        warnings.warn(
-            f"The {type(module).__name__} for {path!r} has hooks, which do not run while it replaces the norm; "
-            "register them after the swap.",
-            stacklevel=3,
-        )
-    for hook in norm._forward_pre_hooks.values():
-        computed = (getattr(hook, name, None) for name in ("name", "_tensor_name"))  # weight_norm; pruning
-        if getattr(hook, "__self__", None) is norm or any(isinstance(name, str) for name in computed):
-            warnings.warn(
-                f"The hook {getattr(hook, '__qualname__', type(hook).__qualname__)} of the norm {path!r} works on the "
-                "norm's own tensors: the norm's forward pre-hooks stay with it and do not run for the replacement.",
-                stacklevel=3,
+def _hooks_to_move(replaced: Collection[tuple[str, nn.Module, nn.Module]]) -> list[_Hooks]:
+    """Return the norms that have hooks, with their replacements and the attributes to exchange, and warn of them.
+
+    Raises:
+        ModelError: if the replacement of one replaces other norms too.
+    """
+    hooked: dict[str, _Hooks] = {}
+    for path, norm, module in replaced:
+        if not any(getattr(norm, name) for name in (*PRE_HOOKS, *HOOKS)):
+            continue
+        uses = sum(other is module for *_, other in replaced)
+        if uses > 1:
+            raise ModelError(
+                f"The {type(module).__name__} for {path!r} replaces {uses} norms, and the hooks of that norm would run "
+                "for the others too; use one module per norm."
             )
-            return (*HOOKS, _FULL_BACKWARD)
-    return (*PRE_HOOKS, *HOOKS, _FULL_BACKWARD)
+        movable = HOOKS if _has_tensor_hooks(norm) else (*PRE_HOOKS, *HOOKS)
+        hooked[path] = norm, module, (*movable, _FULL_BACKWARD)
+    if hooked:
+        text = f"Hooks of the norms {first_few(list(hooked))} run for their replacements until the swap is undone."
+        warnings.warn(text, stacklevel=3)
+    return list(hooked.values())
+
+
+def _has_tensor_hooks(norm: nn.Module) -> bool:
+    """True if a pre-hook computes the norm's own tensors: a method of the norm, weight_norm's or pruning's."""
+    for hook in norm._forward_pre_hooks.values():
+        tensors = (getattr(hook, name, None) for name in ("name", "_tensor_name"))
+        if getattr(hook, "__self__", None) is norm or any(isinstance(name, str) for name in tensors):
+            return True
+    return False
+
+
+def _exchange(norm: nn.Module, module: nn.Module, attributes: Iterable[str]) -> None:
+    """Exchange attributes of two modules; handles refer to dictionaries of hooks, which stay the same objects."""
+    for name in attributes:
+        value = getattr(norm, name)
+        setattr(norm, name, getattr(module, name))
+        setattr(module, name, value)
 
 
 def _put(parent: nn.Module, name: str, module: nn.Module) -> None:

@@ -1,11 +1,15 @@
 """Point-wise functions and swapped networks in plain PyTorch, without normscope.
 
-A swapped folder contains this file as ``pointwise.py``, after instructions for its network. It imports torch and
-safetensors, and reads ``swap.json`` and ``model.safetensors`` beside it. It is under the MIT License.
+Each swapped folder contains a copy of this file as ``pointwise.py``. It imports torch and safetensors, and reads
+``swap.json`` and ``model.safetensors`` beside it. With the folder on Python's path, the line under ``example`` in
+``swap.json`` makes the network, in eval mode and in the dtypes of ``model.safetensors``; FOLDER there is the folder.
+
+This file is under the MIT License. The weights are under the license that they had before.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -20,24 +24,74 @@ from torch._prims_common import suggest_memory_format
 
 FOLDER = Path(__file__).parent
 WEIGHTS = FOLDER / "model.safetensors"
-CURVES: dict[str, Callable[[Tensor], Tensor]] = {}  # f by the name in swap.json; a folder's copy fills it at its end
 _ACTIVATIONS = ("drop", "act", "activation")  # children of timm's norms, and of BiT's, that run after the affine step
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def number(value: float) -> Tensor:
-    """Return a constant of a formula; unlike Python's numbers it may overflow and be divided by zero."""
-    return torch.tensor(value, dtype=torch.float64)
+# f by the name in swap.json.
+CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh,
+    "isru": lambda u: (v := u.clamp(-1e9, 1e9)) * torch.rsqrt(1 + v.square()),
+    "erf": torch.erf,
+    "derf": torch.erf,
+    "hardtanh": lambda u: u.clamp(-1, 1),
+    "linear": torch.clone,
+    "softcap": torch.tanh,
+    "sigmoid": lambda u: torch.exp(u.clamp(max=0)) / (1 + torch.exp(-u.abs())),
+    "arctan": lambda u: 2 / math.pi * torch.atan(u),
+    "satursin": lambda u: torch.sin(u.clamp(-math.pi / 2, math.pi / 2)),
+    "expsign": lambda u: torch.copysign(-torch.expm1(-u.abs()), u),
+    "softsign": lambda u: u / (1 + u.abs()),
+    "relsign": lambda u: u / (1 + torch.hypot(u, torch.ones_like(u))),
+    "cubsign": lambda u: (v := u.clamp(-1e6, 1e6).pow(3)) / (1 + v.abs()),
+    "exproot": lambda u: torch.copysign(-torch.expm1(-u.abs().sqrt()), u),
+    "saturlog": lambda u: torch.copysign((v := torch.log1p(u.abs())) / (1 + v), u),
+    "logquad_clip": lambda u: torch.copysign(torch.log1p(u.square()).clamp(max=1), u),
+    "logsign_clip": lambda u: torch.copysign(torch.log1p(u.abs()).clamp(max=1), u),
+    "power23_clip": lambda u: torch.copysign(u.abs().clamp(max=1).pow(2 / 3), u),
+}
+_OPERATORS: dict[type[ast.AST], Callable[..., Tensor]] = {
+    **{ast.Add: torch.add, ast.Sub: torch.sub, ast.Mult: torch.mul, ast.Div: torch.true_divide, ast.Pow: torch.pow},
+    **{ast.UAdd: torch.clone, ast.USub: torch.neg},
+}
+_ELEMENTWISE = "abs sign sqrt exp expm1 log log1p sin cos tan sinh cosh tanh asinh atan arctan erf sigmoid"
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    **{name: getattr(torch, name) for name in (*_ELEMENTWISE.split(), "minimum", "maximum")},
+    **{"min": torch.minimum, "max": torch.maximum},
+    "cbrt": lambda x: torch.sign(x) * x.abs().pow(1 / 3),
+    "clip": lambda x, low, high: torch.minimum(torch.maximum(x, low), high),
+}
+_CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
-def cbrt(x: Tensor) -> Tensor:
-    """Return the real cube root."""
-    return torch.sign(x) * x.abs().pow(1 / 3)
+def formula(text: str) -> Callable[[Tensor], Tensor]:
+    """Return f of a formula in u, or x; ValueError if it contains anything but numbers, operators and functions.
+
+    >>> formula("min(u / 2, 1)")(torch.tensor([1.0, 3.0]))
+    tensor([0.5000, 1.0000])
+    """
+    return _term(ast.parse(text, mode="eval").body)
 
 
-def clip(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Limit x to a range."""
-    return torch.minimum(torch.maximum(x, low), high)
+def _term(node: ast.expr) -> Callable[[Tensor], Tensor]:
+    match node:
+        case ast.Name(id="u" | "x"):
+            return lambda u: u
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _term(ast.Constant(_CONSTANTS[name]))
+        case ast.Constant(value=int() | float() as value):
+            constant = torch.tensor(float(value), dtype=torch.float64)  # unlike a number it may be divided by zero
+            return lambda u: constant
+        case ast.UnaryOp(op=operator, operand=operand) if type(operator) in _OPERATORS:
+            function, arguments = _OPERATORS[type(operator)], [operand]
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            function, arguments = _OPERATORS[type(operator)], [left, right]
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            function = _FUNCTIONS[name]
+        case _:
+            raise ValueError(f"{ast.unparse(node)!r} is not part of a formula.")
+    terms = [_term(argument) for argument in arguments]
+    return lambda u: function(*(term(u) for term in terms))
 
 
 # From the dtypes of a norm's input and weight to that of its output. T5 in float16 expects the least of both.
@@ -60,17 +114,10 @@ def with_strides_kept(input: Tensor, keeps: str) -> Tensor:
     return input.contiguous(memory_format=kept)
 
 
-class Float32(nn.Module):
-    """Module whose buffers never become half precision, in which neighbouring values would coincide."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Float32:
-        for name, part in self.named_buffers():
-            setattr(self, name, part.to(fn(part).device))
-        return self
-
-
-class Table(Float32):
+class Table(nn.Module):
     """Piecewise linear function through points; the outer pieces extend to infinity.
+
+    The points stay in float32 when a network becomes half precision, in which neighbours would coincide.
 
     >>> lines = Table(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 3.0]), torch.tensor([0.0, 3.0, 0.0]))
     >>> lines(torch.tensor([-2.0, 0.5, 9.0]))
@@ -85,6 +132,11 @@ class Table(Float32):
         super().__init__()
         for name, values in (("at", at), ("mean", mean), ("slopes", slopes)):
             self.register_buffer(name, values.float())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
+        for name, part in self.named_buffers():
+            setattr(self, name, part.to(fn(part).device))
+        return self
 
     def forward(self, u: Tensor) -> Tensor:
         """Evaluate at u, of any shape, float32 or float64."""
@@ -111,9 +163,12 @@ class InPlaceOfNorm(nn.Module):
     ignores: Sequence[str] = ()  # places and names of arguments whose tensors change nothing, such as 1 and mask
     activations: Sequence[str] = ()  # names of children that run afterwards
     computed: Callable[[Tensor], Tensor]  # from an input in float32 or float64 to the output
-    normalized_shape: tuple[int, ...]
-    channel_axis: int
     weight: nn.Parameter | None
+
+    def __init__(self, normalized_shape: int | Sequence[int], channel_axis: int) -> None:
+        super().__init__()
+        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
 
     def forward(self, input: Tensor | None = None, *others: Any, **named: Any) -> Tensor:
         """Apply the function to the only tensor; other arguments, such as ``residual=None``, change nothing."""
@@ -131,6 +186,17 @@ class InPlaceOfNorm(nn.Module):
         """Return the output in the norm's dtype and layout."""
         x, dtype = with_strides_kept(input, self.keeps), self.returned_dtype(input)
         y = self.computed(x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32))).to(dtype)
+        return self.activate(y)
+
+    def also_activate(self, norm: nn.Module) -> None:
+        """Take over the children of a norm that run after its affine step, as in timm's NormAct classes."""
+        for name in _ACTIVATIONS:
+            if isinstance(child := getattr(norm, name, None), nn.Module):
+                self.add_module(name, child)
+                self.activations = (*self.activations, name)
+
+    def activate(self, y: Tensor) -> Tensor:
+        """Apply the activations to an output."""
         for name in self.activations:
             y = getattr(self, name)(y)
         return y
@@ -174,10 +240,8 @@ class RMSNorm(InPlaceOfNorm):
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(normalized_shape, channel_axis)
         self.variance_epsilon = eps
-        self.normalized_shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        self.channel_axis = channel_axis if len(self.normalized_shape) == 1 else -1
         self.weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
         self.bias = nn.Parameter(torch.zeros(self.normalized_shape)) if bias and elementwise_affine else None
 
@@ -196,26 +260,52 @@ class RMSNorm(InPlaceOfNorm):
 
 
 class Pointwise(InPlaceOfNorm):
-    """Elementwise weight · f(alpha · x + shift) + bias, computed in float32 at least.
+    """Elementwise weight · f(αx + s) + bias, computed in float32 at least.
 
-    alpha and shift are one number, (1,), or one per channel; weight is one per channel or one number, (1,). The
-    arguments are the entries of a site in swap.json; a :class:`Table` takes the place of a curve without a formula.
+    Args:
+        curve: the name of f in swap.json.
+        normalized_shape: sizes of the channel axes.
+        channel_axis: the channel axis, if ``normalized_shape`` is one number; several numbers are the last axes.
+        alpha: initial α, ``(1,)`` or one per channel.
+        shift: initial s, likewise; None for a function without s.
+        elementwise_affine: use one weight and bias per channel; otherwise one weight, ``(1,)``, and no bias.
+        bias: use a bias.
+        table: f, if it has no formula.
     """
 
+    alpha: nn.Parameter
+    shift: nn.Parameter | None
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, site: dict[str, Any], table: Table | None = None) -> None:
-        super().__init__()
-        shape, self.channel_axis, self.curve = tuple(site["normalized_shape"]), site["channel_axis"], site["curve"]
-        self.table = table
-        self.alpha = nn.Parameter(torch.full(shape if site["per_channel"] else (1,), 0.5))
-        self.shift = nn.Parameter(torch.zeros(self.alpha.shape)) if site["shift"] else None
-        self.weight = nn.Parameter(torch.ones(shape if site["elementwise_affine"] else (1,)))
-        self.bias = nn.Parameter(torch.zeros(shape)) if site["bias"] else None
+    def __init__(
+        self,
+        curve: Any,
+        normalized_shape: int | Sequence[int],
+        *,
+        channel_axis: int,
+        alpha: Tensor,
+        shift: Tensor | None,
+        elementwise_affine: bool,
+        bias: bool,
+        table: Table | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, channel_axis)
+        self.curve, self.table = curve, table
+        self.alpha = nn.Parameter(alpha)
+        self.shift = None if shift is None else nn.Parameter(shift)
+        affine = self.normalized_shape if elementwise_affine else (1,)
+        self.weight = nn.Parameter(torch.ones(affine))
+        self.bias = nn.Parameter(torch.zeros(affine)) if bias and elementwise_affine else None
+
+    @property
+    def f(self) -> Callable[[Tensor], Tensor]:
+        """The function of αx + s."""
+        return CURVES[self.curve] if self.table is None else self.table
 
     def computed(self, x: Tensor) -> Tensor:
         """Apply the function."""
-        behind = (-self.channel_axis if self.channel_axis < 0 else x.ndim - self.channel_axis) - 1
+        behind = self.axes_behind(x)
 
         def along(part: Tensor) -> Tensor:
             return (part if part.numel() == 1 else part.view(*part.shape, *[1] * behind)).to(x.dtype)
@@ -223,12 +313,18 @@ class Pointwise(InPlaceOfNorm):
         u = along(self.alpha) * x
         if self.shift is not None:
             u = u + along(self.shift)
-        y = along(self.weight) * (CURVES[self.curve] if self.table is None else self.table)(u)
+        y = along(self.weight) * self.f(u)
         return y if self.bias is None else y + along(self.bias)
 
+    def axes_behind(self, x: Tensor) -> int:
+        """Return the number of axes of x after those of its channels."""
+        return (-self.channel_axis if self.channel_axis < 0 else x.ndim - self.channel_axis) - 1
+
     def extra_repr(self) -> str:
-        """Return the curve."""
-        return str(self.curve)
+        """Return the curve, the shape and the channel axis."""
+        shape = ", ".join(map(str, self.normalized_shape))
+        axis = "" if self.channel_axis == -1 else f", channel_axis={self.channel_axis}"
+        return f"{getattr(self.curve, 'name', self.curve)}, {shape}{axis}"
 
 
 def record() -> dict[str, Any]:
@@ -246,14 +342,19 @@ def modules() -> dict[str, nn.Module]:
 
 
 def _module(site: dict[str, Any]) -> InPlaceOfNorm:
+    curve, shape = site["curve"], site["normalized_shape"]
     options = {name: site[name] for name in ("channel_axis", "elementwise_affine", "bias")}
-    if site["curve"] == "rmsnorm":
-        return RMSNorm(site["normalized_shape"], eps=site["eps"], **options)
-    if site["curve"] != "free":
-        return Pointwise(site)
+    if curve == "rmsnorm":
+        return RMSNorm(shape, eps=site["eps"], **options)
+    if "=" in curve:
+        CURVES[curve] = formula(curve.partition("=")[2])
+    start = torch.zeros(shape if site["per_channel"] else 1)
+    options |= {"alpha": start, "shift": start.clone() if site["shift"] else None}
+    if curve != "free":
+        return Pointwise(curve, shape, **options)
     with safe_open(WEIGHTS, framework="pt") as tensors:
         parts = (tensors.get_slice(f"{site['name']}.table.{name}").get_shape() for name in ("at", "mean", "slopes"))
-        return Pointwise(site, Table(*map(torch.zeros, parts)))
+        return Pointwise(curve, shape, **options, table=Table(*map(torch.zeros, parts)))
 
 
 def tied_heads(network: nn.Module) -> dict[str, str]:
@@ -286,18 +387,12 @@ def put_in(network: nn.Module) -> nn.Module:
     for path, module in modules().items():
         norm = network.get_submodule(path)
         if isinstance(module, Pointwise) and path in activated:
-            module.activations = [name for name, _ in _children(norm, _ACTIVATIONS)]
-            for name, child in _children(norm, _ACTIVATIONS):
-                module.add_module(name, child)
+            module.also_activate(norm)
         module.train(norm.training)
         for parent in list(network.modules()):
             for name in [name for name, child in parent._modules.items() if child is norm]:
                 setattr(parent, name, module)
     return network
-
-
-def _children(norm: nn.Module, names: Iterable[str]) -> list[tuple[str, nn.Module]]:
-    return [(name, child) for name in names if isinstance(child := getattr(norm, name, None), nn.Module)]
 
 
 def swapped(network: nn.Module, weights: str | Path = WEIGHTS) -> nn.Module:
@@ -317,7 +412,7 @@ def swapped(network: nn.Module, weights: str | Path = WEIGHTS) -> nn.Module:
 
 
 def register(library: Any) -> None:
-    """Let AutoModel of transformers load the folder, whose config.json has its own model type."""
+    """Let AutoModel of ``library``, transformers, load the folder, whose config.json has its own model type."""
     facts = json.loads((FOLDER / "config.json").read_text(encoding="utf-8"))
     names = facts["pointwise"]
 

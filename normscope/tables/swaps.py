@@ -10,27 +10,21 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.runtime.files import visible
+from normscope.swaps.drift.reports import DriftReport, KeepReport, KeepStep
+from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.swaps.inits import published_name
 from normscope.swaps.reports import (
-    CALIBRATED,
     FUSED,
     INCONCLUSIVE,
-    START,
-    TRAINED,
     BenchReport,
     Drift,
-    DriftReport,
-    HealReport,
-    KeepReport,
-    KeepStep,
     Latency,
     PublishedReport,
     Quality,
     Quantiles,
-    SimplifiedNorm,
-    SimplifyReport,
     Timing,
 )
+from normscope.swaps.simplify.reports import SimplifiedNorm, SimplifyReport
 from normscope.tables.glossary import DEFINITIONS
 from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
 

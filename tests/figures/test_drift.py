@@ -18,9 +18,9 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
 from normscope.swaps.drift.drift import drift
+from normscope.swaps.drift.reports import DriftCalibration
 from normscope.swaps.inits import published_name
 from normscope.swaps.replace import replacements
-from normscope.swaps.reports import DriftCalibration
 from normscope.tables.swaps import drift_table, parts_table, sites_table
 
 ABOUT = {"model": "net$x_{", "weights": "random", "data": "noise"}

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 from normscope.figures.drift import plot_healing
-from normscope.swaps.reports import HealReport, TrainingCheck
+from normscope.swaps.heal.reports import HealReport, TrainingCheck
 from normscope.tables.swaps import healing_table
 
 DRIFTS = {

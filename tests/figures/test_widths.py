@@ -15,18 +15,10 @@ from normscope.figures.style import STYLES
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
 from normscope.swaps.drift.drift import drift
+from normscope.swaps.drift.reports import KeepReport, KeepStep
+from normscope.swaps.heal.reports import HealReport, TrainingCheck
 from normscope.swaps.replace import replacements
-from normscope.swaps.reports import (
-    BenchReport,
-    HealReport,
-    KeepReport,
-    KeepStep,
-    Quality,
-    Quantiles,
-    Score,
-    Timing,
-    TrainingCheck,
-)
+from normscope.swaps.reports import BenchReport, Quality, Quantiles, Score, Timing
 
 ONE_COLUMN, NEURIPS = 3.25, 5.5
 ABOUT = {

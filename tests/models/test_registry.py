@@ -72,7 +72,7 @@ def test_a_missing_file_is_missing_data(name, tmp_path):
         ({"batch_size": -1}, UsageError, "batch_size is -1; it has to be between 1 and"),
         ({"dtype": "float64"}, UsageError, "There is no dtype 'float64'."),
         ({"device": "tpu"}, UsageError, "There is no device 'tpu'."),
-        ({"device": "cuda:99"}, DeviceError, "There is no device 'cuda:99' on this machine."),
+        ({"device": "cuda:99"}, DeviceError, "The device 'cuda:99' is not available: "),
         ({"data": ""}, UsageError, "data is an empty path."),
         ({"limit": 2**63}, UsageError, "limit is 9223372036854775808; it has to be between 1 and 9223372036854775807."),
         ({"batch_size": 2**63}, UsageError, "batch_size is 9223372036854775808; it has to be between 1"),

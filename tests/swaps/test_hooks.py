@@ -1,7 +1,6 @@
-"""The module that replaces a norm runs the norm's hooks, and every handle goes on working."""
+"""Hooks of a norm move to the module that replaces it, and back."""
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -18,7 +17,6 @@ from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap
 
 WIDTH = 8
 KINDS = ("forward", "pre", "with kwargs", "pre with kwargs", "backward", "pre backward")
-STAGES = ("before", "while swapped", "in the second swap", "after the second", "after undo")
 
 
 class Net(nn.Module):
@@ -31,15 +29,14 @@ class Net(nn.Module):
 
 
 class Norm(nn.LayerNorm):
-    """A norm that keeps its weight positive by a hook of its own."""
+    """A norm that prepares itself by a hook of its own."""
 
     def __init__(self):
         super().__init__(WIDTH)
-        self.prepared = []
         self.register_forward_pre_hook(self.prepare)
 
     def prepare(self, module, args):
-        self.prepared.append(module)
+        assert module is self
 
 
 @pytest.fixture
@@ -52,11 +49,18 @@ def function(curve="tanh"):
     return PointwiseFunction(curve, WIDTH)
 
 
-def listen(module, kind, heard, name=None):
-    """Register a hook of a kind that notes who called it."""
+def swapped_with_a_warning(model, modules):
+    with pytest.warns(UserWarning, match="Hooks of the norms .* until the swap is undone") as raised:
+        swapped = Swap(model, modules)
+    assert [warning.filename for warning in raised] == [__file__]
+    return swapped
+
+
+def register(module, kind, calls, name=None):
+    """Register a hook of a kind that records its name and the module that it is called with."""
 
     def note(called, *call):
-        heard.append((name or kind, called))
+        calls.append((name or kind, called))
 
     with_kwargs = "kwargs" in kind
     method = {
@@ -72,11 +76,11 @@ def listen(module, kind, heard, name=None):
     return method(exact, with_kwargs=True)
 
 
-def called(model, heard):
-    """Run it there and back; who was heard, by which hooks."""
-    heard.clear()
+def called(model, calls):
+    """Run a network forward and backward; return the calls of its hooks."""
+    calls.clear()
     model(torch.randn(2, 4)).sum().backward()
-    return list(heard)
+    return list(calls)
 
 
 def hooks_of(module):
@@ -84,12 +88,31 @@ def hooks_of(module):
     return [id(getattr(module, name)) for name in (*PRE_HOOKS, *HOOKS)], kept, module._is_full_backward_hook
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_run_for_the_replacement_and_then_for_the_norm_again(model, kind):
+    calls, norm = [], model.norm
+    register(norm, kind, calls, "stays")
+    handle = register(norm, kind, calls, "goes")
+    before = hooks_of(norm)
+    outer = swapped_with_a_warning(model, {"norm": function()})
+    inner = swapped_with_a_warning(model, {"norm": function("isru")})
+    for swapped in (inner, outer):
+        assert sorted(called(model, calls)) == [("goes", model.norm), ("stays", model.norm)]
+        assert model.norm is swapped.modules["norm"]
+        swapped.undo()
+    assert model.norm is norm and hooks_of(norm) == before
+    with swapped_with_a_warning(model, {"norm": function()}):
+        handle.remove()
+        assert called(model, calls) == [("stays", model.norm)]
+    assert called(model, calls) == [("stays", norm)]
+
+
 def test_what_hooks_change_is_changed(model):
     x = torch.randn(2, 4)
     model.norm.register_forward_pre_hook(lambda m, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True)
     model.norm.register_forward_hook(lambda m, args, kwargs, y: y + args[0], with_kwargs=True)
     model.norm.register_full_backward_hook(lambda m, given, taken: (given[0] * 0,))
-    with Swap(model, {"norm": function()}) as swapped:
+    with swapped_with_a_warning(model, {"norm": function()}) as swapped:
         f = swapped.modules["norm"]
         twice = 2 * model.first(x)
         # The same operations in the same order: equal to the bit.
@@ -99,96 +122,9 @@ def test_what_hooks_change_is_changed(model):
         assert not model.first.weight.grad.any()  # 2·x takes its gradient behind the hook, which leaves none
 
 
-def test_hooks_that_are_called_always_are_called_when_the_function_raises(model):
-    heard = []
-    model.norm.register_forward_hook(lambda *call: heard.append(call[-1]), always_call=True)
-    broken = function()
-    broken.forward = lambda input: 1 / 0
-    with Swap(model, {"norm": broken}), pytest.raises(ZeroDivisionError):
-        model(torch.randn(2, 4))
-    assert heard == [None]
-
-
-@pytest.mark.parametrize(
-    ("registered", "removed"),
-    [(first, last) for first in STAGES[:2] for last in STAGES[STAGES.index(first) :]],
-)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_handle_removes_its_hook_at_any_time(model, kind, registered, removed):
-    heard = []
-    norm, handle = model.norm, None
-    listen(norm, kind, heard, "stays")
-    before = hooks_of(norm)
-    outer = inner = None
-    for stage in STAGES:
-        if stage == "while swapped":
-            outer = Swap(model, {"norm": function()})
-        elif stage == "in the second swap":
-            inner = Swap(model, {"norm": function("isru")})
-        elif stage == "after the second":
-            inner.undo()
-        elif stage == "after undo":
-            outer.undo()
-        if stage == registered:
-            handle = listen(model.norm, kind, heard, "goes")
-        if handle is not None:
-            assert [name for name, _ in called(model, heard)].count("goes") == 1
-        if stage == removed:
-            handle.remove()
-            handle = None
-        assert {who for _, who in called(model, heard)} == {model.norm}
-        assert [name for name, _ in heard].count("stays") == 1
-    assert model.norm is norm
-    assert hooks_of(norm) == before
-
-
-def test_order_is_kept_and_what_is_registered_at_the_place_stays_there(model):
-    heard = []
-    names = {name: listen(model.norm, "forward", heard, name) for name in ("first", "second")}
-    swapped = Swap(model, {"norm": function()})
-    names["third"] = listen(model.norm, "forward", heard, "third")
-    model.norm.register_forward_hook(lambda *call: heard.append(("zeroth", call[0])), prepend=True)
-    order = ["zeroth", "first", "second", "third"]
-    assert [name for name, _ in called(model, heard)] == order
-    swapped.undo()
-    assert [name for name, _ in called(model, heard)] == order
-    names["second"].remove()
-    with Swap(model, {"norm": function()}):
-        assert [name for name, _ in called(model, heard)] == ["zeroth", "first", "third"]
-
-
-def test_a_first_backward_hook_registered_at_the_place_is_called_afterwards_too(model):
-    heard, norm = [], model.norm
-    with Swap(model, {"norm": function()}) as swapped:
-        listen(model.norm, "backward", heard)
-    assert called(model, heard) == [("backward", norm)]
-    assert swapped.modules["norm"]._is_full_backward_hook is None
-
-
-@pytest.mark.parametrize("made", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])  # noqa: S301
-def test_copies_of_a_swapped_network_have_its_hooks(model, made):
-    norm, names = model.norm, list(model.state_dict())
-    norm.register_forward_hook(doubled)
-    x = torch.randn(2, 4)
-    with Swap(model, {"norm": function()}):
-        twin, expected = made(model), model(x)
-        assert torch.equal(twin(x), expected)
-        twin.norm._forward_hooks.clear()
-        assert not torch.equal(twin(x), expected)
-        assert torch.equal(model(x), expected)
-        assert not any("hook" in name for name in model.state_dict())
-        assert list(twin.state_dict()) == list(model.state_dict())
-    assert list(model.state_dict()) == names
-    assert list(norm._forward_hooks.values()) == [doubled]
-
-
-def doubled(module, args, output):
-    return 2 * output
-
-
 @pytest.mark.parametrize("how", ["weight_norm", "pruning", "a method"])
-def test_pre_hooks_that_compute_the_norms_own_tensors_stay_with_it_and_are_named(model, how):
-    heard = []
+def test_pre_hooks_that_compute_the_norms_own_tensors_stay_with_it(model, how):
+    calls = []
     norm = model.norm = Norm() if how == "a method" else nn.LayerNorm(WIDTH)
     if how == "pruning":
         prune.random_unstructured(norm, "weight", 0.5)
@@ -196,49 +132,40 @@ def test_pre_hooks_that_compute_the_norms_own_tensors_stay_with_it_and_are_named
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             nn.utils.weight_norm(norm, "weight", dim=None)
-    listen(norm, "forward", heard)
+    register(norm, "forward", calls)
     before = hooks_of(norm)
-    name = {"a method": "Norm.prepare", "pruning": "RandomUnstructured", "weight_norm": "WeightNorm"}[how]
-    with pytest.warns(UserWarning, match=rf"The hook {name} of the norm 'norm'") as raised:
-        swapped = Swap(model, {"norm": function()})
-    assert raised[0].filename == __file__
-    assert called(model, heard) == [("forward", swapped.modules["norm"])]
+    swapped = swapped_with_a_warning(model, {"norm": function()})
+    assert called(model, calls) == [("forward", swapped.modules["norm"])]
     swapped.undo()
     assert hooks_of(norm) == before
-    assert called(model, heard) == [("forward", norm)]
+    assert called(model, calls) == [("forward", norm)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hooks_of_the_replacement_pause_with_a_warning(model, kind):
-    heard, f = [], function()
-    listen(f, kind, heard, "the function's")
-    before, its = hooks_of(model.norm), hooks_of(f)
-    with pytest.warns(UserWarning, match="PointwiseFunction for 'norm' has hooks, which do not run"):
-        swapped = Swap(model, {"norm": f})
-    listen(model.norm, kind, heard, "at its place")
-    assert called(model, heard) == [("at its place", f)]
-    model.norm._forward_hooks.clear()
-    swapped.undo()
-    assert hooks_of(f) == its
-    assert before[0] == hooks_of(model.norm)[0]
-    assert called(nn.Sequential(nn.Linear(4, WIDTH), f), heard) == [("the function's", f)]
+def test_hooks_of_the_replacement_pause_if_the_norm_has_some(model):
+    calls, f = [], function()
+    register(f, "forward", calls, "of the function")
+    with Swap(model, {"norm": f}):
+        assert called(model, calls) == [("of the function", f)]
+    register(model.norm, "forward", calls, "of the norm")
+    with swapped_with_a_warning(model, {"norm": f}):
+        assert called(model, calls) == [("of the norm", f)]
+    assert called(nn.Sequential(nn.Linear(4, WIDTH), f), calls) == [("of the function", f)]
 
 
 def test_where_warnings_are_errors_nothing_is_changed(model):
-    heard, both = [], nn.Sequential(model, Norm())
-    listen(model.norm, "forward", heard)
-    before = hooks_of(model.norm), hooks_of(both[1])
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match=r"Norm\.prepare"):
+    register(model.norm, "forward", [])
+    before, norm = hooks_of(model.norm), model.norm
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="Hooks of the norms norm run"):
         warnings.simplefilter("error")
-        Swap(both, {"0.norm": function(), "1": function()})
-    assert (hooks_of(model.norm), hooks_of(both[1])) == before
+        Swap(model, {"norm": function()})
+    assert model.norm is norm and hooks_of(norm) == before
 
 
-def test_one_function_for_several_norms_cannot_hear_hooks_of_one(model):
+def test_one_function_for_several_norms_cannot_have_the_hooks_of_one():
     f, both = function(), nn.ModuleDict({"a": nn.LayerNorm(WIDTH), "b": nn.LayerNorm(WIDTH)})
     with Swap(both, {"a": f, "b": f}):
         assert both["a"] is both["b"] is f
-    both["b"].register_forward_hook(doubled)
+    both["b"].register_forward_hook(print)
     with pytest.raises(ModelError, match=r"The PointwiseFunction for 'b' replaces 2 norms, and the hooks of that norm"):
         Swap(both, {"a": f, "b": f})
     assert isinstance(both["a"], nn.LayerNorm) and not f._forward_hooks
@@ -247,39 +174,39 @@ def test_one_function_for_several_norms_cannot_hear_hooks_of_one(model):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compiled_networks_have_them_too(model, compiled):
     torch._dynamo.reset()
-    model.norm.register_forward_hook(doubled)
+    model.norm.register_forward_hook(lambda m, args, output: 2 * output)
     plain, x = copy.deepcopy(model), torch.randn(2, 4)
     f = function()
     plain.norm = copy.deepcopy(f)
     plain.last.register_forward_pre_hook(lambda m, args: (2 * args[0],))
-    with Swap(model, {"norm": f}):
+    with swapped_with_a_warning(model, {"norm": f}):
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         # Compiled, the same operations may be fused: float32's rounding of sums of eight.
         torch.testing.assert_close(run(x), plain(x))
 
 
-def test_swaps_for_good_carry_them_and_files_hold_none(model, tmp_path):
-    heard, x = [], torch.randn(64, 4)
+def test_files_contain_no_hooks(model, tmp_path):
+    calls, x = [], torch.randn(64, 4)
     seen = normscope.capture(model, [x])
-    listen(model.norm, "forward", heard)
-    normscope.swap(model, "tanh", seen)
+    register(model.norm, "forward", calls)
+    with pytest.warns(UserWarning, match="Hooks of the norms norm run"):
+        normscope.swap(model, "tanh", seen)
     normscope.save_swapped(model, tmp_path / "swap")
     fresh = Net()
-    listen(fresh.norm, "forward", heard, "the fresh one's")
     normscope.swaps.store.store.restored(fresh, tmp_path / "swap")
-    assert called(fresh, heard) == [("the fresh one's", fresh.norm)]
+    assert called(fresh, calls) == []
     assert isinstance(fresh.norm, PointwiseFunction)
 
 
 def test_a_norm_is_timed_alone_without_its_hooks(model):
-    heard, f = [], function()
+    calls, f = [], function()
     for module in (model.norm, f):
-        listen(module, "forward", heard)
+        register(module, "forward", calls)
     x = torch.randn(2, 4)
     norm = commonest(find_norms(model, normscope.Batch((x,))))
-    heard.clear()
+    calls.clear()
     timed = NormBench(model, [Variant("tanh", {"norm": f})], norm, x)
     for module in timed.modules.values():
         module(timed.buffers[0].x)
-    assert not heard
+    assert not calls
     assert len(model.norm._forward_hooks) == len(f._forward_hooks) == 1

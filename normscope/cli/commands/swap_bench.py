@@ -19,7 +19,8 @@ from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.swaps.reports import BenchReport, DriftReport
+    from normscope.swaps.drift.reports import DriftReport
+    from normscope.swaps.reports import BenchReport
 
 _MANY_CALIBRATIONS = 8
 _PUBLISHED = "llama_7b"

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import nn
 
-from normscope.errors import DeviceError, MemoryEndedError, ModelError, UsageError, count, unknown
+from normscope.errors import DeviceError, MemoryEndedError, ModelError, UsageError, unknown
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.runtime.processes import Place
 
@@ -41,51 +41,20 @@ def resolve_device(spec: str) -> torch.device:
     """
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", spec):
         raise UsageError(f"There is no device {spec!r}. A device is auto, cpu, cuda, cuda:N or mps.")
-    present, place = _present_devices(), Place.from_environment()
-    if not place.alone and (spec.startswith("cuda") or spec == "auto") and "cuda:0" in present:
-        return torch.device(_own_gpu(spec, present, place))
+    place, device = Place.from_environment(), spec
+    if ":" in spec and place.local_rank:
+        raise UsageError(f"Several processes cannot share {spec}: --device cuda gives each a GPU of its own.")
     if spec == "auto":
-        return torch.device(present[0])
-    if spec not in present and f"{spec}:0" not in present:
-        raise _no_device(spec, present)
-    return torch.device(spec)
-
-
-def _own_gpu(spec: str, present: list[str], place: Place) -> str:
-    """Name the GPU of one of several processes, no two of which may share one."""
-    gpus = [name for name in present if name.startswith("cuda")]
-    if ":" in spec and spec in gpus:
-        if place.local_rank:
-            raise UsageError(f"Several processes cannot share {spec}: --device cuda gives each a GPU of its own.")
-        return spec
-    if ":" in spec:
-        raise _no_device(spec, present)
-    if place.local_rank >= len(gpus):
-        raise DeviceError(
-            f"There {'is' if len(gpus) == 1 else 'are'} {count(len(gpus), 'GPU')} on this machine and none for its "
-            f"process number {place.local_rank + 1}: start at most --nproc-per-node={len(gpus)}, or take --device cpu."
-        )
-    return gpus[place.local_rank]
-
-
-def _present_devices() -> list[str]:
-    """Name the devices of this machine, the fastest first."""
-    # GPUs are counted by NVIDIA's library, which sees those too that torch has no driver for.
-    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if cuda and not torch.cuda.is_available():
-        cuda = []
-    mps = ["mps"] if torch.backends.mps.is_available() else []
-    return [*cuda, *mps, "cpu"]
-
-
-def _no_device(spec: str, present: list[str]) -> DeviceError:
-    message = f"There is no device {spec!r} on this machine. There are: {', '.join(present)}."
-    if spec.startswith("cuda") and "cuda:0" not in present:
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        except (AssertionError, RuntimeError) as error:  # no driver, one that is too old, or a torch without CUDA
-            message += f" torch reports: {str(error).strip()}"
-    return DeviceError(message)
+        device = "mps" if torch.backends.mps.is_available() else "cpu"
+    if (spec == "auto" and torch.cuda.is_available()) or (spec == "cuda" and not place.alone):
+        device = f"cuda:{place.local_rank}"
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        remedy = "auto or cpu" if place.alone else "cpu, or start at most one process per GPU"
+        raise DeviceError(f"The device {device!r} is not available: {reason}. Take --device {remedy}.") from error
+    return torch.device(device)
 
 
 def dtype_name(name: str) -> str:

@@ -88,8 +88,8 @@ def _swapped_axes(module: Any) -> Axes | tuple[int, ...]:
 
 
 def _pointwise(module: Any) -> NormKind:
-    axes = _swapped_axes(module)
-    return pointwise_function("PointwiseFunction", module.curve, axes=axes, activation=module._activate)
+    activation = type(module).activate if module.activations else None
+    return pointwise_function("PointwiseFunction", module.curve, axes=_swapped_axes(module), activation=activation)
 
 
 def _in(package: str, rows: dict[str, Row]) -> dict[str, Row]:

@@ -44,16 +44,7 @@ from normscope.swaps.bench.timing import (
 from normscope.swaps.kernels.choice import why_not_on
 from normscope.swaps.pointwise import check_kernels
 from normscope.swaps.replace import model_tensor, module_at
-from normscope.swaps.reports import (
-    NATIVE,
-    PASSES,
-    BenchReport,
-    Latency,
-    Norms,
-    Passes,
-    PublishedReport,
-    Timing,
-)
+from normscope.swaps.reports import NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport, Timing
 from normscope.swaps.start import replaceable, why_not_replaced
 
 CURVES = ("dyt", "dyisru", "derf")

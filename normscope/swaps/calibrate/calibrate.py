@@ -200,9 +200,9 @@ def swap(
 ) -> Swap:
     """Replace each norm of a network by a point-wise function, in place.
 
-    The function's weight is γ·A and its bias β, from the trained weight and bias of the norm, whose hooks it shares
-    (see :class:`Swap`). Only ``init="calibrated"`` changes anything else: functions, and the linear layers beside them,
-    are fitted to the network's outputs (see :func:`normscope.calibrate`).
+    The function's weight is γ·A and its bias β, from the trained weight and bias of the norm. The norm's hooks move
+    to it (see :class:`Swap`). Only ``init="calibrated"`` changes anything else: functions, and the linear layers beside
+    them, are fitted to the network's outputs (see :func:`normscope.calibrate`).
 
     Args:
         model: the network that was captured, on any device: the result of :func:`normscope.load`, or any module.

@@ -336,8 +336,7 @@ def _turn_upwards(free: dict[str, Tensor]) -> None:
 
 
 def _of(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor) -> Tensor:
-    inside = free["alpha"] * x + free.get("shift", 0.0)
-    return (function.curve.function if function.table is None else function.table)(inside)
+    return function.f(free["alpha"] * x + free.get("shift", 0.0))
 
 
 def _projected(function: PointwiseFunction, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

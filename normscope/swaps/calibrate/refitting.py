@@ -304,8 +304,7 @@ def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
     flat = eager.Parameters(function.alpha, function.shift, function.weight, function.bias).each(
         lambda parameter: parameter.detach().flatten()
     )
-    formula = function.curve.function if function.table is None else function.table
-    output, target = eager.pointwise(x, formula, flat, 0).cpu().double(), y.cpu().double()
+    output, target = eager.pointwise(x, function.f, flat, 0).cpu().double(), y.cpu().double()
     return float((output - target).norm() / target.norm())
 
 

@@ -20,10 +20,11 @@ from normscope.runtime.progress import Progress, StageProgress, is_one_step, sil
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS, calibrated, check_not_calibrated
 from normscope.swaps.distances import Configuration
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
+from normscope.swaps.drift.reports import DriftCalibration, DriftReport
 from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality import Judge, QualityFunction
-from normscope.swaps.reports import Drift, DriftCalibration, DriftReport
+from normscope.swaps.reports import Drift
 
 MOST_SAMPLES = 16  # for each site alone and for the cumulative order
 

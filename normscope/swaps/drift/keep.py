@@ -17,9 +17,10 @@ from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.distances import Configuration, measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
+from normscope.swaps.drift.reports import KeepReport, KeepStep
 from normscope.swaps.quality import Judge, QualityFunction
 from normscope.swaps.replace import Swap
-from normscope.swaps.reports import OUTPUT, KeepReport, KeepStep, Quantiles
+from normscope.swaps.reports import OUTPUT, Quantiles
 
 MOST_SAMPLES = 48  # for the choice: norms differ by more than the uncertainty of a median over these
 STAGE, HELD_OUT = "keep", "keep, held out"

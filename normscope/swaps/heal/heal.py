@@ -29,6 +29,7 @@ from normscope.swaps.calibrate.neighbours import neighbours_of
 from normscope.swaps.calibrate.refitting import copies, parameter_values, put_parameters
 from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.heal import training
+from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.swaps.heal.training import (
     Checked,
     TrainedParameters,
@@ -40,7 +41,7 @@ from normscope.swaps.heal.training import (
 )
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.quality import Judge, QualityFunction
-from normscope.swaps.reports import CALIBRATED, START, TRAINED, HealReport, Quantiles
+from normscope.swaps.reports import Quantiles
 
 STEPS = 1700
 SAMPLES_A_STEP = 64  # at least, if they can be run in one pass

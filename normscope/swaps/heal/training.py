@@ -25,9 +25,9 @@ from normscope.runtime.progress import Progress
 from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.refitting import copies, put_parameters
 from normscope.swaps.distances import KL, kl_divergences, measure_of, without_padding
+from normscope.swaps.heal.reports import TrainingCheck
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import outputs_at
-from normscope.swaps.reports import TrainingCheck
 
 STAGE = "train"
 CHECKS = 12  # of the drift, over the whole schedule
@@ -55,7 +55,7 @@ class TrainingState:
         drift: least median so far, on the inputs that decide.
         before_training: that before the first training step; None if not finite.
         most_p90: 90th percentile there with the start values, which no kept state exceeds.
-        drifts, n_held_out, not_refitted, checks: as in :class:`normscope.swaps.reports.HealReport`.
+        drifts, n_held_out, not_refitted, checks: as in :class:`normscope.swaps.heal.reports.HealReport`.
         left_with: likewise; empty until all is done.
         budget: seconds for the training; None with a number of steps, and before it begins.
         seconds: duration of the training until the last check.

@@ -25,8 +25,8 @@ from normscope.pairs.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, run, uncompiled
 from normscope.runtime.spread import check_whole
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
-from normscope.swaps.reports import SimplifiedNorm, SimplifyReport
 from normscope.swaps.simplify.dataflow import BlockedError, DataFlow, Reader, Writer, along
+from normscope.swaps.simplify.reports import SimplifiedNorm, SimplifyReport
 from normscope.swaps.simplify.trials import Exact, Trial, trials
 from normscope.swaps.standalone import RMSNorm, make_room, tied_heads, untie
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,13 +26,17 @@ from normscope.pairs.norms.recognition import ancestor_kind, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
 from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, state_at_hand
+from normscope.swaps import standalone
+from normscope.swaps.drift.reports import KeepReport
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, model_tensor, module_at
-from normscope.swaps.reports import KeepReport
 from normscope.swaps.standalone import BEHAVIOUR, RMSNorm, make_room
 from normscope.swaps.start import RMS_NORM
+from normscope.swaps.store.libraries import example_of
 from normscope.swaps.store.record import (
     ALSO,
+    CODE,
+    CONFIG,
     FILES,
     FOLDED,
     PREPROCESSING,
@@ -42,7 +47,6 @@ from normscope.swaps.store.record import (
     SwapRecord,
     curve_named,
     damaged,
-    export,
     read_record,
 )
 
@@ -61,8 +65,9 @@ def save_swapped(
 
     The folder appears whole or not at all. It replaces a previous swap, but no folder with other files.
     ``load_swapped`` reads ``model.safetensors`` and ``swap.json``. Without normscope, ``pointwise.py`` builds the same
-    network in plain PyTorch; its first lines are an example. Networks of transformers, timm and diffusers get their
-    library's ``config.json`` too, and those of transformers the files of their tokenizer and processor.
+    network in plain PyTorch; ``example`` in ``swap.json`` is a line of Python for this. Networks of transformers, timm
+    and diffusers get their library's ``config.json`` too, and those of transformers the files of their tokenizer and
+    processor.
 
     Args:
         model: the network with point-wise functions in the place of norms, see :func:`normscope.swap`.
@@ -102,6 +107,7 @@ def save_swapped(
             "normscope.swap(model, curve, fits) first."
         )
     tensors, tied = _tensors(model)
+    example, config = example_of(model, str(sources["model"]), bool(sites))
     with whole_folder(Path(folder), FILES, ALSO) as partial:
         try:
             write_tensors(tensors, partial / TENSORS, {"format": "pt"})
@@ -117,10 +123,12 @@ def save_swapped(
             tied=tied,
             sites=sites,
             kept=None if kept is None else _kept(kept),
+            example=example,
         )
         (partial / RECORD).write_text(record.as_json(), encoding="utf-8")
-        for name, text in export(model, record).items():
-            (partial / name).write_text(text, encoding="utf-8")
+        shutil.copyfile(standalone.__file__, partial / CODE)
+        if config is not None:
+            (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for path in _preprocessing_files(model):
             shutil.copyfile(path, partial / path.name)
     return Path(folder)
@@ -284,7 +292,7 @@ def _module(
             kind = kind_of(norm) or ancestor_kind(norm)
             if kind is None or kind.activation is None:
                 raise ModelError(f"The swap in {folder} activates at {site.name}, where a {there} does not.")
-            function.also_activate(norm, kind.activation)
+            function.also_activate(norm)
     like = model_tensor(norm, where)
     vars(module).update({name: getattr(site, name) for name in BEHAVIOUR})
     return module.to(like.device, like.dtype)

@@ -345,7 +345,7 @@ def test_a_network_with_its_own_classes_is_loaded_by_its_library(tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     assert type(again) is transformers.LlamaForCausalLM
     assert torch.equal(output_of(again, batch), output_of(network, batch))
-    assert 'LlamaForCausalLM.from_pretrained("FOLDER")' in (folder / "pointwise.py").read_text()
+    assert 'LlamaForCausalLM.from_pretrained("FOLDER")' in read_record(folder).example
     with pytest.raises(ModelError, match="Nothing was swapped"):
         save_swapped(network, tmp_path / "swapped")
 
