@@ -1,6 +1,5 @@
 """The docs agree with the tables that they show; the options that they name exist, and their Python runs."""
 
-import math
 import re
 from pathlib import Path
 
@@ -24,8 +23,8 @@ def row(curve):
         return "yes" if value else "no"
 
     names = ", ".join(f"`{name}`" for name in (curve.name, *curve.aliases))
-    slope = "∞" if curve.slope_at_origin == math.inf else f"{curve.slope_at_origin:.3g}"
     properties = (curve.bounded, curve.zero_centred, curve.centre_sensitive, curve.monotone)
+    slope = f"{curve.slope_at_origin:.3g}"
     cells = (names, curve.formula.replace("|", r"\|"), *map(yes, properties), slope, curve.source)
     return f"| {' | '.join(cells)} |"
 

@@ -1,12 +1,11 @@
 """Curves that may replace a norm: one table row each, with f, f′, the formula, the properties and the source.
 
 Every curve is used as y ≈ A·f(αx + s), with amplitude A, scale α and shift s. :func:`curve_of` makes a curve of any
-torch function. The page's scripts and the module of a swapped folder print f from the same table.
+torch function. The page's scripts, its figures and the module of a swapped folder take f from the same row.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
 import re
@@ -51,7 +50,7 @@ class Curve:
         aliases: other names, from the papers and their authors' modules.
         formula: f for readers.
         function: f, of float64 tensors of any shape.
-        derivative: f′, likewise; of one side if it jumps, and infinite if f is vertical.
+        derivative: f′, likewise; of one side if it jumps.
         source: publication.
         limit: supremum of |f|; None if f is unbounded.
         zero_centred: f(−u) = −f(u).
@@ -59,10 +58,11 @@ class Curve:
         slope_at_origin: f′(0), infinite if f is vertical there; NaN at a kink.
         peak: largest |f′|, infinite if f is vertical somewhere.
         smooth: f′ is continuous.
-        power_at_origin: p, if f(u) − f(0) goes as |u|^p for small u: 1 for a tangent; NaN without any.
         shift_of: name of the curve that this is with a shift s, which its own layer learns; None for all others.
         amplitude_is_inverse_scale: A is 1/α.
-        expression: f of a built-in curve in Python, of a tensor ``u`` and the modules torch and math.
+        expression: f of a built-in curve in torch, of a tensor ``u`` and the modules torch and math.
+        javascript: likewise in JavaScript, of a number ``u`` and the functions of the page's functions.js.
+        tex: likewise in the part of TeX that matplotlib typesets.
     """
 
     name: str
@@ -77,10 +77,11 @@ class Curve:
     slope_at_origin: float
     peak: float
     smooth: bool
-    power_at_origin: float = 1.0
     shift_of: str | None = None
     amplitude_is_inverse_scale: bool = False
-    expression: str | None = field(default=None, repr=False, compare=False)
+    expression: str = field(default="", repr=False, compare=False)
+    javascript: str = field(default="", repr=False, compare=False)
+    tex: str = field(default="", repr=False, compare=False)
 
     @property
     def shifted(self) -> bool:
@@ -107,14 +108,15 @@ class Curve:
         """True if f′(0) is finite and not zero, so that f(αx) is a line in the limit α → 0."""
         return self.centre_sensitive and math.isfinite(self.slope_at_origin)
 
+    @property
+    def vertical_at_origin(self) -> bool:
+        """True if f′(0) is infinite, so that the curve has no slope to report there."""
+        return math.isinf(self.slope_at_origin)
+
     @functools.cached_property
-    def coefficient_at_origin(self) -> float:
-        """c, if f(u) − f(0) tends to c·u^p for small u > 0; f′(0) of a curve with a tangent there."""
-        if self.linear_at_origin:
-            return self.slope_at_origin
-        u = torch.tensor([0.0, _NEAR_ORIGIN], dtype=torch.float64)
-        at_origin, near = self.function(u).tolist()
-        return float((near - at_origin) / _NEAR_ORIGIN**self.power_at_origin)
+    def zero_at_origin(self) -> bool:
+        """True if f(0) is zero."""
+        return not self.function(torch.zeros(1, dtype=torch.float64)).any()
 
     @functools.cached_property
     def ends(self) -> tuple[float, float] | None:
@@ -178,16 +180,14 @@ def properties_of(function: Function, derivative: Function, name: str) -> dict[s
     slope = _slopes(derivative, u, name)
     scale = torch.maximum(f.abs(), f[u.abs() <= 1].abs().max())
     steps, between = f.diff(), _ROUNDING * torch.maximum(scale[1:], scale[:-1])
-    power, at_origin = _at_origin(u, f)
-    peak = _supremum(u, slope)
+    at_origin, peak = _slope_at_origin(u, f), _supremum(u, slope)
     return {
         "limit": _supremum(u, f),
         "zero_centred": bool(((f + f.flip(0)).abs() <= _ROUNDING * scale).all()),
         "monotone": bool((steps >= -between).all() or (steps <= between).all()),
         "slope_at_origin": at_origin,
-        "peak": math.inf if peak is None or power < 1 - _STRAIGHT else peak,
-        "smooth": power >= 1 - _STRAIGHT and not _kinks(derivative, u, f, slope),
-        "power_at_origin": 1.0 if abs(power - 1) <= _STRAIGHT else power if math.isfinite(power) else math.nan,
+        "peak": math.inf if peak is None or math.isinf(at_origin) else peak,
+        "smooth": not (math.isinf(at_origin) or _kinks(derivative, u, f, slope)),
     }
 
 
@@ -208,7 +208,7 @@ def _values(function: Function, u: Tensor, name: str) -> Tensor:
             "a curve gives one real number for each u."
         )
     f = f.detach().double()
-    _refuse_first(name, "is", u, f, f.isnan() | (f.isinf() & (u.abs() <= _FINITE_UP_TO)))
+    _refuse_first(name, "is", u, f)
     f = f.clamp(-_LARGEST, _LARGEST)
     if (f.max() - f.min()) <= _ROUNDING * f.abs().max():
         raise UsageError(f"The curve {name!r} is {f[0].item() + 0:g} wherever u is; a constant cannot be fitted.")
@@ -226,11 +226,12 @@ def _slopes(derivative: Function, u: Tensor, name: str) -> Tensor:
         raise UsageError(
             f"The derivative of the curve {name!r} gives {tuple(slope.shape)} for {tuple(u.shape)} numbers."
         )
-    _refuse_first(name, "has the slope", u, slope, slope.isnan())
+    _refuse_first(name, "has the slope", u, slope)
     return slope
 
 
-def _refuse_first(name: str, does: str, u: Tensor, values: Tensor, bad: Tensor) -> None:
+def _refuse_first(name: str, does: str, u: Tensor, values: Tensor) -> None:
+    bad = values.isnan() | (values.isinf() & (u.abs() <= _FINITE_UP_TO))
     if bad.any():
         at = int(torch.where(bad, u.abs(), math.inf).argmin())
         raise UsageError(
@@ -249,8 +250,8 @@ def _supremum(u: Tensor, values: Tensor) -> float | None:
     return farthest + (last * last / (before - last) if before > last else 0.0)
 
 
-def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
-    """Leading power of |u|, the lower of both sides, and the slope: NaN if the sides differ."""
+def _slope_at_origin(u: Tensor, f: Tensor) -> float:
+    """Return f′(0): infinite or zero by the leading power of |u|, and NaN if the sides differ."""
     origin = len(u) // 2
     powers, slopes = [], []
     rounding = 1e-15 * max(float(f[u.abs() <= 1].abs().max()), abs(float(f[origin])))
@@ -261,9 +262,8 @@ def _at_origin(u: Tensor, f: Tensor) -> tuple[float, float]:
         powers.append(math.log10(abs(clear[0][1] / clear[0][0])) if clear and clear[0][1] else math.inf)
         slopes.append(0.0 if powers[-1] > 1 + _STRAIGHT else side * rises[0] / float(u[origin + 1]))
     if min(powers) < 1 - _STRAIGHT:
-        return min(powers), math.copysign(math.inf, slopes[1])
-    equal = math.isclose(*slopes, rel_tol=1e-3)
-    return min(powers), sum(slopes) / 2 if equal else math.nan
+        return math.copysign(math.inf, slopes[1])
+    return sum(slopes) / 2 if math.isclose(*slopes, rel_tol=1e-3) else math.nan
 
 
 def _kinks(derivative: Function, u: Tensor, f: Tensor, slope: Tensor) -> tuple[float, ...]:
@@ -306,112 +306,196 @@ def _within(inside: Tensor, slope: Tensor) -> Tensor:
 
 
 def _built_in(
-    name: str, formula: str, f: str, slope: str, source: str = "", aliases: tuple[str, ...] = (), **properties: Any
+    name: str,
+    formula: str,
+    tex: str,
+    *,
+    f: str,
+    slope: str,
+    js: str,
+    source: str = "",
+    aliases: tuple[str, ...] = (),
+    **properties: Any,
 ) -> Curve:
     """Make a curve of expressions in u; ``properties`` replace those of most curves."""
     usual = {"limit": 1.0, "zero_centred": True, "monotone": True, "smooth": True, "slope_at_origin": 1.0, "peak": 1.0}
-    source = source or f"{_DERF}/{name}.py"
     return Curve(
-        name, aliases, formula, _of(name, f), _of(f"{name}_slope", slope), source, expression=f, **(usual | properties)
+        name=name,
+        aliases=aliases,
+        formula=formula,
+        function=_of(name, f),
+        derivative=_of(f"{name}_slope", slope),
+        source=source or f"{_DERF}/{name}.py",
+        expression=f,
+        javascript=js,
+        tex=tex,
+        **(usual | properties),
     )
 
 
-_VERTICAL: dict[str, Any] = {"slope_at_origin": math.inf, "peak": math.inf, "smooth": False}
 _ERF_SLOPE = 2 / math.sqrt(math.pi)
-_TANH = ("torch.tanh(u)", "4 * (t := torch.exp(-2 * u.abs())) / (1 + t).square()")  # does not cancel for large u
+_TANH_SLOPE = "4 * (t := torch.exp(-2 * u.abs())) / (1 + t).square()"  # does not cancel for large u
 
-# Name, formula, f, f′, source, aliases, properties. f and f′ keep their digits over all of float64, from denormal u to
-# ±1e308: nothing overflows or cancels. At a jump f′ is that of the inner side.
+# f and f′ keep their digits over all of float64, from denormal u to ±1e308: nothing overflows or cancels. At a jump f′
+# is that of the inner side.
 BUILT_IN = (
-    _built_in("tanh", "tanh(u)", *_TANH, f"{_DYT}, eq. 2", ("dyt",)),
-    _built_in(  # u / hypot(u, 1) takes 1.5 times as long on a CPU, and 3.6 times when compiled
-        *("isru", "u / √(1 + u²)", "(v := u.clamp(-1e9, 1e9)) * torch.rsqrt(1 + v.square())"),
-        "torch.hypot(u, torch.ones_like(u)).reciprocal().pow(3)",
-        *("DyISRU, arXiv 2503.21708", ("dyisru",)),
+    _built_in(
+        "tanh",
+        "tanh(u)",
+        r"\tanh(u)",
+        f="torch.tanh(u)",
+        slope=_TANH_SLOPE,
+        js="Math.tanh(u)",
+        source=f"{_DYT}, eq. 2",
+        aliases=("dyt",),
     ),
     _built_in(
-        *("erf", "erf(u)", "torch.erf(u)", "2 / math.sqrt(math.pi) * torch.exp(-u.square())"),
-        "Derf, arXiv 2512.10938, without its shift",
+        "isru",
+        "u / √(1 + u²)",
+        r"u / \sqrt{1 + u^2}",
+        f="(v := u.clamp(-1e9, 1e9)) * torch.rsqrt(1 + v.square())",  # on a CPU 1.5 times as fast as by hypot
+        slope="torch.hypot(u, torch.ones_like(u)).reciprocal().pow(3)",
+        js="u / Math.hypot(u, 1)",
+        source="DyISRU, arXiv 2503.21708",
+        aliases=("dyisru",),
+    ),
+    _built_in(
+        "erf",
+        "erf(u)",
+        r"\mathrm{erf}(u)",
+        f="torch.erf(u)",
+        slope="2 / math.sqrt(math.pi) * torch.exp(-u.square())",
+        js="erf(u)",
+        source="Derf, arXiv 2512.10938, without its shift",
         slope_at_origin=_ERF_SLOPE,
         peak=_ERF_SLOPE,
     ),
     _built_in(
-        *("hardtanh", "clip(u, −1, 1)", "u.clamp(-1, 1)", "(u.abs() <= 1).to(u.dtype)"),
-        *(_TRIED, ("linear_clip", "linearclip")),
+        "hardtanh",
+        "clip(u, −1, 1)",
+        r"\mathrm{clip}(u,\ {-}1,\ 1)",
+        f="u.clamp(-1, 1)",
+        slope="(u.abs() <= 1).to(u.dtype)",
+        js="clipped(u, -1, 1)",
+        source=_TRIED,
+        aliases=("linear_clip", "linearclip"),
         smooth=False,
     ),
-    _built_in("linear", "u", "torch.clone(u)", "torch.ones_like(u)", _TRIED, ("identity",), limit=None),
     _built_in(
-        *("softcap", "tanh(u), A = 1/α", *_TANH, "Gemma 2, arXiv 2408.00118: t·tanh(x/t)"),
+        "linear",
+        "u",
+        "u",
+        f="torch.clone(u)",
+        slope="torch.ones_like(u)",
+        js="u",
+        source=_TRIED,
+        aliases=("identity",),
+        limit=None,
+    ),
+    _built_in(
+        "softcap",
+        "tanh(u), A = 1/α",
+        r"\tanh(u),\ A = 1/\alpha",
+        f="torch.tanh(u)",
+        slope=_TANH_SLOPE,
+        js="Math.tanh(u)",
+        source="Gemma 2, arXiv 2408.00118: t·tanh(x/t)",
         amplitude_is_inverse_scale=True,
     ),
     _built_in(  # (1 + tanh(u/2)) / 2: with an offset, tanh with half its α and A
-        *("sigmoid", "1 / (1 + e^(−u))", "torch.exp(u.clamp(max=0)) / (1 + torch.exp(-u.abs()))"),
-        *("(t := torch.exp(-u.abs())) / (1 + t).square()", _TRIED),
+        "sigmoid",
+        "1 / (1 + e^(−u))",
+        "1 / (1 + e^{-u})",
+        f="torch.exp(u.clamp(max=0)) / (1 + torch.exp(-u.abs()))",
+        slope="(t := torch.exp(-u.abs())) / (1 + t).square()",
+        js="1 / (1 + Math.exp(-u))",
+        source=_TRIED,
         zero_centred=False,
         slope_at_origin=0.25,
         peak=0.25,
     ),
     _built_in(
-        *("arctan", "2/π · atan(u)", "2 / math.pi * torch.atan(u)", "2 / math.pi / (1 + u.square())"),
+        "arctan",
+        "2/π · atan(u)",
+        r"2/\pi\;\mathrm{atan}(u)",
+        f="2 / math.pi * torch.atan(u)",
+        slope="2 / math.pi / (1 + u.square())",
+        js="2 / Math.PI * Math.atan(u)",
         slope_at_origin=2 / math.pi,
         peak=2 / math.pi,
     ),
     _built_in(
-        *("satursin", "sin(clip(u, −π/2, π/2))", "torch.sin(u.clamp(-math.pi / 2, math.pi / 2))"),
-        "within(u.abs() <= math.pi / 2, torch.cos(u.clamp(-math.pi / 2, math.pi / 2)))",
+        "satursin",
+        "sin(clip(u, −π/2, π/2))",
+        r"\sin(\mathrm{clip}(u,\ {-}\pi/2,\ \pi/2))",
+        f="torch.sin(u.clamp(-math.pi / 2, math.pi / 2))",
+        slope="within(u.abs() <= math.pi / 2, torch.cos(u.clamp(-math.pi / 2, math.pi / 2)))",
+        js="Math.sin(clipped(u, -Math.PI / 2, Math.PI / 2))",
     ),
     _built_in(
-        *("expsign", "sign(u)·(1 − e^(−|u|))", "torch.copysign(-torch.expm1(-u.abs()), u)", "torch.exp(-u.abs())")
+        "expsign",
+        "sign(u)·(1 − e^(−|u|))",
+        r"\mathrm{sign}(u)\,(1 - e^{-|u|})",
+        f="torch.copysign(-torch.expm1(-u.abs()), u)",
+        slope="torch.exp(-u.abs())",
+        js="-Math.sign(u) * Math.expm1(-Math.abs(u))",
     ),
     _built_in(  # stays within ±1, so that smoothsign_clip is the same function
-        *("softsign", "u / (1 + |u|)", "u / (1 + u.abs())", "1 / (1 + u.abs()).square()"),
-        *(f"{_DERF}/smoothsign.py", ("smoothsign", "smoothsign_clip")),
+        "softsign",
+        "u / (1 + |u|)",
+        "u / (1 + |u|)",
+        f="u / (1 + u.abs())",
+        slope="1 / (1 + u.abs()).square()",
+        js="u / (1 + Math.abs(u))",
+        source=f"{_DERF}/smoothsign.py",
+        aliases=("smoothsign", "smoothsign_clip"),
     ),
     _built_in(  # tan of half the angle whose tan is u
-        *("relsign", "u / (1 + √(1 + u²))", "u / (1 + torch.hypot(u, torch.ones_like(u)))"),
-        "1 / ((h := torch.hypot(u, torch.ones_like(u))) * (1 + h))",
+        "relsign",
+        "u / (1 + √(1 + u²))",
+        r"u / (1 + \sqrt{1 + u^2})",
+        f="u / (1 + torch.hypot(u, torch.ones_like(u)))",
+        slope="1 / ((h := torch.hypot(u, torch.ones_like(u))) * (1 + h))",
+        js="u / (1 + Math.hypot(u, 1))",
         slope_at_origin=0.5,
         peak=0.5,
     ),
     _built_in(
-        *("cubsign", "u³ / (1 + |u|³)", "(v := u.clamp(-1e6, 1e6).pow(3)) / (1 + v.abs())"),
-        "3 * (u / (1 + u.abs().pow(3))).square()",
+        "cubsign",
+        "u³ / (1 + |u|³)",
+        "u^3 / (1 + |u|^3)",
+        f="(v := u.clamp(-1e6, 1e6).pow(3)) / (1 + v.abs())",
+        slope="3 * (u / (1 + u.abs().pow(3))).square()",
+        js="u ** 3 / (1 + Math.abs(u) ** 3)",
         slope_at_origin=0.0,
         peak=4 / 3 * 0.5 ** (2 / 3),
-        power_at_origin=3.0,
-    ),
-    _built_in(
-        *("exproot", "sign(u)·(1 − e^(−√|u|))", "torch.copysign(-torch.expm1(-u.abs().sqrt()), u)"),
-        "torch.exp(-(r := u.abs().sqrt())) / (2 * r)",
-        power_at_origin=1 / 2,
-        **_VERTICAL,
     ),
     _built_in(  # nears ±1 so slowly that at u = 1e6 it is 0.93
-        *("saturlog", "sign(u)·L / (1 + L), L = ln(1 + |u|)"),
-        "torch.copysign((v := torch.log1p(u.abs())) / (1 + v), u)",
-        "1 / (1 + (m := u.abs())) / (1 + torch.log1p(m)).square()",
+        "saturlog",
+        "sign(u)·L / (1 + L), L = ln(1 + |u|)",
+        r"\mathrm{sign}(u)\,L / (1 + L),\ L = \ln(1 + |u|)",
+        f="torch.copysign((v := torch.log1p(u.abs())) / (1 + v), u)",
+        slope="1 / (1 + (m := u.abs())) / (1 + torch.log1p(m)).square()",
+        js="Math.sign(u) * Math.log1p(Math.abs(u)) / (1 + Math.log1p(Math.abs(u)))",
     ),
     _built_in(
-        *("logquad_clip", "clip(sign(u)·ln(1 + u²), −1, 1)"),
-        "torch.copysign(torch.log1p(u.square()).clamp(max=1), u)",
-        "within(torch.log1p(s := (m := u.abs().clamp(max=2)).square()) <= 1, 2 * m / (1 + s))",
+        "logquad_clip",
+        "clip(sign(u)·ln(1 + u²), −1, 1)",
+        r"\mathrm{clip}(\mathrm{sign}(u)\,\ln(1 + u^2),\ {-}1,\ 1)",
+        f="torch.copysign(torch.log1p(u.square()).clamp(max=1), u)",
+        slope="within(torch.log1p(s := (m := u.abs().clamp(max=2)).square()) <= 1, 2 * m / (1 + s))",
+        js="Math.sign(u) * Math.min(Math.log1p(u * u), 1)",
         slope_at_origin=0.0,
         smooth=False,
-        power_at_origin=2.0,
     ),
     _built_in(
-        *("logsign_clip", "clip(sign(u)·ln(1 + |u|), −1, 1)"),
-        "torch.copysign(torch.log1p(u.abs()).clamp(max=1), u)",
-        "within(torch.log1p(m := u.abs()) <= 1, 1 / (1 + m))",
+        "logsign_clip",
+        "clip(sign(u)·ln(1 + |u|), −1, 1)",
+        r"\mathrm{clip}(\mathrm{sign}(u)\,\ln(1 + |u|),\ {-}1,\ 1)",
+        f="torch.copysign(torch.log1p(u.abs()).clamp(max=1), u)",
+        slope="within(torch.log1p(m := u.abs()) <= 1, 1 / (1 + m))",
+        js="Math.sign(u) * Math.min(Math.log1p(Math.abs(u)), 1)",
         smooth=False,
-    ),
-    _built_in(
-        *("power23_clip", "clip(sign(u)·|u|^(2/3), −1, 1)"),
-        "torch.copysign(u.abs().clamp(max=1).pow(2 / 3), u)",
-        "within((m := u.abs()) <= 1, 2 / 3 * m.pow(-1 / 3))",
-        power_at_origin=2 / 3,
-        **_VERTICAL,
     ),
 )
 # derf is not among ``all``: it is the name of erf with a shift.
@@ -437,8 +521,8 @@ def curve_of(
         source: publication.
 
     Raises:
-        UsageError: if the name is taken or no word, or if the function is no curve: not elementwise, not real, not
-            finite for |u| ≤ 1000, constant, or not differentiable.
+        UsageError: if the name is taken or no word, or if the function is no curve: not elementwise, not real,
+            constant, not differentiable, or f or f′ not finite for |u| ≤ 1000.
 
     >>> swish = curve_of(torch.nn.functional.silu, "swish", "u·sigmoid(u)")
     >>> swish.bounded, swish.monotone, swish.slope_at_origin
@@ -450,52 +534,3 @@ def curve_of(
         raise UsageError(f"A curve of your own cannot be called {name!r}: that name has a meaning already.")
     slope = derivative or autograd_of(function)
     return Curve(name, (), formula or f"{name}(u)", function, slope, source, **properties_of(function, slope, name))
-
-
-_IN_JAVASCRIPT = {
-    "pi": "Math.PI",
-    "clone": "{}",
-    "ones_like": "1",
-    "rsqrt": "(1 / Math.sqrt({}))",
-    "square": "(({}) ** 2)",
-    "hypot": "Math.hypot({}, {})",
-    "pow": "(({}) ** ({}))",
-    "erf": "erf({})",
-    "copysign": "odd({}, {})",
-    "clamp": "clipped({}, {}, {})",
-}
-_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-
-
-def in_javascript(curve: Curve) -> str:
-    """Print f of a built-in curve in JavaScript, of a number ``u`` and the functions clipped, erf and odd.
-
-    >>> in_javascript(CURVES["softsign"])
-    '(u / (1 + Math.abs(u)))'
-    """
-    named: dict[str, str] = {}
-
-    def printed(node: ast.expr) -> str:
-        match node:
-            case ast.NamedExpr(target=target, value=value):
-                named[target.id] = printed(value)
-                return named[target.id]
-            case ast.Name(id=name):
-                return named.get(name, name)
-            case ast.Constant(value=value):
-                return repr(value)
-            case ast.UnaryOp(operand=operand):
-                return f"(-{printed(operand)})" if not isinstance(operand, ast.Constant) else f"-{printed(operand)}"
-            case ast.BinOp(left=left, op=op, right=right):
-                return f"({printed(left)} {_SIGNS[type(op)]} {printed(right)})"
-            case ast.Attribute(attr=name):
-                return _IN_JAVASCRIPT[name]
-            case ast.Call(func=ast.Attribute(value=of, attr=name), args=args, keywords=keywords):
-                terms = [] if isinstance(of, ast.Name) and of.id == "torch" else [printed(of)]
-                terms += map(printed, args)
-                if keywords:  # max=
-                    terms += ["-Infinity", printed(keywords[0].value)]
-                return _IN_JAVASCRIPT.get(name, f"Math.{name}({{}})").format(*terms)
-        raise TypeError(f"{ast.dump(node)} cannot be printed in JavaScript.")
-
-    return printed(ast.parse(curve.expression or "", mode="eval").body)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -169,8 +168,9 @@ def draw_number(ax: Axes, number: FitNumber, points: Sequence[tuple[float, Curve
 def handles_of_fits(fits: Sequence[CurveFit], theme: Style) -> list[Artist]:
     """Return the legend of open markers, ceilings and bars, as far as there are any."""
     handles: list[Artist] = []
-    if doubts := dict.fromkeys(fit.doubt for fit in fits if fit.doubt):
-        label = f"open: {' or '.join(map(str, doubts))}, A and α not identified"
+    if any(fit.doubt for fit in fits):
+        reasons = " or ".join(dict.fromkeys(fit.doubt for fit in fits if fit.doubt and not fit.unidentified))
+        label = f"open: {reasons + ', ' if reasons else ''}A and α not identified"
         handles.append(key(label, theme.ink, "", marker="o", mfc=theme.background, ms=3.2))
     if any(fit.r2_ceiling is not None for fit in fits):
         handles.append(key("ceiling: held-out R² of the best function of x", theme.ink, ":", marker="_", ms=4))
@@ -379,7 +379,7 @@ def _name(ax: Axes, weights: Mapping[int, float], top: int, theme: Style) -> Non
 
 _PANEL_INCHES, _HEIGHT, _WIDEST = 1.65, 1.1, 6.6
 _COLUMNS = 4
-_GAP_INCHES = 0.1  # between two formulas
+_GAP_INCHES = 0.2  # between two formulas, and after the last
 _REACH = 5.0
 _POINTS = 601
 _ABOVE = "f(u) stands above each panel; u = αx"
@@ -401,7 +401,7 @@ def plot_curves(curves: str | Sequence[str | Curve] = "all", **options: Unpack[F
     chosen, theme = curves_named(curves), theme_of(options)
     if not chosen:
         raise UsageError("There is no curve to draw; name one or more, or all.")
-    formulas = [mathtext(curve.formula) for curve in chosen]
+    formulas = [f"${curve.tex}$" if curve.tex else literal(curve.formula) for curve in chosen]
     widest = max(_PANEL_INCHES, _GAP_INCHES + max(map(_inches_of_math, formulas)))
     widest = min(widest, (options.get("width") or _WIDEST) - 0.3)
     columns = columns_of(options, len(chosen), widest, _COLUMNS)
@@ -432,42 +432,6 @@ def plot_curves(curves: str | Sequence[str | Curve] = "all", **options: Unpack[F
 
 
 _FORMULA = FontProperties(size=7)
-_NESTED = r"((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)"  # in parentheses, with two more pairs inside at most
-_TO_MATH: Sequence[tuple[str, Any]] = (
-    (r"\b([A-Za-z_][A-Za-z_0-9]+)", lambda match: rf"\mathrm{{{match[1]}}}".replace("_", r"\_")),
-    (r"√(\|.*?\|)", r"\\sqrt{\1}"),
-    (rf"√\({_NESTED}\)", r"\\sqrt{\1}"),
-    (r"\*\*", "^"),
-    (rf"\^\({_NESTED}\)", r"^{\1}"),
-    (r"\^(\d+(\.\d*)?)", r"^{\1}"),
-    (r"(?<=[,(])( ?)−", r"\1{-}"),
-    (r", ?", r",\\ "),
-    (" · ", r"\\;"),
-    (r"[·*]", r"\\,"),
-    ("−", "-"),
-    ("²", "^{2}"),
-    ("³", "^{3}"),
-    ("π", r"\\pi "),
-    ("α", r"\\alpha "),
-)
-
-
-def mathtext(formula: str) -> str:
-    """Write a formula as matplotlib's mathtext, or as it is if that cannot be parsed.
-
-    >>> mathtext("sign(u)·√(1 − |u|^(2/3))")
-    '$\\\\mathrm{sign}(u)\\\\,\\\\sqrt{1 - |u|^{2/3}}$'
-    """
-    text = formula
-    for pattern, replacement in _TO_MATH:
-        text = re.sub(pattern, replacement, text)
-    try:
-        _MATH.parse(f"${text}$")
-    except ValueError:
-        return literal(formula)
-    return f"${text}$"
-
-
 _MATH: Any = MathTextParser("path")
 
 

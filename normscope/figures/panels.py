@@ -489,8 +489,8 @@ def _result(fit: CurveFit) -> list[str]:
     shape = [f"A {fit.amplitude:.3g}", f"α {fit.alpha:.3g}", *([f"s {fit.shift:.3g}"] if fit.shift else [])]
     if fit.doubt == "straight":
         shape = [f"slope {fit.slope:.3g}, straight"]
-    elif fit.doubt == "power law":
-        shape = [f"{fit.coefficient:.3g}·|x|^{fit.function.power_at_origin:.3g}, power law"]
+    elif fit.unidentified:
+        shape = ["A and α not identified"]
     held_out = [] if fit.r2_cv is None else [f"held out {fit.r2_cv:.3f}"]
     doubt = ["not converged"] if fit.doubt == "not converged" else []
     return [*([] if fit.curve == FREE else shape), f"R² {fit.r2:.3f}", *held_out, *doubt]

@@ -153,7 +153,7 @@ def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], fami
         kind=kind,
         curve=fits[0].curve,
         sites=len(bent),
-        straight=sum(fit.doubt in ("straight", "power law") for fit in fits),
+        straight=sum(fit.doubt not in (None, "not converged") for fit in fits),
         not_converged=sum(fit.doubt == "not converged" for fit in fits),
         nothing=sum(fit.degenerate for fit in fits),
         alpha=_median([fit.alpha for fit in bent], logarithmic=True),

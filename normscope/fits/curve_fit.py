@@ -64,11 +64,11 @@ class CurveFit(SiteRecord):
         largest_error, largest_error_at: largest distance between curve and mean y of neighbouring pairs; their x.
         saturated: share of the pairs at which |f′| is under 5 % of its largest value.
         reach: α·max|x|.
-        intervals: 95 % of amplitude, alpha, shift, C, slope, coefficient, r2 and r2_ceiling, by a jackknife over the
-            folds, for the numbers that the pairs identify.
+        intervals: 95 % of amplitude, alpha, shift, C, slope, r2 and r2_ceiling, by a jackknife over the folds, for the
+            numbers that the pairs identify.
         refits: α and slope of the fit to all pairs but those of each fold; empty without folds.
-        power_law: True if only a power law is identified, ``coefficient`` · sign(x)·|x|^p: ``straight`` for a curve
-            that is no line at its origin.
+        unidentified: True if the pairs do not reach the bend of a curve whose slope at its origin is zero or infinite,
+            such as x³: any α with its own A fits alike.
         parameters: number of free parameters.
         rank: by held-out error among the curves with as many free parameters at that site; by error without folds.
             Curves whose R² differ by at most 1e-6 share a rank.
@@ -106,7 +106,7 @@ class CurveFit(SiteRecord):
     reach: float = math.nan
     intervals: Mapping[str, Interval] = field(default_factory=dict, hash=False)
     refits: Sequence[tuple[float, float]] = field(default=(), repr=False, compare=False)
-    power_law: bool = False
+    unidentified: bool = False
     parameters: int | None = None
     rank: int | None = None
     in_noise: bool | None = None
@@ -118,26 +118,20 @@ class CurveFit(SiteRecord):
 
     @property
     def slope(self) -> float:
-        """Slope at x = 0, A·α·f′(s), not at the centre −s/α of the curve; NaN if only a power law is identified."""
-        if self.degenerate or self.power_law or self.curve == FREE:  # the slope of E[y|x] at one point is noise
+        """Slope at x = 0, A·α·f′(s), not at the centre −s/α of the curve; NaN if the pairs do not identify it."""
+        unknown = self.degenerate or self.unidentified or self.function.vertical_at_origin
+        if unknown or self.curve == FREE:  # the slope of E[y|x] at one point is noise
             return math.nan
         return float(self.derivative(torch.zeros(1)))
 
     @property
-    def coefficient(self) -> float:
-        """Coefficient of the power law, in units of y/x^p, if only that is identified; otherwise NaN."""
-        if not self.power_law:
-            return math.nan
-        return float(self.amplitude * self.alpha**self.function.power_at_origin * self.function.coefficient_at_origin)
-
-    @property
-    def doubt(self) -> Literal["not converged", "straight", "power law"] | None:
+    def doubt(self) -> Literal["not converged", "straight", "A and α not identified"] | None:
         """Reason why A and α are not identified separately; None if they are."""
         if self.degenerate or self.curve == FREE:
             return None
         if not self.converged:
             return "not converged"
-        return "straight" if self.straight else "power law" if self.power_law else None
+        return "straight" if self.straight else "A and α not identified" if self.unidentified else None
 
     @property
     def told_apart(self) -> bool:
@@ -174,14 +168,8 @@ class CurveFit(SiteRecord):
         return self.amplitude * self.function.function(self.alpha * x.double() + self.shift)
 
     def extended(self, x: Tensor) -> Tensor:
-        """Evaluate the fitted curve, or the line or power law if only that is identified, also beyond the pairs."""
-        if not (self.straight or self.power_law):
-            return self(x)
-        power = self.function.power_at_origin
-        k = self.slope if power == 1 else self.coefficient
-        u = x.double() + self.shift / self.alpha
-        at_origin = self.amplitude * self.function.function(torch.zeros(1, dtype=torch.float64))
-        return at_origin + k * u.sign() * u.abs() ** power
+        """Evaluate the fitted curve, or the line if only that is identified, also beyond the pairs."""
+        return self.slope * (x.double() + self.shift / self.alpha) if self.straight else self(x)
 
     def derivative(self, x: Tensor) -> Tensor:
         """Evaluate the derivative by x of the fitted curve, A·α·f′(αx + s), likewise."""
@@ -195,7 +183,7 @@ class CurveFit(SiteRecord):
 
 _ATTRIBUTES = (
     *("model", "weights", "data", "site", "curve", "amplitude", "alpha", "shift", "C", "slope", "r2", "r2_cv"),
-    *("r2_ceiling", "of_ceiling", "rmse", "n_pairs", "converged", "straight", "power_law", "coefficient", "folds"),
+    *("r2_ceiling", "of_ceiling", "rmse", "n_pairs", "converged", "straight", "unidentified", "folds"),
     *("channel", "sites", "form", "weights_by", "tail_rmse", "centre_rmse", "largest_error", "largest_error_at"),
     *("saturated", "reach", "parameters", "rank", "in_noise", "best", "x_repeats", "nothing", "sink"),
     "intervals",

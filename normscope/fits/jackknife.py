@@ -112,11 +112,10 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, others, r2_without)
         intervals = _intervals(problems, form, curve, solutions, *estimates)
         refits = torch.stack([others.alpha, estimates[1]["slope"]], -1).view(len(problems), -1, 2)
-    is_line = curve.power_at_origin == 1
     numbers = {
         **{name: getattr(solutions, name) for name in ("amplitude", "alpha", "shift", "converged")},
-        "straight": solutions.only_power & is_line,
-        "power_law": solutions.only_power & (not is_line),
+        "straight": solutions.unbent & curve.linear_at_origin,
+        "unidentified": solutions.unbent & (not curve.linear_at_origin),
         "reach": solutions.alpha * torch.tensor([target.reach for target in problems.targets], dtype=torch.float64),
         "r2_cv": r2_cv,
         "refits": refits,
@@ -147,7 +146,6 @@ def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tens
         "alpha": solutions.alpha.log(),
         "C": -2 * solutions.alpha.log(),
         "slope": solutions.amplitude * steepness,
-        "coefficient": solutions.amplitude * solutions.alpha**curve.power_at_origin * curve.coefficient_at_origin,
         "shift": solutions.shift,
         "r2": 1 - r2,
     }
@@ -163,15 +161,14 @@ def _intervals(
 ) -> dict[str, Tensor]:
     """Lower and upper 95 % of each number, ``(problems, 2)``; NaN if the pairs do not identify it."""
     pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
-    free, told_apart = form.parameters(curve), ~solutions.only_power & solutions.converged
-    is_line = curve.power_at_origin == 1
+    free, told_apart = form.parameters(curve), ~solutions.unbent & solutions.converged
+    has_slope = not (form.theory or curve.vertical_at_origin)
     identified = {
         "amplitude": told_apart & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
         "alpha": told_apart & ("α" in free),
         "C": told_apart & (curve.name == "isru" and "α" in free),
         "shift": told_apart & ("s" in free),
-        "slope": (told_apart | (solutions.only_power & is_line)) & (not form.theory),
-        "coefficient": solutions.only_power & (not is_line),
+        "slope": (told_apart | (solutions.unbent & curve.linear_at_origin)) & has_slope,
         "r2": torch.ones_like(told_apart),
     }
     bounds = {}

@@ -17,23 +17,22 @@ from normscope.curves.known import CURVES, Curve
 from normscope.errors import UsageError, unknown
 from normscope.fits.targets import Batched, FitTarget, Nodes, dot
 
-_DEPARTS = 2e-4  # relative departure of a curve from its power law at the origin, at the smallest α tried
-_LARGEST_SLOPE = 1e12  # in place of the infinite slope of some curves at the origin
+_DEPARTS = 2e-4  # relative departure of a curve from its limit at the origin, at the smallest α tried
 
 
 @dataclass(frozen=True)
 class Solutions(Batched):
     """A, α > 0 and s of least squared error, each ``(problems,)``.
 
-    ``only_power`` is true if the curve's power law at its origin, A·α^p·|x|^p, fits as well, for most curves a line: A
-    and α are then not identified separately. ``converged`` is false if α reached an end of its range, or if the error
-    does not depend on α.
+    ``unbent`` is true if the pairs do not reach the curve's bend: its limit for small α, for most curves a line, fits
+    as well, so A and α are not identified separately. ``converged`` is false if α reached an end of its range, or if
+    the error does not depend on α.
     """
 
     amplitude: Tensor
     alpha: Tensor
     shift: Tensor
-    only_power: Tensor
+    unbent: Tensor
     converged: Tensor
 
     def predicted(self, curve: Curve, x: Tensor) -> Tensor:
@@ -64,9 +63,9 @@ class Evaluation(Batched):
         for values, others in zip(vars(self).values(), vars(other).values(), strict=True):
             values[problems] = others
 
-    def solutions(self, only_power: Tensor, converged: Tensor) -> Solutions:
+    def solutions(self, unbent: Tensor, converged: Tensor) -> Solutions:
         alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
-        return Solutions(self.amplitude, alpha, shift, only_power, converged)
+        return Solutions(self.amplitude, alpha, shift, unbent, converged)
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Objective:
     @functools.cached_property
     def alpha(self) -> Tensor | None:
         """α of each problem if it is not searched: fixed, or one as it has no effect."""
-        without_effect = self.fixed_alpha is None and power_law_until(self.curve) == math.inf
+        without_effect = self.fixed_alpha is None and unbent_until(self.curve) == math.inf
         return torch.ones(len(self.nodes), dtype=torch.float64) if without_effect else self.fixed_alpha
 
     @property
@@ -96,11 +95,10 @@ class Objective:
         return math.log(10) / (_GRID_POINTS_AT_KINKS if self.curve.kinks else _GRID_POINTS_A_DECADE)
 
     @property
-    def may_be_only_power(self) -> bool:
-        """True if A and α become one number, A·α^p, in the limit α → 0."""
+    def may_be_unbent(self) -> bool:
+        """True if A and α both only scale the curve in the limit α → 0."""
         free = self.fixed_amplitude is None and self.fixed_alpha is None
-        powered = self.curve.zero_centred and math.isfinite(self.curve.power_at_origin)
-        return free and powered and not self.curve.amplitude_is_inverse_scale
+        return free and self.curve.zero_at_origin and not self.curve.amplitude_is_inverse_scale
 
     @functools.cached_property
     def explainable(self) -> Tensor:
@@ -139,10 +137,6 @@ class Objective:
         amplitude = self.amplitude(products, squares, alpha)
         return self.explainable[:, None] - amplitude * (2 * products - amplitude * squares)
 
-    def slopes(self, u: Tensor) -> Tensor:
-        slopes = self.curve.derivative(u)
-        return slopes if math.isfinite(self.curve.peak) else slopes.clamp(-_LARGEST_SLOPE, _LARGEST_SLOPE)
-
     def at(self, theta: Tensor) -> Evaluation:
         """Evaluate squared error over all pairs, and its gradient, at one theta per problem, ``(problems, 2)``."""
         alpha = theta[:, 0].exp()
@@ -156,7 +150,7 @@ class Objective:
         weighted = weight * off
         residual = dot(weighted, off) + self.nodes.scatter.sum(-1)
         # At the best A the error is stationary in A: α and s move f alone.
-        moved = weighted * self.slopes(u)
+        moved = weighted * self.curve.derivative(u)
         by_shift = moved.sum(-1) if self.shifted else torch.zeros_like(alpha)
         gradient = -2 * amplitude[:, None] * torch.stack([dot(moved, scaled), by_shift], -1)
         if self.curve.amplitude_is_inverse_scale:
@@ -165,22 +159,21 @@ class Objective:
 
 
 @functools.lru_cache
-def power_law_until(curve: Curve) -> float:
-    """u up to which a curve agrees with its power law at the origin to 2e-4; infinite for a power law itself.
-
-    For most curves that law is the tangent.
+def unbent_until(curve: Curve) -> float:
+    """u up to which α only scales f(αx) − f(0), to 2e-4: f is its tangent, or bends alike at every scale, as u³ does.
 
     >>> from normscope.curves.known import CURVES
-    >>> round(power_law_until(CURVES["power23_clip"]), 2), power_law_until(CURVES["linear"])
-    (0.5, inf)
+    >>> [round(unbent_until(CURVES[name]), 3) for name in ("tanh", "cubsign", "linear")]
+    [0.012, 0.028, inf]
     """
-    u, power = torch.logspace(-8, 2, 401, dtype=torch.float64), curve.power_at_origin
-    if not math.isfinite(power):
-        return float(u[0])
-    origin = torch.zeros(1, dtype=torch.float64)
-    rise = curve.function(u) - curve.function(origin)
-    law = curve.derivative(origin) * u if curve.linear_at_origin else rise[0] * (u / u[0]) ** power
-    departs = (rise - law).abs() > _DEPARTS * law.abs()
+    u, origin = torch.logspace(-8, 2, 401, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    both = torch.stack([u, -u])
+    rise = curve.function(both) - curve.function(origin)
+    if curve.linear_at_origin:
+        limit = curve.derivative(origin) * both
+    else:  # the ratio of neighbouring values stays that of the first two
+        limit = rise[:, :1] * (rise[0, 1] / rise[0, 0]) ** torch.arange(len(u))
+    departs = ~((rise - limit).abs() <= _DEPARTS * limit.abs()).all(0)
     if not departs.any():
         return math.inf
     first = int(departs.nonzero()[0, 0])
@@ -199,7 +192,7 @@ class FitForm:
         theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ. For constant ρ these are
             the derivations of DyT (tanh) and of DyISRU (isru, arXiv 2503.21708).
         alpha: fixed α; None if it is free.
-        shift: True if s is free. Theory has none, nor have softcap, which is t·tanh(x/t), and curves that rise
+        shift: True if s is free. Theory has none, nor have softcap, which is t·tanh(x/t), and formulas that rise
             vertically, as bins do not resolve theirs.
     """
 
@@ -246,7 +239,7 @@ class FitForm:
 
     def shifted(self, curve: Curve) -> bool:
         """True if s of a curve is fitted."""
-        has_none = curve.amplitude_is_inverse_scale or math.isinf(curve.slope_at_origin)
+        has_none = curve.amplitude_is_inverse_scale or curve.vertical_at_origin
         return self.shift and not self.theory and not has_none
 
     def odd(self, curve: Curve) -> bool:
@@ -278,7 +271,7 @@ class FitForm:
         """
         free = {
             "A": not self.needs_bound and not curve.amplitude_is_inverse_scale,
-            "α": not self.theory and self.alpha is None and power_law_until(curve) < math.inf,
+            "α": not self.theory and self.alpha is None and unbent_until(curve) < math.inf,
             "s": self.shifted(curve),
         }
         return [name for name, is_free in free.items() if is_free]
@@ -346,10 +339,10 @@ def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
     With kinks another minimum may be the least: a search for α alone starts anew on fewer nodes.
     """
     start = torch.stack([near.alpha.log(), near.shift], -1)
-    ended, is_law = objective.at(start), near.only_power & (objective.alpha is None)
-    laws, bends = (which.nonzero()[:, 0] for which in (is_law, ~is_law))
-    if len(laws):  # a line remains a line, of another slope and offset
-        ended.put(laws, _power_law(objective.of(laws), ended.of(laws), start[laws, 0]))
+    ended, is_unbent = objective.at(start), near.unbent & (objective.alpha is None)
+    unbent, bends = (which.nonzero()[:, 0] for which in (is_unbent, ~is_unbent))
+    if len(unbent):  # a line remains a line, of another slope and offset
+        ended.put(unbent, _unbent(objective.of(unbent), ended.of(unbent), start[unbent, 0]))
     if len(bends):
         bent, start, spacing = objective.of(bends), start[bends], objective.spacing
         low, high = (start[:, 0] + side * math.log(_STEEPEST) for side in (-1, 1))
@@ -358,7 +351,7 @@ def refined(objective: Objective, near: Solutions, rough: Nodes) -> Solutions:
         else:
             least = _minimum(bent, start, low, high, spacing, _CLOSE)
         ended.put(bends, least)
-    return ended.solutions(near.only_power, near.converged)
+    return ended.solutions(near.unbent, near.converged)
 
 
 def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
@@ -378,7 +371,7 @@ def roughly(coarse: Objective, nodes: Nodes) -> Solutions:
 
 
 def _range(coarse: Objective) -> tuple[Tensor, Tensor]:
-    """Bounds of log α, ``(problems,)``: from a power law over all x to a step function."""
+    """Bounds of log α, ``(problems,)``: from a curve that does not bend over all x to a step function."""
     nodes = coarse.nodes
     if coarse.alpha is not None:
         return coarse.alpha.log(), coarse.alpha.log()
@@ -388,7 +381,7 @@ def _range(coarse: Objective) -> tuple[Tensor, Tensor]:
     reach = torch.where(counts, magnitude, 0.0).amax(-1)
     smallest = _quantiles(nodes, magnitude, (_SMALLEST_COUNTS,))[:, 0]
     least = torch.where(counts & (magnitude > 0), magnitude, torch.inf).amin(-1)
-    low = (power_law_until(coarse.curve) / reach).log()
+    low = (unbent_until(coarse.curve) / reach).log()
     high = (_STEEPEST / torch.maximum(smallest, least)).log()
     return low, torch.maximum(high, low + math.log(_STEEPEST))
 
@@ -506,16 +499,16 @@ def _solutions(objective: Objective, ended: Evaluation, low: Tensor, high: Tenso
     finite = ended.amplitude.isfinite() & ended.residual.isfinite()
     if objective.alpha is not None:
         return ended.solutions(never | (objective.fixed_alpha is None), finite)
-    power_law = _power_law(objective, ended, low)
+    unbent = _unbent(objective, ended, low)
     step = objective.at(_with_centre_of(ended.theta, high))
     # If they differ by rounding alone, x has no spread to identify α.
-    identified = torch.maximum(power_law.residual, step.residual) - ended.residual > _FLAT * objective.explainable
+    identified = torch.maximum(unbent.residual, step.residual) - ended.residual > _FLAT * objective.explainable
     bends = (step.residual - ended.residual > _BEND * step.residual) & finite
-    only_power = power_law.residual - ended.residual < _BEND * power_law.residual
-    only_power |= power_law.residual < _EXACT * objective.nodes.total
-    if not objective.may_be_only_power:
-        return ended.solutions(never, identified & bends & ~only_power)
-    return power_law.where(only_power, ended).solutions(only_power, identified & (bends | only_power))
+    is_unbent = unbent.residual - ended.residual < _BEND * unbent.residual
+    is_unbent |= unbent.residual < _EXACT * objective.nodes.total
+    if not objective.may_be_unbent:
+        return ended.solutions(never, identified & bends & ~is_unbent)
+    return unbent.where(is_unbent, ended).solutions(is_unbent, identified & (bends | is_unbent))
 
 
 def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
@@ -523,11 +516,11 @@ def _with_centre_of(theta: Tensor, log_alpha: Tensor) -> Tensor:
     return torch.stack([log_alpha, theta[..., 1] * (log_alpha - theta[..., 0]).exp()], -1)
 
 
-def _power_law(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
+def _unbent(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
     if not objective.shifted:
         return objective.at(torch.stack([low, torch.zeros_like(low)], -1))
     theta = _with_centre_of(ended.theta, low)
-    if objective.curve.function(torch.zeros(1, dtype=torch.float64)):  # a constant
+    if not objective.curve.zero_at_origin:  # a constant
         return objective.at(theta)
     if not objective.curve.linear_at_origin:
         held = replace(objective, fixed_alpha=low.exp())
@@ -539,6 +532,6 @@ def _power_law(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluati
     x = nodes.x - mean_x[:, None]
     slope = dot(nodes.weight * x, nodes.y) / dot(nodes.weight * x, x)
     zero = torch.nan_to_num(mean_x - mean_y / slope, posinf=0.0, neginf=0.0)
-    farthest = torch.maximum((-low).exp() * power_law_until(objective.curve), zero.abs())
-    alpha = power_law_until(objective.curve) / farthest / 2
+    farthest = torch.maximum((-low).exp() * unbent_until(objective.curve), zero.abs())
+    alpha = unbent_until(objective.curve) / farthest / 2
     return objective.at(torch.stack([alpha.log(), -alpha * zero], -1))

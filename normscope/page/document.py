@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-import re
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import UsageError
@@ -15,11 +18,10 @@ from normscope.figures.timeline import plot_scurves_by_step, plot_timeline
 from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.solver import FitForm
 from normscope.fits.targets import Nodes, batches, fit_targets
 from normscope.fits.timeline import Timeline
 from normscope.inputs.loaded_model import Provenance
-from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, site_data, site_inputs
+from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, packed, site_data, site_inputs
 from normscope.pairs.captures import Capture
 from normscope.pairs.norms.sites import short_names
 from normscope.tables.glossary import definitions
@@ -29,7 +31,8 @@ FORMAT = 2
 _ELEMENTS = 2_400_000  # of tokens that are shown, over all sites of all captures: two bytes each
 _MOST_ELEMENTS, _LEAST_ELEMENTS = 32_000, 4_000  # of one site
 _DOTS = 160  # an inch, of a timeline's figures
-_OWN_CURVE = re.compile(r"[A-Za-z0-9_ .,+\-*/()]+")
+_SAMPLED_UP_TO = 1e6  # |u| of a user's function, which may overflow there, but not below 1e3
+_SAMPLES = 4001  # odd: one of them is zero
 _RANDOM = Provenance.random(0).description.removesuffix("0")
 _ABOUT = ("model", "part", "weights", "data", "dtype", "sample")
 
@@ -145,18 +148,21 @@ def nodes_of_sites(capture: Capture, weights_by: str) -> dict[str, Nodes]:
 
 
 def curve_data(curve: Curve) -> dict[str, Any]:
-    """Return the data of a curve; the page evaluates ``readable`` ones: built-in curves and simple formulas."""
-    own = curve.name not in CURVES
+    """Return the data of a curve; ``sampled`` are values of a user's f, which the page has no function for."""
+    own = curve.name not in (*CURVES, FREE)
     return {
         "formula": curve.formula,
         "aliases": list(curve.aliases),
         "function": curve.function_name,
-        "shifted": FitForm().shifted(curve),
         "inverse": curve.amplitude_is_inverse_scale,
         "linear": curve.name == "linear",
-        "own": own,
-        "readable": curve.name != FREE and (not own or _OWN_CURVE.fullmatch(curve.formula) is not None),
+        "sampled": {"values": packed(_values_of(curve), "f4"), "reach": _SAMPLED_UP_TO} if own else None,
     }
+
+
+def _values_of(curve: Curve) -> Tensor:
+    end = math.asinh(_SAMPLED_UP_TO)
+    return curve.function(torch.linspace(-end, end, _SAMPLES, dtype=torch.float64).sinh())
 
 
 def style_data(style: Style, curves: Iterable[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from normscope.curves.known import BUILT_IN, in_javascript
+from normscope.curves.known import BUILT_IN
 from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
@@ -27,7 +27,7 @@ from normscope.runtime.files import visible, whole_file
 
 # In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (
-    *("palette", "reading", "functions", "formula", "solving", "axes", "pinch", "plot"),
+    *("palette", "reading", "functions", "axes", "pinch", "plot"),
     *("address", "elements", "kept", "scurve", "inputmap", "inputs"),
     *("overview", "site", "explorer", "swap", "training", "compare", "page"),
 )
@@ -132,7 +132,7 @@ def asset(name: str) -> str:
     """Return one of the page's own files, in ASCII; functions.js with f of every built-in curve."""
     text = (_ASSETS / name).read_text(encoding="utf-8")
     if name == "functions.js":
-        lines = [f"  {curve.name}: (u) => {in_javascript(curve)},\n" for curve in BUILT_IN]
+        lines = [f"  {curve.name}: (u) => {curve.javascript},\n" for curve in BUILT_IN]
         text = text.replace("const FUNCTIONS = {};", "const FUNCTIONS = {\n" + "".join(lines) + "};")
     return text.encode("ascii", "backslashreplace").decode("ascii")
 

@@ -83,8 +83,8 @@ def _of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
     """Yield the numbers of one curve at each of several sites."""
     solutions, nodes = solved(problems, curve, FORM), problems.nodes()
     r2 = 1 - nodes.residual(solutions.predicted(curve, nodes.x)) / nodes.total
-    bends = solutions.converged & ~solutions.only_power
-    line = solutions.converged & solutions.only_power & (curve.power_at_origin == 1)
+    bends = solutions.converged & ~solutions.unbent
+    line = solutions.converged & solutions.unbent & curve.linear_at_origin
     slope = solutions.amplitude * solutions.alpha * curve.derivative(solutions.shift)
     at_zero = solutions.amplitude * curve.function(solutions.shift)
     columns = (r2, solutions.amplitude, solutions.alpha, solutions.shift, slope, at_zero, bends, bends | line)

@@ -44,11 +44,9 @@ CURVES: dict[str, Callable[[Tensor], Tensor]] = {
     "softsign": lambda u: u / (1 + u.abs()),
     "relsign": lambda u: u / (1 + torch.hypot(u, torch.ones_like(u))),
     "cubsign": lambda u: (v := u.clamp(-1e6, 1e6).pow(3)) / (1 + v.abs()),
-    "exproot": lambda u: torch.copysign(-torch.expm1(-u.abs().sqrt()), u),
     "saturlog": lambda u: torch.copysign((v := torch.log1p(u.abs())) / (1 + v), u),
     "logquad_clip": lambda u: torch.copysign(torch.log1p(u.square()).clamp(max=1), u),
     "logsign_clip": lambda u: torch.copysign(torch.log1p(u.abs()).clamp(max=1), u),
-    "power23_clip": lambda u: torch.copysign(u.abs().clamp(max=1).pow(2 / 3), u),
 }
 _OPERATORS: dict[type[ast.AST], Callable[..., Tensor]] = {
     **{ast.Add: torch.add, ast.Sub: torch.sub, ast.Mult: torch.mul, ast.Div: torch.true_divide, ast.Pow: torch.pow},

@@ -13,7 +13,6 @@ from normscope.curves.known import FREE
 from normscope.errors import count
 from normscope.fits.saturation import MODULE
 from normscope.runtime.files import visible
-from normscope.tables.glossary import DEFINITIONS, TERMS
 from normscope.tables.table import (
     NONE,
     Column,
@@ -49,7 +48,7 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         words("curve", lambda fit: fit.curve + (" *" if fit.best else "")),
         *several(("params", "A", "α"), _shape, (9, 1, 0)),
         Column("s", lambda fit: _with_interval(fit, "shift") if fit.shift else NONE, _shifted(fits), drop=4),
-        Column("slope", _slope, drop=6),
+        Column("slope", lambda fit: measured(fit.slope, fit.intervals.get("slope"), half=False), drop=6),
         Column("R²", lambda fit: _with_interval(fit, "r2", ".4f"), drop=3 if held_out else 0),
         Column("held-out R²", lambda fit: measured(fit.r2_cv, fit.intervals.get("r2"), ".4f", half=False), held_out),
         Column("ceiling", _ceiling, drop=2),
@@ -121,13 +120,6 @@ def _shape(fit: CurveFit) -> list[str]:
     return [parameters, fit.doubt or _with_interval(fit, "amplitude"), alpha]
 
 
-def _slope(fit: CurveFit) -> str:
-    """The slope at the origin; of a power law, the law."""
-    if fit.doubt == "power law":
-        return f"{fit.coefficient:.4g}·|x|^{fit.function.power_at_origin:.3g}"
-    return measured(fit.slope, fit.intervals.get("slope"), half=False)
-
-
 def _ceiling(fit: CurveFit) -> str:
     return measured(fit.r2_ceiling, fit.intervals.get("r2_ceiling"), ".4f", half=False)
 
@@ -162,8 +154,6 @@ def _caption(fits: Sequence[CurveFit]) -> Iterable[str | Explanation]:
     if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
         where = visible(", ".join(low))
         yield Explanation(f"ceiling too low at {where}: x repeats there, finer than bins resolve", ("ceiling",))
-    if any(fit.doubt == "power law" for fit in fits):
-        yield Explanation(f"power law: {DEFINITIONS[TERMS]['power law']}", ("A",))
     if any(fit.best for fit in fits):
         yield "*: the best"
     if any(fit.curve == "sigmoid" for fit in fits):
@@ -277,7 +267,7 @@ def _numbers(fit: CurveFit) -> list[str]:
         return [NONE, NONE, NONE, *r2]
     amplitude = measured(fit.amplitude, fit.intervals.get("amplitude"), half=False)
     shape = [fit.doubt, ""] if fit.doubt else [amplitude, _with_interval(fit, "alpha")]
-    return [*shape, _slope(fit), *r2]
+    return [*shape, measured(fit.slope, fit.intervals.get("slope"), half=False), *r2]
 
 
 def _against_first(row: Compared) -> list[str]:

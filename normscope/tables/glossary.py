@@ -23,7 +23,7 @@ DEFINITIONS: dict[str, dict[str, str]] = {
         "token": "one vector that a norm normalizes, such as a patch, a frame or a word piece",
         "channel": "an index within a token",
         "straight": "the pairs do not bend, so that only the slope A·α is identified, not A and α",
-        "power law": "the pairs identify only k in k·|x|^p with the sign of x; k stands under slope",
+        "A and α not identified": "the pairs do not reach the bend of a curve with slope 0 or ∞ at its origin",
         "E[y|x]": "mean of y at each x, estimated from the pairs; also called the conditional mean, or free",
         "fold": "one of eight parts of the inputs, by source, which intervals and held-out numbers leave out in turn",
         "±": "half of the 95 % interval, from a jackknife over the folds",

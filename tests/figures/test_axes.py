@@ -98,6 +98,14 @@ def test_straight_fits_end_no_axis():
     assert "straight" in texts(ax)
 
 
+def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
+    x = nn.functional.layer_norm(torch.randn(8, 50, 64, generator=torch.Generator().manual_seed(0)), (64,))
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
+    fits = normscope.fit(seen, "mine=x**3")
+    for labels in ("short", "full"):
+        assert any("A and α not identified" in text for text in texts(panels(plot(seen, fits, labels=labels))[0]))
+
+
 def test_an_inset_enlarges_the_pairs_of_a_wide_panel(seen, fits):
     inside = {
         look: panels(plot(seen, rows="density", **dict(look)))[0].child_axes

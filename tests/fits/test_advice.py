@@ -206,7 +206,7 @@ def test_a_site_without_tokens_has_no_slopes():
 def two_sites():
     """A capture of sites whose pairs bend otherwise."""
     model = nn.ModuleDict({"one": nn.LayerNorm(64), "two": nn.LayerNorm(64)})
-    model.forward = lambda x: (model["one"](x), model["two"](torch.sinh(x)))
+    model.forward = lambda x: (model["one"](x), model["two"](torch.tanh(x)))
     return normscope.capture(model, [tokens()])
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq, curve_fit, minimize_scalar
 
+from normscope.curves.expressions import curve_from
 from normscope.curves.known import CURVES
 from normscope.fits.solver import FitForm, Objective, Solutions, least_squares, refined
 from normscope.fits.targets import joined, nodes_of
@@ -18,7 +19,6 @@ from normscope.fits.targets import joined, nodes_of
 NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(1, u)}
 SLOPE = {"tanh": lambda u: np.cosh(np.minimum(np.abs(u), 300)) ** -2.0, "isru": lambda u: np.hypot(1, u) ** -3.0}
 SEARCHED = [curve for curve in CURVES.values() if curve.name not in ("linear", "softcap", "sigmoid")]
-# Of those that are a power law at the origin, and so alike at every small scale, α is known only where they end.
 SMOOTH = [curve for curve in SEARCHED if curve.smooth]
 
 
@@ -301,33 +301,53 @@ def test_what_cannot_be_told_is_not_called_converged(solved):
         assert solved(scale * x, np.tanh(x)).converged
 
 
-@pytest.mark.parametrize("name", ["cubsign", "exproot", "logquad_clip", "power23_clip"])
+UNBENT = {
+    "cubsign": (CURVES["cubsign"], 3),
+    "logquad_clip": (CURVES["logquad_clip"], 2),
+    "root": (curve_from("root=sign(x)*(1-exp(-sqrt(abs(x))))"), 1 / 2),
+    "even": (curve_from("even=x**2/(1+x**2)"), 2),
+}
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("name", UNBENT)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_of_pairs_that_follow_a_curves_power_law_only_the_law_is_told(solved, name, scale):
-    """A·α^p alone: the sum of squares is the same along it. The law itself is least squares of |x|^p by numpy."""
-    curve, power = CURVES[name], {"cubsign": 3, "exproot": 1 / 2, "logquad_clip": 2, "power23_clip": 2 / 3}[name]
+def test_a_curve_without_a_slope_at_its_origin_is_not_identified_below_its_bend(solved, name, scale, shifted):
+    """α then only scales the curve, which is as near to the pairs as numpy's multiple of |x|^p."""
+    curve, power = UNBENT[name]
     generator = np.random.default_rng(0)
     x = (scale * generator.uniform(-1, 1, 20_000)).astype(np.float32).astype(float)
-    law = np.sign(x) * np.abs(x) ** power
-    y = 0.7 * law + 0.3 * scale**power * generator.standard_normal(x.size)
-    found = solved(x, y, curve)
-    assert found.power_law and found.converged and not found.straight
-    coefficient = found.amplitude * found.alpha**power
-    assert coefficient == pytest.approx(float(law @ y / (law @ law)), rel=5e-4)  # to which the curve is its law
+    limit = np.abs(x) ** power * (1 if name == "even" else np.sign(x))
+    y = 0.7 * limit + 0.3 * scale**power * generator.standard_normal(x.size)
+    folds = np.arange(x.size) % 8
+    found = solved(x, y, curve, FitForm(shift=shifted), folds=folds)
+    assert found.unidentified and found.converged and not found.straight
+    assert set(found.intervals) <= {"r2"}
+    least = float(y @ y - (limit @ y) ** 2 / (limit @ limit))
+    assert found.residual == pytest.approx(least, rel=1e-3)
     bent = solved(x, 2 * scale**power * curve.function(torch.from_numpy(3 * x / scale)).numpy(), curve)
-    assert not bent.power_law and bent.alpha == pytest.approx(3 / scale, rel=1e-2)
+    assert not bent.unidentified and bent.alpha == pytest.approx(3 / scale, rel=1e-2)
 
 
-def test_what_is_told_of_a_power_law_has_an_interval_and_what_is_not_has_none(solved):
-    generator = np.random.default_rng(0)
-    x, noise = generator.standard_normal((2, 8000))
-    y, folds = np.sign(x) * np.abs(x) ** (2 / 3) + 0.1 * noise, np.arange(8000) % 8
-    intervals = solved(x, y, "power23_clip", folds=folds).intervals
-    assert set(intervals) == {"coefficient", "r2"}
-    low, high = intervals["coefficient"]
-    assert low < 1 < high
-    assert high - low < 0.02
-    step = solved(x, np.sign(x), folds=folds)  # any α will do that is large enough, and no slope is told either
+@pytest.mark.parametrize("formula", ["x**3", "sign(x)*abs(x)**.5", "abs(x)", "x**2"])
+def test_a_formula_that_every_scale_leaves_alike_is_never_identified(solved, formula):
+    x, noise = np.random.default_rng(0).standard_normal((2, 8000))
+    folds = np.arange(8000) % 8
+    found = solved(x, np.tanh(x) + 0.1 * noise, curve_from(f"mine={formula}"), FitForm(), folds=folds)
+    assert found.unidentified and not found.straight and set(found.intervals) == {"r2"}
+
+
+def test_a_formula_that_bends_below_zero_alone_has_an_alpha(solved):
+    x, noise = np.random.default_rng(0).standard_normal((2, 8000))
+    y = 2 * np.maximum(0.8 * x, np.tanh(0.8 * x)) + 0.01 * noise
+    found = solved(x, y, curve_from("mine=max(x,tanh(x))"))
+    assert found.alpha == pytest.approx(0.8, rel=0.02) and found.amplitude == pytest.approx(2, rel=0.02)
+
+
+def test_a_step_is_not_converged(solved):
+    """Any α will do that is large enough, and no slope is told either."""
+    x = np.random.default_rng(0).standard_normal(8000)
+    step = solved(x, np.sign(x), folds=np.arange(8000) % 8)
     assert not step.converged and not {"amplitude", "alpha", "slope"} & set(step.intervals)
 
 

@@ -103,12 +103,9 @@ def test_half_precision_is_rounded_once(name, dtype):
     output = layer(x)
     assert output.dtype == dtype
     expected = torch.from_numpy(in_float64(layer, truth, x))
-    # Inside, five operations of float32, of terms no larger than |weight|·6 + |bias| here, and f as steep as 1/√|u|
-    # at zero, which the rounding of αx + s is multiplied by; then half a unit in the last place of the result.
-    steep = 400 if math.isinf(curve.peak) else 1
-    inside = (
-        8 * torch.finfo(torch.float32).eps * (1 + expected.abs()) * max(1, *([curve.peak] if steep == 1 else [steep]))
-    )
+    # Inside, five operations of float32, of terms no larger than |weight|·6 + |bias| here, and the rounding of αx + s
+    # times the slope of f; then half a unit in the last place of the result.
+    inside = 8 * torch.finfo(torch.float32).eps * (1 + expected.abs()) * max(1, curve.peak)
     once = 0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2 * expected.abs() + 2.0**-24
     assert bool(((output.double() - expected).abs() <= inside + once).all())
 

@@ -11,11 +11,20 @@ from normscope.tables.fit import fits_table
 @pytest.fixture(scope="module")
 def fits():
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
-    return normscope.fit(normscope.capture(nn.Sequential(nn.LayerNorm(32)), [x]), "tanh,exproot,isru,linear")
+    curves = "tanh,root=sign(x)*(1-exp(-sqrt(abs(x)))),isru,linear"
+    return normscope.fit(normscope.capture(nn.Sequential(nn.LayerNorm(32)), [x]), curves)
 
 
 def test_a_caption_tells_forms_apart(fits):
-    assert "fitted: A, α, s; exproot: A, α ·" in fits_table(fits[:3]).caption
+    assert "fitted: A, α, s; root: A, α ·" in fits_table(fits[:3]).caption
+
+
+def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
+    x = nn.functional.layer_norm(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), (32,))
+    fits = normscope.fit(normscope.capture(nn.Sequential(nn.LayerNorm(32)), [x]), "root=sign(x)*abs(x)**.5,cubsign")
+    columns = {str(column.header): list(column.cells) for column in fits_table(fits).columns}
+    assert columns["A"][0] == "A and α not identified" and (columns["α"][0], columns["slope"][0]) == ("", "–")
+    assert [fit.as_dict()["unidentified"] for fit in fits] == [True, False]
 
 
 def test_numbers_of_free_parameters_are_told_and_unlike_ones_not_ranked(fits):

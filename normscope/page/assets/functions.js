@@ -18,20 +18,21 @@ function clipped(u, low, high) {
   return Math.min(Math.max(u, low), high);
 }
 
-function odd(size, u) {
-  return u < 0 ? -size : size;
+const FUNCTIONS = {}; // written here from the table in normscope/curves/known.py
+
+// f of a curve by its name: a built-in one, or a user's between sampled points; null of E[y|x], which differs from site to site.
+function functionOf(name) {
+  const { function: builtIn, sampled } = PAGE.curves[name];
+  return sampled ? interpolated(sampled) : FUNCTIONS[builtIn] ?? null;
 }
 
-const FUNCTIONS = {}; // printed here from the table in normscope/curves/known.py
-
-// f of a curve by its name: a built-in one, or a formula that can be read; null of any other.
-function functionOf(name) {
-  const curve = PAGE.curves[name];
-  if (!curve || !curve.readable) return null;
-  if (!curve.own) return FUNCTIONS[curve.function];
-  try {
-    return formula(curve.formula);
-  } catch (error) {
-    return null;
-  }
+// f between its values at asinh-spaced u from −reach to reach: a line from one to the next, along asinh(u).
+function interpolated({ values, reach }) {
+  const f = numbersOf(values);
+  const step = (2 * Math.asinh(reach)) / (f.length - 1);
+  return (u) => {
+    const at = (Math.asinh(u) + Math.asinh(reach)) / step;
+    const left = clipped(Math.floor(at), 0, f.length - 2);
+    return f[left] + (at - left) * (f[left + 1] - f[left]);
+  };
 }
