@@ -33,7 +33,6 @@ def load(
     workers: int | None = None,
     shuffle: bool = False,
     device_map: str | None = None,
-    tp: int | None = None,
 ) -> LoadedModel:
     """Load a network and inputs for it.
 
@@ -62,7 +61,6 @@ def load(
         shuffle: take the inputs in a random order under ``seed``, before ``limit``.
         device_map: ``auto`` to spread a network that one device has no room for over the GPUs, the CPU's memory and
             the disk, through accelerate. It can be captured and swapped, but not calibrated or timed.
-        tp: number of ranks of torchrun that share each copy of the weights, sharded by transformers' ``tp_plan``.
 
     Raises:
         UsageError: if an argument cannot be understood, or does not apply to the model.
@@ -98,7 +96,6 @@ def load(
     registry.check_data(data)
     registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     registry.check_device_map(device_map, device)
-    registry.check_tp(entry, tp, weights=weights, batch_size=batch_size)
     registry.check_library(entry)
     from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 
@@ -110,7 +107,6 @@ def load(
         "batch_size": size,
         "dtype": resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
         "default_dtype": dtype is None,
-        "tp": tp or 1,
         "device": resolve_device(device),
     }
     options = LoadOptions(**given)

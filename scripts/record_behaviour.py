@@ -31,7 +31,6 @@ NETWORK = {
     "swap": f"swap {FEW} --layers 4 -o FOLDER/swapped --json",
 }
 NETWORK_ONCE = {
-    "capture-raw": f"capture {FEW} --layers 1 --raw -o FOLDER/raw.safetensors --json",
     "swap-calibrated": f"swap {FEW} --init calibrated --layers 4 -o FOLDER/calibrated --json",
     "swap-bench": f"swap-bench {FEW} --layers 2 --quick --format svg -o FOLDER --json",
     "heal": "heal MODEL --limit 32 --steps 2 --init fit --layers 2 -o FOLDER/healed --json",

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from captures import observed
 from command_line import document, invoke
-from safetensors.numpy import load_file
 from scipy.optimize import curve_fit
 
 import normscope
@@ -22,7 +22,7 @@ N_SITES = 13
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("minilm")
-    invoke("capture minilm --raw --verify --diagonal --device cpu -o seen.safetensors", cwd=folder)
+    invoke("capture minilm --verify --diagonal --device cpu -o seen.safetensors", cwd=folder)
     return folder
 
 
@@ -31,9 +31,10 @@ def seen(folder):
     return normscope.load_capture(folder / "seen.safetensors")
 
 
-def raw_pairs(folder, site):
-    [path] = (folder / "seen-raw").glob(f"{site.index:03d}-*.safetensors")
-    return load_file(path)
+@pytest.fixture(scope="module")
+def raw_pairs():
+    """All x and y of each site, ``(tokens, d)``, by its name."""
+    return observed(normscope.load("minilm", device="cpu"))[1]
 
 
 def test_its_weights_are_said_to_be_the_hubs(seen):
@@ -43,7 +44,7 @@ def test_its_weights_are_said_to_be_the_hubs(seen):
     assert {site.placement for site in seen.sites} == {"post-norm"}
 
 
-def test_every_pair_is_what_transformers_itself_computes(folder, seen):
+def test_every_pair_is_what_transformers_itself_computes(raw_pairs, seen):
     """The hidden states that transformers returns are the outputs of every second norm, after the affine step."""
     import transformers
 
@@ -59,15 +60,14 @@ def test_every_pair_is_what_transformers_itself_computes(folder, seen):
     assert len(outputs) == len(states) == 7
     for site, state in zip(outputs, states, strict=True):
         norm = bert.get_submodule(site.name)
-        y = raw_pairs(folder, site)["y"]
+        y = raw_pairs[site.name][1].numpy()
         ours = y * norm.weight.detach().numpy() + norm.bias.detach().numpy()
         np.testing.assert_allclose(ours, state, rtol=1e-4, atol=1e-4)  # float32, through other batches' roundings
 
 
-def test_tanh_is_what_scipy_finds_on_the_raw_pairs(folder, seen):
+def test_tanh_is_what_scipy_finds_on_the_raw_pairs(raw_pairs, seen):
     for fit in normscope.fit(seen.only("0,12"), "tanh"):
-        pairs = raw_pairs(folder, next(site for site in seen.sites if site.name == fit.site))
-        x, y = pairs["x"].astype(float).ravel(), pairs["y"].astype(float).ravel()
+        x, y = (values.numpy().ravel() for values in raw_pairs[fit.site])
         start = (np.abs(y).max(), 0.3, 0.0)
         (amplitude, alpha, shift), _ = curve_fit(lambda x, a, b, s: a * np.tanh(b * x + s), x, y, start)
         left = ((y - amplitude * np.tanh(alpha * x + shift)) ** 2).sum()

@@ -34,7 +34,6 @@ from normscope.models.registry import is_diffusion
 
 _USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
 _OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
-_SPREADING = {"--device-map", "--tp"}
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -62,9 +61,9 @@ class _InPanels(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
         options = {name for param in self.params for name in param.opts}
-        spreading = {arg.partition("=")[0] for arg in args} & _SPREADING - options
-        if spreading and "--device" in options:
-            raise UsageError(f"{self.name} takes a network on one device; leave {spreading.pop()} out.")
+        spreading = any(arg.partition("=")[0] == "--device-map" for arg in args)
+        if spreading and "--device" in options and "--device-map" not in options:
+            raise UsageError(f"{self.name} takes a network on one device; leave --device-map out.")
         return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
 
 

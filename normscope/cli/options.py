@@ -96,7 +96,6 @@ _ROWS: dict[str, dict[str, str]] = {
     RUNNING: {
         "device": "DEVICE  auto, cpu, cuda, cuda:1 …, mps.",
         "device_map": "auto  Spread a network too large for one device over GPUs, memory and disk (needs accelerate).",
-        "tp": "N  Shard a model of transformers over N ranks of torchrun each (tensor parallel, by its tp_plan).",
         "dtype": "DTYPE  float32, bfloat16, float16, or keep, which converts nothing; by default float32, and keep for "
         "py:, quantized weights and a billion parameters or more.",
         "batch_size": "N|auto  Samples per forward pass, at most; auto doubles them until memory ends.",
@@ -138,7 +137,6 @@ _ROWS: dict[str, dict[str, str]] = {
         "swap_bench": "FILE  Also show the drift and speed that `normscope swap-bench --json` printed into it.",
         "timeline": "RUN.jsonl  Also show the timeline of a training, which a `normscope.Probe` wrote.",
         "force": "Replace the output file even if it is not a capture.",
-        "raw": "Also write every pair of the chosen layers, into FILE's -raw folder.",
         "by_gamma": "Also keep sums weighted by γ², for `fit --weights-by gamma`.",
         "per_channel": "Also keep sums per channel, for `fit --per channel`.",
         "channels": "Also report the channels that set σ and those that produce output, by a second pass over inputs.",
@@ -158,7 +156,7 @@ _NAMES = {
 }
 # Options of several commands that only one of them lists in its help.
 _LISTED_BY = {
-    **dict.fromkeys(("shuffle", "sample", "skip", "workers", "seed", "device_map", "tp", "verify"), "capture"),
+    **dict.fromkeys(("shuffle", "sample", "skip", "workers", "seed", "device_map", "verify"), "capture"),
     **dict.fromkeys(("figure_format", "dpi", "style", "labels", "font", "caption", "title"), "plot"),
 }
 _LARGEST = 2**63 - 1
@@ -202,7 +200,7 @@ def _columns(context: typer.Context, text: str | None) -> str | None:
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"data": _path, "batch_size": _size}
 _CHECKS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size", "tp"), _between(1)),
+    **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size"), _between(1)),
     **dict.fromkeys(("workers", "skip", "keep_inputs", "report.keep_inputs"), _between(0)),
     **dict.fromkeys(("seconds", "checkpoint_every"), _between(0, math.inf, " seconds")),
     "dpi": _between(20, 1200),

@@ -40,7 +40,6 @@ class RunOptions:
     seed: int = 0
     device: str = "auto"
     device_map: str | None = None
-    tp: int | None = None
     dtype: str | None = None
     guidance: float | None = None
     timesteps: str | None = None
@@ -76,10 +75,9 @@ class RunOptions:
 
     def joined(self) -> AbstractContextManager[Ranks]:
         """Context in which the processes that torchrun started work together; a single process works alone."""
-        from normscope.models.weights.devices import resolve_device
         from normscope.pairs.ranks import joined
 
-        return joined(Place.from_environment(), resolve_device(self.device), self.tp or 1)
+        return joined(Place.from_environment())
 
     def changed(self) -> list[str]:
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]

@@ -136,7 +136,6 @@ class LoadOptions:
     shuffle: bool = False
     device_map: str | None = None
     default_dtype: bool = False
-    tp: int = 1
 
 
 @dataclass(repr=False)

@@ -235,21 +235,6 @@ def check_device_map(device_map: str | None, device: str) -> None:
         raise ModelError("--device-map auto needs accelerate. Install it: pip install 'accelerate>=1.2'.")
 
 
-def check_tp(entry: ModelEntry, tp: int | None, *, weights: str | Path, batch_size: int | str) -> None:
-    """Raise UsageError if a network cannot be sharded over ``tp`` ranks."""
-    if tp is None:
-        return
-    Place.from_environment().networks(tp)
-    reasons = {
-        f"shards models of transformers, and {entry.name} is none": entry.library != "transformers",
-        "shards weights while they are read from a folder or the hub: leave --weights out": weights != "pretrained",
-        "needs the same batches on all ranks: take a number for --batch-size": batch_size == "auto",
-    }
-    for reason, refused in reasons.items():
-        if refused:
-            raise UsageError(f"--tp {tp} {reason}.")
-
-
 def check_library(entry: ModelEntry) -> None:
     """Raise ModelError for a speech model where torchaudio cannot be imported."""
     if entry.family == "speech":

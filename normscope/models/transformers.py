@@ -42,7 +42,6 @@ from normscope.models.weights.checkpoints import (
 )
 from normscope.models.weights.devices import LARGE, check_room, offload_folder, quiet
 from normscope.models.weights.repository import NotFetchedError, Repository, refuse_code
-from normscope.runtime.processes import Place
 
 Takes = Literal["texts", "images", "recordings", "images with texts", "prompts"]
 
@@ -384,8 +383,6 @@ class _Network:
         if self.options.device_map is None:
             # Libraries of quantized weights would choose a device themselves.
             place: dict[str, Any] = {"device_map": {"": self.options.device}} if self.quantized else {}
-            if self.options.tp > 1:
-                place["distributed_config"] = self._sharding()
             module, report = self._loaded(repository, what, **repository.where(), **place)
         else:  # each part is read into its place, and the whole is nowhere
             with quiet(), offload_folder() as (folder, kept_by):
@@ -432,23 +429,6 @@ class _Network:
                 what += " (install what it names, or take the checkpoint that it was made from)"
             raise (source.failure(what, error) if source else ModelError(f"{what}: {first_line(error)}.")) from error
         return module, report
-
-    def _sharding(self) -> Any:
-        """Return the configuration by which ranks share the weights; ModelError if transformers has no plan for it."""
-        reason = ""
-        if self.quantized:
-            reason = f"are quantized by {self.quantized}"
-        elif not (self.kind._tp_plan or self.config.get_text_config().base_model_tp_plan):
-            reason = f"have no tp_plan in transformers ({self.kind.__name__})"
-        if reason:
-            raise ModelError(f"The weights of {self.name} {reason}: leave --tp out, or take --device-map auto.")
-        try:
-            config = importlib.import_module("transformers.distributed").DistributedConfig
-            networks = Place.from_environment().networks(self.options.tp)
-            return config(tp_size=self.options.tp, dp_replicate_size=networks)
-        except (ImportError, AttributeError, TypeError) as error:
-            version = self.library.__version__
-            raise ModelError(f"--tp needs a newer transformers than {version}: {first_line(error)}.") from error
 
     def _without_pooler(self) -> dict[str, bool]:
         """Leave the pooling layer out where another class was saved than is loaded: not all of them have one."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from normscope.errors import RankLostError, UsageError
+from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
 from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
@@ -20,7 +20,7 @@ from normscope.pairs.captures import Capture, joined_names
 from normscope.pairs.norms.sites import Layers, select
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NormReport, find_norms
-from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, agree_on_batches, check_alike, merge_progress
+from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, check_alike, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 from normscope.runtime.network import captured_once, left_as_found, memory_for, uncompiled
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
@@ -154,7 +154,6 @@ def captured(
     if not isinstance(summing.skip, Integral) or summing.skip < 0:
         raise UsageError(f"skip is {summing.skip!r}: it is a number of positions, 0 to leave none out.")
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
-    agree_on_batches(batches, ranks)
     taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested
     sharing = ALONE if ranks.own_batches else ranks
     first, chunks = shared(batches, Share(sharing.rank, sharing.size, taken), may_be_none=ranks.own_batches)
@@ -182,12 +181,7 @@ def captured(
                     checkpoints.after_chunk()
     if checkpoints is not None:
         checkpoints.after_share()
-    try:
-        merge_progress(recorder, ranks)
-    except RankLostError:
-        if checkpoints is not None:
-            checkpoints.keep()
-        raise
+    merge_progress(recorder, ranks)
     if isinstance(getattr(batches, "left_out", None), LeftOut) and not ranks.own_batches:
         batches.left_out = recorder.progress.left_out
     data = functools.reduce(joined_names, ranks.told(_data(batches, about)))

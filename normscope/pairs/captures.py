@@ -14,7 +14,6 @@ import torch
 from normscope.errors import DataError, count
 from normscope.pairs.kept_inputs import KeptInput, first_inputs
 from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
-from normscope.pairs.sums.sampling import NO_KEY
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
 
@@ -144,25 +143,19 @@ def sums_of(sites: Iterable[NormSite], parts: Sequence[Mapping[str, PairStats]])
 
 
 def shared_input(first: Capture, second: Capture) -> str | None:
-    """Name an input that both captures have drawn tokens or pairs from; None if there is none.
+    """Name an input that both captures have drawn tokens from; None if there is none.
 
-    The drawing samples contain the tokens and pairs of least keys: of the inputs that two captures share, the least of
-    both is among them. If a part J of all inputs is shared (Broder, "On the resemblance and containment of documents",
-    1997), each of the thousands of places for single pairs misses it with probability 1 − J.
+    A capture keeps the tokens of smallest keys, and a key depends on the seed, the input and the token's position.
+    If the captures share J of all inputs, 64 tokens miss all of them with a probability of about (1 − J)⁶⁴.
     """
     if first.seed != second.seed:  # their keys cannot be compared
         return None
-    both = [(stats, second.stats[name]) for name, stats in first.stats.items() if name in second.stats]
-    for mine, theirs in both:
-        for drawn, compared in ((mine.tokens, theirs.tokens), (mine.largest, theirs.largest)):
-            common = (drawn.sample >= 0) & (drawn.key != NO_KEY)
-            common &= torch.isin(drawn.key, compared.key[compared.sample >= 0])
+    for name, stats in first.stats.items():
+        for sample in ("tokens", "largest") if name in second.stats else ():
+            drawn, compared = getattr(stats, sample), getattr(second.stats[name], sample)
+            common = (drawn.sample >= 0) & torch.isin(drawn.key, compared.key[compared.sample >= 0])
             if common.any():
                 return f"sample {int(drawn.sample[common][0])} of the same data"
-    # Pairs do not tell whether their token belonged to a sample; at mapped sites all do.
-    mapped = [each for each in both if all(stats.sources.mapped for stats in each)]
-    if any(bool((mine.pairs.filled & (mine.pairs.key == theirs.pairs.key)).any()) for mine, theirs in mapped):
-        return "some samples of the same data"
     return None
 
 

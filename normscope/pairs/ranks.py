@@ -1,9 +1,9 @@
-"""Progress of a capture, exchanged among the processes of torchrun or of the caller, and kept in checkpoints.
+"""Ranks that divide a capture among them, and the checkpoints that each of them keeps.
 
-Nothing is pickled: texts travel as bytes in tensors. Every rank has the result.
+Nothing is pickled: JSON and arrays travel as bytes. Every rank has the result.
 A checkpoint is one file per rank: its sums, and the inputs that are in them. It appears whole or not at all, so every
-input counts once, whenever the run ended. Another number of ranks may resume: rank 0 reads all checkpoints, and the
-remaining inputs are divided anew.
+input counts once, whenever the run ended. As many ranks resume: each reads its own file, and the inputs that are in no
+file are divided anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -35,20 +35,20 @@ from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.norms.trace import NormReport
 from normscope.pairs.recorder import Progress, Recorder
 from normscope.pairs.storage import pack, unpack
+from normscope.runtime.checked_files import read_checked, refusing_damage, write_checked
 from normscope.runtime.files import check_writable
 from normscope.runtime.processes import Place
 from normscope.runtime.records import converted
-from normscope.runtime.sealed_files import read_checked, refusing_damage, write_checked
 
 logger = logging.getLogger(__name__)
 
 Group = Literal["world"] | dist.ProcessGroup | DeviceMesh | None
 
 FORMAT = "normscope-checkpoint"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _AGAIN = "remove it to capture its inputs again"
 _PARTIAL = (".*.safetensors", ".tmp*")  # of files.whole_file, and of safetensors
-# Ranks wait for the slowest, whose share of recordings may be the longest; torchrun notices a lost one.
+# Ranks wait for the slowest, whose share of recordings may be the longest; a rank that ends is noticed at once.
 _PATIENCE = timedelta(days=7)
 _joins = itertools.count()  # of this process: a command joins once for each model, as all ranks do
 
@@ -94,13 +94,6 @@ class Ranks:
         device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
         return cls(rank, size, device, group, own_batches=True)
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """Return every rank's tensor, in the order of ranks; they may differ in size along axis 0 alone."""
-        mine = tensor.cpu().numpy()
-        shape = -1, *tensor.shape[1:]
-        arrays = (np.frombuffer(data, mine.dtype).reshape(shape).copy() for data in self.each(mine.tobytes()))
-        return [torch.from_numpy(array).to(tensor.device) for array in arrays]
-
     def told(self, message: Any) -> list[Any]:
         """Return every rank's message, any JSON value, in the order of ranks."""
         if self.size == 1:
@@ -112,12 +105,14 @@ class Ranks:
         if self.size == 1:
             yield data
             return
-        sizes = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        self._together(dist.all_gather, sizes, torch.tensor(len(data), device=self.device))
-        for rank, size in enumerate(map(int, sizes)):
-            sent = _tensor_of(data if rank == self.rank else bytes(size)).to(self.device)
-            if size:
-                self._together(dist.broadcast, sent, group_src=rank)
+        for rank in range(self.size):
+            sent = _tensor_of(data if rank == self.rank else b"").to(self.device)
+            size = torch.tensor(len(sent), device=self.device)
+            with _lost_ranks():
+                dist.broadcast(size, group=self.group, group_src=rank)
+                sent = sent if rank == self.rank else sent.new_empty(int(size))
+                if size:
+                    dist.broadcast(sent, group=self.group, group_src=rank)
             yield sent.cpu().numpy().tobytes()
 
     def norms(self, report: NormReport | None) -> NormReport:
@@ -135,14 +130,6 @@ class Ranks:
         shapes = {name: torch.Size(shape) for name, shape in found["shapes"].items()}
         return report or NormReport(sites, [SkippedNorm(**norm) for norm in found["skipped"]], {}, shapes)
 
-    def from_first(self, data: bytes) -> bytes:
-        """Return the bytes of rank 0, on every rank."""
-        return b"".join(self.each(data if self.rank == 0 else b""))
-
-    def _together(self, collective: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-        lost = _NOT_CALLED if self.own_batches else _LOST
-        _together(collective, *arguments, lost=lost, group=self.group, **options)
-
 
 def _tensor_of(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
@@ -152,46 +139,33 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def joined(place: Place, device: torch.device, tp: int = 1) -> Iterator[Ranks]:
-    """Join the processes that torchrun started in the block; alone without torchrun.
-
-    Args:
-        place: of this process.
-        device: where its network runs: tensors on CUDA travel by nccl, all others by gloo.
-        tp: number of consecutive ranks that share one network: they get the same inputs, which count once.
-    """
-    place.networks(tp)  # an error if some ranks are left over
+def joined(place: Place) -> Iterator[Ranks]:
+    """Join the processes that torchrun started in the block; alone without torchrun."""
     if place.alone:
         yield ALONE
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     store, rank, size = next(rendezvous("env://", timeout=_PATIENCE))
-    # A separate name: addresses that a lost rank or the model before left in the store would mislead these ranks.
-    store_of_run = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    _together(dist.init_process_group, backend, store=store_of_run, rank=rank, world_size=size, timeout=_PATIENCE)
+    # The groups of the model before and of ranks before a restart left their addresses in the store.
+    store = dist.PrefixStore(f"normscope, restart {place.restarts}, {next(_joins)}", store)  # type: ignore[attr-defined]
+    with _lost_ranks():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_PATIENCE)
     try:
-        group: Group = "world"
-        if tp > 1:
-            with_other_inputs = [list(range(first, size, tp)) for first in range(tp)]
-            group, _ = dist.new_subgroups_by_enumeration(with_other_inputs, _PATIENCE)  # type: ignore[no-untyped-call]
-        yield replace(Ranks.of_group(group), own_batches=False)
+        yield Ranks(rank, size)
     finally:
         dist.destroy_process_group()
 
 
-def agree_on_batches(batches: object, ranks: Ranks) -> None:
-    """Set the batch size of the inputs to the smallest of all ranks, so that each cuts the same chunks.
-
-    Batches without a ``batch_size`` that can be set stay as they are, and so do each rank's own batches.
-    """
-    if ranks.size == 1:
-        return
-    batch_size = getattr(batches, "batch_size", None)  # a DataLoader's cannot be set
-    sizes = [size for size in ranks.told(batch_size) if size is not None]
-    if not ranks.own_batches and batch_size is not None and batch_size != min(sizes):
-        batches.batch_size = min(sizes)  # type: ignore[attr-defined]
+@contextlib.contextmanager
+def _lost_ranks() -> Iterator[None]:
+    """Raise RankLostError for a collective that another rank does not join."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(
+            "Another rank ended, or did not make the same call within the timeout of the process group. Commands "
+            "continue from their checkpoints with --resume; in a script, every rank of the group must call, and "
+            "group=None is this rank alone."
+        ) from error
 
 
 def merge_progress(recorder: Recorder, ranks: Ranks) -> None:
@@ -252,24 +226,6 @@ def merge_left_out(left_out: LeftOut, ranks: Ranks) -> LeftOut:
     return merged
 
 
-_LOST = (
-    "Another rank ended before its part was done. What each rank kept at its last checkpoint is there: the same "
-    "command with --resume goes on."
-)
-_NOT_CALLED = (
-    "Another rank ended, or did not call normscope.capture within its group's timeout: every rank of the group must "
-    "call it, as captures sum over all ranks by default. To capture on this rank alone, pass group=None."
-)
-
-
-def _together(collective: Callable[..., Any], *arguments: Any, lost: str = _LOST, **options: Any) -> None:
-    """Call a collective of torch.distributed; RankLostError where a rank is gone."""
-    try:
-        collective(*arguments, **options)
-    except RuntimeError as error:
-        raise RankLostError(lost) from error
-
-
 def check_alike(ranks: Ranks, settings: Mapping[str, Any]) -> None:
     """Refuse ranks that were asked for different things; DataError on all of them."""
     settings = json.loads(json.dumps(settings))
@@ -308,26 +264,27 @@ class Checkpoints:
         check_writable(self.folder / "0.safetensors")
 
     def begin(self, recorder: Recorder, ranks: Ranks, settings: Mapping[str, Any]) -> Done:
-        """Add the progress of earlier runs to the recorder of rank 0, and return their inputs on all ranks.
+        """Continue this rank's progress of an earlier run, and return the inputs that are in any rank's.
 
         Raises:
-            UsageError: if that is of another capture, or cannot be rewritten.
+            UsageError: if that is of another capture, or of another number of ranks.
             DataError: if it is damaged.
         """
-        self._recorder, self._ranks, self._settings = recorder, ranks, settings
+        self._recorder, self._ranks = recorder, ranks
+        self._settings = {**settings, "number of ranks": ranks.size}
         self._path = self.folder / f"{ranks.rank}.safetensors"
-        self._begun = self._last = time.monotonic()
+        self._last = time.monotonic()
         if ranks.rank == 0:  # before another rank begins to write
             self._remove_partial()
-            files = self._files() if self.resume else []
-            recorder.progress = functools.reduce(
-                Progress.merge, _disjoint({path: self._read(path) for path in files}), recorder.progress
-            )
-            if merged := [path for path in files if path != self._path]:
-                self._write()
-                for path in merged:
-                    path.unlink(missing_ok=True)
-        return Done(ranks.from_first(recorder.progress.done.flags))
+        if self.resume and self._path.exists():
+            recorder.progress = self._read()
+            capture = recorder.progress.capture
+            for summed in (capture, *capture.parts.values()):
+                summed.sites = recorder.sites  # a file has those with sums alone
+        done = Done()
+        for flags in ranks.each(recorder.progress.done.flags):
+            done.add(Done(flags).numbers)
+        return done
 
     @property
     def exist(self) -> bool:
@@ -352,8 +309,8 @@ class Checkpoints:
             self.keep()
 
     def after_share(self) -> None:
-        """Write before waiting for other ranks, which may take long or be lost; not after a short run."""
-        if self._ranks.size > 1 and time.monotonic() - self._begun >= self.every:
+        """Write before waiting for other ranks, which may take long or be lost."""
+        if self._ranks.size > 1:
             self.keep()
 
     def keep(self) -> None:
@@ -386,33 +343,13 @@ class Checkpoints:
         kind = {"format": FORMAT, "version": FORMAT_VERSION, "settings": self._settings}
         write_checked(self._path, kind | header, tensors)
 
-    def _read(self, path: Path) -> Progress:
-        header, tensors = read_checked(path, FORMAT, (FORMAT_VERSION,), _AGAIN)
-        with refusing_damage(path, FORMAT, _AGAIN):
+    def _read(self) -> Progress:
+        header, tensors = read_checked(self._path, FORMAT, FORMAT_VERSION, _AGAIN)
+        with refusing_damage(self._path, FORMAT, _AGAIN):
             for name, value in self._settings.items():
                 if (stored := header["settings"].get(name)) != value:
                     raise UsageError(
-                        f"{path} is of another capture: its {name} is {stored!r:.100}, not {value!r:.100}. Go on with "
-                        f"the options that it was begun with, or remove {self.folder} to begin anew."
+                        f"{self._path} is of another capture: its {name} is {stored!r:.100}, not {value!r:.100}. Go on "
+                        f"with the options that it was begun with, or remove {self.folder} to begin anew."
                     )
             return _unpack_progress(header, tensors)
-
-
-def _disjoint(stored: Mapping[Path, Progress]) -> list[Progress]:
-    """Omit files whose inputs another file contains: its rank merged them, and was lost before it removed them.
-
-    Raises:
-        DataError: if two files share some inputs, and each has some that the other has not.
-    """
-    kept: dict[Path, set[int]] = {}
-    for path, progress in sorted(stored.items(), key=lambda entry: len(entry[1].done), reverse=True):
-        numbers = set(progress.done.numbers)
-        larger = next((earlier for earlier, done in kept.items() if numbers & done), None)
-        if larger is None:
-            kept[path] = numbers
-        elif not numbers <= kept[larger]:
-            raise DataError(
-                f"{path} and {larger} hold some of the same inputs, so that they are not of one run. Remove one of "
-                "them to capture its inputs again."
-            )
-    return [stored[path] for path in kept]

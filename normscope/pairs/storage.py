@@ -1,17 +1,13 @@
-"""Captures as files: safetensors with a JSON header, described in docs/file-formats.md. Raw pairs as files."""
+"""Captures as files: safetensors with a JSON header, described in docs/file-formats.md."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -39,12 +35,11 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
 )
 from normscope.pairs.sums.stats import PairStats
-from normscope.runtime.files import file_stem, umask, write_tensors
+from normscope.runtime.checked_files import HEADER, read_checked, refusing_damage, write_checked
 from normscope.runtime.records import converted
-from normscope.runtime.sealed_files import HEADER, read_checked, refusing_damage, write_checked
 
 FORMAT = "normscope-capture"
-FORMAT_VERSIONS = (7, 8)  # that are read; the last one is written
+FORMAT_VERSION = 9
 _AGAIN = "`normscope capture MODEL -o FILE` writes one"
 _GRIDS = {
     name: [grid.mantissa_bits, grid.low, grid.high]
@@ -58,7 +53,6 @@ _GRIDS = {
 }
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 _MOMENTS = ("moments", *OPTIONAL_MOMENTS)
-_SINCE_8 = ("position_sums.cells", "first_moments.cells")
 _SAMPLES = {"tokens": UNIFORM_TOKENS, "largest": LARGEST_TOKENS}
 
 
@@ -122,8 +116,6 @@ def unpack_sums(site: NormSite, sources: SourcesSeen, seed: int, tensors: Mappin
         setattr(stats, sample, TokenSample(**{name: stored(f"{sample}.{name}", like[name]) for name in like}))
     sparse = _sparse(stats)
     for numbers, dense in sparse.items():
-        if numbers in _SINCE_8 and numbers not in tensors:
-            continue
         cells = tensors[numbers].long()
         for name, values in dense.items():
             values[..., cells] = stored(name, values[..., cells])
@@ -153,8 +145,8 @@ class _Header(_Part):
     grids: dict[str, Any]
     skipped: list[SkippedNorm]
     parts: list[_Part]
+    skip: int
     inputs: list[Any] = field(default_factory=list)
-    skip: int = 0
 
 
 def pack(capture: Capture) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -207,11 +199,11 @@ def _adds_up(capture: Capture) -> bool:
 
 
 def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
-    """Rebuild the capture of :func:`pack`, or of the same in format version 7.
+    """Rebuild the capture of :func:`pack`.
 
     Raises:
         ValueError: if it was summed on another grid; of malformed headers and tensors also other errors, see
-            :func:`normscope.runtime.sealed_files.refusing_damage`.
+            :func:`normscope.runtime.checked_files.refusing_damage`.
     """
     stored = converted(_Header, header, "capture")
     for name, grid in _GRIDS.items():
@@ -256,7 +248,7 @@ def save_capture(capture: Capture, path: str | Path) -> Path:
         UsageError: if it cannot be written there.
     """
     header, tensors = pack(capture)
-    write_checked(Path(path), {"format": FORMAT, "version": FORMAT_VERSIONS[-1], **header}, tensors, deflated=True)
+    write_checked(Path(path), {"format": FORMAT, "version": FORMAT_VERSION, **header}, tensors)
     return Path(path)
 
 
@@ -276,75 +268,9 @@ def load_capture(path: str | Path) -> Capture:
         DataError: if the file is missing, damaged, of another kind, of another format version or of other grids.
     """
     path = Path(path)
-    header, tensors = read_checked(path, FORMAT, FORMAT_VERSIONS, _AGAIN)
+    header, tensors = read_checked(path, FORMAT, FORMAT_VERSION, _AGAIN)
     with refusing_damage(path, FORMAT, _AGAIN):
         return unpack(header, tensors)
-
-
-def raw_bytes(sites: Sequence[NormSite], n_samples: int, sample: int | None = None) -> int:
-    """Return the size of the raw pairs of some sites in bytes, of all tokens or ``sample`` of each sample."""
-    tokens = [min(site.tokens_per_sample, sample or site.tokens_per_sample) for site in sites]
-    return n_samples * sum(n * site.d * 8 for n, site in zip(tokens, sites, strict=True))  # x and y in float32
-
-
-class RawPairs:
-    """Collects pairs on disk, a site at a time, and puts them in place once all are there.
-
-    The folder then contains one safetensors file per site, ``INDEX-NAME.safetensors``, with x and y, float32
-    ``(tokens, d)``, in the order in which tokens came. Where tokens differ in size, x and y are ``(pairs,)``, and
-    ``sizes``, int64 ``(tokens,)``, separates them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Make room beside ``folder``; UsageError if that exists already, or cannot be written."""
-        if folder.exists():
-            raise UsageError(f"The folder {folder} exists already; move it away, or choose another --output.")
-        self.folder = folder
-        self._sizes: dict[str, list[int]] = {}
-        with self._writing():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            self._partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-
-    def add(self, site: NormSite, x: Tensor, y: Tensor) -> None:
-        """Append the pairs of some tokens, ``(tokens, d)``."""
-        self._sizes.setdefault(site.name, []).extend([x.shape[1]] * len(x))
-        for name, rows in (("x", x), ("y", y)):
-            with self._writing(), (self._partial / f"{site.index}.{name}").open("ab") as file:
-                file.write(rows.float().cpu().numpy().tobytes())
-
-    def finish(self, capture: Capture) -> Path:
-        """Write one file per site and let the folder appear; return it."""
-        with self._writing():
-            for site in capture.sites:
-                self._write_site(site, dict(capture.about))
-            self._partial.chmod(0o777 & ~umask())
-            self._partial.rename(self.folder)
-        return self.folder
-
-    def discard(self) -> None:
-        """Remove whatever has not been put in place."""
-        shutil.rmtree(self._partial, ignore_errors=True)
-
-    def _write_site(self, site: NormSite, about: dict[str, str]) -> None:
-        raw = {name: self._partial / f"{site.index}.{name}" for name in ("x", "y")}
-        tensors = {name: torch.from_numpy(np.fromfile(file, dtype=np.float32)) for name, file in raw.items()}
-        sizes = self._sizes[site.name]
-        if len(set(sizes)) == 1:
-            tensors = {name: pairs.view(-1, sizes[0]) for name, pairs in tensors.items()}
-        else:
-            tensors["sizes"] = torch.tensor(sizes)
-        path = self._partial / f"{site.index:03d}-{file_stem(site.name)}.safetensors"
-        write_tensors(tensors, path, {**about, "site": site.name})
-        path.chmod(0o666 & ~umask())
-        for file in raw.values():
-            file.unlink()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UsageError(f"Cannot write {self.folder}: {error.strerror or error}.") from error
 
 
 Source: TypeAlias = Capture | str | Path

@@ -117,7 +117,9 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 def _settle(file: Path) -> None:
     """Set the usual permissions, and wait for the disk, as some file systems report errors only then."""
-    file.chmod(0o666 & ~umask())
+    mask = os.umask(0)  # which can only be read by setting it
+    os.umask(mask)
+    file.chmod(0o666 & ~mask)
     descriptor = os.open(file, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -197,10 +199,3 @@ def file_stem(name: str) -> str:
     """
     stem = re.sub(r"[^A-Za-z0-9._]+", "-", name)
     return re.sub(r"^[-.]+|[-.]+$", "", re.sub(r"\.{2,}", "-", stem))[:120] or "unnamed"
-
-
-def umask() -> int:
-    """Return the umask of this process, which can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

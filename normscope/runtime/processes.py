@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from normscope.errors import UsageError
-
 
 @dataclass(frozen=True)
 class Place:
@@ -32,17 +30,6 @@ class Place:
         defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
         rank, ranks, local_rank, restarts = (int(variables.get(name, value)) for name, value in defaults.items())
         return cls(rank, ranks, local_rank, restarts, launched=True)
-
-    def networks(self, tp: int) -> int:
-        """Return the number of networks if ``tp`` ranks share each of them; UsageError if some ranks are left over.
-
-        >>> Place(ranks=4).networks(tp=2)
-        2
-        """
-        if tp < 1 or self.ranks % tp:
-            start = f"torchrun --nproc-per-node {tp} -m normscope …"
-            raise UsageError(f"--tp {tp} takes a multiple of {tp} ranks, not {self.ranks}: {start}")
-        return self.ranks // tp
 
     @property
     def alone(self) -> bool:

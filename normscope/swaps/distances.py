@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -232,16 +233,14 @@ class Tallies:
         """Merge the tallies of all ranks; every rank calls it, also one without a batch."""
         if ranks.size == 1:
             return self
-        merged = [(key, self._came(key), self._columns(key)) for key in self._kept]
-        of_ranks = ranks.told([[key, came, {name: len(v) for name, v in of.items()}] for key, came, of in merged])
-        here = [values for _, _, columns in merged for values in columns.values()]
-        everyone = ranks.gathered(torch.cat([torch.zeros(0, dtype=torch.float64), *here]))
+        mine = [
+            (key, self._came(key), {name: values.tolist() for name, values in self._columns(key).items()})
+            for key in self._kept
+        ]
         whole = Tallies(self.configurations)
-        for of_rank, values in zip(of_ranks, everyone, strict=True):
-            parts = iter(torch.split(values, [length for _, _, lengths in of_rank for length in lengths.values()]))
-            for key, came, lengths in of_rank:
-                columns = {name: next(parts) for name in lengths}
-                whole._kept.setdefault(tuple(key), []).append((tuple(came), columns))
+        for key, came, lists in itertools.chain.from_iterable(ranks.told(mine)):
+            columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()}
+            whole._kept.setdefault(tuple(key), []).append((tuple(came), columns))
         return whole
 
     def rows(self, sites: Sequence[str]) -> list[Drift]:

@@ -66,17 +66,9 @@ MISTAKES = [
     ("capture demo_vit", 2, "--output"),
     ("capture demo_vit -o notes.txt", 2, "Cannot write notes.txt: it exists, and is not a capture."),
     ("merge seen.safetensors copy.safetensors -o notes.txt", 2, "Cannot write notes.txt: it exists, and is not a cap"),
-    ("capture demo_vit -o seen.safetensors --raw", 2, "seen-raw exists already"),
-    ("capture demo_vit -o new --raw --resume", 2, "--raw writes all pairs in one go, so there is nothing to resume;"),
     ("heal demo_vit -o new --device-map auto", 2, "heal takes a network on one device; leave --device-map out"),
-    ("swap-bench demo_vit --tp 2", 2, "swap-bench takes a network on one device; leave --tp out."),
     ("swap-bench demo_vit --device-map auto --quick", 2, "Under --device-map nothing is timed: leave --quick out."),
-    ("capture demo_vit -o new --tp 2", 2, "--tp 2 takes a multiple of 2 ranks, not 1: torchrun --nproc-per-"),
-    ("capture demo_vit -o new --tp 1", 2, "--tp 1 shards models of transformers, and demo_vit is none."),
-    ("capture demo_vit -o new --tp 1 --resume", 2, "--tp keeps no checkpoints, so there is nothing to resume;"),
-    ("capture transformers:a/b -o new --tp 1 --weights random", 2, "--tp 1 shards weights while they are read from a"),
     ("swap demo_vit -o new --init calibrated --device-map auto", 2, "--init calibrated takes a network on one device;"),
-    ("capture transformers:a/b -o new --tp 1 --batch-size auto", 2, "--tp 1 needs the same batches on all ranks: take"),
     ("fit demo_vit --columns ''", 2, "There is no column ''. There are: "),
     ("fit demo_vit --layers least:3", 2, "least:3 is for `normscope swap` and `swap-bench`"),
     ("fit mynets.py", 2, "py:mynets.py:FUNCTION names a function in it"),
@@ -175,7 +167,7 @@ def folder(tmp_path_factory):
         seen.about["weights"] = weights
         normscope.save_capture(seen, folder / f"{name}.safetensors")
     (folder / "cut.safetensors").write_bytes((folder / "seen.safetensors").read_bytes()[:4000])
-    for name in ("seen-raw", "empty", "broken", "full"):
+    for name in ("empty", "broken", "full"):
         (folder / name).mkdir()
     (folder / "broken" / "a.png").write_bytes(b"no image")
     for name in ("notes.txt", "notes", "full/mine"):

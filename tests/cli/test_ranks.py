@@ -8,8 +8,10 @@ import csv
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,24 +27,25 @@ pytestmark = pytest.mark.slow
 
 CHECKOUT = Path(normscope.__file__).parents[1]
 DIGITS = "--data images --batch-size 4"
-# Command lines by name; FILE stands for a file of the command's own.
+# Command lines by name; FILE stands for a file of the rank's own, and SHARED for one of all ranks.
 COMMANDS = {
-    "vit": f"capture demo_vit {DIGITS} --layers 4 -o FILE.safetensors",
-    "dit": "capture demo_dit --limit 3 --timesteps 3 --layers 3 --per-channel --by timestep -o FILE.safetensors",
+    "vit": f"capture demo_vit {DIGITS} --layers 4 -o SHARED.safetensors",
+    "dit": "capture demo_dit --limit 3 --timesteps 3 --layers 3 --per-channel --by timestep -o SHARED.safetensors",
     "two": "fit demo_vit demo_dit --limit 3 --layers 2 --func tanh --json",
     "table": f"fit demo_vit {DIGITS} --layers 2 --func tanh --output FILE.csv",
     "plot": f"plot demo_vit {DIGITS} --layers 2 --func tanh --output FILE.png",
-    "one": "capture demo_vit --data images/0/00000.png --layers 1 --resume -o FILE.safetensors",
+    "one": "capture demo_vit --data images/0/00000.png --layers 1 --resume -o SHARED.safetensors",
     "no such layer": "capture demo_vit --layers 99-99 -o FILE.safetensors",
     "no such option": "capture demo_vit --limits 99 -o FILE.safetensors",
-    "raw": "capture demo_vit --limit 2 --raw -o FILE.safetensors",
 }
 ALONE = {"vit", "dit", "one", "two", "table"}
 
 
 def said_by(name, who):
     """Run a command in this process, and write what it said and how it ended."""
-    arguments = [argument.replace("FILE", f"{name} {who}") for argument in COMMANDS[name].split()]
+    shared = f"{name} {who if who == 'alone' else 'together'}"
+    command = COMMANDS[name].split()
+    arguments = [argument.replace("FILE", f"{name} {who}").replace("SHARED", shared) for argument in command]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -91,8 +94,6 @@ def test_a_capture_by_two_ranks(folder, name):
         assert "nothing to resume; starting from the beginning" in said(folder, name, "together")[2]
     else:
         assert len(together.parts) == 3 and all(part.n_samples == 3 for part in together.parts.values())
-    for ending in (".safetensors", ".safetensors.checkpoint"):
-        assert not (folder / f"{name} rank 1{ending}").exists()
     assert not (folder / f"{name} together.safetensors.checkpoint").exists()
 
 
@@ -126,7 +127,6 @@ def test_files_are_the_same_and_written_once(folder):
     [
         ("no such layer", 2, "Error: There are no layers 99-99"),
         ("no such option", 2, "No such option"),
-        ("raw", 2, "Error: --raw needs a single process, and torchrun started 2; drop --raw or torchrun."),
     ],
 )
 def test_mistakes_are_sentences(folder, name, status, sentence):
@@ -136,6 +136,47 @@ def test_mistakes_are_sentences(folder, name, status, sentence):
         assert not (folder / f"{name} {who}.safetensors").exists()
     if "Error: " in sentence:
         assert said(folder, name, "rank 1")[2].startswith("rank 1: Error: ")
+
+
+def start(folder, rank, port, *more):
+    """Start one of two ranks with the environment that torchrun gives it."""
+    given = {"TORCHELASTIC_RUN_ID": "a", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    options = ["--data", "images", "--batch-size", "2", "--layers", "2", "-o", "seen.safetensors", *more]
+    command = [sys.executable, "-m", "normscope", "capture", "demo_vit", *options]
+    environment = {**os.environ, **given, "PYTHONPATH": str(CHECKOUT)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_killed_rank_and_resumption(tmp_path):
+    write_images(tmp_path / "images", 200, corrupt_every=50)
+    kept = tmp_path / "seen.safetensors.checkpoint"
+    port = free_port()
+    first, second = (start(tmp_path, rank, port, "--checkpoint-every", "0") for rank in range(2))
+    while not all((kept / f"{rank}.safetensors").exists() for rank in range(2)):
+        assert first.poll() is None and second.poll() is None
+        time.sleep(0.01)
+    second.kill()
+    error = first.communicate(timeout=120)[1]
+    assert first.returncode == 5 and "Error: Another rank ended" in error and "Traceback" not in error
+    assert not (tmp_path / "seen.safetensors").exists()
+    assert {path.name for path in kept.glob("[!.]*")} == {"0.safetensors", "1.safetensors"}
+    refused = invoke("capture demo_vit --data images --layers 2 -o seen.safetensors --resume", status=2, cwd=tmp_path)
+    assert "its number of ranks is 2, not 1" in refused.stderr
+    port = free_port()
+    ranks = [start(tmp_path, rank, port, "--resume") for rank in range(2)]
+    ends = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    assert "going on from seen.safetensors.checkpoint" in ends[0] and not kept.exists()
+    invoke("capture demo_vit --data images --batch-size 2 --layers 2 -o alone.safetensors", cwd=tmp_path)
+    seen, alone = (normscope.load_capture(tmp_path / f"{name}.safetensors") for name in ("seen", "alone"))
+    assert seen.n_samples == 196 and differences(seen, alone) == []
 
 
 NAME = f"py:{Path(__file__).with_name('factories.py')}:network"

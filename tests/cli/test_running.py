@@ -6,8 +6,6 @@ import json
 import pytest
 from command_line import document, invoke
 from PIL import Image
-from safetensors import safe_open
-from safetensors.torch import load_file
 from typer.main import get_command
 
 from normscope.cli import app
@@ -17,11 +15,11 @@ LEFT_OUT = {
     **{command: {"verify"} for command in ("plot", "fit", "stats", "gradient", "compare", "report")},
     "capture": set(),
     "layers": {
-        *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed", "tp", "dtype", "guidance", "timesteps")
+        *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed", "dtype", "guidance", "timesteps")
     },
-    "swap": {"sample", "tp", "verify"},
-    "swap-bench": {"sample", "tp", "verify"},
-    "heal": {"device_map", "tp", "dtype", "sample", "verify"},
+    "swap": {"sample", "verify"},
+    "swap-bench": {"sample", "verify"},
+    "heal": {"device_map", "dtype", "sample", "verify"},
 }
 OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}
 FIELDS = {field.name: field.default for field in dataclasses.fields(RunOptions)}
@@ -56,14 +54,10 @@ def test_a_figure_and_its_document_say_so(folder):
     assert "pairs of sampled tokens" in lettering and "all pairs" not in lettering
 
 
-def test_a_capture_its_raw_pairs_and_what_is_made_of_it_say_so(folder):
-    told = document(f"capture {RUN} -o seen.safetensors --raw")
+def test_a_capture_and_what_is_made_of_it_say_so(folder):
+    told = document(f"capture {RUN} -o seen.safetensors")
     assert told["sample"] == SAID
     assert [site["n_pairs"] for site in told["sites"]] == [768, 768]
-    for file in (folder / "seen-raw").iterdir():
-        assert load_file(file)["x"].shape == (12, 64)
-        with safe_open(file, "pt") as raw:
-            assert SAID in raw.metadata()["data"]
     assert SAID in invoke("fit seen.safetensors").stdout
 
 

@@ -447,7 +447,7 @@ def test_ranks_that_do_not_agree_are_refused(folder):
         assert "sees another layers than" in said["layers"]
         assert said["empty"] == "DataError: There is no batch to run the model on."
         assert said["n_samples"] == 3
-    assert "every rank of the group must call it" in errors[0]["missing"] and errors[1]["missing"] is None
+    assert "every rank of the group must call" in errors[0]["missing"] and errors[1]["missing"] is None
 
 
 def test_without_torch_distributed_there_is_no_group():

@@ -15,7 +15,7 @@ from normscope.pairs.capture import captured
 from normscope.pairs.kept_inputs import SIZE_GRID, KeptTokens, first_inputs, sizes_of
 from normscope.pairs.ranks import Checkpoints
 from normscope.pairs.recorder import Summing
-from normscope.runtime.sealed_files import read_checked, write_checked
+from normscope.runtime.checked_files import read_checked, write_checked
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}  # float32 of a float64 number
 NORMS = ("first", "shared", "positions_first", "channels_first", "windows", "heads")
@@ -205,7 +205,7 @@ def test_a_file_holds_them(seen, tmp_path):
     assert set(loaded.only("first").inputs[0].tokens) == {"first"}
     plain = dataclasses.replace(seen, inputs=[])
     path = normscope.save_capture(plain, tmp_path / "plain.safetensors")
-    header, _ = read_checked(path, "normscope-capture", (8,), "")
+    header, _ = read_checked(path, "normscope-capture", 9, "")
     assert "inputs" not in header
 
 
@@ -224,7 +224,7 @@ def test_a_file_holds_them(seen, tmp_path):
 )
 def test_a_damaged_file_is_refused(seen, tmp_path, change):
     path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    header, tensors = read_checked(path, "normscope-capture", (8,))
+    header, tensors = read_checked(path, "normscope-capture", 9)
     change(header, tensors)
     write_checked(path, header, tensors)
     with pytest.raises(DataError, match=r"seen\.safetensors is damaged"):

@@ -1,19 +1,19 @@
 """Captures that were stopped, killed and gone on with, in one process: against one that nothing happened to."""
 
+import contextlib
 import dataclasses
 import itertools
 import logging
 import math
-import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from runs import differences
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from normscope.errors import DataError, StoppedError, UsageError
@@ -24,7 +24,7 @@ from normscope.pairs import ranks as checkpoints_module
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
 from normscope.pairs.recorder import Summing
-from normscope.runtime.sealed_files import read_checked, write_checked
+from normscope.runtime.checked_files import read_checked, write_checked
 
 NEVER = math.inf
 UNREADABLE, LATE = {3, 8}, 9
@@ -74,19 +74,38 @@ class Killed(BaseException):
     """In place of a signal that cannot be caught."""
 
 
+def checkpoint(folder, rank):
+    return read_checked(folder / f"{rank}.safetensors", checkpoints_module.FORMAT, 6)
+
+
+def inputs_of(folder):
+    """Flags of the inputs that each rank has kept, by rank."""
+    return {int(path.stem): load_file(path)["done"].numpy().tobytes() for path in folder.glob("?.safetensors")}
+
+
 @dataclasses.dataclass(frozen=True)
 class Pretended(Ranks):
-    """One of several ranks, whose others run before it or after it; it is killed where it would wait for them."""
+    """One of several ranks, which run one after the other as if they had begun together.
 
-    known: dict = dataclasses.field(default_factory=dict)
+    It is killed where it would wait for the others behind its last chunk, unless those are ``done``.
+    """
+
+    begun: dict = dataclasses.field(default_factory=dict)
+    done: Path | None = None
 
     def told(self, message):
-        if isinstance(message, dict) and "unreadable" in message:  # what comes behind the last chunk
+        if not (isinstance(message, dict) and "first" in message):  # of a capture's progress
+            return [message]
+        if self.done is None:
             raise Killed
-        return [message]
+        return [message, *(checkpoint(self.done, rank)[0] for rank in range(1, self.size))]
 
-    def from_first(self, flags):
-        return self.known.setdefault("flags", flags)
+    def each(self, data):
+        yield data
+        if len(data) < 100:  # before the first chunk
+            yield from (flags for rank, flags in self.begun.items() if rank != self.rank)
+        else:
+            yield from (save(checkpoint(self.done, rank)[1]) for rank in range(1, self.size))
 
 
 def ending(after, killed=False):
@@ -154,85 +173,83 @@ def test_whatever_is_summed(tmp_path, options):
     assert differences(run(tmp_path, **options), alone) == []
 
 
+class Optional(nn.Module):
+    """Two norms, the second of which some samples do not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, x, *, short=False):
+        return self.first(x) if short else self.second(self.first(x))
+
+
+def test_a_norm_that_a_part_calls_only_behind_a_checkpoint(tmp_path):
+    batches = [dataclasses.replace(Inputs().batch(i), kwargs={"short": i == 1}) for i in range(6)]
+    whole = captured(Optional(), batches, Summing(by_part=True))
+    for _ in range(3):
+        with pytest.raises(StoppedError):
+            kept = Checkpoints(tmp_path, NEVER, resume=True, stopping=ending(2))
+            captured(Optional(), batches, Summing(by_part=True), checkpoints=kept)
+    seen = captured(Optional(), batches, Summing(by_part=True), checkpoints=Checkpoints(tmp_path, NEVER, resume=True))
+    assert seen.stats["second"].n_tokens == 5 * 40 and differences(seen, whole) == []
+
+
 # --- several ranks ------------------------------------------------------------------------------------------------
 
 # Of each rank: chunks until it ends, how, and how often it keeps what it has.
 RANK = st.tuples(st.integers(1, 5), st.booleans(), st.sampled_from([0, NEVER]))
-RUN = st.tuples(st.lists(RANK, min_size=1, max_size=4), st.sets(st.integers(0, 3)), st.booleans())
+LOST = st.sets(st.integers(0, 2))
 
 
 def run_of_ranks(folder, ends):
     """Run the ranks of one start, each to its own end."""
-    known = {}
+    begun = inputs_of(folder)
     for rank, (after, killed, every) in enumerate(ends):
-        ranks = Pretended(rank, len(ends), known=known)
+        ranks = Pretended(rank, len(ends), begun=begun)
         with pytest.raises((Killed, StoppedError)):
             run(folder, inputs=Inputs(batch_size=1), ranks=ranks, every=every, stopping=ending(after, killed))
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.lists(RUN, max_size=3))
+def finished(folder, size):
+    """Run all ranks to the end, the first one last, which receives what the others have."""
+    begun = inputs_of(folder)
+    for rank in reversed(range(size)):
+        ranks = Pretended(rank, size, begun=begun, done=None if rank else folder)
+        with contextlib.nullcontext() if rank == 0 else pytest.raises(Killed):
+            seen = run(folder, inputs=Inputs(batch_size=1), ranks=ranks)
+    return seen
+
+
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])
+@given(st.integers(2, 3).flatmap(lambda n: st.lists(st.tuples(st.lists(RANK, min_size=n, max_size=n), LOST))))
 def test_every_input_counts_once_whatever_happens(whole, runs):
+    size = len(runs[0][0]) if runs else 2
     with tempfile.TemporaryDirectory() as name:
-        kept, before = Path(name) / "kept", Path(name) / "before"
-        for ends, lost, unfinished in runs:
-            kept.mkdir(exist_ok=True)
-            shutil.copytree(kept, before)
+        kept = Path(name) / "kept"
+        for ends, lost in runs:
             run_of_ranks(kept, ends)
-            for path in before.iterdir():  # as if rank 0 had been killed before it removed what it took in
-                if unfinished and not (kept / path.name).exists():
-                    path.rename(kept / path.name)
             for number in lost:
                 (kept / f"{number}.safetensors").unlink(missing_ok=True)
-            shutil.rmtree(before)
-        seen = run(kept, inputs=Inputs(batch_size=1))
-        assert_as_if_nothing_happened(seen, whole[1])
+        assert_as_if_nothing_happened(finished(kept, size), whole[1])
         assert not kept.exists()
 
 
-def test_what_ranks_kept_is_taken_in_by_the_first(tmp_path, whole):
+def test_each_rank_keeps_its_own_inputs(tmp_path, whole):
     run_of_ranks(tmp_path, [(1, False, NEVER), (2, False, NEVER), (9, False, 0)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.safetensors", "1.safetensors", "2.safetensors"]
     done = {path.stem: load_file(path)["done"].nonzero().flatten().tolist() for path in tmp_path.iterdir()}
     assert done == {"0": [0], "1": [1, 4], "2": [2, 5, 8]}  # the last one's whole share, kept before it waits
-    with pytest.raises(Killed):
-        run(tmp_path, inputs=Inputs(batch_size=1), stopping=ending(1, killed=True))
-    (path,) = tmp_path.iterdir()
-    assert (path.name, load_file(path)["done"].nonzero().flatten().tolist()) == ("0.safetensors", [0, 1, 2, 4, 5, 8])
-    assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
+    assert_as_if_nothing_happened(finished(tmp_path, 3), whole[1])
 
 
-def test_what_another_rank_alone_kept_does_not_wait_for_its_place_to_be_taken(tmp_path, whole):
-    """A rank of the next run may write there before the first one, which took it in, ever does."""
-    run_of_ranks(tmp_path, [(1, True, NEVER), (3, False, NEVER)])
-    assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
-    known = {}
-    with pytest.raises(Killed):
-        run(tmp_path, inputs=Inputs(batch_size=1), ranks=Pretended(0, 2, known=known), stopping=ending(1, killed=True))
-    stopped(tmp_path, 1, inputs=Inputs(batch_size=1), ranks=Pretended(1, 2, known=known))
-    done = {path.stem: load_file(path)["done"].nonzero().flatten().tolist() for path in tmp_path.iterdir()}
-    assert done == {"0": [1, 3, 5], "1": [2]}
-    assert_as_if_nothing_happened(run(tmp_path, inputs=Inputs(batch_size=1)), whole[1])
-
-
-def test_what_is_of_the_same_run_and_taken_in_already_is_stale(tmp_path, whole):
-    stopped(tmp_path, 2)
-    shutil.copy(tmp_path / "0.safetensors", tmp_path / "5.safetensors")
-    stopped(tmp_path, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["0.safetensors"]
-    stopped(tmp_path / "more", 1)
-    shutil.copy(tmp_path / "more" / "0.safetensors", tmp_path / "1.safetensors")  # fewer, all of them in the other
-    shutil.rmtree(tmp_path / "more")
-    assert_as_if_nothing_happened(run(tmp_path), whole[2])
-
-
-def test_what_overlaps_is_of_two_runs(tmp_path):
-    run_of_ranks(tmp_path, [(9, True, NEVER), (3, False, NEVER)])
-    stopped(tmp_path / "other", 2, inputs=Inputs(batch_size=1))
-    (tmp_path / "other" / "0.safetensors").rename(tmp_path / "0.safetensors")
-    with pytest.raises(DataError, match=r"0\.safetensors and .*1\.safetensors hold some of the same inputs|1.*and.*0"):
-        run(tmp_path, inputs=Inputs(batch_size=1))
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2  # both are there to choose from
+def test_another_number_of_ranks_is_refused(tmp_path):
+    run_of_ranks(tmp_path, [(2, False, NEVER), (2, False, NEVER)])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for ranks in (ALONE, Pretended(0, 3), Pretended(1, 3)):
+        with pytest.raises(UsageError, match=rf"its number of ranks is 2, not {ranks.size}\. Go on with the options"):
+            run(tmp_path, inputs=Inputs(batch_size=1), ranks=ranks)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -263,8 +280,8 @@ OTHERS["number of samples"]["inputs"].n_samples = 12
 def test_another_capture(tmp_path, name):
     stopped(tmp_path, 1)
     before = (tmp_path / "0.safetensors").read_bytes()
-    header, _ = read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, (5,))
-    assert header["settings"].keys() == OTHERS.keys()  # all are tried
+    header, _ = read_checked(tmp_path / "0.safetensors", checkpoints_module.FORMAT, 6)
+    assert header["settings"].keys() == OTHERS.keys() | {"number of ranks"}  # all others are tried
     with pytest.raises(UsageError, match=rf"is of another capture: its {name} is .*, not .*remove .* to begin anew"):
         run(tmp_path, **OTHERS[name])
     assert (tmp_path / "0.safetensors").read_bytes() == before
@@ -279,7 +296,7 @@ def test_damaged_or_of_another_version(tmp_path, whole):
         with pytest.raises(DataError, match=r"checkpoint .*0\.safetensors.*remove it to capture its inputs again\."):
             run(tmp_path)
     write_checked(path, {"format": checkpoints_module.FORMAT, "version": 99}, {})
-    with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version 5; remove it"):
+    with pytest.raises(DataError, match="checkpoint format version 99; this normscope reads version 6; remove it"):
         run(tmp_path)
     path.unlink()
     assert_as_if_nothing_happened(run(tmp_path), whole[2])
@@ -347,7 +364,7 @@ def test_what_was_half_written_when_a_run_was_killed_is_removed(tmp_path, whole,
     folder = tmp_path / "kept"
     stopped(folder, 1)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("normscope.runtime.sealed_files.write_tensors", killed)
+        patch.setattr("normscope.runtime.checked_files.write_tensors", killed)
         patch.setattr("pathlib.Path.unlink", lambda path, missing_ok=False: None)
         run(folder, every=0)
     (folder / ".tmpdOCHPl").write_bytes(b"half")  # which safetensors renames once it is whole

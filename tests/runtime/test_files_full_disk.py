@@ -15,9 +15,6 @@ import normscope
 from normscope.cli.output import Output
 from normscope.errors import UsageError
 from normscope.figures.scurves import save_figure
-from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
-from normscope.pairs.storage import RawPairs
 from normscope.swaps.heal.training import TrainingState
 from normscope.swaps.store.store import FILES
 
@@ -102,18 +99,3 @@ def test_what_stood_there_stays(tmp_path, name):
     assert all(file.stat().st_size > len("what was there") for file in files)
     error = None  # and with it what the failed call held
     gc.collect()
-
-
-@pytest.mark.parametrize("when", ["pairs come", "the folder is finished"])
-def test_raw_pairs(tmp_path, when):
-    model, seen = network()
-    raw = RawPairs(tmp_path / "raw")
-    coming = full_disk() if when == "pairs come" else contextlib.nullcontext()
-    with pytest.raises(UsageError) as error:
-        with coming:
-            captured(model, [torch.randn(32, 16)], Summing(observe=raw.add))
-        with full_disk():
-            raw.finish(seen)
-    assert str(error.value) == f"Cannot write {tmp_path / 'raw'}: File too large."
-    raw.discard()
-    assert list(tmp_path.iterdir()) == []

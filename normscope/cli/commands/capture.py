@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,7 @@ from normscope.runtime.files import CHECKPOINT, check_writable
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
-    from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.storage import RawPairs
 
 
 _OF_RESULTS = (".csv", ".parquet", ".json", ".yaml", ".yml", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
@@ -37,7 +34,6 @@ def capture(
     *,
     force: bool = False,
     layers: str = "all",
-    raw: bool = False,
     checkpoint_every: float = 300,
     resume: bool = False,
     run: RunOptions,
@@ -56,47 +52,29 @@ def capture(
     check_by(by, [model])
     _check_capture_file(output, force)
     place = Place.from_environment()
-    if raw and not place.alone:
-        raise UsageError(f"--raw needs a single process, and torchrun started {place.ranks}; drop --raw or torchrun.")
-    if raw and resume:
-        raise UsageError("--raw writes all pairs in one go, so there is nothing to resume; drop --raw or --resume.")
-    if run.tp and resume:
-        raise UsageError("--tp keeps no checkpoints, so there is nothing to resume; drop --tp or --resume.")
     from normscope.pairs.ranks import Checkpoints
-    from normscope.pairs.storage import RawPairs
 
-    pairs = RawPairs(output.with_name(f"{output.stem}-raw")) if raw else None
     kept = Checkpoints(output.with_name(f"{output.name}{CHECKPOINT}"), checkpoint_every, resume or place.restarts > 0)
-    unkept = raw or run.tp is not None
-    if place.speaks and not unkept:
+    if place.speaks:
         kept.check()
         if kept.resume:
             start = f"going on from {kept.folder}" if kept.exist else "nothing to resume; starting from the beginning"
             say.remark(start)
     sums: dict[str, Any] = {"by_gamma": by_gamma, "per_channel": per_channel, "diagonal": diagonal}
-    sums |= {"keep_inputs": keep_inputs, "by_part": by is not None, "observe": pairs.add if pairs else None}
-    try:
-        with run.joined() as ranks:
-            network = run.load(model, say)
-            if pairs:
-                _announce(pairs, network, layers, run.sample, say)
-            # A signal stops at once where nothing would be kept.
-            with nullcontext(lambda: False) if unkept else stopping_between_chunks(say.warn) as kept.stopping:
-                seen = run.capture(network, layers, say, ranks, None if unkept else kept, **sums)
-        if not place.speaks:
-            raise typer.Exit
-        say.account(seen, layers, network.inputs.unreadable)
-        say.kept_inputs(seen)
-        if keep_inputs and not seen.inputs:
-            say.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
-        path = normscope.save_capture(seen, output)
-        kept.remove()
-        folder = pairs.finish(seen) if pairs else None
-    finally:
-        if pairs:
-            pairs.discard()
+    sums |= {"keep_inputs": keep_inputs, "by_part": by is not None}
+    with run.joined() as ranks:
+        network = run.load(model, say)
+        with stopping_between_chunks(say.warn) as kept.stopping:
+            seen = run.capture(network, layers, say, ranks, kept, **sums)
+    if not place.speaks:
+        raise typer.Exit
+    say.account(seen, layers, network.inputs.unreadable)
+    say.kept_inputs(seen)
+    if keep_inputs and not seen.inputs:
+        say.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
+    path = normscope.save_capture(seen, output)
+    kept.remove()
     more = {
-        "raw": str(folder) if folder else None,
         "unreadable": network.inputs.unreadable,
         "inputs": [kept_input.name for kept_input in seen.inputs],
     }
@@ -131,22 +109,6 @@ def _check_capture_file(path: Path, force: bool) -> None:
             raise UsageError(
                 f"Cannot write {path}: it exists, and is not a capture. Name another file, or replace it with --force."
             )
-
-
-def _announce(pairs: RawPairs, network: LoadedModel, layers: str, sample: int | None, say: Output) -> None:
-    """Report the size of the raw pairs."""
-    from normscope.pairs.norms.sites import select
-    from normscope.pairs.storage import raw_bytes
-
-    sites = select(normscope.find_norms(network).sites, layers)
-    samples = network.inputs.n_samples
-    size = raw_bytes(sites, samples or 1, sample)
-    each = "in all" if samples else "for each sample"
-    amount = f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size / 1e3:,.1f} kB"
-    say.warn(
-        f"the raw pairs of {len(sites)} norm sites will take about {amount} {each} in {pairs.folder}, if all samples "
-        "are as long as the first"
-    )
 
 
 def _tell(seen: Capture, path: Path, more: dict[str, Any], say: Output) -> None:

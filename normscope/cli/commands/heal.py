@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _BATCH_SIZE = 16
 # Options that do not identify the network and its data, or that this command does not have.
-_OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "tp", "dtype", "verify")
+_OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 
 @declared(
     "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
     "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
-    without=("figure_format", "dpi", "style", "sample", "device_map", "tp", "dtype", "verify"),
+    without=("figure_format", "dpi", "style", "sample", "device_map", "dtype", "verify"),
 )
 def heal(
     model: str,

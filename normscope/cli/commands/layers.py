@@ -18,7 +18,7 @@ _FIELDS = (
 @declared(
     "normscope layers vit_b16 --weights random --verify · normscope layers timm:convnext_tiny --json",
     without=(
-        *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed", "tp"),
+        *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed"),
         *("dtype", "guidance", "timesteps"),
     ),
     first_rank_only=True,

@@ -15,7 +15,7 @@ from normscope.runtime.files import check_folder_writable
 
 @declared(
     "normscope simplify demo_vit -o demo_vit-exact · normscope simplify minilm --limit 8 -o minilm-exact --json",
-    without=("sample", "skip", "device_map", "tp", "dtype", "batch_size", "verify", "columns"),
+    without=("sample", "skip", "device_map", "dtype", "batch_size", "verify", "columns"),
 )
 def simplify(model: str, output: Path, *, run: RunOptions, say: Output) -> None:
     """Rewrite a model exactly: LayerNorms become RMSNorms, and γ and β move into linear layers."""

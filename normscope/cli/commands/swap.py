@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @declared(
     "normscope swap demo_vit --func dyt -o demo_vit-dyt · normscope swap vit_b16 --layers final,pre-norm -o safe · "
     "normscope swap demo_dit --func best -o best · normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
-    without=("sample", "tp", "verify"),
+    without=("sample", "verify"),
 )
 def swap(
     model: str,

@@ -31,7 +31,7 @@ _FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "d
 @declared(
     "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
     "normscope swap-bench vit_b16 --layers least:8 · normscope swap-bench llama_7b --device cuda",
-    without=("sample", "tp", "verify"),
+    without=("sample", "verify"),
 )
 def swap_bench(
     models: list[str] | None = None,

@@ -83,18 +83,18 @@ def resolve_dtype(name: str) -> torch.dtype | None:
 
 def check_room(name: str, parameters: int, size: int, options: LoadOptions) -> None:
     """Report large weights before they are read; MemoryEndedError if the device has fewer free bytes than ``size``."""
-    device, share = options.device, size / options.tp
+    device = options.device
     dtype = "their stored dtype" if options.dtype is None else str(options.dtype).removeprefix("torch.")
-    what = f"{share / 1e9:.3g} GB in {dtype}{f' on each of {options.tp} ranks' if options.tp > 1 else ''}"
+    what = f"{size / 1e9:.3g} GB in {dtype}"
     if parameters >= LARGE:
         logger.warning("%s: its %.3g billion parameters take %s.", name, parameters / 1e9, what)
     if options.device_map is not None:  # accelerate divides the room there is
         return
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    if share > free:
+    if size > free:
         raise MemoryEndedError(
-            f"The weights of {name} take {what}, and {device} has {free / 1e9:.3g} GB free. Take --dtype bfloat16, "
-            "--device-map auto, or --tp N under torchrun."
+            f"The weights of {name} take {what}, and {device} has {free / 1e9:.3g} GB free. Take --dtype bfloat16 or "
+            "--device-map auto."
         )
 
 

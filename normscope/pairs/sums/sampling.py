@@ -22,8 +22,7 @@ FOLDS = 8
 class SourcesSeen:
     """Number of sources, and of a single one its data set, name and number.
 
-    ``mapped`` is False for a site whose tokens belong to no known sample; it has no folds. ``assignment`` is the rule
-    by which sources are assigned to folds, in each block of eight.
+    ``mapped`` is False for a site whose tokens belong to no known sample; it has no folds.
     """
 
     number: Literal["none", "one", "several"] = "none"
@@ -31,7 +30,6 @@ class SourcesSeen:
     source: str = ""
     source_index: int = 0
     mapped: bool = True
-    assignment: Literal["permuted"] = "permuted"
 
     def with_samples(self, samples: Sequence[Sample]) -> SourcesSeen:
         """Return the sources including those of ``samples``."""

@@ -15,7 +15,7 @@ from normscope.errors import DataError, MemoryEndedError, ModelError
 from normscope.inputs.batch import Batch, Halving, Sample
 from normscope.inputs.chunks import LeftOut, Share, shared
 from normscope.inputs.loaded_model import Outputs
-from normscope.pairs.ranks import ALONE, Ranks, agree_on_batches, check_alike, merge_left_out
+from normscope.pairs.ranks import ALONE, Ranks, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
 from normscope.runtime.spread import whole
 from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
@@ -87,7 +87,6 @@ class PairedPasses:
         """
         tallies, left_out = Tallies(configurations), LeftOut()
         rounds = [[done for done in configurations if (done.swapped == "all") is whole] for whole in (True, False)]
-        agree_on_batches(self.batches, self.ranks)
         with left_as_found(self.model) as self._buffers:
             first, chunks = shared(self.batches, self._share)
             check_alike(self.ranks, {**self.settings, "first sample": list(astuple(first.samples[0]))})

@@ -20,9 +20,9 @@ from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.held_out import by_length
 from normscope.inputs.loaded_model import Outputs
+from normscope.runtime.checked_files import read_checked, write_checked
 from normscope.runtime.network import KeptBuffers, run
 from normscope.runtime.progress import Progress
-from normscope.runtime.sealed_files import read_checked, write_checked
 from normscope.swaps.calibrate.refitting import copies, put_parameters
 from normscope.swaps.distances import KL, kl_divergences, measure_of, without_padding
 from normscope.swaps.heal.reports import TrainingCheck
@@ -39,7 +39,7 @@ _CLIP = 1.0
 _LEAST_ALPHA = 1e-6  # in place of α = 0, which passes no gradient to the weight
 _LEAST_KL = 1e-12  # below which only rounding is left
 MOST_TARGET_BYTES = 4 * 2**30  # of targets kept in memory
-_FORMAT, _VERSION = "normscope-healing", 5
+_FORMAT, _VERSION = "normscope-healing", 6
 _AGAIN = "remove it to begin anew, as `normscope heal --restart` does"
 
 Values = dict[str, Tensor]  # by parameter name
@@ -106,7 +106,7 @@ class TrainingState:
         """Read a checkpoint of the same settings, with errors as of :func:`check_asked`; None if there is no file."""
         if not path.exists():
             return None
-        header, tensors = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
+        header, tensors = read_checked(path, _FORMAT, _VERSION, _AGAIN)
         for name, before, value in _differing(header.get("settings"), settings):
             short = value is None or isinstance(value, (int, float))  # unlike a list of sites, or a hash
             raise _of_another(path, f"its {name} is {before!r:.60}, not {value}" if short else f"other {name}")
@@ -129,7 +129,7 @@ def check_asked(path: Path, asked: Mapping[str, Any]) -> None:
         DataError: if the file is damaged, or of another kind or version.
     """
     if path.exists():
-        header, _ = read_checked(path, _FORMAT, (_VERSION,), _AGAIN)
+        header, _ = read_checked(path, _FORMAT, _VERSION, _AGAIN)
         for name, before, value in _differing(header.get("asked"), asked):
             raise _of_another(path, f"its {name} is {before!r:.60}, not {value!r:.60}")
 

@@ -20,7 +20,7 @@ from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample, joined
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import Outputs
-from normscope.runtime.sealed_files import read_checked, write_checked
+from normscope.runtime.checked_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal import heal as stages
@@ -412,7 +412,7 @@ def test_a_damaged_checkpoint_is_told(networks, tmp_path, damage):
         path.write_bytes(b"nothing")
     else:
         normscope.heal(networks[0], copy.deepcopy(networks[1]), LEARN, HELD_OUT, steps=6, checkpoint=path)
-        header, tensors = read_checked(path, "normscope-healing", (5,))
+        header, tensors = read_checked(path, "normscope-healing", 6)
         write_checked(path, {**header, "course": {"strange": 1}}, tensors)
     with pytest.raises(DataError, match="remove it"):
         normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=path)
