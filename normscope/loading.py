@@ -24,7 +24,7 @@ def load(
     weights: str | Path = "pretrained",
     data: str | Path | None = None,
     limit: int | None = None,
-    batch_size: int | Literal["auto"] = 8,
+    batch_size: int = 8,
     seed: int = 0,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype | None = None,
@@ -46,8 +46,8 @@ def load(
             text, as the model takes; images with texts beside them (NAME.jpg and NAME.txt); a file of latents; for
             embeddings of texts a ``.tsv`` or ``.csv`` file of pairs of sentences with scores. None for default inputs.
         limit: number of samples at most; of trajectories for a diffusion model.
-        batch_size: samples per batch, at most; ``auto`` for as many as memory has room for, which runs the network on
-            the first one. Recordings, and prompts with an image, are taken one at a time.
+        batch_size: samples per batch, at most; batches are halved where memory ends. Recordings, and prompts with an
+            image, are taken one at a time.
         seed: of random weights and of the choice of default inputs; torch's global random state is unaffected.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``, or a :class:`torch.device`.
         dtype: of weights and inputs: ``float32``, ``bfloat16`` or ``float16``, ``fp32``, ``bf16`` or ``fp16`` for
@@ -67,8 +67,7 @@ def load(
         ModelError: if there is no such model, its weights cannot be had or do not fit, or a library is missing.
         DataError: if ``data`` is missing or contains nothing that the model takes.
         DeviceError: if there is no such device.
-        MemoryEndedError: if the device has no room for the weights, or none for a single sample and ``batch_size`` is
-            ``auto``.
+        MemoryEndedError: if the device has no room for the weights.
 
     >>> model = load("demo_vit", weights="random", limit=2, device="cpu")
     >>> model.about["weights"]
@@ -83,16 +82,16 @@ def load(
             "batches to normscope.capture, or name a function that returns both: py:FILE:FACTORY."
         )
     name = str(name)
-    if isinstance(batch_size, str) and batch_size != "auto":
-        raise UsageError(f"batch_size is {batch_size!r}; it has to be a number, or 'auto'.")
+    if isinstance(batch_size, str):
+        raise UsageError(f"batch_size is {batch_size!r}; it has to be a number.")
     device = str(device)
     record = _swap_in(weights)
     if record is not None:
         _check_model(name, record, Path(weights))
         if device_map is not None:
             raise UsageError(f"{weights} is a swap, which needs its network on one device: leave device_map out.")
-    entry, size = registry.find(name), 1 if isinstance(batch_size, str) else batch_size
-    registry.check_numbers(limit, size, seed, workers)
+    entry = registry.find(name)
+    registry.check_numbers(limit, batch_size, seed, workers)
     registry.check_data(data)
     registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     registry.check_device_map(device_map, device)
@@ -104,7 +103,6 @@ def load(
     given |= {
         "weights": weights if record is None else unread,
         "data": None if data is None else str(data),
-        "batch_size": size,
         "dtype": resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
         "default_dtype": dtype is None,
         "device": resolve_device(device),
@@ -112,16 +110,9 @@ def load(
     options = LoadOptions(**given)
     try:
         network = registry.loader_of(entry)(name, entry.source.partition(":")[2], options)
-    except Exception as error:
-        if (fault := registry.fault_of_torchaudio(entry, error)) is None:
-            raise
-        raise fault from error
-    network = network if record is None else _restored(network, Path(weights))
-    if batch_size == "auto":
-        from normscope.runtime.network import fit_batches
-
-        fit_batches(network)
-    return network
+    except (ImportError, OSError, RuntimeError) as error:  # of a library, or of what it imports
+        raise registry.failure(entry, error) from error
+    return network if record is None else _restored(network, Path(weights))
 
 
 def load_swapped(folder: str | Path, **options: Any) -> LoadedModel:

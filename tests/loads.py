@@ -2,11 +2,14 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import torch
+from torch import nn
 
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.loading import load
+from normscope.models.inputs.text import Tokenization
 
 
 def options_with(**changes):
@@ -50,3 +53,28 @@ class RunsWhenUnpickled:
 
     def __reduce__(self):
         return os.mkdir, (str(self.trace),)
+
+
+class Reader(nn.Module):
+    """Takes token ids, and has no table of embeddings."""
+
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+    def forward(self, input_ids, attention_mask):
+        return input_ids
+
+
+class Bytes(Tokenization):
+    """Bytes as tokens; ``errors`` are raised by their texts."""
+
+    def __init__(self, longest, pad_id=0, multiple=1, errors=()):
+        config = SimpleNamespace(is_encoder_decoder=False, attention_window=multiple)
+        config.get_text_config = lambda: SimpleNamespace(max_position_embeddings=longest)
+        super().__init__(Reader(), config, None)
+        self.pad_id, self.remarks, self.errors = pad_id, [], dict(errors)
+
+    def tokens(self, text):
+        if text in self.errors:
+            raise self.errors[text]
+        return super().tokens(text)

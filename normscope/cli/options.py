@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -98,7 +98,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "device_map": "auto  Spread a network too large for one device over GPUs, memory and disk (needs accelerate).",
         "dtype": "DTYPE  float32, bfloat16, float16, or keep, which converts nothing; by default float32, and keep for "
         "py:, quantized weights and a billion parameters or more.",
-        "batch_size": "N|auto  Samples per forward pass, at most; auto doubles them until memory ends.",
+        "batch_size": "N  Samples per forward pass, at most; halved where memory ends.",
         "heal.batch_size": "N  Samples per forward pass, at most; by default 16, and for py: its own batches.",
         "workers": "N  Processes that read inputs, 0 for none but this one; by default as many as suit the device.",
         "seed": "N  Of random weights, default inputs, --shuffle and drawn samples.",
@@ -181,15 +181,6 @@ def _between(least: int, most: float = _LARGEST, unit: str = "") -> Callable[[An
     return check
 
 
-def _size(text: str | int) -> int | Literal["auto"]:
-    if text == "auto":
-        return "auto"
-    try:
-        return int(_between(1)(int(text)))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a number nor auto.") from None
-
-
 def _columns(context: typer.Context, text: str | None) -> str | None:
     command = str(context.info_name)
     names = [name.strip() for name in text.split(",")] if text is not None else []
@@ -198,9 +189,9 @@ def _columns(context: typer.Context, text: str | None) -> str | None:
     return text
 
 
-_PARSERS: dict[str, Callable[[str], Any]] = {"data": _path, "batch_size": _size}
+_PARSERS: dict[str, Callable[[str], Any]] = {"data": _path}
 _CHECKS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("limit", "sample", "steps", "heal.batch_size"), _between(1)),
+    **dict.fromkeys(("limit", "sample", "steps", "batch_size", "heal.batch_size"), _between(1)),
     **dict.fromkeys(("workers", "skip", "keep_inputs", "report.keep_inputs"), _between(0)),
     **dict.fromkeys(("seconds", "checkpoint_every"), _between(0, math.inf, " seconds")),
     "dpi": _between(20, 1200),

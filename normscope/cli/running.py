@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -33,7 +33,7 @@ class RunOptions:
     data: Path | None = None
     limit: int | None = None
     shuffle: bool = False
-    batch_size: int | Literal["auto"] = 8
+    batch_size: int = 8
     workers: int | None = None
     sample: int | None = None
     skip: int = 0
@@ -49,9 +49,6 @@ class RunOptions:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_CAPTURES}
         network = normscope.load(name, **given)
         output.introduce(network)
-        if network.fitting:
-            others = "" if Place.from_environment().alone else "; the smallest of all ranks' is taken"
-            output.remark(f"{network.fitting}{others}")
         return network
 
     def capture(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Sized
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,7 @@ from normscope.inputs.batch import Batch, Sample, as_batches
 from normscope.inputs.previews import Normalized, Preview, Words, preview_of
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 _T = TypeVar("_T")
 
@@ -24,18 +24,15 @@ class Chunk:
 
     Attributes:
         numbers: of the inputs.
-        batches: to be iterated once, in order; lazy if the network makes its inputs; may be empty.
+        batches: to be iterated once, in order; may be empty.
         unreadable: ``name: reason`` of unreadable inputs, by their numbers.
         cut: number of truncated inputs.
-        heard: if not None, call it with the module and its result after each batch: it saves a network that makes its
-            inputs a second pass.
     """
 
     numbers: Sequence[int]
     batches: Iterable[Batch]
     unreadable: dict[int, str] = field(default_factory=dict)
     cut: int = 0
-    heard: Callable[[nn.Module, Any], None] | None = None
 
     def pin_memory(self) -> Chunk:
         """Return the chunk with its batches in pinned memory, as a DataLoader asks for it."""
@@ -127,7 +124,7 @@ class Inputs(ABC):
     """Batches to run a network on, on its device and in its dtype; iterating again yields the same batches.
 
     Attributes:
-        batch_size: largest number of inputs read together; setting it has no effect on a user's own batches.
+        batch_size: largest number of inputs read together; 1 for a user's own batches.
         left_out: unreadable and cut inputs of the latest iteration.
         normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
         words: from token ids to their texts; None if unknown.
@@ -150,11 +147,6 @@ class Inputs(ABC):
     @property
     def n_samples(self) -> int | None:
         """Largest possible number of samples; None if only iterating would show it."""
-        return None
-
-    @property
-    def n_inputs(self) -> int | None:
-        """Number of inputs; None if only iterating would show it."""
         return None
 
     @property
@@ -189,10 +181,6 @@ class Entries(Inputs):
 
     def __init__(self, entries: Iterable[Any]) -> None:
         self.left_out, self._entries = LeftOut(), entries
-
-    @property
-    def n_inputs(self) -> int | None:
-        return len(self._entries) if isinstance(self._entries, Sized) else None
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
         return self.apart(share)[1]

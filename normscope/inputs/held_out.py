@@ -33,7 +33,7 @@ class Part(Inputs):
     """
 
     def __init__(self, inputs: Inputs, samples: Sequence[Sample], by: str, keys: frozenset[_Key], which: str) -> None:
-        self.inputs, self.by, self._keys = inputs, by, keys
+        self.inputs, self.by, self._keys, self.batch_size = inputs, by, keys, inputs.batch_size
         self._n_samples = sum(_key(sample, by) in keys for sample in samples)
         of_one = "" if by == "source" else ", all of one source"
         self._description = f"{inputs.description} · {self._n_samples} of {len(samples)} samples {which}{of_one}"
@@ -45,19 +45,6 @@ class Part(Inputs):
     @property
     def n_samples(self) -> int:
         return self._n_samples
-
-    @property
-    def n_inputs(self) -> int | None:
-        """Number of inputs to search for samples; None if only iterating would show it."""
-        return self.inputs.n_inputs
-
-    @property
-    def batch_size(self) -> int:
-        return self.inputs.batch_size
-
-    @batch_size.setter
-    def batch_size(self, number: int) -> None:
-        self.inputs.batch_size = number
 
     @property
     def left_out(self) -> LeftOut:
@@ -74,7 +61,7 @@ class Part(Inputs):
     def chunks(self, share: Share) -> Iterator[Chunk]:
         """Yield the chunks of one process's share, also those without a sample of this part."""
         chunks = self.inputs.chunks(share)
-        return (replace(chunk, batches=self._of_part(chunk.batches), heard=None) for chunk in chunks)
+        return (replace(chunk, batches=self._of_part(chunk.batches)) for chunk in chunks)
 
     def known_samples(self) -> Iterator[Sample]:
         return (sample for sample in self.inputs.known_samples() if _key(sample, self.by) in self._keys)

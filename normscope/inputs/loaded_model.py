@@ -149,7 +149,6 @@ class LoadedModel:
         provenance: origin of the weights.
         outputs: reader of the module's results.
         calibration: inputs apart from ``inputs``, on which swaps are initialized and healed; None if there are none.
-        fitting: size of batches and the reason for it, if it was measured; else empty.
         family: of the network, as ``normscope models`` lists it, if the name alone does not determine it.
         task: by which the network's quality is measured before and after a swap.
     """
@@ -160,7 +159,6 @@ class LoadedModel:
     provenance: Provenance
     outputs: Outputs = field(default_factory=Outputs)
     calibration: Inputs | None = None
-    fitting: str = ""
     family: str = ""
     task: Task = field(default_factory=Task)
 

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -114,13 +114,6 @@ class FactoryBatches(Inputs):
     def n_samples(self) -> int | None:
         total = None if self._sizes is None else sum(self._sizes)
         return min((number for number in (total, self._options.limit) if number is not None), default=None)
-
-    @property
-    def n_inputs(self) -> int | None:
-        if self._sizes is None or self._options.limit is None:
-            return None if self._sizes is None else len(self._sizes)
-        before = accumulate(self._sizes, initial=0)
-        return sum(seen < self._options.limit for seen, _ in zip(before, self._sizes, strict=False))
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
         left = ((number, batch) for number, batch in self._selected() if number not in share.done)

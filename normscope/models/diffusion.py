@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import diffusers.models
+import diffusers
 import torch
+from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from diffusers.utils.import_utils import is_accelerate_available
@@ -24,7 +20,7 @@ from normscope.errors import MemoryEndedError, ModelError, NormscopeError, Usage
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
-from normscope.models.inputs.numbered_inputs import NumberedInputs
+from normscope.models.inputs.numbered_inputs import InputDataset
 from normscope.models.inputs.trajectories import (
     STEPS,
     LatentSpace,
@@ -90,34 +86,6 @@ OTHERWISE = "Write a function that returns the transformer and batches for it, a
 _DEMO: dict[str, Any] = {"guidance": 1.0, "trajectories": DEMO_TRAJECTORIES}  # of from_noise()
 
 
-class _UnreadPackage(ModuleType):
-    """A package whose modules can be imported one by one; its own code runs when one of its attributes is requested."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
-            raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]  # from here on it is as any other
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
-
-
-@functools.cache
-def dit_class() -> Any:
-    """Import diffusers' DiT without the sixty other transformers of its package, which take longer than torch does.
-
-    >>> dit_class().__name__
-    'DiTTransformer2DModel'
-    """
-    name = "diffusers.models.transformers"
-    spec = find_spec(name)
-    if spec is not None and name not in sys.modules:
-        sys.modules[name] = package = _UnreadPackage(name)
-        for attribute, value in vars(module_from_spec(spec)).items():
-            setattr(package, attribute, value)
-        diffusers.models.transformers = package
-    return importlib.import_module(f"{name}.dit_transformer_2d").DiTTransformer2DModel
-
-
 def load_diffusers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load a diffusion transformer from a folder or a repository of a pipeline, or of a transformer alone.
 
@@ -135,7 +103,7 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
     module, provenance = with_weights(
         name,
         options,
-        build=lambda: _build(name, dit_class(), config),
+        build=lambda: _build(name, DiTTransformer2DModel, config),
         pretrained=lambda: _pretrained(name, repository, config, subfolder),
     )
     return _loaded(name, module, inputs, provenance, options)
@@ -147,7 +115,7 @@ def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedM
     To learn from there are its trajectories from the next seed, at more timesteps.
     """
     build, pretrained = embedded_module(
-        architecture, "scikit-learn's digits", lambda facts: dit_class()(**facts["config"])
+        architecture, "scikit-learn's digits", lambda facts: DiTTransformer2DModel(**facts["config"])
     )
     _, facts, _ = read_embedded(f"{architecture}.safetensors")
     inputs = _inputs(facts["config"], _scheduler(name, facts["scheduler"]), options, _DEMO)
@@ -176,7 +144,7 @@ def _inputs(
     config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: Mapping[str, Any]
 ) -> Callable[[nn.Module], Inputs]:
     """Return a function from a module to its inputs, after all checks that need no module."""
-    defaults = inspect.signature(dit_class()).parameters
+    defaults = inspect.signature(DiTTransformer2DModel).parameters
     channels, size, classes = (
         config.get(key, defaults[key].default) for key in ("in_channels", "sample_size", "num_embeds_ada_norm")
     )
@@ -234,7 +202,7 @@ def _pretrained(name: str, repository: Repository, config: dict[str, Any], folde
             f"{name} has neither {' nor '.join(folder + filename for filename in WEIGHTS)}. Name a file "
             "with --weights FILE, or take --weights random."
         )
-    module = _build(name, dit_class(), config)
+    module = _build(name, DiTTransformer2DModel, config)
     read = load_file(module, path, name)
     if repository.is_folder:
         return module, Provenance(read.kind, f"{repository.name}: {read.description}")
@@ -262,7 +230,7 @@ class _EnoughError(Exception):
     """Ends a pipeline's sampling, when all calls have been seen that were to be seen."""
 
 
-class PipelineCalls(NumberedInputs):
+class PipelineCalls(InputDataset):
     """Calls of a pipeline to its transformer at some timesteps, as it samples for each prompt; kept in memory.
 
     Number of steps, size and, by default, guidance are the pipeline's own. Each prompt is a chunk.
@@ -284,7 +252,7 @@ class PipelineCalls(NumberedInputs):
         """
         super().__init__(len(PROMPTS), options, one_by_one=True)
         self.pipeline = pipeline
-        self._kept: dict[int, dict[int, list[Batch]]] = {}
+        self._kept: dict[int, list[Batch]] = {}
         name = type(pipeline).__name__
         if options.guidance is not None and not self._takes("guidance_scale"):
             raise UsageError(f"A {name} takes no guidance. Leave it out.")
@@ -310,36 +278,27 @@ class PipelineCalls(NumberedInputs):
             f"{listed(self.timesteps)}"
         )
 
-    @property
-    def n_samples(self) -> int:
-        """Number of samples: those of one call at each timestep for each prompt, as the first shows them."""
-        calls = self._calls(self.order[0], self.timesteps[0])
-        return sum(len(batch.samples) for batch in calls) * len(self.timesteps) * len(self.order)
+    def samples(self, number: int) -> list[Sample]:
+        return [sample for batch in self._calls(number) for sample in batch.samples]
 
     def read(self, numbers: Sequence[int]) -> Chunk:
         (number,) = numbers
-        return Chunk(numbers, (batch for timestep in self.timesteps for batch in self._calls(number, timestep)))
+        return Chunk(numbers, self._calls(number))
 
-    def _calls(self, number: int, timestep: int) -> list[Batch]:
-        """Return the calls at a timestep; the first request takes no step beyond it."""
-        kept = self._kept.setdefault(number, {})
-        if timestep not in kept:
-            kept.update(self._seen(number, until=self.timesteps[-1] if kept else timestep))
-        return kept[timestep]
+    def _calls(self, number: int) -> list[Batch]:
+        """Return the calls at the timesteps as the pipeline samples for a prompt, up to the last timestep."""
+        if number not in self._kept:
+            calls: dict[int, list[Batch]] = {self._visited.index(timestep): [] for timestep in self.timesteps}
 
-    def _seen(self, number: int, until: int) -> dict[int, list[Batch]]:
-        positions = {self._visited.index(timestep): timestep for timestep in self.timesteps if timestep >= until}
-        seen: dict[int, list[Batch]] = {timestep: [] for timestep in positions.values()}
+            def keep(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if position > max(calls):
+                    raise _EnoughError
+                if position in calls:
+                    calls[position].append(self._batch(number, position, len(calls[position]), args, kwargs))
 
-        def keep(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if position > max(positions):
-                raise _EnoughError
-            if position in positions:
-                calls = seen[positions[position]]
-                calls.append(self._batch(number, position, len(calls), args, kwargs))
-
-        self._sample(number, keep)
-        return seen
+            self._sample(number, keep)
+            self._kept[number] = [batch for of_step in calls.values() for batch in of_step]
+        return self._kept[number]
 
     def _batch(self, number: int, position: int, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
         arguments = _named(self.pipeline.transformer, args, kwargs)
@@ -378,23 +337,18 @@ class PipelineCalls(NumberedInputs):
         except NormscopeError:
             raise
         except Exception as error:  # of any pipeline's checks, its encoders, its transformer, its scheduler
-            raise self._failure(error, number, len(timesteps)) from error
+            raise self._failure(error, number) from error
         finally:
             handle.remove()
 
-    def _failure(self, error: Exception, number: int, step: int) -> NormscopeError:
-        """Report an exception of a pipeline; the first step is 1, 0 is before it."""
+    def _failure(self, error: Exception, number: int) -> NormscopeError:
         name = type(self.pipeline).__name__
         if memory_ended(error):
             return MemoryEndedError(
                 f"A {name} takes more memory as it samples than there is. Take another device, or a smaller --dtype."
             )
-        if not step:
-            return ModelError(f"A {name} does not sample from a prompt alone: {first_line(error)}. {OTHERWISE}")
-        return ModelError(
-            f"A {name} raised an error in step {step} of sampling for the prompt {PROMPTS[number]!r}: "
-            f"{first_line(error)}. {OTHERWISE}"
-        )
+        what = f"A {name} does not sample from the prompt {PROMPTS[number]!r} alone"
+        return ModelError(f"{what}: {first_line(error)}. {OTHERWISE}")
 
     def _takes(self, argument: str) -> bool:
         return argument in inspect.signature(self.pipeline.__call__).parameters

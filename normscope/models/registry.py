@@ -9,15 +9,12 @@ import dataclasses
 import difflib
 import importlib.util
 import re
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from normscope.errors import DataError, ModelError, UsageError, unknown
+from normscope.errors import DataError, ModelError, UsageError, first_line, unknown
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
@@ -147,7 +144,7 @@ def loader_of(entry: ModelEntry) -> Loader:
     try:
         loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
     except Exception as error:  # ImportError, OSError, RuntimeError and AttributeError were seen
-        raise fault_of_torchaudio(entry, error) or ModelError(f"{entry.name} cannot be loaded: {error}.") from error
+        raise failure(entry, error) from error
     return loader
 
 
@@ -235,27 +232,16 @@ def check_device_map(device_map: str | None, device: str) -> None:
         raise ModelError("--device-map auto needs accelerate. Install it: pip install 'accelerate>=1.2'.")
 
 
+def failure(entry: ModelEntry, error: BaseException) -> ModelError:
+    """Return the first cause of a library's error; transformers imports any torchaudio that is installed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    remedy = "Install torchaudio with the torch that it belongs to: pip install 'torch==2.11.*' 'torchaudio==2.11.*'."
+    needed = f" {remedy}" if entry.family == "speech" or "torchaudio" in str(error).lower() else ""
+    return ModelError(f"{entry.name} cannot be loaded: {first_line(error)}.{needed}")
+
+
 def check_library(entry: ModelEntry) -> None:
     """Raise ModelError for a speech model where torchaudio cannot be imported."""
     if entry.family == "speech":
         loader_of(entry)
-
-
-def fault_of_torchaudio(entry: ModelEntry, error: BaseException) -> ModelError | None:
-    """Return a ModelError if ``error`` occurred because torchaudio cannot be imported, else None.
-
-    transformers, and diffusers with it, imports any torchaudio that is installed, and fails if that fails.
-    """
-    help_ = "Install it with the torch that it belongs to: pip install 'torch==2.11.*' 'torchaudio==2.11.*'."
-    cause: BaseException | None = None if sys.modules.get("torchaudio") else error  # there only if it can be imported
-    while cause is not None:
-        if isinstance(cause, ModuleNotFoundError) and cause.name == "torchaudio":
-            return ModelError(f"{entry.name} needs torchaudio, which is not installed. {help_}")
-        if any(frame.f_globals.get("__name__") == "torchaudio" for frame, _ in traceback.walk_tb(cause.__traceback__)):
-            return ModelError(
-                f"{entry.name} cannot be loaded, because torchaudio cannot be imported beside torch "
-                f"{metadata.version('torch')} ({type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}). "
-                + (help_ if entry.family == "speech" else "Remove it: pip uninstall torchaudio.")
-            )
-        cause = cause.__cause__ or cause.__context__
-    return None

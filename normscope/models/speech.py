@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import soundfile
 import torch
@@ -24,13 +22,12 @@ from normscope.errors import ModelError, UsageError, first_line, unknown
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
-from normscope.models.inputs.numbered_inputs import TensorInputs
+from normscope.models.inputs.numbered_inputs import InMemory
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
-from normscope.models.weights.repository import DEADLINE, ways_on
+from normscope.models.weights.repository import ways_on
 from normscope.runtime.files import sha256_of
 
 EMBEDDED = "demo_wav2vec2"
-SILENCE = 20.0  # seconds without a byte after which a download has broken off
 _SERVER = "https://download.pytorch.org/torchaudio"
 _TAKEN = (pipelines.Wav2Vec2Bundle, pipelines.SourceSeparationBundle, pipelines.SquimObjectiveBundle)
 _WITHOUT_CODE = {"weights_only": True, "map_location": "cpu"}  # torch.hub unpickles by default
@@ -82,10 +79,8 @@ def pretrained(architecture: str, bundle: Any) -> tuple[nn.Module, Provenance]:
     """Return a bundle's network with its published weights; an error suggests the embedded model instead."""
     url, cached = _published(bundle)
     try:
-        # torch.hub reports a download on stdout, where the results of normscope go, and waits without end.
-        with redirect_stdout(sys.stderr), _socket_timeout(SILENCE):
-            if not cached.exists():
-                urlopen(Request(url, method="HEAD"), timeout=DEADLINE).close()  # noqa: S310 (https)
+        # torch.hub reports a download on stdout, where the results of normscope go.
+        with redirect_stdout(sys.stderr):
             if isinstance(bundle, pipelines.Wav2Vec2Bundle):
                 module: nn.Module = bundle.get_model(dl_kwargs=_WITHOUT_CODE)
             else:  # whose get_model() leaves it to the environment whether to unpickle
@@ -100,16 +95,6 @@ def pretrained(architecture: str, bundle: Any) -> tuple[nn.Module, Provenance]:
         raise ModelError(f"{what}: {first_line(error)}. {remedy}") from error
     digest = sha256_of([cached])[:12]
     return module, Provenance("pretrained", f"torchaudio {architecture}: {cached.name} (sha256 {digest})")
-
-
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 def _published(bundle: Any) -> tuple[str, Path]:
@@ -232,7 +217,7 @@ def _held_out_words(options: LoadOptions) -> Inputs:
     return _words(waveforms, clips["speakers"], facts, total, EMBEDDED, options)
 
 
-def _training_words(options: LoadOptions) -> TensorInputs:
+def _training_words(options: LoadOptions) -> InMemory:
     clips, facts, _ = read_embedded(f"{EMBEDDED}_calibration.safetensors")
     loudest_is_one, _ = soundfile.read(io.BytesIO(clips["flac"].numpy().tobytes()), dtype="float32")
     words = torch.split(torch.from_numpy(loudest_is_one), clips["lengths"].tolist())
@@ -248,8 +233,8 @@ def _words(
     total: str,
     data: str,
     options: LoadOptions,
-) -> TensorInputs:
+) -> InMemory:
     """Return spoken words, one a batch; each voice is a source, and the word itself the label."""
     spoken = zip(speakers.tolist(), facts["words"], strict=True)
     samples = [Sample(facts["voices"][voice], voice, i, data, word) for i, (voice, word) in enumerate(spoken)]
-    return TensorInputs(waveforms, samples, total, options, one_by_one=True)
+    return InMemory(waveforms, samples, total, options, one_by_one=True)

@@ -30,7 +30,7 @@ from normscope.models.inputs.processors import (
     processed_images,
     prompts,
 )
-from normscope.models.inputs.text import SentencePairs, load_tokenizer, pairs_or_texts, reading_of, text_inputs
+from normscope.models.inputs.text import SentencePairs, Tokenization, load_tokenizer, pairs_or_texts, text_inputs
 from normscope.models.weights.checkpoints import (
     dtypes_by_name,
     dtypes_of_files,
@@ -151,7 +151,7 @@ def inputs_of(
     match takes:
         case "texts":
             embeds = not has_head(library, type(module).__name__)
-            return (pairs_or_texts if embeds else text_inputs)(reading_of(module, config, tokenizer), options)
+            return (pairs_or_texts if embeds else text_inputs)(Tokenization(module, config, tokenizer), options)
         case "images":
             return processed_images(processor, module, config, options)
         case "recordings":

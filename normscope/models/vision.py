@@ -16,7 +16,8 @@ from torch import nn
 
 from normscope.errors import ModelError, unknown
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance, Task
-from normscope.models.inputs.images import Preprocessing, class_task, image_inputs
+from normscope.models.inputs.images import class_task, image_inputs
+from normscope.models.inputs.numbered_inputs import InputDataset
 from normscope.models.weights.checkpoints import ready, with_weights
 from normscope.models.weights.repository import Repository
 
@@ -33,7 +34,7 @@ def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel
     module, provenance = with_weights(
         name, options, build=lambda: timm.create_model(architecture), pretrained=pretrained
     )
-    inputs = image_inputs(_timm_preprocessing(module), options)
+    inputs = _timm_inputs(module, options)
     module, provenance = ready(module, provenance, options)
     number, names = _timm_classes(module)
     if number % 64:
@@ -105,11 +106,12 @@ def _created(name: str, architecture: str, hub: Repository) -> tuple[nn.Module, 
     return module, Provenance("pretrained", f"{hub.name}@{hub.commit[:12]}")
 
 
-def _timm_preprocessing(module: nn.Module) -> Preprocessing:
+def _timm_inputs(module: nn.Module, options: LoadOptions) -> InputDataset:
     config = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
     channels = config["input_size"][0]
     mode = "L" if channels == 1 else "RGB"
-    return Preprocessing(mode, create_transform(**config), normalized_by=(config["mean"], config["std"]))
+    normalized_by = config["mean"], config["std"]
+    return image_inputs(create_transform(**config), options, mode=mode, normalized_by=normalized_by)
 
 
 def _timm_classes(module: Any) -> tuple[int, Sequence[str]]:

@@ -173,7 +173,7 @@ def captured(
         with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
             for chunk in chunks:
                 for batch in chunk.batches:
-                    recorder.run(batch, chunk.numbers[0], chunk.heard)
+                    recorder.run(batch, chunk.numbers[0])
                     samples.add(len(batch.samples))
                 recorder.progress.done.add(chunk.numbers)
                 recorder.progress.left_out.add(chunk)

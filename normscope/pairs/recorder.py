@@ -28,7 +28,7 @@ from normscope.pairs.norms.verification import check
 from normscope.pairs.positions import layouts, positions_along, refuse_skipping
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Positions, batch_axis, serves_all
-from normscope.runtime.network import KeptBuffers, heard_by, passes_by, run
+from normscope.runtime.network import KeptBuffers, PassHooks, run
 from normscope.runtime.spread import at_hand, whole
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
@@ -107,7 +107,7 @@ class Recorder:
 
     Attributes:
         progress: the sums so far.
-        lock: identifies the passes of this recorder; held while a hook sums.
+        hooks: those of the norms, which sum one at a time.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Recorder:
         """Observe ``sites`` among the norms of a report; ``previews`` return what is displayed of a sample."""
         self.model, self.summing, self.report, self.sites = model, summing, report, sites
         self.progress = Progress(Capture({}, sites, [], {}, 0, summing.seed, {}, skip=summing.skip))
-        self.lock = threading.RLock()
+        self.hooks = PassHooks()
         self._keeper = InputKeeper(summing.keep_inputs, previews)
         self._halving = Halving("taken")
         self._part = self.progress.capture
@@ -132,8 +132,8 @@ class Recorder:
             refuse_skipping([(site.name, self._layouts[site.name]) for site in sites])
         self._serving_all: set[str] = set()  # sites whose input has no axis of samples
         self._pointwise: dict[str, PointwiseParameters | None] = {}  # now, which may be long after the report
-        adders = {site.name: heard_by(self.lock, self._adder(site)) for site in sites if site.is_call}
-        self._functions = ExpectedCalls(report.norm_modules, report.sequences, adders, self.lock)
+        adders = {site.name: self.hooks.limited(self._adder(site)) for site in sites if site.is_call}
+        self._functions = ExpectedCalls(report.norm_modules, report.sequences, adders, self.hooks)
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class Recorder:
         with contextlib.ExitStack() as hooks:
             for idle in self.report.skipped:
                 if idle.reason == NOT_CALLED:
-                    norm, hook = submodule(self.model, idle.name), heard_by(self.lock, self._late(idle))
+                    norm, hook = submodule(self.model, idle.name), self.hooks.limited(self._late(idle))
                     hooks.callback(norm.register_forward_pre_hook(hook).remove)
             for site in self.sites:
                 if site.is_call:
@@ -149,13 +149,13 @@ class Recorder:
                 norm, hook = submodule(self.model, site.name), self._hook(site)
                 if site.name in self.report.overwriting:
                     keep, hook = self._with_own_input(site.name, hook)
-                    keep = heard_by(self.lock, keep)
+                    keep = self.hooks.limited(keep)
                     hooks.callback(norm.register_forward_pre_hook(keep, with_kwargs=True).remove)
-                hooks.callback(norm.register_forward_hook(heard_by(self.lock, hook), with_kwargs=True).remove)
+                hooks.callback(norm.register_forward_hook(self.hooks.limited(hook), with_kwargs=True).remove)
             hooks.enter_context(self._functions.following(self.model))
             yield
 
-    def run(self, batch: Batch, number: int = 0, heard: Callable[[nn.Module, Any], None] | None = None) -> None:
+    def run(self, batch: Batch, number: int = 0) -> None:
         """Run the network on a batch and sum up the pairs of its norms; in halves, and their halves, where memory ends.
 
         A norm that had summed up the whole batch when memory ended leaves out the halves: every pair counts once.
@@ -163,7 +163,6 @@ class Recorder:
         Args:
             batch: of some inputs.
             number: of the first of them.
-            heard: called with the network and its output, unless the batch ran in halves.
 
         Raises:
             MemoryEndedError: if memory ends at a single sample, at a batch that cannot be split without counting
@@ -173,7 +172,7 @@ class Recorder:
         self._part = self.progress.part(batch.part if self.summing.by_part else "", number)
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
             under_way = _Pass(piece, summed, piece.padded)
-            if self._fits(under_way, heard if piece is batch else None):
+            if self._fits(under_way):
                 self._part.n_samples += len(piece.samples)
             else:
                 self._halving.halve(piece, summed | under_way.calls)
@@ -222,15 +221,15 @@ class Recorder:
         parts = {name: finished(part, name) for name, part in parts.items() if name and part.stats}
         return finished(replace(recorded, stats=stats, n_samples=n_samples, parts=parts))
 
-    def _fits(self, under_way: _Pass, heard: Callable[[nn.Module, Any], None] | None) -> bool:
+    def _fits(self, under_way: _Pass) -> bool:
         """Run a batch; return False if memory ended, with the network's buffers as they were before."""
         batch, kept = under_way.batch, self.progress.capture
         buffers = KeptBuffers(self.model) if self.report.keeps_state else None
         kept.inputs = self._keeper.begin(batch, kept.inputs)
         self._pass = under_way
         try:
-            with passes_by(self.lock), self._functions:
-                output = run(self.model, batch)
+            with self.hooks.running(), self._functions:
+                run(self.model, batch)
         except MemoryEndedError as error:
             if under_way.summing_at:
                 raise MemoryEndedError(
@@ -250,8 +249,6 @@ class Recorder:
             return False
         finally:
             self._pass = None  # whatever makes the batches may run the model too
-        if heard is not None:
-            heard(self.model, output)
         return True
 
     def _late(self, norm: SkippedNorm) -> Callable[..., None]:

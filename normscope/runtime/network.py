@@ -1,4 +1,4 @@
-"""Running a network and restoring what was changed for it; its batch size."""
+"""Running a network and restoring what was changed for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import random
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,12 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count
+from normscope.errors import MemoryEndedError, ModelError, NormscopeError, count
 from normscope.inputs.batch import BY_HAND, Batch
-from normscope.inputs.chunks import Inputs
-from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.wrappers import wrapped_name
-from normscope.runtime.processes import Place
 
 _ALLOCATORS = (
     *("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUDA error: out of memory"),
@@ -84,94 +80,63 @@ def module_by_module(model: nn.Module) -> Iterator[None]:
     eager = "torch._dynamo" in sys.modules or not all(
         type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules()
     )
-    _switches.begin(eager=eager)
-    try:
+    mha = torch.backends.mha
+    with contextlib.ExitStack() as restored:
+        restored.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)
+        if eager:  # an import of a second
+            restored.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-    finally:
-        _switches.end()
 
 
-class _Switches:
-    """Process-wide switches that overlapping threads set and restore once."""
+class _OfThread(threading.local):
+    paused = False
+
+
+class PassHooks:
+    """Hooks that run during the passes of one capture, in all threads of a pass, one at a time."""
 
     def __init__(self) -> None:
-        self._lock, self._users, self._restored, self._eager = threading.Lock(), 0, contextlib.ExitStack(), False
+        self._lock, self._running, self._here = threading.RLock(), False, _OfThread()
 
-    def begin(self, *, eager: bool) -> None:
-        """Set the switches; ``eager`` disables torch.compile, which takes an import of a second."""
-        with self._lock:
-            if not self._users:
-                mha = torch.backends.mha
-                self._restored.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-                mha.set_fastpath_enabled(False)
-                self._restored.callback(setattr, threading.Thread, "start", threading.Thread.start)
-                threading.Thread.start = _inheriting(threading.Thread.start)  # type: ignore[assignment, method-assign]
-            if eager and not self._eager:
-                self._restored.enter_context(torch.compiler.set_stance("force_eager"))
-                self._eager = True
-            self._users += 1
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the hooks during a pass in the block."""
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
 
-    def end(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._restored.close()
-                self._eager = False
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore calls by this thread in the block."""
+        before, self._here.paused = self._here.paused, True
+        try:
+            yield
+        finally:
+            self._here.paused = before
 
+    def limited(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that ignores calls outside of passes."""
 
-_switches = _Switches()
-_passes: Any = weakref.WeakKeyDictionary()  # from threads to the locks of their passes
-_captured: dict[int, set[int]] = {}  # ids of modules by thread
-_capturing = threading.Lock()
+        def limited(*call: Any) -> Any:
+            if not self._running or self._here.paused:
+                return None
+            with self._lock:
+                return hook(*call)
 
-
-def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    def started(thread: threading.Thread) -> None:
-        _passes[thread] = _passes.get(threading.current_thread())
-        start(thread)
-
-    return started
+        return limited
 
 
-@contextlib.contextmanager
-def passes_by(lock: Any) -> Iterator[None]:
-    """Run hooks of :func:`heard_by` in the block for passes of this thread and of threads that it starts."""
-    thread = threading.current_thread()
-    before, _passes[thread] = _passes.get(thread), lock
-    try:
-        yield
-    finally:
-        _passes[thread] = before
-
-
-def heard_by(lock: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that ignores passes of unrelated threads; the others run it one at a time."""
-
-    def limited(*call: Any) -> Any:
-        if _passes.get(threading.current_thread()) is not lock:
-            return None
-        with lock:
-            return hook(*call)
-
-    return limited
+_capturing: Any = weakref.WeakKeyDictionary()  # from networks to their locks
 
 
 @contextlib.contextmanager
 def captured_once(model: nn.Module) -> Iterator[None]:
-    """Raise UsageError if another thread is capturing the network or a part of it."""
-    here, modules = threading.get_ident(), set(map(id, getattr(model, "modules", tuple)()))
-    with _capturing:
-        if any(thread != here and modules & others for thread, others in _captured.items()):
-            raise UsageError(
-                f"Another thread is capturing this {type(model).__name__}, or a part of it. Wait until that capture "
-                "ends, or capture a copy: copy.deepcopy(model)."
-            )
-        before = _captured.get(here, set())
-        _captured[here] = before | modules
-    try:
+    """Wait until no other thread captures the network."""
+    with _capturing.setdefault(model, threading.RLock()):
         yield
-    finally:
-        _captured[here] = before
 
 
 class KeptBuffers:
@@ -312,82 +277,3 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """Return the network inside torch.compile's wrapper."""
     inner: Any = model
     return inner._orig_mod if wrapped_name(type(model)) == "_orig_mod" else inner  # type: ignore[no-any-return]
-
-
-_SUMS = 2**28  # bytes of a GPU reserved for the sums of the norms, some 5 MB each, and the steps of their loops
-_SHARE = 0.8  # of a GPU's memory; the loops of the sums, which copy one norm's input, need the rest
-_MOST = 1024  # larger batches are not faster, and checkpoints, which wait for a chunk's end, become rare
-_MOST_WITHOUT_CUDA = 32  # larger batches save no time, and a CPU's memory ends without an error
-_LONGEST = 5.0  # seconds of a pass after which no larger size is tried
-
-
-def fit_batches(network: LoadedModel) -> None:
-    """Set the batch size of a network's inputs and calibration inputs to the largest that fits, and note the reason.
-
-    Raises:
-        MemoryEndedError: if a single sample takes more memory than there is.
-
-    >>> import normscope
-    >>> network = normscope.load("demo_vit", limit=6, device="cpu", batch_size="auto")
-    >>> print(network.fitting, [len(batch.samples) for batch in network.inputs])
-    batches of 6: all inputs in one [6]
-    """
-    size, reason = largest_batch(network.module, network.inputs)
-    for inputs in (network.inputs, network.calibration):
-        if inputs is not None:
-            inputs.batch_size = size
-    network.fitting = f"batches of {size}: {reason}"
-
-
-def largest_batch(module: nn.Module, inputs: Inputs) -> tuple[int, str]:
-    """Find the largest batch size that fits, and the reason why it is no larger.
-
-    It tries 1, 2, 4, … copies of the first readable sample, until an allocation fails, or on a GPU until twice the
-    memory of a pass would exceed four fifths of the free memory. Without a GPU the limit is 32 samples. Batches of
-    longer inputs, such as texts, are split if they do not fit. The batch size of ``inputs`` changes.
-    """
-    inputs.batch_size = _MOST
-    if inputs.batch_size == 1:
-        return 1, "these inputs are taken one at a time"
-    first, gpus = inputs.first_sample(), [torch.device("cuda", index) for index in cuda_devices(module)]
-    before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
-    ranks = Place.from_environment().ranks
-    share = -(-(inputs.n_inputs or _MOST) // ranks)  # or one rank would have all of them in one batch
-    most = min(share, _MOST if gpus else _MOST_WITHOUT_CUDA)
-    fitting, size = 0, 1
-    with left_as_found(module):
-        while True:
-            for gpu in gpus:
-                torch.cuda.reset_peak_memory_stats(gpu)
-            began = time.perf_counter()
-            if not _fits(module, first, size):
-                torch.cuda.empty_cache()
-                return fitting, f"memory ends at {size}"
-            fullness = max((_fullness(gpu, before[gpu]) for gpu in gpus), default=0.0)
-            seconds = time.perf_counter() - began
-            if size == most:
-                whole = "all inputs in one" + (f" for each of {ranks} ranks" if ranks > 1 else "")
-                return size, whole if size == share else "more are not tried"
-            larger = min(2 * size, most)
-            if larger / size * fullness > _SHARE:
-                return size, f"memory ends at {larger}"
-            if seconds > _LONGEST:
-                return size, f"one takes {seconds:.0f} s already"
-            fitting, size = size, larger
-
-
-def _fullness(gpu: torch.device, before: int) -> float:
-    """Peak of the last pass as a fraction of the memory available to passes."""
-    torch.cuda.synchronize(gpu)
-    room = torch.cuda.mem_get_info(gpu)[0] + torch.cuda.memory_reserved(gpu) - before - _SUMS
-    return (torch.cuda.max_memory_allocated(gpu) - before) / max(room, 1)
-
-
-def _fits(module: nn.Module, first: Batch, size: int) -> bool:
-    try:
-        run(module, first.take([0] * size))
-    except (MemoryEndedError, RuntimeError, MemoryError) as error:
-        if size == 1 or not (isinstance(error, MemoryEndedError) or memory_ended(error)):
-            raise
-        return False
-    return True

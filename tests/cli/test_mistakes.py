@@ -23,7 +23,7 @@ MISTAKES = [
     ("plot --dpi 19", 2, "19 is not from 20 to 1200."),
     ("plot --seed 9223372036854775808", 2, "9223372036854775808 is not from -9223372036854775808"),
     ("plot --batch-size 0", 2, "'--batch-size': 0 is not at least 1."),
-    ("plot --batch-size many", 2, "'--batch-size': 'many' is neither a number nor auto."),
+    ("plot --batch-size many", 2, "unable to parse string as an integer"),
     ("plot --data ''", 2, "--data is empty; name a file or a folder."),
     ("capture demo_vit -o new --checkpoint-every nan", 2, "nan is not at least 0 seconds."),
     *((f"{command} --width 1", 2, "1.0 is not from 2 to 100 inches") for command in DRAWING),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from normscope.errors import ModelError, UsageError
 from normscope.loading import load
-from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED, dit_class
+from normscope.models.diffusion import _DIT_SCHEDULER, _PUBLISHED
 
 TINY = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8}
 TINY |= {"out_channels": 8, "num_embeds_ada_norm": 5}
@@ -152,24 +152,6 @@ def test_nothing_is_said_by_the_library_on_the_way(pipeline, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.slow
-def test_dit_is_imported_without_its_siblings_and_they_are_there_when_asked_for(python):
-    outcome = python("""
-import json, sys
-from normscope.models.diffusion import dit_class
-
-kind, package = dit_class(), "diffusers.models.transformers"
-alone = [name for name in sys.modules if name.startswith(f"{package}.")]
-import diffusers, diffusers.models.transformers.dit_transformer_2d as room
-from diffusers import DiTTransformer2DModel, PixArtTransformer2DModel
-from diffusers.models.transformers import DiTTransformer2DModel as same
-
-print(json.dumps([alone, room.DiTTransformer2DModel is DiTTransformer2DModel is same is kind,
-                  issubclass(PixArtTransformer2DModel, diffusers.ModelMixin)]))
-""")
-    assert outcome.result == [["diffusers.models.transformers.dit_transformer_2d"], True, True]
-
-
 def test_full_size_trajectories_are_short_unless_timesteps_are_asked_for_that_take_more(pipeline):
     for changes, steps, timesteps in (
         ({"limit": None}, "4 DDIM trajectories of 5 steps", "timesteps 800, 600, 200, 0"),
@@ -184,7 +166,7 @@ def test_dit_xl_is_that_of_its_paper_and_known_without_a_network():
     def numbers(module):
         return sum(parameter.numel() for parameter in module.parameters())
 
-    module = dit_class().from_config(_PUBLISHED["facebook/DiT-XL-2-256"] | {"num_layers": 1})
+    module = DiTTransformer2DModel.from_config(_PUBLISHED["facebook/DiT-XL-2-256"] | {"num_layers": 1})
     block = module.transformer_blocks[0]
     embedders = numbers(block.norm1.emb)  # diffusers has them once a block, the paper's own code once
     outside = numbers(module) - numbers(block) + module.pos_embed.pos_embed.numel()  # there a frozen parameter

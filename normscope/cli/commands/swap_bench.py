@@ -176,7 +176,7 @@ def _speed(
 
     if sibling := _FULL_SIZE.get(network.name):
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
-        size = int(RunOptions.batch_size if run.batch_size == "auto" else run.batch_size)
+        size = run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
     if not full and seconds != 0:

@@ -13,8 +13,8 @@ from torch.nn import functional
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.images import Preprocessing, class_task, image_inputs
-from normscope.models.inputs.numbered_inputs import TensorInputs
+from normscope.models.inputs.images import class_task, image_inputs
+from normscope.models.inputs.numbered_inputs import InMemory
 from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 
 _DIGITS = 10  # classes
@@ -163,12 +163,12 @@ def _digit_inputs(options: LoadOptions) -> Inputs:
         return result
 
     if options.data is not None:
-        return image_inputs(Preprocessing("L", transform, normalized_by=_normalized_by(pixels_to_input)), options)
+        return image_inputs(transform, options, mode="L", normalized_by=_normalized_by(pixels_to_input))
     total = f"{len(digits['images'])} held-out digits"
     return _digits(digits, pixels_to_input, total, "demo_vit", options)
 
 
-def _training_digits(options: LoadOptions) -> TensorInputs:
+def _training_digits(options: LoadOptions) -> InMemory:
     digits, pixels_to_input, _ = read_embedded("demo_vit_calibration.safetensors")
     total = f"{len(digits['images']):,} digits of demo_vit's training"
     return _digits(digits, pixels_to_input, total, "demo_vit training", options)
@@ -176,10 +176,10 @@ def _training_digits(options: LoadOptions) -> TensorInputs:
 
 def _digits(
     digits: Mapping[str, Tensor], pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
-) -> TensorInputs:
+) -> InMemory:
     images = digits["images"][:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
     samples = [Sample(f"digit {i}", i, i, data, label) for i, label in enumerate(digits["labels"].tolist())]
-    inputs = TensorInputs(list(images), samples, total, options)
+    inputs = InMemory(list(images), samples, total, options)
     inputs.normalized_by = _normalized_by(pixels_to_input)
     return inputs
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
-from normscope.models.inputs.numbered_inputs import FileKind, files_or
+from normscope.models.inputs.numbered_inputs import Content, files_or
 
 # Suffixes that libsndfile opens, MP4 not among them. A single file may have any name.
 SUFFIXES = frozenset(
@@ -49,8 +49,10 @@ def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
         samples, waveforms, _, total = utterances(taken)
         return waveforms, samples, total
 
-    kind = FileKind("recording", SUFFIXES, lambda path: read(path, taken))
-    return files_or(synthetic, kind, options, one_by_one=True)
+    def read_one(path: Path) -> Content:
+        return read(path, taken), 0
+
+    return files_or(synthetic, read_one, options, noun="recording", suffixes=SUFFIXES, one_by_one=True)
 
 
 def utterances(taken: AudioFormat) -> tuple[list[Sample], list[Tensor], list[str], str]:

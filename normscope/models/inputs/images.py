@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -15,10 +14,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from normscope.errors import DataError, count, first_few
-from normscope.inputs.batch import Sample
+from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.numbered_inputs import FileKind, Files, Prepared, files_or, name_in
+from normscope.models.inputs.numbered_inputs import Content, Files, InputDataset, files_or, name_in
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of a photograph's short edge: a face or a badge, not one button
@@ -31,35 +30,34 @@ _PHOTOGRAPHS = (
 _WHITE_16 = 2**16 - 1
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """The way from an image to a sample.
+def image_inputs(
+    transform: Callable[[Image.Image], Tensor | Batch],
+    options: LoadOptions,
+    *,
+    mode: str = "RGB",
+    remarks: Sequence[str] = (),
+    normalized_by: Normalized | None = None,
+) -> InputDataset:
+    """Return the images at ``options.data``, or crops of the installed photographs where it is None.
 
-    Attributes:
+    Args:
+        transform: from an image to a float32 tensor ``(channels, height, width)``, or to a processor's batch of one.
+        options: select images.
         mode: PIL mode that images are converted to first: ``RGB`` or ``L``.
-        transform: from an image of that mode to a float32 tensor (channels, height, width), or to a processor's result.
         remarks: further remarks in the description of files.
         normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
     """
 
-    mode: str
-    transform: Callable[[Image.Image], Tensor | Prepared]
-    remarks: tuple[str, ...] = ()
-    normalized_by: Normalized | None = None
+    def read(path: Path) -> Content:
+        return transform(read_image(path, mode)), 0
 
+    def crops() -> tuple[list[Content], list[Sample], str]:
+        images, samples, total = crops_of_photographs(mode, options)
+        return [(transform(image), 0) for image in images], samples, total
 
-def image_inputs(preprocessing: Preprocessing, options: LoadOptions) -> Inputs:
-    """Return the images at ``options.data``, or crops of the installed photographs where it is None."""
-
-    def read(path: Path) -> Tensor | Prepared:
-        return preprocessing.transform(read_image(path, preprocessing.mode))
-
-    def crops() -> tuple[list[Tensor | Prepared], list[Sample], str]:
-        images, samples, total = crops_of_photographs(preprocessing.mode, options)
-        return [preprocessing.transform(image) for image in images], samples, total
-
-    kind = FileKind("image", suffixes(), read, remarks=preprocessing.remarks)
-    return files_or(crops, kind, options, normalized_by=preprocessing.normalized_by)
+    return files_or(
+        crops, read, options, noun="image", suffixes=suffixes(), remarks=remarks, normalized_by=normalized_by
+    )
 
 
 def suffixes() -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Inputs with numbers: selection, order, chunks and reading ahead."""
+"""Datasets of inputs: selection, order, reading by PyTorch's DataLoader, and collating."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -47,64 +47,40 @@ def number_of_workers(options: LoadOptions, chunks: int) -> int:
     return min(MOST_BY_DEFAULT, max(mine, 1), chunks)
 
 
-def read_ahead(
-    read: Callable[[Sequence[int]], Chunk], plan: Iterator[list[int]], workers: int, device: torch.device
-) -> Iterator[Chunk]:
-    """Yield the chunk that ``read`` makes of each list of numbers in ``plan``, in order.
-
-    Each of the ``workers``, forked processes, reads two chunks ahead, on the CPU; 0 reads in this process, when a chunk
-    is requested. If the next ``device`` is CUDA, chunks are in pinned memory. DataError if a worker ends early.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, as was asked for
-        loader = DataLoader(
-            _Chunks(read),
-            batch_size=None,
-            sampler=plan,
-            num_workers=workers,
-            collate_fn=lambda chunk: chunk,
-            pin_memory=device.type == "cuda",
-            worker_init_fn=_ignore_signals,
-            multiprocessing_context="fork" if workers else None,
-            generator=torch.Generator(),  # a seed is drawn, and not from the caller's random numbers
-        )
-        chunks = iter(loader)
-    try:
-        yield from chunks
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker"):
-            raise
-        raise DataError(
-            f"A process that reads inputs has ended before its work: {str(error).rstrip('.')}. Memory, or shared "
-            "memory (/dev/shm), may have run out: take fewer workers, or smaller batches."
-        ) from error
-
-
-@dataclass
-class _Chunks(Dataset[Chunk]):
-    read: Callable[[Sequence[int]], Chunk]
-
-    def __getitem__(self, numbers: Sequence[int]) -> Chunk:
-        return self.read(numbers)
-
-
 def _ignore_signals(worker: int) -> None:
     """Let the main process end its workers: terminals and batch systems signal all processes at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-class NumberedInputs(Inputs):
-    """Numbered inputs, which can be read in any order, ahead of the network and in other processes.
+@dataclass(frozen=True)
+class Item:
+    """One input as a dataset reads it.
+
+    Attributes:
+        number: of the input.
+        content: what :meth:`InputDataset.batches` makes batches of; None if unreadable.
+        cut: number of its truncated samples.
+        unreadable: its name and the reason; empty if it could be read.
+    """
+
+    number: int
+    content: Any
+    cut: int = 0
+    unreadable: str = ""
+
+
+class InputDataset(Inputs, Dataset[Item]):
+    """Map-style dataset of inputs by number, and the DataLoader that reads and collates them.
 
     Attributes:
         order: numbers of the selected inputs, in order.
-        kept: True if they are in memory, so that reading them is no work for another process.
-        by_network: True if the network itself makes its inputs, on its device and in its dtype.
+        in_memory: True if reading is no work for another process.
+        by_network: True if the network itself makes its inputs, on its device and in its dtype, in :meth:`read`.
     """
 
     order: Sequence[int]
-    kept = False
+    in_memory = False
     by_network = False
 
     def __init__(
@@ -127,27 +103,18 @@ class NumberedInputs(Inputs):
         """
         self.order = drawn(total, options)
         self.left_out = LeftOut()
-        self._total, self._options, self._one_by_one = total, options, one_by_one
-        self._batch_size, self._at, self._of, self._cut_to = options.batch_size, at, of, cut_to
+        self.batch_size = 1 if one_by_one else options.batch_size
+        self._total, self._options, self._at, self._of, self._cut_to = total, options, at, of, cut_to
         self._remarks, self._besides, self._read_as = remarks, besides, ""
         self._tried = f"{count(len(self.order), noun)} tried at {at!r}"
 
     @property
-    def batch_size(self) -> int:
-        """Largest number of inputs read together; setting it has no effect where that is always one."""
-        return 1 if self._one_by_one else self._batch_size
-
-    @batch_size.setter
-    def batch_size(self, number: int) -> None:
-        self._batch_size = number
-
-    @property
-    def n_inputs(self) -> int:
-        return len(self.order)
-
-    @property
     def n_samples(self) -> int:
-        return len(self.order)
+        return len(self.order) and len(self.order) * len(self.samples(self.order[0]))
+
+    def known_samples(self) -> Iterator[Sample]:
+        """Yield the samples of all selected inputs, readable or not."""
+        return chain.from_iterable(map(self.samples, self.order))
 
     @property
     def description(self) -> str:
@@ -165,7 +132,7 @@ class NumberedInputs(Inputs):
 
     def chunks(self, share: Share) -> Iterator[Chunk]:
         self.left_out = left_out = LeftOut()
-        for chunk in self._in_turn(share.of(in_pieces(share.left(self.order), self._at_once()))):
+        for chunk in self._loaded(share.of(in_pieces(share.left(self.order), self._at_once()))):
             left_out.add(chunk)
             yield chunk
 
@@ -178,17 +145,76 @@ class NumberedInputs(Inputs):
             left_out.add(chunk)
         raise self._none_readable(left_out)
 
-    @abstractmethod
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        """Return a chunk, the same in any process and after any other one; on the CPU unless :attr:`by_network`."""
+    def __getitem__(self, number: int) -> Item:
+        try:
+            content, cut = self.load(number)
+        except Exception as error:  # the libraries raise nearly anything on a damaged file
+            return Item(number, None, unreadable=f"{self.name(number, error)}: {reason(error)}")
+        return Item(number, content, cut)
 
-    def _in_turn(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
-        """Yield the chunk of each list of numbers, on the model's device and in its dtype."""
+    @abstractmethod
+    def samples(self, number: int) -> list[Sample]:
+        """Return the samples of an input, without reading it."""
+
+    def load(self, number: int) -> tuple[Any, int]:
+        """Read an input, on the CPU, the same in any process; also return the number of its truncated samples."""
+        raise NotImplementedError
+
+    def name(self, number: int, error: Exception) -> str:
+        """Name an input that raised an error."""
+        return self.samples(number)[0].source
+
+    def batches(self, items: Sequence[Item]) -> list[Batch]:
+        """Collate inputs that could be read: by default tensors of one shape, or batches of one sample each."""
+        contents, samples = [item.content for item in items], [self.samples(item.number)[0] for item in items]
+        if isinstance(contents[0], Tensor):
+            return [Batch((torch.stack(contents),), samples=tuple(samples))]
+        return alike_together(
+            [replace(batch, samples=(sample,)) for batch, sample in zip(contents, samples, strict=True)]
+        )
+
+    def collate(self, items: Sequence[Item]) -> Chunk:
+        readable = [item for item in items if not item.unreadable]
+        unreadable = {item.number: item.unreadable for item in items if item.unreadable}
+        batches = self.batches(readable) if readable else []
+        return Chunk([item.number for item in items], batches, unreadable, sum(item.cut for item in items))
+
+    def read(self, numbers: Sequence[int]) -> Chunk:
+        return self.collate([self[number] for number in numbers])
+
+    def _loaded(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+        """Yield the chunk of each list of numbers, on the model's device and in its dtype.
+
+        Each worker, a forked process, reads two chunks ahead. DataError if one ends early.
+        """
         if self.by_network:
-            return map(self.read, plan)
-        chunks = -(-len(self.order) // self.batch_size)
-        workers = 0 if self.kept else number_of_workers(self._options, chunks)
-        return map(self._placed, read_ahead(self.read, plan, workers, self._options.device))
+            yield from map(self.read, plan)
+            return
+        workers = 0 if self.in_memory else number_of_workers(self._options, -(-len(self.order) // self._at_once()))
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", "This DataLoader will create"
+            )  # more workers than cores, as was asked for
+            loader = DataLoader(
+                self,
+                batch_sampler=plan,
+                num_workers=workers,
+                collate_fn=self.collate,
+                pin_memory=self._options.device.type == "cuda",
+                worker_init_fn=_ignore_signals,
+                multiprocessing_context="fork" if workers else None,
+                generator=torch.Generator(),  # a seed is drawn, and not from the caller's random numbers
+            )
+            chunks = iter(loader)
+        try:
+            yield from map(self._placed, chunks)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise DataError(
+                f"A process that reads inputs has ended before its work: {str(error).rstrip('.')}. Memory, or shared "
+                "memory (/dev/shm), may have run out: take fewer workers, or smaller batches."
+            ) from error
 
     def _placed(self, chunk: Chunk) -> Chunk:
         if self.by_network:
@@ -237,37 +263,32 @@ def in_pieces(numbers: Iterable[int], size: int) -> Iterator[list[int]]:
         yield piece
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """One input as a processor prepared it: a batch without a sample, and True in ``cut`` if it was too long."""
+def alike_together(samples: Sequence[Batch]) -> list[Batch]:
+    """Join batches of one sample and one shape, so that none is padded.
 
-    batch: Batch
-    cut: bool = False
-
-
-def alike_together(samples: Sequence[tuple[Sample, Prepared]]) -> list[Batch]:
-    """Put inputs of one shape into one batch, so that none is padded.
-
-    >>> prepared = [Prepared(Batch(kwargs={"pixel_values": torch.zeros(1, 3, 4, width)})) for width in (6, 8, 6)]
-    >>> batches = alike_together([(Sample("a", 0, i), each) for i, each in enumerate(prepared)])
-    >>> [len(batch.samples) for batch in batches]
+    >>> samples = [Batch((torch.zeros(1, 3, 4, width),), samples=(Sample("a", 0, 0),)) for width in (6, 8, 6)]
+    >>> [len(batch.samples) for batch in alike_together(samples)]
     [2, 1]
     """
     groups: dict[Any, list[Batch]] = {}
-    for sample, prepared in samples:
-        shapes = tuple((path, tensor.shape) for path, tensor in tensors_at(prepared.batch.kwargs))
-        groups.setdefault(shapes, []).append(replace(prepared.batch, samples=(sample,)))
+    for sample in samples:
+        shapes = tuple((path, tensor.shape) for path, tensor in tensors_at([sample.args, sample.kwargs]))
+        groups.setdefault(shapes, []).append(sample)
     return [batch for group in groups.values() for batch in joined(group)]
 
 
-class TensorInputs(NumberedInputs):
+# What reading returns: a tensor without an axis for samples, or a batch of one sample; and 1 if it was truncated.
+Content = tuple[Tensor | Batch, int]
+
+
+class InMemory(InputDataset):
     """Samples that are kept in memory."""
 
-    kept = True
+    in_memory = True
 
     def __init__(
         self,
-        tensors: Sequence[Tensor | Prepared],
+        contents: Sequence[Tensor | Content],
         samples: Sequence[Sample],
         total: str,
         options: LoadOptions,
@@ -275,42 +296,19 @@ class TensorInputs(NumberedInputs):
         one_by_one: bool = False,
         cut_to: str = "",
     ) -> None:
-        """Keep all samples of a data set; ``total`` is their number and kind in words.
-
-        ``tensors`` have no axis for samples, and one shape unless read one by one; or they are a processor's results.
-        """
+        """Keep all samples of a data set; ``total`` is their number and kind in words."""
         super().__init__(len(samples), options, one_by_one=one_by_one, of=total, cut_to=cut_to)
-        self._tensors, self._samples = tensors, samples
+        self._contents, self._samples = contents, samples
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        return _chunk(numbers, [(self._samples[i], self._tensors[i]) for i in numbers], {})
+    def samples(self, number: int) -> list[Sample]:
+        return [self._samples[number]]
 
-    def known_samples(self) -> Iterator[Sample]:
-        return (self._samples[number] for number in self.order)
-
-
-@dataclass(frozen=True)
-class FileKind:
-    """The files that a model takes.
-
-    Attributes:
-        noun: singular: ``image``.
-        suffixes: of file names, lower case with the dot; other files of a folder are omitted.
-        read: returns a file's tensor, or a processor's result; its exceptions make the file unreadable.
-        cut_to: length of truncated inputs.
-        beside: suffix of an optional file of the same name that is read with it.
-        remarks: for the description.
-    """
-
-    noun: str
-    suffixes: frozenset[str]
-    read: Callable[[Path], Tensor | Prepared]
-    cut_to: str = ""
-    beside: str = ""
-    remarks: tuple[str, ...] = ()
+    def load(self, number: int) -> Content:
+        content = self._contents[number]
+        return content if isinstance(content, tuple) else (content, 0)
 
 
-class Files(NumberedInputs):
+class Files(InputDataset):
     """One file, or those of a folder in sorted order, each a source of its own.
 
     Attributes:
@@ -318,73 +316,77 @@ class Files(NumberedInputs):
         classes: class number of each sub-folder of the root, if known.
     """
 
-    def __init__(self, root: Path, kind: FileKind, options: LoadOptions, *, one_by_one: bool = False) -> None:
-        """Find the files at ``root`` without opening them; DataError if there is none."""
-        self.root, self.kind = root, kind
+    def __init__(
+        self,
+        root: Path,
+        read: Callable[[Path], Content],
+        options: LoadOptions,
+        *,
+        noun: str,
+        suffixes: frozenset[str],
+        beside: str = "",
+        remarks: Sequence[str] = (),
+        **described: Any,
+    ) -> None:
+        """Find the files at ``root`` without opening them; DataError if there is none.
+
+        Args:
+            root: file or folder.
+            read: its exceptions make a file unreadable.
+            options: select files.
+            noun: singular: ``image``.
+            suffixes: of file names, lower case with the dot; other files of a folder are omitted.
+            beside: suffix of an optional file of the same name that is read with it.
+            remarks: for the description.
+            **described: ``one_by_one`` and ``cut_to`` of :class:`InputDataset`.
+        """
+        self.root, self._read = root, read
         self.classes: Mapping[str, int] = {}
-        self.paths, others = find_files(root, kind.noun, kind.suffixes)
-        companions = [path.with_suffix(kind.beside) for path in self.paths] if kind.beside else []
+        self.paths, others = find_files(root, noun, suffixes)
+        companions = [path.with_suffix(beside) for path in self.paths] if beside else []
         companions = [path for path in companions if path.is_file() and root.is_dir()]
         others -= len(set(companions))
         self._data = listing_digest(root, self.paths + companions)
         super().__init__(
             len(self.paths),
             options,
-            one_by_one=one_by_one,
             at=str(root),
             noun="file",
-            of=count(len(self.paths), kind.noun),
-            remarks=kind.remarks,
-            cut_to=kind.cut_to,
+            of=count(len(self.paths), noun),
+            remarks=remarks,
             besides=[f"{count(others, 'other file')} left out"] if others else [],
+            **described,
         )
-        self._read_as = f" as {'an' if kind.noun[0] in 'aeiou' else 'a'} {kind.noun}"
+        self._read_as = f" as {'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        samples, unreadable = [], {}
-        for number in numbers:
-            try:
-                samples.append((self._sample(number), self.kind.read(self.paths[number])))
-            except Exception as error:  # the libraries raise nearly anything on a damaged file
-                unreadable[number] = f"{name_in(self.root, self.paths[number])}: {reason(error)}"
-        return _chunk(numbers, samples, unreadable)
-
-    def known_samples(self) -> Iterator[Sample]:
-        """Yield a sample for each file that is taken, readable or not."""
-        return map(self._sample, self.order)
-
-    def _sample(self, number: int) -> Sample:
+    def samples(self, number: int) -> list[Sample]:
         name = name_in(self.root, self.paths[number])
-        return Sample(name, number, number, self._data, self.classes.get(name.partition("/")[0]))
+        return [Sample(name, number, number, self._data, self.classes.get(name.partition("/")[0]))]
+
+    def load(self, number: int) -> Content:
+        return self._read(self.paths[number])
 
 
 def files_or(
-    default: Callable[[], tuple[Sequence[Tensor | Prepared], Sequence[Sample], str]],
-    kind: FileKind,
+    default: Callable[[], tuple[Sequence[Tensor | Content], Sequence[Sample], str]],
+    read: Callable[[Path], Content],
     options: LoadOptions,
     *,
     one_by_one: bool = False,
+    cut_to: str = "",
     normalized_by: Normalized | None = None,
     words: Words | None = None,
-) -> Files | TensorInputs:
-    inputs: Files | TensorInputs
+    **files: Any,
+) -> InputDataset:
+    """Return the files at ``options.data``, with the keyword arguments of :class:`Files`, or the default inputs."""
+    described: dict[str, Any] = {"one_by_one": one_by_one, "cut_to": cut_to}
+    inputs: InputDataset
     if options.data is None:
-        inputs = TensorInputs(*default(), options, one_by_one=one_by_one, cut_to=kind.cut_to)
+        inputs = InMemory(*default(), options, **described)
     else:
-        inputs = Files(Path(options.data), kind, options, one_by_one=one_by_one)
+        inputs = Files(Path(options.data), read, options, **described, **files)
     inputs.normalized_by, inputs.words = normalized_by, words
     return inputs
-
-
-def _chunk(numbers: Sequence[int], samples: Sequence[tuple[Sample, Any]], unreadable: dict[int, str]) -> Chunk:
-    """Put samples into batches: tensors, which are of one shape, or what a processor made."""
-    if not samples:
-        return Chunk(numbers, [], unreadable)
-    if isinstance(samples[0][1], Prepared):
-        cut = sum(prepared.cut for _, prepared in samples)
-        return Chunk(numbers, alike_together(samples), unreadable, cut)
-    records, tensors = zip(*samples, strict=True)
-    return Chunk(numbers, [Batch((torch.stack(tensors),), samples=records)], unreadable)
 
 
 def text_beside(path: Path) -> str | None:

@@ -20,8 +20,8 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
-from normscope.models.inputs.images import Preprocessing, crops_of_photographs, image_inputs, read_image, suffixes
-from normscope.models.inputs.numbered_inputs import FileKind, Prepared, files_or, text_beside
+from normscope.models.inputs.images import crops_of_photographs, image_inputs, read_image, suffixes
+from normscope.models.inputs.numbered_inputs import Content, files_or, text_beside
 from normscope.models.inputs.text import LONGEST, check_tokens, lines_of_page, words_of
 from normscope.models.weights.repository import Repository, refuse_code
 
@@ -90,7 +90,7 @@ def processed_images(processor: Any, module: nn.Module, config: Any, options: Lo
     pads = getattr(processor, "do_pad", False) and getattr(processor, "pad_size", None)
     remarks = ("padded to squares, and what pads them counts",) if pads else ()
 
-    def prepared(image: Image.Image) -> Prepared:
+    def prepared(image: Image.Image) -> Batch:
         processed = processor(images=image, return_tensors="pt")
         kwargs = arguments(processed, module)
         mask = processed.get("pixel_mask")
@@ -102,9 +102,9 @@ def processed_images(processor: Any, module: nn.Module, config: Any, options: Lo
             sides = (size, size) if isinstance(size, int) else size
             rows, columns = (n // side for n, side in zip(kwargs["pixel_values"].shape[-2:], sides, strict=True))
             kwargs["noise"] = torch.arange(rows * columns)[None]
-        return Prepared(Batch(kwargs=kwargs))
+        return Batch(kwargs=kwargs)
 
-    return image_inputs(Preprocessing("RGB", prepared, remarks, _normalized_by(processor)), options)
+    return image_inputs(prepared, options, remarks=remarks, normalized_by=_normalized_by(processor))
 
 
 def _normalized_by(processor: Any) -> Normalized | None:
@@ -132,7 +132,7 @@ def images_with_texts(processor: Any, module: nn.Module, config: Any, options: L
         (name for name, part in module.named_modules() if type(getattr(part, "config", None)) is type(text_config)), ""
     )
 
-    def prepared(image: Image.Image, text: str) -> Prepared:
+    def prepared(image: Image.Image, text: str) -> Content:
         kwargs = arguments(processor(images=image, text=[text], return_tensors="pt", **given), module)
         check_tokens(kwargs["input_ids"].flatten().tolist(), text_config.vocab_size)
         mask = tokenizer([text], return_tensors="pt", return_attention_mask=True, **given)["attention_mask"].bool()
@@ -140,7 +140,7 @@ def images_with_texts(processor: Any, module: nn.Module, config: Any, options: L
             kwargs.pop("attention_mask", None)
         within = {} if bool(mask.all()) else {reading: mask}
         cut = len(tokenizer(text, verbose=False)["input_ids"]) > longest
-        return Prepared(Batch(kwargs=kwargs, valid_within=within), cut)
+        return Batch(kwargs=kwargs, valid_within=within), cut
 
     return _pairs(prepared, processor, options, cut_to=f"{longest} tokens")
 
@@ -161,19 +161,19 @@ def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions
             return str(processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         return f"{token}\n{text}" if token else text
 
-    def prepared(image: Image.Image, text: str) -> Prepared:
+    def prepared(image: Image.Image, text: str) -> Content:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         cut = len(tokens) > LONGEST
         asked = prompt(tokenizer.decode(tokens[:LONGEST]) if cut else text)
         kwargs = arguments(processor(images=[image], text=[asked], return_tensors="pt"), module)
         check_tokens(kwargs["input_ids"].flatten().tolist(), config.get_text_config().vocab_size)
-        return Prepared(Batch(kwargs=kwargs | {"use_cache": False}), cut)
+        return Batch(kwargs=kwargs | {"use_cache": False}), cut
 
     return _pairs(prepared, processor, options, cut_to=f"{LONGEST} tokens", one_by_one=True)
 
 
 def _pairs(
-    prepared: Callable[[Image.Image, str], Prepared],
+    prepared: Callable[[Image.Image, str], Content],
     processor: Any,
     options: LoadOptions,
     *,
@@ -182,12 +182,12 @@ def _pairs(
 ) -> Inputs:
     """Return the images at ``options.data``, each with the text file of its name; or crops with lines of the page."""
 
-    def with_lines() -> tuple[list[Prepared], list[Sample], str]:
+    def with_lines() -> tuple[list[Content], list[Sample], str]:
         crops, samples, total = crops_of_photographs("RGB", options)
         pairs = [prepared(*pair) for pair in zip(crops, lines_of_page(len(crops)), strict=True)]
         return pairs, samples, f"{total}, each with a line of normscope's page"
 
-    def read(path: Path) -> Prepared:
+    def read(path: Path) -> Content:
         text = text_beside(path)
         if not text:
             raise DataError(f"there is no text in {path.with_suffix('.txt').name} beside it")
@@ -195,8 +195,13 @@ def _pairs(
 
     return files_or(
         with_lines,
-        FileKind("image", suffixes(), read, cut_to, ".txt", remarks=("each with the text in NAME.txt",)),
+        read,
         options,
+        noun="image",
+        suffixes=suffixes(),
+        cut_to=cut_to,
+        beside=".txt",
+        remarks=("each with the text in NAME.txt",),
         one_by_one=one_by_one,
         normalized_by=_normalized_by(getattr(processor, "image_processor", None)),
         words=partial(words_of, processor.tokenizer),
@@ -229,7 +234,7 @@ class Hearing:
         samples = getattr(self.extractor, "n_samples", None)
         return f"{samples / self.extractor.sampling_rate:g} s" if samples else ""
 
-    def prepared(self, waveform: Tensor, transcript: str | None) -> Prepared:
+    def prepared(self, waveform: Tensor, transcript: str | None) -> Content:
         """Make one recording ready, float32 ``(samples,)``; without a transcript a decoder reads its start alone."""
         features = self._extracted(self.extractor, waveform)
         kwargs = arguments({name: value for name, value in features.items() if name != "attention_mask"}, self.module)
@@ -243,12 +248,12 @@ class Hearing:
             if self.tokenizer is None and "attention_mask" in inspect.signature(self.module.forward).parameters:
                 kwargs["attention_mask"] = mask
         if self.tokenizer is None:
-            return Prepared(Batch(kwargs=kwargs, valid=valid), cut)
+            return Batch(kwargs=kwargs, valid=valid), cut
         written = {"decoder_input_ids": self._written(transcript), "use_cache": False}
         encoder = self.module.get_encoder()
         path = next(name for name, part in self.module.named_modules() if part is encoder)
         within = {} if valid is None else {path: valid}
-        return Prepared(Batch(kwargs=kwargs | written, valid_within=within), cut)
+        return Batch(kwargs=kwargs | written, valid_within=within), cut
 
     @property
     def silence_in_front(self) -> bool:
@@ -320,17 +325,20 @@ def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any,
     silence = (f"silence in front, up to {hearing.longest}, counts",) if hearing.silence_in_front else ()
     said = ("each with what it says",) if writes else ()
 
-    def synthetic() -> tuple[list[Prepared], list[Sample], str]:
+    def synthetic() -> tuple[list[Content], list[Sample], str]:
         samples, waveforms, transcripts, total = utterances(taken)
         recordings = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
         return recordings, samples, ", ".join((total, *said, *silence))
 
-    kind = FileKind(
-        "recording",
-        SUFFIXES,
+    return files_or(
+        synthetic,
         lambda path: hearing.prepared(read(path, taken), text_beside(path) if writes else None),
+        options,
+        noun="recording",
+        suffixes=SUFFIXES,
         cut_to=hearing.longest,
         beside=".txt" if writes else "",
         remarks=(("the decoder reads NAME.txt, or without one the start alone",) if writes else ()) + silence,
+        one_by_one=True,
+        words=words,
     )
-    return files_or(synthetic, kind, options, one_by_one=True, words=words)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import ALL, Chunk, Share
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.inputs.previews import Preview
-from normscope.models.inputs.numbered_inputs import NumberedInputs, in_pieces, listing_digest
+from normscope.models.inputs.numbered_inputs import InputDataset, Item, in_pieces, listing_digest
 from normscope.runtime.network import run
 from normscope.runtime.progress import StageProgress, report
 
@@ -89,7 +88,6 @@ def _evenly(visited: Sequence[int], number: int) -> list[int]:
 
 
 STEPS = 50  # of a trajectory, as DiTPipeline takes them
-MOST_KEPT = 32 * 2**20  # bytes of latents, for later requests
 _TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a single one of DiT-XL has them
 
 
@@ -102,21 +100,12 @@ class LatentSpace:
     classes: int  # their number, which is also the label of no class
 
 
-@dataclass
-class _Given:
-    """Output of the module for the last batch of a chunk, at this timestep; None before it ran."""
-
-    timestep: int = -1
-    output: Tensor | None = None
-
-
-class Trajectories(NumberedInputs):
+class Trajectories(InputDataset):
     """DDIM trajectories without added noise (η = 0), from noise, with a class label for each.
 
     With guidance each latent runs twice in a batch, with its label and with the null label, and a step follows
-    without + guidance · (with − without). Trajectories are walked once, as far as latents are requested, and kept up to
-    ``MOST_KEPT`` bytes. The module's output for a batch, if the chunk hears of it, saves the next step's pass. Tiny
-    latents are walked in larger batches, in passes of their own.
+    without + guidance · (with − without). A batch of trajectories is walked to the last of the timesteps when its first
+    latents are requested, and its latents are kept. Tiny latents are walked in larger batches.
 
     Attributes:
         module: transformer that makes the trajectories and is run on them.
@@ -146,9 +135,8 @@ class Trajectories(NumberedInputs):
         self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
         self._runs = 1 if guidance == 1 else 2  # of each latent
         self._visited: list[int] = scheduler.timesteps.tolist()
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        self._latest: dict[tuple[int, int], Tensor] = {}
-        self._bytes_kept = 0
+        self._positions = {number: position for position, number in enumerate(self.order)}
+        self._latents: dict[int, Tensor] = {}  # of a trajectory at the timesteps
 
     @property
     def description(self) -> str:
@@ -159,13 +147,8 @@ class Trajectories(NumberedInputs):
         steps = count(len(self._visited), "step")
         return f"{len(self.order)} DDIM {trajectories} of {steps} ({about}), {listed(self.timesteps)}"
 
-    @property
-    def n_samples(self) -> int:
-        return len(self.order) * len(self.timesteps) * self._runs
-
-    def known_samples(self) -> Iterator[Sample]:
-        each = itertools.product(self.order, self.timesteps, range(self._runs))
-        return itertools.starmap(self._sample, each)
+    def samples(self, number: int) -> list[Sample]:
+        return [self._sample(number, timestep, half) for timestep in self.timesteps for half in range(self._runs)]
 
     def preview(self, batch: Batch, place: int) -> Preview | None:
         """Return the latent of a sample; None of one that runs without its label, beside itself with it."""
@@ -176,97 +159,70 @@ class Trajectories(NumberedInputs):
 
         Yields samples, one a trajectory, and clean latents: float32 ``(trajectories, channels, height, width)``.
         """
-        for numbers in share.of(in_pieces(share.left(self.order), max(self._at_once(), self._in_a_walk()))):
+        for numbers in share.of(in_pieces(share.left(self.order), self._walked_together())):
             latents = self.noise[numbers]
             for timestep in self._visited:
                 latents = self._denoised(latents, timestep, numbers)
             yield tuple(self._sample(number, self._visited[-1], half=0) for number in numbers), latents
 
-    def read(self, numbers: Sequence[int], progress: StageProgress | None = None) -> Chunk:
-        """Return some trajectories, which are walked while their batches are taken."""
-        given = _Given()
-        return Chunk(numbers, self._taken(numbers, given, progress), heard=partial(self._hear, given))
+    def first_sample(self) -> Batch:
+        """Return the first sample; that of the first timestep takes no step."""
+        first = list(self.order[:1])
+        latents = self.noise[first] if self.timesteps[0] == self._visited[0] else self._at_timesteps(first)[0]
+        return self._batch(first, self.timesteps[0], latents).first_sample()
 
-    def _in_turn(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
+    def read(self, numbers: Sequence[int], progress: StageProgress | None = None) -> Chunk:
+        latents = self._at_timesteps(numbers, progress)
+        at_each = zip(self.timesteps, latents, strict=True)
+        return Chunk(numbers, [self._batch(numbers, timestep, at_one) for timestep, at_one in at_each])
+
+    def _loaded(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
         chunks = list(plan)
-        steps = sum(len(self._steps_to(self.timesteps[-1], walk)) for walk in self._walks(chunks))
+        steps = len(self._steps()) * len({self._walk_of(n)[0] for n in chain(*chunks) if n not in self._latents})
         progress = StageProgress(report, _STAGE, steps) if steps else None
         return (self.read(numbers, progress) for numbers in chunks)
 
-    def _walks(self, chunks: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
-        """Return the trajectories that are walked as one batch, for each batch that these chunks need.
+    def _at_timesteps(self, numbers: Sequence[int], progress: StageProgress | None = None) -> Tensor:
+        """Return latents, float32 ``(timesteps, trajectories, channels, height, width)``; walk where none are kept."""
+        for number in numbers:
+            if number not in self._latents:
+                walk = self._walk_of(number)
+                self._latents |= dict(zip(walk, self._walked(walk, progress).unbind(1), strict=True))
+        return torch.stack([self._latents[number] for number in numbers], dim=1)
 
-        Tiny ones are grouped alike in every share: matrix products of other shapes round differently.
+    def _walked(self, numbers: Sequence[int], progress: StageProgress | None) -> Tensor:
+        latents = {self._visited[0]: self.noise[list(numbers)]}
+        for timestep, following in pairwise(self._visited[: len(self._steps()) + 1]):
+            latents[following] = self._denoised(latents[timestep], timestep, numbers)
+            if progress is not None:
+                progress.add(1)
+        return torch.stack([latents[timestep] for timestep in self.timesteps])
+
+    def _steps(self) -> Sequence[int]:
+        return self._visited[: self._visited.index(self.timesteps[-1])]
+
+    def _walk_of(self, number: int) -> Sequence[int]:
+        """Return the trajectories that are walked in one batch, the same in every share, with one among them.
+
+        Matrix products of other shapes round differently.
         """
-        size = self._in_a_walk()
-        if size <= self._at_once():
-            return chunks
-        place = {number: place for place, number in enumerate(self.order)}
-        walks = {place[number] // size for numbers in chunks for number in numbers}
-        return [self.order[walk * size : (walk + 1) * size] for walk in sorted(walks)]
+        size = self._walked_together()
+        first = self._positions[number] // size * size
+        return self.order[first : first + size]
 
-    def _in_a_walk(self) -> int:
-        """Return the number of tiny trajectories that are walked as one batch: whole chunks."""
-        return _TOGETHER // self.noise[0].numel() // self._at_once() * self._at_once()
+    def _walked_together(self) -> int:
+        """Return the number of trajectories walked in one batch: those of a chunk, or of several chunks if tiny."""
+        return max(self._at_once(), _TOGETHER // self.noise[0].numel() // self._at_once() * self._at_once())
 
     def _at_once(self) -> int:
         """Return the number of trajectories in a chunk; both samples of a guided latent are in one batch."""
         return max(1, self.batch_size // self._runs)
 
-    def _taken(self, numbers: Sequence[int], given: _Given, progress: StageProgress | None) -> Iterator[Batch]:
-        """Yield some trajectories at each of the timesteps, walking on as they are requested."""
-        for timestep in self.timesteps:
-            if not self._has_latents(numbers, timestep):
-                for walk in self._walks([numbers]):
-                    self._walk_on(walk, timestep, given if list(walk) == list(numbers) else _Given(), progress)
-            given.timestep, given.output = timestep, None
-            yield self._batch(numbers, timestep, self._latents_at(numbers, timestep))
-
-    def _hear(self, given: _Given, module: nn.Module, output: Any) -> None:
-        """Record the module's output for the last batch, which serves the next step as its own pass."""
-        if module is self.module:
-            given.output = output[0]
-
-    def _walk_on(self, numbers: Sequence[int], timestep: int, given: _Given, progress: StageProgress | None) -> None:
-        """Walk to a timestep from the last one that is known, and keep the latents there.
-
-        Beyond ``MOST_KEPT`` bytes they are kept only until other trajectories are walked.
-        """
-        steps = self._steps_to(timestep, numbers)
-        if steps[0] == self._visited[0]:
-            self._latest = {}
-        latents = self._latents_at(numbers, steps[0])
-        for step in steps:
-            latents = self._denoised(latents, step, numbers, given.output if step == given.timestep else None)
-            if progress is not None:
-                progress.add(1)
-        kept = self._bytes_kept + latents.nbytes <= MOST_KEPT
-        self._bytes_kept += latents.nbytes if kept else 0
-        keys = [(number, timestep) for number in numbers]
-        (self._kept if kept else self._latest).update(zip(keys, latents, strict=True))
-
-    def _steps_to(self, timestep: int, numbers: Sequence[int]) -> list[int]:
-        """Return the timesteps at which steps lead to the latents at ``timestep``."""
-        walked = [earlier for earlier in self.timesteps if self._has_latents(numbers, earlier)]
-        begin = max(map(self._visited.index, walked), default=0)
-        return self._visited[begin : self._visited.index(timestep)]
-
-    def _has_latents(self, numbers: Sequence[int], timestep: int) -> bool:
-        keys = [(number, timestep) for number in numbers]
-        return timestep == self._visited[0] or all(key in self._kept or key in self._latest for key in keys)
-
-    def _latents_at(self, numbers: Sequence[int], timestep: int) -> Tensor:
-        if timestep == self._visited[0]:
-            return self.noise[list(numbers)]
-        keys = [(number, timestep) for number in numbers]
-        return torch.stack([self._kept[key] if key in self._kept else self._latest[key] for key in keys])
-
     @torch.inference_mode(False)  # what is kept may later be the input of a pass with gradients
     @torch.no_grad()
-    def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int], output: Tensor | None = None) -> Tensor:
-        """Make the step at ``timestep``, in float32 on the CPU except for the module; a recorded output replaces it."""
-        if output is None:
-            output = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
+    def _denoised(self, latents: Tensor, timestep: int, numbers: Sequence[int]) -> Tensor:
+        """Make the step at ``timestep``, in float32 on the CPU except for the module."""
+        output = run(self.module, self._batch(numbers, timestep, latents))[0]  # of a copy: latents are kept
         predicted = output[:, : latents.shape[1]].float().cpu()  # behind these channels are learned variances
         if self._runs == 2:
             with_label, without = predicted.chunk(2)
@@ -348,13 +304,13 @@ def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions, steps: Sequ
     return select_timesteps(scheduler.timesteps.tolist(), options.timesteps)
 
 
-class NoisedLatents(NumberedInputs):
+class NoisedLatents(InputDataset):
     """Clean latents, each noised to several timesteps, as in training: √ᾱ·x₀ + √(1−ᾱ)·noise.
 
     Each latent has one noise for all timesteps, which follows from the seed and from the latent's number in its file.
     """
 
-    kept = True
+    in_memory = True
 
     def __init__(
         self,
@@ -384,21 +340,23 @@ class NoisedLatents(NumberedInputs):
         latents, seed = self._taken_of(count(self._total, "latent")), self._options.seed
         return f"{self._path}: {latents} with noise (seed {seed}, {self._remark}), {listed(self.timesteps)}"
 
-    @property
-    def n_samples(self) -> int:
-        return len(self.order) * len(self.timesteps)
+    def samples(self, number: int) -> list[Sample]:
+        return [self._sample(number, timestep) for timestep in self.timesteps]
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        which = list(numbers)
-        clean = self._latents[which].float()
-        noise = torch.stack([self._noise(number) for number in which])
+    def load(self, number: int) -> tuple[tuple[Tensor, Tensor], int]:
+        """Return a clean latent and its noise."""
+        return (self._latents[number].float(), self._noise(number)), 0
+
+    def batches(self, items: Sequence[Item]) -> list[Batch]:
+        clean, noise = (torch.stack(tensors) for tensors in zip(*(item.content for item in items), strict=True))
+        numbers = [item.number for item in items]
         batches = []
         for timestep in self.timesteps:
             every = torch.full((len(clean),), timestep)
             noised = self._scheduler.add_noise(clean, noise, every)  # type: ignore[arg-type]  # all integers do
-            samples = [self._sample(number, timestep) for number in which]
-            batches.append(denoising_batch(noised, timestep, self._labels[which], samples))
-        return Chunk(numbers, batches)
+            samples = [self._sample(number, timestep) for number in numbers]
+            batches.append(denoising_batch(noised, timestep, self._labels[numbers], samples))
+        return batches
 
     def truth(self, samples: Sequence[Sample]) -> Tensor | None:
         """Return the perfect prediction for some samples, ε, x₀ or v: float32 like the latents, on the CPU.
@@ -413,9 +371,6 @@ class NoisedLatents(NumberedInputs):
         velocity = self._scheduler.get_velocity(clean, noise, steps)  # type: ignore[arg-type]  # all integers do
         by_name = {"epsilon": noise, "sample": clean, "v_prediction": velocity}
         return by_name[self._scheduler.config["prediction_type"]]
-
-    def known_samples(self) -> Iterator[Sample]:
-        return (self._sample(number, timestep) for number in self.order for timestep in self.timesteps)
 
     def _noise(self, number: int) -> Tensor:
         generator = np.random.default_rng([self._options.seed % 2**64, number])

@@ -21,7 +21,7 @@ from normscope.pairs.norms.formulas import rms_norm
 from normscope.pairs.norms.kinds import NormKind, group_norm, running_norm, token_norm
 from normscope.pairs.norms.known import NORMS
 from normscope.pairs.norms.recognition import is_norm
-from normscope.runtime.network import heard_by
+from normscope.runtime.network import PassHooks
 
 _LAYER = ("input", "normalized_shape", "weight", "bias", "eps")
 _RMS = ("input", "normalized_shape", "weight", "eps")
@@ -148,10 +148,10 @@ class FunctionWatch(TorchFunctionMode):
     It is active in the thread that enters it, and in threads of the same pass while they run a module.
     """
 
-    def __init__(self, norms: Collection[str], lock: Any) -> None:
-        """Watch a network outside of its ``norms``, paths of modules, in the passes that ``lock`` identifies."""
+    def __init__(self, norms: Collection[str], hooks: PassHooks) -> None:
+        """Watch a network outside of its ``norms``, paths of modules, in the passes of ``hooks``."""
         super().__init__()
-        self._norms, self._lock, self._here = norms, lock, _OfThread()
+        self._norms, self.hooks, self._here = norms, hooks, _OfThread()
 
     def called(self, name: str, norm_of_call: Callable[[], CalledNorm], x: Tensor, output: Any) -> None:
         """Receive a call of a norm function, by the name of its site."""
@@ -189,9 +189,9 @@ class FunctionWatch(TorchFunctionMode):
             for path, module in named_modules(model):
                 of_torch = type(module).__module__.startswith(_TORCH) and path and not is_norm(module)
                 if not of_torch and not isinstance(module, torch.jit.ScriptModule):
-                    enter = heard_by(self._lock, partial(self._enter, path))
+                    enter = self.hooks.limited(partial(self._enter, path))
                     hooks.callback(module.register_forward_pre_hook(enter).remove)
-                    hooks.callback(module.register_forward_hook(heard_by(self._lock, self._leave)).remove)
+                    hooks.callback(module.register_forward_hook(self.hooks.limited(self._leave)).remove)
             yield
 
     def _enter(self, path: str, *_: Any) -> None:
@@ -223,9 +223,11 @@ class FunctionWatch(TorchFunctionMode):
 class ExpectedCalls(FunctionWatch):
     """Passes calls of norm functions on, and raises ModelError where they are not those of the traced pass."""
 
-    def __init__(self, norms: Collection[str], sequences: Sequences, adders: Mapping[str, Adder], lock: Any) -> None:
+    def __init__(
+        self, norms: Collection[str], sequences: Sequences, adders: Mapping[str, Adder], hooks: PassHooks
+    ) -> None:
         """Expect ``sequences`` of functions by the paths of modules; pass calls on to ``adders``, by sites' names."""
-        super().__init__(norms, lock)
+        super().__init__(norms, hooks)
         self._sequences, self._adders = sequences, adders
 
     def called(self, name: str, norm_of_call: Callable[[], CalledNorm], x: Tensor, output: Any) -> None:

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import math
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from normscope.pairs.norms.recognition import (
 from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trials import identified, is_small, normalizes_first, reproduced, shared, tried
-from normscope.runtime.network import heard_by, left_as_found, passes_by, run, uncompiled
+from normscope.runtime.network import PassHooks, left_as_found, run, uncompiled
 from normscope.runtime.spread import at_hand, copied, differing_inputs, is_sharded, whole
 
 _Modules = dict[str, nn.Module]  # by path
@@ -235,8 +234,7 @@ class _TraceWatch(FunctionWatch):
 
     def __init__(self, norms: Collection[str], torn: Mapping[str, str]) -> None:
         """Watch a network outside of its ``norms``; ``torn`` suspects are none, for the reasons given."""
-        self.lock = threading.RLock()  # identifies the watched pass
-        super().__init__(norms, self.lock)
+        super().__init__(norms, PassHooks())
         self.torn, self.keeps_state = dict(torn), False
         self.signatures: dict[str, set[tuple[bool, int]]] = {}  # whether suspects return a tensor, and take how many
         self.calls: dict[str, _FirstCall] = {}  # of suspects and functions
@@ -256,7 +254,7 @@ class _TraceWatch(FunctionWatch):
     def paused(self) -> Iterator[None]:
         """Ignore the functions that normscope itself calls, and the modules that a trial runs."""
         self._here.paused = True
-        with passes_by(None):
+        with self.hooks.paused():
             yield
         self._here.paused = False
 
@@ -375,7 +373,7 @@ def _traced(
     """Run a network; once more if a suspect is a norm in some of its calls and does something else in the rest."""
     watch = _TraceWatch([name for name, module in named.items() if kind_of(module)], torn or {})
     with left_as_found(model) as buffers:
-        with _followed(named, weighing, watch), watch.following(model), passes_by(watch.lock):
+        with _followed(named, weighing, watch), watch.following(model), watch.hooks.running():
             run(model, batch, watch)
         watch.keeps_state = buffers.changed
     differing = dict.fromkeys(watch.differing, _DIFFERS) | {
@@ -462,8 +460,9 @@ def _followed(named: _Modules, weighing: _Modules, watch: _TraceWatch) -> Iterat
 
     with contextlib.ExitStack() as hooks:
         for name, module in suspects.items():
-            hooks.callback(module.register_forward_pre_hook(heard_by(watch.lock, enter(name)), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(heard_by(watch.lock, leave(name)), with_kwargs=True).remove)
+            before_call, after_call = map(watch.hooks.limited, (enter(name), leave(name)))
+            hooks.callback(module.register_forward_pre_hook(before_call, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(after_call, with_kwargs=True).remove)
         yield
 
 

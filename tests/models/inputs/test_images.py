@@ -9,21 +9,18 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 from normscope.errors import DataError
-from normscope.models.inputs.images import Preprocessing, image_inputs
-from normscope.models.vision import _timm_preprocessing
+from normscope.models.inputs.images import image_inputs
+from normscope.models.vision import _timm_inputs
 
 
-def image_files(root, preprocessing=None, **changes):
-    return image_inputs(preprocessing or PLAIN, options_with(data=str(root), **changes))
+def image_files(root, mode="RGB", **changes):
+    return image_inputs(to_pixels, options_with(data=str(root), **changes), mode=mode)
 
 
 def to_pixels(image):
     """Keep every pixel, so that a test sees which way up an image came."""
     pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return pixels.view(image.height, image.width, -1).movedim(-1, 0).float()
-
-
-PLAIN = Preprocessing("RGB", to_pixels)
 
 
 def tensors(inputs):
@@ -33,7 +30,7 @@ def tensors(inputs):
 def test_preprocessing_is_timms_own(pictures, tiny_vit):
     transform = create_transform(**resolve_data_config({}, model=tiny_vit))
     expected = [transform(Image.open(pictures / name).convert("RGB")) for name in ("a.png", "b/c.JPG", "b/d.png")]
-    assert torch.equal(tensors(image_files(pictures, _timm_preprocessing(tiny_vit))), torch.stack(expected))
+    assert torch.equal(tensors(_timm_inputs(tiny_vit, options_with(data=str(pictures)))), torch.stack(expected))
 
 
 def test_a_folder_in_order_with_each_file_a_source(pictures):
@@ -133,7 +130,7 @@ def test_16_bits_are_scaled_to_8(tmp_path, dtype, suffix, mode):
     with Image.open(path) as image:
         assert image.mode == mode
     for target in ("RGB", "L"):
-        seen = tensors(image_files(path, Preprocessing(target, to_pixels)))
+        seen = tensors(image_files(path, target))
         assert torch.equal(seen[0, 0], torch.from_numpy(np.rint(RAMP / 257)).float())
 
 
@@ -178,7 +175,7 @@ def sizes_of(inputs):
 def test_crops_are_squares_of_one_source_where_only_matplotlib_is_installed(options, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sklearn" else find_spec(name))
-    inputs = image_inputs(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
+    inputs = image_inputs(lambda image: torch.tensor(image.size), options())
     sizes = sizes_of(inputs)
     assert 0.4 * 512 <= sizes.min() < sizes.max() <= 512
     assert {(sample.source, sample.source_index) for sample in samples_of(inputs)} == {("grace_hopper.jpg", 0)}
@@ -187,7 +184,7 @@ def test_crops_are_squares_of_one_source_where_only_matplotlib_is_installed(opti
 
 
 def test_crops_take_turns_of_three_sources_beside_scikit_learn(options):
-    inputs = image_inputs(Preprocessing("RGB", lambda image: torch.tensor(image.size)), options())
+    inputs = image_inputs(lambda image: torch.tensor(image.size), options())
     names, edges = ("grace_hopper.jpg", "china.jpg", "flower.jpg"), (512, 427, 427)
     samples = samples_of(inputs)
     assert [(sample.source, sample.source_index) for sample in samples] == [(names[i % 3], i % 3) for i in range(8)]
@@ -199,7 +196,7 @@ def test_crops_take_turns_of_three_sources_beside_scikit_learn(options):
 
 def test_crops_follow_the_seed_and_fewer_are_the_first(tiny_vit, options):
     crops, few, many, others = (
-        tensors(image_inputs(_timm_preprocessing(tiny_vit), options(**changes)))
+        tensors(_timm_inputs(tiny_vit, options(**changes)))
         for changes in ({}, {"limit": 3}, {"limit": 100}, {"seed": 1})
     )
     assert torch.equal(few, crops[:3]) and torch.equal(many, crops) and not torch.equal(others, crops)
@@ -209,4 +206,4 @@ def test_crops_without_matplotlib(options, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(DataError, match="--data PATH"):
-        image_inputs(PLAIN, options())
+        image_inputs(to_pixels, options())

@@ -16,19 +16,18 @@ from PIL import Image
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Sample
 from normscope.inputs.chunks import ALL, Done, LeftOut, Share
-from normscope.loading import load
-from normscope.models.inputs.images import Preprocessing, image_inputs
-from normscope.models.inputs.numbered_inputs import TensorInputs, number_of_workers
+from normscope.models.inputs.images import image_inputs
+from normscope.models.inputs.numbered_inputs import InMemory, number_of_workers
 
 
 def image_files(root, transform, **changes):
-    return image_inputs(Preprocessing("RGB", transform), options_with(data=str(root), **changes))
+    return image_inputs(transform, options_with(data=str(root), **changes))
 
 
 def numbers_as_inputs(n, **changes):
     tensors = [torch.tensor([float(number)]) for number in range(n)]
     samples = [Sample(f"number {number}", number, number) for number in range(n)]
-    return TensorInputs(tensors, samples, f"{n} numbers", options_with(**changes))
+    return InMemory(tensors, samples, f"{n} numbers", options_with(**changes))
 
 
 def to_pixels(image):
@@ -89,7 +88,7 @@ def test_the_shares_are_every_input_that_is_left_once_in_the_same_batches(
     assert in_turn == contents(inputs, Share(0, 1, done))
     for numbers, ((samples, _, (values,)),), _, _ in in_turn:
         assert [sample.index for sample in samples] == [int(value) for (value,) in values] == numbers
-    assert inputs.n_inputs == inputs.n_samples == min(n, limit or n)
+    assert inputs.n_samples == min(n, limit or n)
     assert [sample.index for sample in inputs.known_samples()] == order[:limit]
     assert inputs.first_sample().samples[0].index == order[0]
 
@@ -151,21 +150,6 @@ def test_descriptions_say_what_was_drawn(folder):
     assert numbers_as_inputs(9, limit=4, shuffle=True).description == "4 of 9 numbers, drawn with seed 0"
 
 
-def test_the_batch_size_can_be_set_except_where_it_is_one():
-    inputs = numbers_as_inputs(10, batch_size=4)
-    chunks = inputs.chunks(ALL)
-    assert next(chunks).numbers == [0, 1, 2, 3]
-    for batch_size, sizes in {3: [3, 3, 3, 1], 10: [10]}.items():
-        inputs.batch_size = batch_size
-        assert [len(batch.samples) for batch in inputs] == sizes
-    assert [chunk.numbers for chunk in chunks] == [[4, 5, 6, 7], [8, 9]], "a running iteration goes on as it began"
-    words = load("demo_wav2vec2", device="cpu", limit=3)
-    for spoken in (words.inputs, words.calibration):
-        spoken.batch_size = 8
-        assert spoken.batch_size == 1
-        assert [len(batch.samples) for batch in spoken] == [1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("asked", "chunks", "device", "local", "expected"),
     [
@@ -205,7 +189,7 @@ SLOWLY = """
 import signal, sys, time
 import torch
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.models.inputs.images import Preprocessing, image_inputs
+from normscope.models.inputs.images import image_inputs
 
 def slowly(image):
     time.sleep(0.02)
@@ -215,7 +199,7 @@ if sys.argv[2:]:
     signal.signal(int(sys.argv[2]), lambda *_: print("noted", flush=True))
 options = LoadOptions("random", sys.argv[1], 60, 3, 0, torch.device("cpu"), torch.float32, workers=2)
 try:
-    for batch in image_inputs(Preprocessing("RGB", slowly), options):
+    for batch in image_inputs(slowly, options):
         print("read", flush=True)
 except KeyboardInterrupt:
     print("stopped")

@@ -84,10 +84,8 @@ def test_no_step_is_taken_after_the_last_that_is_asked_for(saved):
     model = loaded(saved, timesteps="950,700")
     calls = []
     model.module.norm_out.register_forward_pre_hook(lambda *_: calls.append(1))
-    next(iter(model.inputs))
-    assert len(calls) == 1
     assert len(list(model.inputs)) == len(list(model.inputs)) == 2
-    assert len(calls) == 1 + len(range(950, 699, -50)), "what was seen once is kept"
+    assert len(calls) == len(range(950, 699, -50)), "what was seen once is kept"
 
 
 def test_weights(pixart):
@@ -141,11 +139,9 @@ def test_its_output_is_read_without_the_variances(saved):
 
 def test_a_prompt_is_a_chunk_of_its_own(saved):
     inputs = loaded(saved, limit=3, timesteps="950,").inputs
-    inputs.batch_size = 8
     whole = [[batch.samples for batch in chunk.batches] for chunk in inputs.chunks(ALL)]
     assert [chunk.numbers for chunk in inputs.chunks(Share(1, 2, {0}))] == [[2]]
     assert [samples[0].source for (samples,) in whole] == ["prompt 0", "prompt 1", "prompt 2"]
-    assert inputs.n_inputs == 3
     assert inputs.first_sample().samples == whole[0][0][:1]
 
 
@@ -171,8 +167,8 @@ def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
             4,
             ValueError("a head fell off.\nand more"),
             ModelError,
-            f"A PixArtAlphaPipeline raised an error in step 3 of sampling for the prompt {PROMPTS[0]!r}: ValueError: a "
-            f"head fell off. {OTHERWISE}",
+            f"A PixArtAlphaPipeline does not sample from the prompt {PROMPTS[0]!r} alone: ValueError: a head fell off. "
+            f"{OTHERWISE}",
         ),
         (2, torch.OutOfMemoryError("no memory"), MemoryEndedError, "takes more memory as it samples than there is"),
     ],
@@ -196,5 +192,5 @@ def test_a_pipeline_that_never_calls_its_transformer_is_refused(saved, monkeypat
         raise ValueError("`image` is needed")
 
     monkeypatch.setattr(PixArtAlphaPipeline, "check_inputs", refusing)
-    with pytest.raises(ModelError, match="does not sample from a prompt alone: ValueError: `image` is needed"):
+    with pytest.raises(ModelError, match=r"does not sample from the prompt .* alone: ValueError: `image` is needed"):
         loaded(saved)

@@ -4,20 +4,13 @@ import csv
 
 import pytest
 import torch
-from loads import samples_of
+from loads import Bytes, samples_of
 
 from normscope.errors import DataError
 from normscope.inputs.held_out import learned_and_held_out
-from normscope.models.inputs.text import Reading, SentencePairs, pairs_or_texts, read_pairs
+from normscope.models.inputs.text import SentencePairs, pairs_or_texts, read_pairs
 
-
-def tokenize(text):
-    if "!" in text:
-        raise ValueError("no shouting")
-    return [ord(letter) for letter in text[:6]], len(text) > 6
-
-
-READING = Reading(tokenize, lambda ids, mask: {"input_ids": ids, "attention_mask": mask}, longest=6)
+READING = Bytes(6, errors={"b!": ValueError("no shouting")})
 
 
 @pytest.fixture

@@ -2,25 +2,12 @@ import hashlib
 
 import pytest
 import torch
-from loads import samples_of
+from loads import Bytes, samples_of
 
 from normscope.errors import DataError
-from normscope.models.inputs.text import Reading, padded, text_inputs
+from normscope.models.inputs.text import text_inputs
 
-
-def of_bytes(text):
-    """Read a text as its bytes, at most eight of them."""
-    if text == "nothing":
-        raise DataError("the tokenizer leaves nothing of it")
-    content = list(text.encode())
-    return content[:8], len(content) > 8
-
-
-def as_keywords(ids, mask):
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-READING = Reading(of_bytes, as_keywords, longest=8, pad_id=7)
+READING = Bytes(8, pad_id=7, errors={"nothing": DataError("the tokenizer leaves nothing of it")})
 
 
 def texts_of(inputs):
@@ -105,11 +92,11 @@ def test_files_without_a_text(tmp_path, options):
 
 
 def test_padding():
-    batch = padded([[1, 2, 3], [4]], READING)
+    batch = READING.padded([[1, 2, 3], [4]])
     assert batch.kwargs["input_ids"].tolist() == [[1, 2, 3], [4, 7, 7]]
     assert batch.kwargs["attention_mask"].tolist() == batch.valid.int().tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert bool(padded([[1, 2], [3, 4]], READING).valid.all())
-    multiple = padded([[1, 2, 3], [4]], Reading(of_bytes, as_keywords, multiple=4))
+    assert bool(READING.padded([[1, 2], [3, 4]]).valid.all())
+    multiple = Bytes(8, multiple=4).padded([[1, 2, 3], [4]])
     assert multiple.valid.sum(1).tolist() == [3, 1]
     assert multiple.kwargs["input_ids"].shape == (2, 4)
 

@@ -11,7 +11,6 @@ from loads import result_of, samples_of
 import normscope
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.chunks import ALL, Share
-from normscope.inputs.held_out import learned_and_held_out
 from normscope.loading import load
 from normscope.models.inputs.trajectories import LatentSpace, from_noise, select_timesteps
 
@@ -194,59 +193,17 @@ def test_the_steps_of_a_walk_are_told(dit, trajectories, none_together):
     assert len([stage for stage, *_ in told if stage != "samples"]) == len(steps), "no steps, no stage of them"
 
 
-def test_the_first_batch_takes_no_forward_pass_and_none_comes_after_the_last(trajectories, calls, none_together):
+def test_the_first_sample_takes_no_forward_pass_and_no_trajectory_goes_on_after_the_last_timestep(
+    trajectories, calls, none_together
+):
     ours = trajectories(number=2, timesteps="980,500", batch_size=2)  # one guided latent at a time
-    batches = iter(ours)
-    next(batches)
+    first = ours.first_sample()
     assert len(calls) == 0
-    next(batches)
-    assert len(calls) == VISITED.index(500)
-    list(batches)
+    batches = list(ours)
+    assert torch.equal(batches[0].kwargs["hidden_states"][:1], first.kwargs["hidden_states"])
     assert len(calls) == 2 * VISITED.index(500)
     list(ours)
     assert len(calls) == 2 * VISITED.index(500), "what was computed once is kept"
-
-
-def test_a_pass_of_a_capture_is_the_next_steps_own(dit, trajectories, calls, none_together):
-    def inputs():
-        return trajectories(number=2, timesteps="980,960,500", batch_size=2)  # one guided latent at a time
-
-    latents = latents_of(inputs())
-    calls.clear()
-    ours = inputs()
-    normscope.capture(dit, ours)
-    assert len(calls) == 1 + 2 * (VISITED.index(500) + 1), "the sites, each trajectory's steps, the last"
-    for batch, expected in zip(ours, latents, strict=True):
-        assert torch.equal(batch.kwargs["hidden_states"], expected)
-
-
-@pytest.mark.parametrize("heard", ["of another network", "of a part", "in halves"])
-def test_what_else_runs_takes_no_step(trajectories, none_together, heard):
-    dit = tiny_dit()
-
-    def inputs():
-        return trajectories(dit, number=2, timesteps="980,960", batch_size=4)
-
-    latents = latents_of(inputs())
-    ours = inputs()
-    if heard == "of a part":
-        _, part = learned_and_held_out(ours)
-        normscope.capture(dit, part)
-    elif heard == "in halves":
-        passes = iter(range(100))
-
-        def ends_at_once(module, args, kwargs):
-            if len(kwargs["hidden_states"]) == 4 and next(passes) == 0:
-                raise torch.OutOfMemoryError("no memory")
-
-        dit.register_forward_pre_hook(ends_at_once, with_kwargs=True)
-        normscope.capture(dit, ours)
-    else:
-        other = copy.deepcopy(dit)
-        torch.nn.init.zeros_(other.proj_out_2.weight)
-        normscope.capture(other, ours)
-    for batch, expected in zip(ours, latents, strict=True):
-        assert torch.equal(batch.kwargs["hidden_states"], expected)
 
 
 def test_iterating_again_gives_the_same_also_after_an_interruption(trajectories):
@@ -391,16 +348,6 @@ def test_a_trajectory_is_the_same_when_shuffled(trajectories):
     places = [start.samples.index(sample) for sample in other.samples]
     for key in ("hidden_states", "class_labels"):
         assert torch.equal(other.kwargs[key], start.kwargs[key][places])
-
-
-def test_what_is_kept_has_an_end(trajectories, calls, none_together, monkeypatch):
-    monkeypatch.setattr("normscope.models.inputs.trajectories.MOST_KEPT", 5 * 4 * 8 * 8 * 4)  # five latents in float32
-    ours = trajectories(number=4, timesteps="980,960,940", guidance=1.0, batch_size=1)
-    first = latents_of(ours)
-    assert len(calls) == 4 * 2, "each step once, kept or not"
-    for before, after in zip(first, ours, strict=True):
-        assert torch.equal(before, after.kwargs["hidden_states"])
-    assert len(calls) == 4 * 2 + 1, "five are kept, and the two that were walked last"
 
 
 def test_a_module_that_overwrites_its_latents_makes_the_same_trajectories(dit, trajectories):

@@ -10,8 +10,7 @@ import timm
 import torch
 from safetensors.torch import save
 
-from normscope.models.inputs.images import image_inputs
-from normscope.models.vision import _timm_preprocessing
+from normscope.models.vision import _timm_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +63,7 @@ def assert_refusal(sentence, outcome, reason):
 
 def assert_outputs_of(result, module, options):
     """Compare the outputs of a process with those of a network on timm's own preprocessing."""
-    batch = next(iter(image_inputs(_timm_preprocessing(module), options(limit=2))))
+    batch = next(iter(_timm_inputs(module, options(limit=2))))
     with torch.no_grad():
         torch.testing.assert_close(torch.tensor(result["outputs"]), module(batch.args[0]).flatten()[:500])
 

@@ -14,9 +14,8 @@ from torch import nn
 
 from normscope.errors import DataError, MemoryEndedError, ModelError, NormscopeError
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.chunks import ALL, Chunk, Inputs
+from normscope.inputs.chunks import ALL
 from normscope.inputs.loaded_model import Outputs
-from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs.ranks import Ranks
 from normscope.swaps.drift.drift import drift, passes
 from normscope.swaps.pointwise import DyT
@@ -190,38 +189,3 @@ def test_memory_may_end_while_outputs_are_compared():
     fits = 0
     with pytest.raises(MemoryEndedError, match="Memory ended while outputs were compared"):
         drift(model, inputs(), modules, outputs=outputs)
-
-
-class Sized(Inputs):
-    """Numbered inputs in chunks of ``batch_size``."""
-
-    description = "noise"
-
-    def __init__(self, batch_size):
-        self.batch_size = batch_size
-
-    def chunks(self, share):
-        for numbers in share.of(in_pieces(share.left(range(20)), self.batch_size)):
-            yield Chunk(numbers, [self.of(numbers)])
-
-    def first_sample(self):
-        return self.of([0])
-
-    @staticmethod
-    def of(numbers):
-        samples = tuple(Sample(f"{n}", n, n, "noise") for n in numbers)
-        return Batch((torch.cat(inputs()).nan_to_num()[numbers],), samples=samples)
-
-
-def test_ranks_that_found_other_batch_sizes_compare_every_input_once():
-    """``--batch-size auto`` on GPUs of different room, and nothing to fit: drift is the first that divides."""
-
-    model = Stack()  # once: threads that seed torch's generator draw from each other's numbers
-
-    def compared(ranks, batch_size):
-        return drift(copy.deepcopy(model), Sized(batch_size), dyts(model), outputs=CLASSES, ranks=ranks)
-
-    whole = compared(Ranks(), 4)
-    for report in together(2, lambda ranks: compared(ranks, (16, 4)[ranks.rank])):
-        assert report.all.inputs == whole.all.inputs == 20
-        assert report.as_dict() == whole.as_dict()
