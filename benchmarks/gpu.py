@@ -29,12 +29,14 @@ CHECKS = "checks"
 ON_A_GPU = {
     CHECKS: (),
     "accuracy": ("--device", "cuda"),
-    "speed": ("--device", "cuda", "--seconds", "120"),
+    "speed": ("--device", "cuda"),
+    "llama": ("--device", "cuda"),
     "capture": ("--device", "cuda", "--repeats", "20"),
 }
 REHEARSED = {  # tiny, so that a CPU is done within minutes
     CHECKS: ("--matching=backend", "--tests=tests/pairs/sums/binning/test_cuda_capture.py", "--workers=1"),
-    "speed": ("--norms", "8x16", "--models", "demo_vit", "--dtypes", "float32", "--seconds", "0", "--eager"),
+    "speed": ("--norms", "8x16", "--models", "demo_vit", "--dtypes", "float32", "--quick"),
+    "llama": ("--device", "cpu", "--tokens", "8", "--passes", "1", "--tiny"),
     "capture": ("--models", "demo_vit", "--repeats", "1", "--batches", "2"),
 }
 REHEARSAL = "This is a rehearsal on the CPU with tiny shapes: its numbers do not describe a GPU."

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.polynomial import Chebyshev, Polynomial
 from numpy.polynomial.chebyshev import chebvander
 from numpy.typing import NDArray
-from scipy.special import erf, erfc
+from scipy.special import erf
 
 Array = NDArray[np.float64]
 # Largest squares and largest |r| of the approximations; e^r − 1 gets a little more, for what rounding adds.
-NEAR, ERF_AS_TANH_UP_TO, EXPM1_UP_TO, QUOTIENT_UP_TO = 1.2**2, 3.0**2, np.log(2) / 2 * 1.01, 3.92**2
+NEAR, EXPM1_UP_TO, QUOTIENT_UP_TO = 1.2**2, np.log(2) / 2 * 1.01, 3.92**2
 QUOTIENT_DEGREE = 5
 ROUNDS = 500
 
@@ -26,7 +26,6 @@ def main() -> None:
     over, under = erf_quotient()
     polynomials = {
         "NEAR_TANH": minimax(tanh_remainder, 8, 0, NEAR),
-        "ERF_AS_TANH": minimax(artanh_of_erf, 3, 0, ERF_AS_TANH_UP_TO),
         "EXPM1": minimax(expm1_remainder, 5, -EXPM1_UP_TO, EXPM1_UP_TO),
         "ERF_OVER": over,
         "ERF_UNDER": under,
@@ -39,12 +38,6 @@ def tanh_remainder(square: Array) -> tuple[Array, Array]:
     """Return p of tanh u = u + u³·p(u²), and the weight of its error in tanh u."""
     u = np.sqrt(square)
     return (np.tanh(u) / u - 1) / square, square * u / np.tanh(u)
-
-
-def artanh_of_erf(square: Array) -> tuple[Array, Array]:
-    """Return p of erf u = tanh(u·p(u²)), and the weight of its error in erf u."""
-    u = np.sqrt(square)
-    return np.log((1 + erf(u)) / erfc(u)) / (2 * u), u * erfc(u) * (1 + erf(u)) / erf(u)
 
 
 def expm1_remainder(r: Array) -> tuple[Array, Array]:

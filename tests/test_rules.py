@@ -41,7 +41,7 @@ BELOW = {
 # Presentation reads these records of swaps and nothing else there.
 RECORDS = re.compile(r"normscope\.swaps\.((\w+\.)?reports|inits)(\.\w+)?")  # and the table of initializations
 LIBRARIES = {
-    "triton": {"pairs/sums/binning", "swaps/kernels", "runtime", "swaps/bench/timing.py"},
+    "triton": {"pairs/sums/binning", "swaps/kernels", "runtime", "swaps/bench/bench.py"},
     "numba": {"pairs/sums/binning", "swaps/kernels", "runtime"},
     "llvmlite": {"pairs/sums/binning", "swaps/kernels", "runtime"},
     "matplotlib": {"figures"},

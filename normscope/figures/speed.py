@@ -23,13 +23,12 @@ from normscope.figures.style import (
     theme_of,
     width_of,
 )
+from normscope.swaps.bench.reports import FASTER, INCONCLUSIVE, NATIVE, SLOWER, BenchReport, Timing
 from normscope.swaps.inits import published_name
-from normscope.swaps.reports import BESIDE, FASTER, INCONCLUSIVE, SLOWER, TOO_FEW, BenchReport, Timing
 from normscope.tables.swaps import SCOPES, duration
 
 _PANEL_INCHES, _LEAST_PANEL_INCHES, _BAR_INCHES, _GAP = 2.6, 2.3, 0.155, 0.9
 _BARS_INCHES = 1.9  # of a panel, beside the names of the bars
-_NATIVE, _COPY = "native", "copy"
 _MOST_ACROSS = 4
 _MOST_MEDIANS = 1.3  # of the longest bar, to which an axis goes; a whisker that would leave the panel ends in an arrow
 _UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -37,12 +36,11 @@ _TITLE, _SMALL = FontProperties(size=7), FontProperties(size=LEAST_POINTS)
 
 
 def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
-    """Draw how long every variant takes, grouped by way: medians as bars, whiskers from p20 to p80.
+    """Draw how long every variant takes, grouped by way: medians as bars, quartiles as whiskers.
 
     A whisker that continues beyond the panel ends in an arrow. A dotted line through each group is the native norm's
-    median: the eager one's for ``fused``, the compiled one's for ``compile + fused``. A ratio to it, bold for the
-    verdict ``faster`` and in italics for ``slower``, stands at each bar; its time instead if the passes are too few.
-    A panel each has the norm alone and the whole network, each number of passes, dtype and timer.
+    median: the eager one's for ``fused``. A ratio to it, bold for the verdict ``faster`` and in italics for ``slower``,
+    stands at each bar. The norm alone and the whole network have a panel for each number of passes.
 
     Args:
         report: what :func:`normscope.bench` returned.
@@ -53,7 +51,7 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
     """
     theme = theme_of(options)
     kinds = dict.fromkeys((row.scope, row.passes) for row in report.rows)
-    panels = [rows for scope, passes in kinds for rows in _rows_of(report.rows, scope, passes)]
+    panels = [[row for row in report.rows if (row.scope, row.passes) == kind] for kind in kinds]
     if not panels:
         raise UsageError("Nothing was timed, so that there is nothing to draw.")
     across = columns_of(options, len(panels), _LEAST_PANEL_INCHES, _MOST_ACROSS)
@@ -70,18 +68,6 @@ def plot_speed(report: BenchReport, **options: Unpack[FigureOptions]) -> Figure:
         for number, (ax, rows) in enumerate(zip(axes.flat, panels, strict=False)):
             _draw(ax, rows, heights[number // across], theme)
     return figure
-
-
-def _rows_of(rows: Sequence[Timing], scope: str, passes: str) -> list[list[Timing]]:
-    """The timings of a column, a list for each dtype and timer; what did not run is with the first of its dtype."""
-    timings = [row for row in rows if (row.scope, row.passes) == (scope, passes)]
-    parts = list(dict.fromkeys((row.dtype, row.timer) for row in timings if row.timer or row.median is not None))
-    parts = parts or [(timings[0].dtype, "")]
-    first = dict(reversed(parts))
-    return [
-        [row for row in timings if row.dtype == dtype and (row.timer or first[dtype]) == timer]
-        for dtype, timer in parts
-    ]
 
 
 def _by_way(rows: Sequence[Timing]) -> list[tuple[str, list[Timing]]]:
@@ -102,8 +88,8 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     y = 0.0
     for way, group in _by_way(rows):
         ax.text(0, y, way, ha="left", va="center", fontproperties=_TITLE, color=style.ink)
-        beside = BESIDE.get(group[0].way, way)
-        native = next((row.median for row in rows if (row.way, row.variant) == (beside, _NATIVE)), None)
+        beside = "eager" if way == "fused" else way
+        native = next((row.median for row in rows if (row.way, row.variant) == (beside, NATIVE)), None)
         if native is not None:
             ends = [y + 0.5, y + len(group) + 0.5]
             ax.plot([native / scale] * 2, ends, color=style.ink, ls=":", lw=0.9, zorder=4)
@@ -120,21 +106,18 @@ def _draw(ax: Axes, rows: Sequence[Timing], height: float, style: Style) -> None
     ax.xaxis.set_major_locator(MaxNLocator(4))
     first = rows[0]
     ax.set_xlabel(f"time [{unit}]", labelpad=1)
-    timer = next((row.timer for row in rows if row.timer), "")
-    detail = " · ".join(filter(None, ("×".join(map(str, first.shape)), first.dtype, timer)))
+    detail = "×".join(map(str, first.shape)) + f" · {first.dtype}"
     ax.set_title(f"{SCOPES[first.scope].removeprefix('the ')}, {first.passes}\n{detail}", fontproperties=_TITLE)
 
 
 def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Style) -> None:
-    if row.median is None or row.p20 is None or row.p80 is None:
+    if row.median is None or row.p25 is None or row.p75 is None:
         ax.text(0.01 * right, y, "not run", color=style.faint, va="center", fontproperties=_SMALL)
         return
-    hatch = "////" if row.variant == _COPY else None
-    colour = _colour(row.variant, style)
-    face = "none" if hatch else colour
-    ax.barh(y, row.median / scale, height=0.72, color=face, edgecolor=colour, hatch=hatch, lw=0.6, zorder=2)
-    low, high = row.p20 / scale, row.p80 / scale
-    text = duration(row.median) if row.ratio is None or row.verdict == TOO_FEW else f"×{row.ratio:#.3g}".rstrip(".")
+    colour = style.ink if row.variant == NATIVE else _colour(row.variant, style)
+    ax.barh(y, row.median / scale, height=0.72, color=colour, lw=0.6, zorder=2)
+    low, high = row.p25 / scale, row.p75 / scale
+    text = duration(row.median) if row.ratio is None else f"×{row.ratio:#.3g}".rstrip(".")
     font = FontProperties(size=LEAST_POINTS, weight="bold" if row.verdict == FASTER else "normal")
     if row.verdict == SLOWER:
         font.set_style("italic")
@@ -150,25 +133,21 @@ def _bar(ax: Axes, row: Timing, y: float, scale: float, right: float, style: Sty
 
 def _colour(variant: str, style: Style) -> Any:
     """Return a curve's colour in all figures; other variants are faint."""
-    if variant == _NATIVE:
-        return style.ink
-    colour, _ = style.looks().get(curve_name(variant.partition(",")[0]), (style.faint, ""))
+    colour, _ = style.looks().get(curve_name(variant), (style.faint, ""))
     return colour
 
 
 def _signs(report: BenchReport) -> str:
     """Return the meaning of bars, whiskers, lines, numbers and fonts."""
     verdicts = {row.verdict for row in report.rows}
-    beside = [f"{BESIDE[way]} for {way}" for way in BESIDE if any(row.way == way for row in report.rows)]
     numbers = sorted({len(row.samples) for row in report.rows if row.samples}) or [0]
     signs = [f"Bars: median of n = {'–'.join(map(str, dict.fromkeys((numbers[0], numbers[-1]))))} times"]
-    signs.append("whiskers: 20th to 80th percentile")
-    signs.append(", ".join(["dotted: native norm", *beside]))
+    signs.append("whiskers: first to third quartile")
+    fused = any(row.way == "fused" for row in report.rows)
+    signs.append("dotted: native norm" + ", eager for fused" * fused)
     if any(row.ratio is not None for row in report.rows):
         fonts = [f"{font} if {verdict}" for verdict, font in _FONTS.items() if verdict in verdicts]
         signs.append(", ".join(["×: multiple of its time", *fonts]))
-    if TOO_FEW in verdicts:
-        signs.append("no ×: too few passes to compare")
     return "; ".join(signs)
 
 

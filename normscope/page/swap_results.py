@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from normscope.errors import DataError, UsageError
 from normscope.runtime.records import converted
+from normscope.swaps.bench.reports import BenchReport
 from normscope.swaps.drift.reports import DriftReport
 from normscope.swaps.inits import published_name
-from normscope.swaps.reports import BenchReport
 
 SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | BenchReport] | Mapping[str, Any]"
 
@@ -74,10 +74,8 @@ class _Timing:
     verdict: str
     note: str
     median: float | None
-    p20: float | None
-    p80: float | None
-    gb_per_s: float | None
-    share_of_copy: float | None
+    p25: float | None
+    p75: float | None
     ratio: float | None
     shape: list[int]
     samples: list[float] = field(default_factory=list)

@@ -55,8 +55,7 @@ _PUBLISHED = {"dyt": "DyT", "dyisru": "DyISRU", "derf": "Derf"}
 def published_name(func: str) -> str:
     """Return the name of a requested function in tables and figures: as its paper writes it, if that was the request.
 
-    >>> published_name("dyt"), published_name("tanh"), published_name("dyt, Liger")
-    ('DyT', 'tanh', 'DyT, Liger')
+    >>> published_name("dyt"), published_name("tanh")
+    ('DyT', 'tanh')
     """
-    name, comma, rest = func.partition(",")
-    return _PUBLISHED.get(name.lower(), name) + comma + rest
+    return _PUBLISHED.get(func.lower(), func)

@@ -40,8 +40,8 @@ class PointwiseFunction(Pointwise):
         in_place_of: full class name of the norm that it replaced; empty if none.
 
     tanh, isru and erf run in one pass (:mod:`normscope.swaps.kernels`) unless ``NORMSCOPE_KERNELS=eager``: on the CPU
-    in a compiled loop if no gradient is needed; on CUDA in fused kernels, which lack second derivatives, forward mode
-    and batched gradients. torch.compile and torch.export trace plain torch unless ``NORMSCOPE_KERNELS=triton``.
+    in a compiled loop if no gradient is needed; on CUDA in fused kernels. torch.compile and torch.export trace plain
+    torch unless ``NORMSCOPE_KERNELS=triton``.
 
     The output has the dtype of the replaced norm's; without one the input's, or a half-precision weight's for a float32
     input. Arguments such as ``residual=None`` change nothing. Parameters are named as in the published layers.
@@ -120,12 +120,9 @@ class PointwiseFunction(Pointwise):
         if weight.dtype != dtype or autocast or self.returns == "float32":
             dtype = self.returned_dtype(input)
             input = input.to(torch.promote_types(input.dtype, dtype))
-        if not torch.compiler.is_dynamo_compiling():
-            output = operators.bypassed(input, alpha, shift, weight, bias, curve, behind)
-        if output is None and by_kernels(curve, input.device, input.dtype):
-            operators.check_no_tangents(input, *parameters)
+        if by_kernels(curve, input.device, input.dtype):
             output = operators.pointwise(input, *parameters, curve, behind)
-        elif output is None:
+        else:
             loop = loop_for(curve, input.device, input.dtype, input.numel())
             output = None if loop is None else loop.pointwise(input, Parameters(*parameters), curve, behind)
             if output is None:

@@ -21,9 +21,9 @@ from normscope.fits.gradient import GradientView
 from normscope.fits.saturation import Saturation
 from normscope.fits.timeline import Timeline
 from normscope.pairs.captures import Capture
+from normscope.swaps.bench.reports import BenchReport
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.swaps.heal.reports import HealReport
-from normscope.swaps.reports import BenchReport
 from normscope.swaps.simplify.reports import SimplifyReport
 from normscope.tables.card import card_tables, gradient_tables, saturation_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table

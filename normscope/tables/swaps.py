@@ -10,20 +10,11 @@ from rich.table import Table
 
 from normscope.errors import count
 from normscope.runtime.files import visible
+from normscope.swaps.bench.reports import BenchReport, Timing
 from normscope.swaps.drift.reports import DriftReport, KeepReport, KeepStep
 from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.swaps.inits import published_name
-from normscope.swaps.reports import (
-    FUSED,
-    INCONCLUSIVE,
-    BenchReport,
-    Drift,
-    Latency,
-    PublishedReport,
-    Quality,
-    Quantiles,
-    Timing,
-)
+from normscope.swaps.reports import Drift, Quality, Quantiles
 from normscope.swaps.simplify.reports import SimplifiedNorm, SimplifyReport
 from normscope.tables.glossary import DEFINITIONS
 from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
@@ -257,20 +248,16 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def speed_tables(report: BenchReport) -> list[Table]:
-    """Make a table for each way, number of passes and dtype; captions are below the last table of each scope."""
-    widest = max((len(row.variant) for row in report.rows), default=0)
+    """Make a table for each way and number of passes; captions are below the last table of each scope."""
     tables: list[AdaptiveTable] = []
-    captions: dict[int, list[str]] = {}
     for scope in SCOPES:
         rows = [row for row in report.rows if row.scope == scope]
-        groups = dict.fromkeys(_title(row) for row in rows)
-        tables += [_table(title, [row for row in rows if _title(row) == title], widest) for title in groups]
+        groups = dict.fromkeys((row.way, row.passes) for row in rows)
+        for way, passes in groups:
+            tables.append(_speed_table([row for row in rows if (row.way, row.passes) == (way, passes)]))
         if rows:
-            captions[len(tables) - 1] = _caption(rows, scope)
-    if captions:
-        captions[len(tables) - 1] += ["\n" + visible(line) for line in report.left_out]
-    for place, caption in captions.items():
-        tables[place].explain(caption)
+            left_out = report.left_out if scope == report.rows[-1].scope else ()
+            tables[-1].explain([*_speed_caption(rows, scope), *("\n" + visible(line) for line in left_out)])
     return list(tables)
 
 
@@ -292,87 +279,41 @@ def _digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def _title(row: Timing) -> str:
-    return " · ".join(part for part in (SCOPES[row.scope], row.way, row.passes, row.dtype, row.timer) if part)
-
-
-def _table(title: str, rows: Sequence[Timing], widest: int) -> AdaptiveTable:
-    alone = rows[0].scope == "norm"
+def _speed_table(rows: Sequence[Timing]) -> AdaptiveTable:
+    first = rows[0]
     columns: list[Column[Timing]] = [
         words("", lambda row: published_name(row.variant)),
-        *several(("time", "min", "p20–p80", "ratio"), _times, (0, 2, 1, 0)),
-        Column("GB/s", lambda row: number(row.gb_per_s, ".3g"), alone, drop=3),
-        Column("copy", lambda row: number(row.share_of_copy, ".0%"), alone, drop=4),
+        *several(("time", "p25–p75", "ratio"), _times, (0, 1, 0)),
         Column("n", lambda row: str(len(row.samples) or NONE), drop=2),
         names("", lambda row: row.verdict),
     ]
     table = table_of(rows, columns)
-    table.title = visible(title)
-    table.columns[0].min_width = widest
+    table.title = visible(f"{SCOPES[first.scope]} · {first.way} · {first.passes} · {first.dtype}")
     return table
 
 
 def _times(row: Timing) -> list[str]:
     if row.median is None:
-        return [NONE] * 4
+        return [NONE] * 3
     size, _ = _unit(row.median)
-    least, p20, p80 = (_digits((time or 0) / size) for time in (row.minimum, row.p20, row.p80))
-    return [duration(row.median), least, f"{p20}–{p80}", "" if row.ratio is None else f"{row.ratio:.2f}"]
+    p25, p75 = (_digits((time or 0) / size) for time in (row.p25, row.p75))
+    return [duration(row.median), f"{p25}–{p75}", "" if row.ratio is None else f"{row.ratio:.2f}"]
 
 
-def _caption(rows: Sequence[Timing], scope: str) -> list[str]:
-    first, passes = rows[0], dict.fromkeys(row.passes for row in rows)
-    shape = "×".join(map(str, first.shape))
-    shown = ["time", "ratio", "n"]
+def _speed_caption(rows: Sequence[Timing], scope: str) -> list[str]:
+    first, shape = rows[0], "×".join(map(str, rows[0].shape))
     if scope == "norm":
         norms = count(first.sites, "norm")
         about = f"One norm on random values of its real shape, {shape}, which {norms} of the network have"
-        shown += ["GB/s", "copy"]
     else:
         about = f"{count(first.sites, 'norm')}; input {shape}"
-        about += "; backward: to the gradients of all parameters" * (len(passes) > 1)
-    parts = [about, *(f"{name}: {DEFINITIONS['swap-bench'][name]}" for name in shown)]
-    parts.append(
-        f"faster, slower: min and all of p20–p80 lie below those of the native norm, or above; {INCONCLUSIVE}: neither"
-    )
+        if any(row.passes != "forward" for row in rows):
+            about += "; backward: to the gradients of all parameters"
+    parts = [about, *(f"{name}: {DEFINITIONS['swap-bench'][name]}" for name in ("time", "ratio", "n", "verdict"))]
     lines = []
-    ways = {row.way for row in rows}
-    if ways.intersection(FUSED):
+    if any(row.way == "fused" for row in rows):
         lines.append(
-            "fused: each function by one kernel, in an eager network, beside the eager native norm. "
-            "eager, compile: each in plain torch."
+            "fused: functions by normscope's kernels, beside the eager native norm. Others are in plain torch."
         )
-    if "compile + fused" in ways:
-        lines.append(
-            "compile + fused: the same kernels in a compiled network, beside the compiled native norm. torch.compile "
-            "cannot merge such a kernel with what surrounds it, as it can plain torch: compare it with compile."
-        )
-    if compiled := [row.compile_seconds for row in rows if row.compile_seconds is not None]:
-        ends = f"{duration(min(compiled))} to {duration(max(compiled))}"
-        lines.append(f"Compiled in {ends} each, which is in no time above.")
     lines += dict.fromkeys(f"{row.variant}, {row.way}: {row.note}" for row in rows if row.note)
     return [*parts, *("\n" + visible(line) for line in lines)]
-
-
-def published_table(report: PublishedReport) -> Table:
-    """Make a table of our seconds beside the published ones, which are from another device."""
-    ours, theirs = (
-        {(row.variant, row.norms, row.passes): row for row in rows} for rows in (report.rows, report.published)
-    )
-    columns: list[Column[tuple[str, str, str]]] = [
-        words("norms", lambda key: published_name(key[0])),
-        names("", lambda key: key[1]),
-        names("", lambda key: key[2]),
-        *several(("layer", "model"), lambda key: _seconds(ours.get(key))),
-        *several(("layer, published", "model, published"), lambda key: _seconds(theirs.get(key))),
-    ]
-    caption = (
-        f"Seconds of all passes; layer: of all norms. Ours: {report.device}, {count(report.tokens, 'token')}, "
-        f"{report.n_passes} passes. Published: {report.source}, 4,096 tokens, 100 passes, bfloat16."
-    )
-    notes = ["\n" + visible(note) for note in report.notes]
-    return table_of(dict.fromkeys((*ours, *theirs)), columns, caption=[visible(caption), *notes])
-
-
-def _seconds(row: Latency | None) -> list[str]:
-    return [NONE, NONE] if row is None else [f"{row.layer:.3g}", f"{row.model:.3g}"]

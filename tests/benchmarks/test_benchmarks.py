@@ -48,5 +48,5 @@ def test_the_benchmarks_of_a_gpu_are_rehearsed_and_leave_one_file_to_send_back(t
     with tarfile.open(tmp_path / "gpu-rehearsal.tar.gz") as archive:
         records = {name: json.load(archive.extractfile(name)) for name in archive.getnames()}
     assert records.pop("environment.json")["failed"] == []
-    assert {name.partition("-")[0] for name in records} == {"gpu", "speed", "capture"}
+    assert {name.partition("-")[0] for name in records} == {"gpu", "speed", "llama", "capture"}
     assert all(record["failed"] == [] and record["measurements"] for record in records.values())

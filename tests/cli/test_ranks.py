@@ -193,7 +193,7 @@ def test_what_needs_one_process_is_said_by_the_first(command):
 
 
 def test_swap_bench_of_two_processes_is_that_of_one(tmp_path):
-    command = f"swap-bench {NAME} --func dyt,free --layers least:1 --seconds 0 --device cpu --json -o"
+    command = f"swap-bench {NAME} --func dyt,free --layers least:1 --quick --device cpu --json -o"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "normscope"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)}
     arguments = [sys.executable, *torchrun, *command.split(), "two"]

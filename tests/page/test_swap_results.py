@@ -11,7 +11,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError
 from normscope.page.swap_results import read_swap_results, swap_results
-from normscope.swaps.reports import BenchReport, Timing
+from normscope.swaps.bench.reports import BenchReport, Timing
 
 
 def test_a_file_holds_what_the_records_do(swaps, tmp_path):
@@ -28,7 +28,7 @@ def test_records_are_taken_as_they_come():
     batches = [torch.randn(8, 8, generator=torch.Generator().manual_seed(0))]
     seen = normscope.capture(model, batches)
     moved = normscope.drift(model, batches, normscope.replacements(model, "dyt", seen), func="dyt", init="fit")
-    timing = Timing("dyt", "eager", "norm", "forward", "float32", "blocks", (1, 16), 1, samples=(1e-3,), median=1e-3)
+    timing = Timing("dyt", "eager", "norm", "forward", "float32", (1, 16), 1, samples=(1e-3,), median=1e-3)
     shown = swap_results([moved, BenchReport({"model": "net"}, "cpu", (timing,))])
     [drift], [speed] = shown["drift"], shown["speed"]
     assert drift["sites"] == ("1",) and drift["rows"][0]["relative_l2"]["p50"] == moved.all.relative_l2.p50

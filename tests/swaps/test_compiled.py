@@ -148,13 +148,8 @@ def test_bench_times_compiled_code_where_it_says_so_and_there_alone(x, way, monk
     model, of_all, of_a_part, compile = network(), Compiler(), Compiler(), torch.compile
     model[0].compile(backend=of_a_part)
     monkeypatch.setattr(torch, "compile", lambda module, **options: compile(module, backend=of_all, **options))
-
-    def only(case):
-        return case.way == way and case.variant in ("native", "dyt") and case.passes == "forward"
-
-    report = bench(model, Batch((x,)), ["dyt"], dtypes=["float32"], full=True, only=only)
-    assert [(row.scope, row.variant, row.way) for row in report.rows if row.median] == [
-        (scope, variant, way) for scope in ("norm", "model") for variant in ("native", "dyt")
-    ]
+    report = bench(model, Batch((x,)), ["dyt"], full=way == "compile", quick=way == "eager")
+    assert all(row.median for row in report.rows) and {"native", "dyt"} <= {row.variant for row in report.rows}
+    assert {row.way for row in report.rows} == {"eager", way}
     assert (of_all.runs > 0) == (way == "compile")
     assert of_a_part.runs == 0, "where it says eager nothing is compiled, else all of it by one compiler"

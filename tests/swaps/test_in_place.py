@@ -13,14 +13,11 @@ import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.norms.trace import find_norms
-from normscope.runtime.network import left_as_found
-from normscope.swaps.bench import timing
-from normscope.swaps.bench.timing import Variant
+from normscope.swaps.bench.reports import PASSES
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.training import TrainingTargets
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
-from normscope.swaps.reports import NATIVE, PASSES
 
 WIDTH = 8
 
@@ -201,17 +198,11 @@ def test_each_timed_pass_gets_a_copy(network, batches, monkeypatch):
     seen = []
     handle = network.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone()))
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    report = normscope.bench(
-        network, batches[0], ["dyt"], full=True, dtypes=["float32"], only=lambda case: case.scope == "model"
-    )
-    timed = [row for row in report.rows if row.samples]
+    report = normscope.bench(network, batches[0], ["dyt"], full=True)
+    timed = [row for row in report.rows if row.samples and row.scope == "model"]
     assert {(row.way, row.passes) for row in timed} == set(itertools.product(("eager", "compile"), PASSES))
-    native = [Variant(NATIVE, {}, "")]
-    whole = timing.ModelBench(network, batches[0], Outputs(), native, dict.fromkeys(SITES, (1,)), False)
-    with left_as_found(network):
-        assert whole.seconds(native[0], "forward", 3) > 0
     handle.remove()
-    assert len(seen) >= sum(len(row.samples) for row in timed) + 3
+    assert len(seen) >= sum(len(row.samples) for row in timed)
     assert all(torch.equal(x, batches[0].args[0]) for x in seen)
 
 

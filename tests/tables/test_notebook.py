@@ -43,7 +43,7 @@ def records(network, seen, fits):
         "advice": advise(fits, seen.sites),
         "compared": normscope.compare([seen, seen]),
         "a drift": normscope.drift(network, replacements=modules),
-        "a bench": normscope.bench(network, curves="dyt", budget=0.01),
+        "a bench": normscope.bench(network, curves="dyt", quick=True),
     }
 
 

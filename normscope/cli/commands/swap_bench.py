@@ -14,23 +14,22 @@ from normscope.cli import swapping
 from normscope.cli.options import FigureFiles, Look, declared
 from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
-from normscope.errors import DeviceError, UsageError, count
+from normscope.errors import UsageError, count
 from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
+    from normscope.swaps.bench.reports import BenchReport
     from normscope.swaps.drift.reports import DriftReport
-    from normscope.swaps.reports import BenchReport
 
 _MANY_CALIBRATIONS = 8
-_PUBLISHED = "llama_7b"
 # Models with the norms of the embedded ones, in full size. LV60K is pre-norm, with LayerNorms before its encoder.
 _FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "demo_dit": "dit_xl"}
 
 
 @declared(
     "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
-    "normscope swap-bench vit_b16 --layers least:8 · normscope swap-bench llama_7b --device cuda",
+    "normscope swap-bench vit_b16 --layers least:8",
     without=("sample", "verify"),
 )
 def swap_bench(
@@ -45,7 +44,6 @@ def swap_bench(
     full: bool = False,
     quick: bool = False,
     all_samples: bool = False,
-    seconds: float | None = None,
     run: RunOptions,
     output: Path = Path(FIGURES),
     look: Look,
@@ -53,8 +51,7 @@ def swap_bench(
 ) -> None:
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
-    from normscope.swaps.bench.bench import in_words, published, why_not
-    from normscope.tables.swaps import published_table
+    from normscope.swaps.bench.bench import in_words
 
     device = resolve_device(run.device)
     where = in_words(device)
@@ -62,11 +59,8 @@ def swap_bench(
     names = named_or_embedded(models, say)
     check_models(names)
     timed = run.device_map is None
-    if timed and _PUBLISHED in names and (reason := why_not(device)):  # before seven billion weights are made
-        raise DeviceError(reason)
-    if quick and (full or seconds is not None):
-        raise UsageError(f"--quick takes the fewest timings; leave {'--full' if full else '--seconds'} out.")
-    seconds = 0.0 if quick else seconds
+    if quick and full:
+        raise UsageError("--quick takes the fewest timings; leave --full out.")
     choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
     swapping.check_kernels(choices, run.device)
@@ -76,12 +70,10 @@ def swap_bench(
     if not place.alone:
         say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
     if not timed:
-        if of_timings := [
-            name for name, given in (("--full", full), ("--quick", quick), ("--seconds", seconds)) if given
-        ]:
-            raise UsageError(f"Under --device-map nothing is timed: leave {of_timings[0]} out.")
+        if full or quick:
+            raise UsageError(f"Under --device-map nothing is timed: leave {'--full' if full else '--quick'} out.")
         say.result("No speed: under --device-map the transfers between devices are what would be timed.")
-    drifts, speeds, tables = [], [], []
+    drifts, speeds = [], []
     figures: list[dict[str, str]] = []
     with run.joined() as ranks:
         for name in names:
@@ -96,21 +88,15 @@ def swap_bench(
             drift_figure = normscope.figures.plot_drift(moved, source.norms, **look.of_figure)
             views = [("drift", drift_figure, moved[0].about)]
             if timed:
-                speed = _speed(network, curves, run, full, seconds, say)
+                speed = _speed(network, curves, run, full, quick, say)
                 speeds.append(speed.as_dict())
                 views.append(("speed", normscope.figures.plot_speed(speed, **look.of_figure), speed.about))
-                if network.name == _PUBLISHED:
-                    with say.bars() as progress:
-                        table = published(network.module, curves, outputs=network.outputs, progress=progress)
-                    say.table(published_table(table))
-                    tables.append(table.as_dict())
             for view, figure, about in views:
                 file = files.save(figure, network.name, view, about, say)
                 figures.append({"model": network.name, "view": view, "file": file})
     if not place.speaks:
         raise typer.Exit
-    document = {"device": where, "drift": drifts, "speed": speeds, "figures": figures}
-    say.document({**document, "published": tables} if tables else document)
+    say.document({"device": where, "drift": drifts, "speed": speeds, "figures": figures})
 
 
 def _remark_on_cost(source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], say: Output) -> None:
@@ -167,11 +153,9 @@ def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:
 
 
 def _speed(
-    network: LoadedModel, curves: Sequence[str], run: RunOptions, full: bool, seconds: float | None, say: Output
+    network: LoadedModel, curves: Sequence[str], run: RunOptions, full: bool, quick: bool, say: Output
 ) -> BenchReport:
     """Time the network; in place of an embedded one, which is tiny, its full-size sibling with random weights."""
-    from normscope.models.weights.devices import KEEP, dtype_name
-    from normscope.swaps.bench.bench import BUDGET
     from normscope.tables.swaps import speed_tables
 
     if sibling := _FULL_SIZE.get(network.name):
@@ -179,12 +163,10 @@ def _speed(
         size = run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
         network = of_sibling.load(sibling, say)
-    if not full and seconds != 0:
-        limit = BUDGET if seconds is None else seconds
-        say.remark(f"timing {network.name} takes about {limit:.0f} s; --quick takes the fewest timings")
-    dtypes = None if full or run.dtype in (None, KEEP) else [dtype_name(run.dtype)]
+    if not quick:
+        say.remark(f"timing {network.name} takes a while; --quick takes the fewest timings")
     with say.bars() as progress:
-        report = normscope.bench(network, curves=curves, dtypes=dtypes, full=full, budget=seconds, progress=progress)
+        report = normscope.bench(network, curves=curves, full=full, quick=quick, progress=progress)
     say.heading(report.about)
     for table in speed_tables(report):
         say.table(table)

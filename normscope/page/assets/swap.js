@@ -101,18 +101,17 @@ function qualitySection(reports) {
 }
 
 function speedSection(report) {
-  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "time", "p20–p80", "GB/s", "copy", "ratio", "n", "verdict"];
+  const heads = ["what", "variant", "way", "passes", "dtype", "shape", "time", "p25–p75", "ratio", "n", "verdict"];
   const thousand = (seconds) => cell(seconds === null ? null : 1000 * seconds, short);
   const rows = report.rows.map((row) => [
     row.scope, row.variant, row.way, row.passes, row.dtype, row.shape.join(" × "), thousand(row.median),
-    row.p20 === null || row.p80 === null ? "–" : `${short(1000 * row.p20)} – ${short(1000 * row.p80)}`, cell(row.gb_per_s, short),
-    cell(row.share_of_copy, (share) => percent(share, 0)), { text: row.ratio === null ? "–" : `${short(row.ratio)} ×`, value: row.ratio ?? "" },
+    row.p25 === null || row.p75 === null ? "–" : `${short(1000 * row.p25)} – ${short(1000 * row.p75)}`, { text: row.ratio === null ? "–" : `${short(row.ratio)} ×`, value: row.ratio ?? "" },
     cell(row.n), [row.verdict, row.note].filter(Boolean).join("; "),
   ]);
   const about = Object.values(report.about).join(" · ");
   return section("h2", "Speed", [
     remark(visible(`on ${report.device}; ${about}`)),
-    table("Speed", heads, rows, { caption: "Times in ms. Faster only where minimum, median and the range from 20 to 80 % all lie below those of the network's own norm; slower likewise; inconclusive: neither. n: number of times measured.", terms: PAGE.terms.swaps }),
+    table("Speed", heads, rows, { caption: "Times in ms. Faster only where all of p25–p75 lies below that of the network's own norm; slower likewise; inconclusive: neither. n: number of times measured.", terms: PAGE.terms.swaps }),
     ...report.left_out.map((line) => remark(visible(line))),
   ]);
 }

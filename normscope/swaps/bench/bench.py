@@ -1,61 +1,63 @@
-"""Speed of a network with point-wise functions in place of its norms; DyT's published table, repeated."""
+"""Speed of a norm alone and of a whole network, with point-wise functions in place of the norms."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 import os
 import platform
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
+import numpy as np
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
-from torch.utils.benchmark.utils.timer import timer as clock  # synchronizes with CUDA
+from torch.utils.benchmark import Timer
 
-from normscope.errors import DeviceError, UsageError, count, unknown
-from normscope.inputs.batch import Batch, Sample
+from normscope.curves.expressions import split_names
+from normscope.errors import ModelError, UsageError, count, first_line
+from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.norms.streams import unpacked
 from normscope.pairs.norms.trace import NormReport, find_norms
-from normscope.runtime.launches import EAGER, TRITON, VARIABLE
-from normscope.runtime.network import left_as_found, uncompiled
+from normscope.runtime.launches import TRITON, VARIABLE
+from normscope.runtime.network import call, left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.spread import check_whole
-from normscope.swaps.bench.timing import (
-    AT_LEAST,
-    LEAST_SAMPLES,
-    ModelBench,
-    NormBench,
-    Only,
-    Variant,
-    commonest,
-    compiled,
-    computed,
-    distinct,
-    every,
-    judged,
-    variants,
+from normscope.swaps.bench.reports import (
+    FASTER,
+    INCONCLUSIVE,
+    NATIVE,
+    NOT_RUN,
+    PASSES,
+    SLOWER,
+    BenchReport,
+    Passes,
+    Timing,
+    Way,
 )
-from normscope.swaps.kernels.choice import why_not_on
-from normscope.swaps.pointwise import check_kernels
-from normscope.swaps.replace import model_tensor, module_at
-from normscope.swaps.reports import NATIVE, PASSES, BenchReport, Latency, Norms, Passes, PublishedReport, Timing
-from normscope.swaps.start import replaceable, why_not_replaced
+from normscope.swaps.kernels import choice
+from normscope.swaps.pointwise import PointwiseFunction, check_kernels
+from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap, model_tensor, module_at, replacements
+from normscope.swaps.start import RMS_NORM, replaceable, why_not_replaced
 
 CURVES = ("dyt", "dyisru", "derf")
-DTYPES = ("float32", "bfloat16", "float16")
-BUDGET = 15.0
-INTERPRETED = "in Triton's interpreter on the CPU, not on a GPU: the time says nothing"
+IDENTITY = "identity"
+ROUNDS = 5
+_BLOCK_SECONDS = 0.02  # per sample of a short call: a hundred times the overhead of clock and loop
+# Three samples that all lie below three others are one draw in twenty where nothing differs; two are one in six.
+_LEAST_SAMPLES = 3
 _COMPILATIONS = 1000
-_BY_DEFAULT = (
-    "Timed in bfloat16, in which networks run on a GPU: in float32 the products of matrices hide the norms. "
-    "dtypes=['float32'], --dtype float32, times the network's own."
-)
+_WAYS: tuple[tuple[Way, ...], ...] = (("eager", "fused"), ("compile",))  # those that take turns are together
+
+Run = Callable[[], object]
 
 
 def bench(
@@ -63,56 +65,48 @@ def bench(
     batch: Batch | None = None,
     curves: str | Sequence[str] = CURVES,
     *,
-    dtypes: Sequence[str] | None = None,
     full: bool = False,
-    budget: float | None = None,
+    quick: bool = False,
     outputs: Outputs | None = None,
     about: dict[str, str] | None = None,
-    only: Only = every,
     progress: Progress = silent,
 ) -> BenchReport:
     """Time a network's native norms, an RMSNorm, the identity and point-wise functions in their places.
 
-    The norm alone is the most common class and shape of the network's norms, on random values. Its GB/s count x and y
-    forward, and x, y, dy and dx forward + backward. The whole network runs on the batch in eval mode; its backward pass
-    computes the gradients of all parameters for a sum of squares of the output. Compared cases are timed in turns, but
-    a compiled network is recompiled for each variant, which discards other compiled code.
-
-    ``eager`` and ``compile`` compute point-wise functions in plain torch. ``fused`` uses normscope's kernels
-    (:mod:`normscope.swaps.kernels.choice`), on the CPU forward alone; ``compile + fused``, with ``full``, in the
-    compiled network. The timer is torch.utils.benchmark on the CPU; on CUDA, triton.testing.do_bench and replays of a
-    CUDA graph over buffers beyond the L2 cache.
+    The norm alone is the most common class and shape of the network's norms, on random values, forward and forward +
+    backward: in plain torch (``eager``), by torch.compile (``compile``), and by normscope's kernels
+    (``fused``, :mod:`normscope.swaps.kernels.choice`; on the CPU forward alone). The whole network runs on the batch in
+    eval mode, forward, eager and fused; its backward pass computes the gradients of all parameters for a sum of squares
+    of the output. Candidates take turns, so that a drift of the machine's speed affects all of them. The timer is
+    torch.utils.benchmark on the CPU and triton.testing.do_bench on CUDA.
 
     Args:
         model: a result of :func:`normscope.load`, or any module; it is left as found, to the bit.
         batch: the input, on the network's device and in its dtype. None for a loaded model's first batch; on a CPU, for
             that batch's first sample.
         curves: names of curves that need no fit.
-        dtypes: ``float32``, ``bfloat16``, ``float16``; None for the network's own, but bfloat16 instead of float32 on
-            CUDA, and all three with ``full``.
-        full: time everything. Otherwise the norm alone in all ways, and the whole network forward, fused if kernels
-            compute a curve and eager if not.
-        budget: seconds, for rounds and compiling: 4 to 10 rounds of the norm, and 3 of the network if they fit, else 1;
-            no more once each verdict is faster or slower. None for 15; with ``full`` for 10 rounds of everything.
+        full: also time the whole network compiled, and forward + backward.
+        quick: take one round instead of five, and compile nothing.
         outputs: reader of the network's output; a loaded model has its own.
         about: model, weights and data, for the report.
-        only: selects the cases; without the native norm's row there are no ratios and verdicts.
         progress: called with the next step, 0 and 1.
 
     Raises:
-        UsageError: if there is no such curve or dtype, a module comes without a batch, or ``NORMSCOPE_KERNELS`` asks
-            for kernels that cannot run here.
+        UsageError: if there is no such curve, a module comes without a batch, or ``NORMSCOPE_KERNELS`` asks for kernels
+            that cannot run here.
         ModelError: if the network has no norm, is spread over ranks or devices, or does not run on the batch.
 
     >>> import torch
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-    >>> report = bench(model, Batch((torch.ones(2, 4),)), ["dyt"], budget=0)
+    >>> report = bench(model, Batch((torch.ones(2, 4),)), ["dyt"], quick=True)
     >>> [row.variant for row in report.rows if row.scope == "model"]
     ['native', 'rmsnorm', 'identity', 'dyt']
     >>> import normscope
-    >>> bench(normscope.load("demo_vit", device="cpu"), curves="dyt", budget=0).about["data"]
+    >>> bench(normscope.load("demo_vit", device="cpu"), curves="dyt", quick=True).about["data"]
     '1 sample of 64 held-out digits'
     """
+    if full and quick:
+        raise UsageError("quick takes the fewest timings; leave full out.")
     model, batches, about, outputs = unpacked(model, None if batch is None else [batch], about, outputs)
     check_whole(model, "A timing", but=("quantized",))
     if batch is None:
@@ -120,59 +114,34 @@ def bench(
         batch = batch.first_sample() if model_tensor(model).device.type == "cpu" else batch
         about["data"] = f"{count(len(batch.samples), 'sample')} of {about['data']}"
     batch = batch if isinstance(batch, Batch) else next(iter(batches))
-    tensor = model_tensor(model, torch.empty(0))
-    chosen = _dtypes(dtypes, full, tensor)
-    budget = (math.inf if full else BUDGET) if budget is None else budget
-    inner = uncompiled(model)
+    inner, device = uncompiled(model), model_tensor(model, torch.empty(0)).device
+    batch = batch.to(device, None)
+    rounds = 1 if quick else ROUNDS
     rows: list[Timing] = []
-    left_out: list[str] = [] if dtypes or full or chosen == [tensor.dtype] else [_BY_DEFAULT]
     with left_as_found(inner, timed=True), compilations():
         progress("looking for norms", 0, 1)
-        if tensor.device.type == "cuda":
-            find_norms(inner, batch)  # the first pass loads libraries for seconds
-        begun = clock()
         found = find_norms(inner, batch)
-        a_pass, report = clock() - begun, _replaceable(found)
-        if left := why_not_replaced(found.sites):
-            left_out.append(f"Not all norms are replaced: {left}.")
-        until = time.monotonic() - a_pass + budget
-        for dtype in chosen:
-            cast = inner if dtype == tensor.dtype else copy.deepcopy(inner).to(dtype)
-            candidates = variants(cast, report.sites, curves)
-            check_kernels([module for variant in candidates for module in variant.modules.values()])
-            norm = NormBench(cast, candidates, commonest(report), tensor.new_empty(0, dtype=dtype))
-            # On the CPU the network has just run in its own dtype; no need to warm it up again, at seconds a pass.
-            warm = full or tensor.device.type != "cpu" or dtype != tensor.dtype
-            cast_batch = batch.to(tensor.device, None if dtype == tensor.dtype else dtype)
-            shapes = {site.name: report.shapes[site.name] for site in report.sites}
-            whole = ModelBench(cast, cast_batch, outputs, candidates, shapes, warm)
-            # A curve's fused row is what the network does by default; its eager row is left to --full.
-            doubled = set() if full else {variant.name for variant in whole.fused}
-            a_round = (len(candidates) + (len(whole.fused) if full else 0)) * a_pass
-            rounds = LEAST_SAMPLES if LEAST_SAMPLES * a_round <= budget else AT_LEAST
-            if not whole.fused:
-                left_out += without_kernels(tensor.device)
-            rows += _norm_alone(norm, until, 0.0 if full else rounds * a_round, only, progress, left_out)
-            for ways, passes in list(itertools.product(whole.ways, PASSES))[: None if full else 1]:
-                cases = whole.cases(ways, passes, only)
-                cases = [case for case in cases if case[0].way != "eager" or case[0].variant not in doubled]
-                if cases:
-                    progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
-                    rows += whole.measured(cases, until, rounds)
-    if not full:
-        others = [name for name in DTYPES if getattr(torch, name) not in chosen]
-        plain = ["functions with kernels in plain torch, in the whole network"] if whole.fused else []
-        parts = [*plain, "the whole network forward + backward", "the whole network compiled", *others]
-        left_out.append(f"Left to --full: {'; '.join(parts)}.")
-    device = in_words(tensor.device)
-    if os.environ.get(VARIABLE) == TRITON and tensor.device.type != "cuda":
-        device = f"{device}; fused {INTERPRETED}"
-        left_out.append(f"Fused rows ran {INTERPRETED}.")
-    return BenchReport(about, device, tuple(judged(rows)), tuple(dict.fromkeys(left_out)))
-
-
-def _replaceable(report: NormReport) -> NormReport:
-    return replace(report, sites=replaceable(report.sites))
+        report = replace(found, sites=replaceable(found.sites))
+        candidates = variants(inner, report.sites, curves)
+        check_kernels([module for variant in candidates for module in variant.modules.values()])
+        shapes = {site.name: tuple(report.shapes[site.name]) for site in report.sites}
+        for passes in PASSES:
+            for ways in _WAYS[: 1 if quick else 2]:
+                progress(f"the norm alone, {' and '.join(ways)}, {passes}", 0, 1)
+                rows += sampled(norm_cases(inner, candidates, commonest(report), ways, passes), device, rounds)
+        for ways, passes in itertools.product(_WAYS, PASSES) if full else [(_WAYS[0], PASSES[0])]:
+            progress(f"the whole network, {' and '.join(ways)}, {passes}", 0, 1)
+            cases = network_cases(inner, batch, outputs, candidates, shapes, ways, passes)
+            rows += sampled(cases, device, rounds) if ways == _WAYS[0] else compiled_one_by_one(cases, device, rounds)
+    left_out = [] if full else ["Left to --full: the whole network compiled, and forward + backward."]
+    if left := why_not_replaced(found.sites):
+        left_out.insert(0, f"Not all norms are replaced: {left}.")
+    if device.type == "cuda" and not any(row.way == "fused" for row in rows):
+        reason = choice.why_not_on(device) or "there is none for these functions in this dtype"
+        left_out.append(f"Fused by normscope's kernels: none is timed: {reason}.")
+    if os.environ.get(VARIABLE) == TRITON and device.type != "cuda":
+        left_out.append("Fused rows ran in Triton's interpreter on the CPU, not on a GPU: the time says nothing.")
+    return BenchReport(about, in_words(device), tuple(judged(rows)), tuple(left_out))
 
 
 def in_words(device: torch.device) -> str:
@@ -190,7 +159,7 @@ def in_words(device: torch.device) -> str:
 
 @contextlib.contextmanager
 def compilations() -> Iterator[None]:
-    """Allow one code object to be compiled for every curve, dtype and pass, and forget all of it afterwards.
+    """Allow one code object to be compiled for every curve and pass, and forget all of it afterwards.
 
     Beyond torch's limit of 8 it would silently run uncompiled. Inductor reads the CPU's instruction sets from its
     flags, instead of compiling a program for each, which takes 10 seconds and more.
@@ -203,130 +172,254 @@ def compilations() -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def _norm_alone(
-    norm: NormBench, until: float, for_model: float, only: Only, progress: Progress, left_out: list[str]
-) -> Iterator[Timing]:
-    took = 0.0
-    for ways, passes in itertools.product(norm.ways, PASSES):
-        if not (cases := norm.cases(ways, passes, only)):
-            continue
-        # A compiler that was started goes on; with the backward pass it takes twice as long, and the network waits.
-        ends = time.monotonic() + (0.0 if passes == PASSES[0] else 2 * took + for_model)
-        if "compile" in ways and ends > until:
-            left_out.append(f"The norm alone, compiled, {passes}: there was no room for it in the budget.")
-            continue
-        progress(f"the norm alone, {' and '.join(ways)}, {passes}", 0, 1)
-        begun = time.monotonic()
-        yield from norm.measured(cases, until - for_model)
-        took = time.monotonic() - begun
+@dataclass(frozen=True)
+class Variant:
+    """Replacements of the norms: ``native`` for the norms themselves, ``rmsnorm``, ``identity``, or a curve."""
+
+    name: str
+    modules: dict[str, nn.Module]  # by module path; none for ``native``
+    note: str = ""  # the norms that it cannot replace, and why
 
 
-def without_kernels(device: torch.device) -> list[str]:
-    """Remark on missing timings with kernels, where a user would expect them."""
-    if os.environ.get(VARIABLE) == EAGER:
-        return [f"Fused by normscope's kernels: {VARIABLE}={EAGER} leaves them out."]
-    if device.type == "cuda":
-        reason = why_not_on(device) or "there is none for these functions in this dtype"
-        return [f"Fused by normscope's kernels: none is timed: {reason}."]
-    return []
+def variants(model: nn.Module, sites: Sequence[NormSite], curves: str | Sequence[str]) -> list[Variant]:
+    """Make replacements on the norms' device and in their dtype: native, rmsnorm, identity and the curves.
 
-
-def _dtypes(names: Sequence[str] | None, full: bool, of_network: Tensor) -> list[torch.dtype]:
-    for name in names or ():
-        if name not in DTYPES:
-            raise UsageError(unknown("dtype", name, DTYPES))
-    if names is not None:
-        return [getattr(torch, name) for name in dict.fromkeys(names)]
-    if full:
-        return list(dict.fromkeys([of_network.dtype, *(getattr(torch, name) for name in DTYPES)]))
-    on_gpu = of_network.device.type == "cuda" and of_network.dtype == torch.float32
-    return [torch.bfloat16 if on_gpu else of_network.dtype]
-
-
-TOKENS, PASSES_TIMED = 4096, 100
-# GB for 6.74 billion weights of two bytes; their gradients, and the activations of a backward pass of 4096 tokens.
-_NEEDED: dict[Passes, int] = {"forward": 16, "forward + backward": 70}
-_NORMS: tuple[Norms, ...] = ("eager", "compile", "fused")
-
-
-def why_not(device: torch.device, passes: Passes = "forward") -> str | None:
-    """Return the reason why the published table is not repeated on a device; None if it can be.
-
-    >>> why_not(torch.device("cpu"))
-    'The published table is not repeated on the cpu: LLaMA 7B takes 13.5 GB of weights and 100 passes over 4096 tokens, which are hours without CUDA.'
-    """  # noqa: E501 - one sentence
-    if device.type != "cuda":
-        return (
-            f"The published table is not repeated on the {device.type}: LLaMA 7B takes 13.5 GB of weights and "
-            f"{PASSES_TIMED} passes over {TOKENS} tokens, which are hours without CUDA."
-        )
-    memory, needed = torch.cuda.get_device_properties(device).total_memory / 1e9, _NEEDED[passes]
-    if memory >= needed:
-        return None
-    return (
-        f"The published table's passes {passes} are not run: they need {needed} GB for 13.5 GB of weights"
-        f" and what else a pass over {TOKENS} tokens keeps, and the device has {memory:.0f} GB."
-    )
-
-
-def published(
-    model: nn.Module,
-    curves: Sequence[str] = ("dyt",),
-    *,
-    tokens: int = TOKENS,
-    n_passes: int = PASSES_TIMED,
-    on_cpu: bool = False,
-    outputs: Outputs | None = None,
-    progress: Progress = silent,
-) -> PublishedReport:
-    """Repeat the published table: seconds of a network's norms, and of the whole network, over ``n_passes`` passes.
-
-    The norms' time is that of each class and shape alone, times their number. The model is ``llama_7b`` in bfloat16,
-    or another causal language model of transformers, with any weights; it is left as found. It runs on one random
-    sequence of ``tokens``, on a CPU only if ``on_cpu``; other arguments are as of :func:`bench`.
+    The network stays as it is; ``curves`` are names, or names separated by commas.
 
     Raises:
-        DeviceError: if :func:`why_not` has a reason, unless ``on_cpu``.
+        UsageError: if there is no such curve, or if it has to be fitted (``free``, ``best``).
     """
-    where = next(model.parameters())
-    reason = why_not(where.device)
-    if reason and not (on_cpu and where.device.type == "cpu"):
-        raise DeviceError(reason)
-    batch = of_tokens(model, tokens)
-    ours = {"tokens": tokens, "passes": n_passes, "dtype": str(where.dtype).removeprefix("torch.")}
-    theirs = {"tokens": TOKENS, "passes": PASSES_TIMED, "dtype": "bfloat16"}
-    notes = [f"Ours has {key} {ours[key]}, the paper {theirs[key]}." for key in ours if ours[key] != theirs[key]]
-    rows: list[Latency] = []
-    with left_as_found(model, timed=True), compilations():
-        report = _replaceable(find_norms(model, batch))
-        candidates = [each for each in variants(model, report.sites, curves) if each.name in (NATIVE, *curves)]
-        shapes = {site.name: tuple(report.shapes[site.name]) for site in report.sites}
-        whole = ModelBench(model, batch, outputs or Outputs(), candidates, shapes, True)
-        if not whole.fused:
-            notes += without_kernels(where.device)
-        for way, passes, variant in itertools.product(_NORMS, PASSES, candidates):
-            if way == "fused" and variant not in whole.by_kernels(way, passes):
-                continue
-            if where.is_cuda and (too_little := why_not(where.device, passes)):
-                notes.append(too_little)
-                continue
-            progress(f"{variant.name}, {way} norms, {n_passes} passes {passes}", 0, 1)
-            placed = variant
-            if way == "compile":  # each norm by itself, as in the paper
-                modules = variant.modules or {name: module_at(model, name) for name in shapes}
-                placed = Variant(variant.name, {name: compiled(module) for name, module in modules.items()})
-            layer = 0.0
-            with computed(way):
-                for norm in distinct(report):
-                    alone = NormBench(model, [variant], norm, where.detach())
-                    layer += alone.seconds(variant.name, way, passes, n_passes) * norm.sites
-                rows.append(Latency(variant.name, way, passes, layer, whole.seconds(placed, passes, n_passes)))
-    return PublishedReport(in_words(where.device), tuple(rows), tokens, n_passes, tuple(dict.fromkeys(notes)))
+    asked = split_names(curves) if isinstance(curves, str) else curves
+    names = dict.fromkeys((RMS_NORM, IDENTITY, *(name.strip().lower() for name in asked)))
+    names.pop(NATIVE, None)
+    result = [Variant(NATIVE, {})]
+    for name in names:
+        modules: dict[str, nn.Module] = {}
+        reasons: list[str] = []
+        for site in sites:
+            try:
+                modules |= replacements(model, name, [site], init="paper")
+            except ModelError as error:
+                reasons.append(str(error))
+        note = f"{len(reasons)} of {len(sites)} norms left as they are: {reasons[0]}" if reasons else ""
+        result.append(Variant(name, modules, note))
+    return result
 
 
-def of_tokens(model: nn.Module, number: int) -> Batch:
-    """Return one sequence of random tokens for a causal language model of transformers, on its device."""
-    numbers = torch.Generator().manual_seed(0)
-    vocabulary = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
-    ids = torch.randint(vocabulary, (1, number), generator=numbers).to(next(model.parameters()).device)
-    return Batch((), {"input_ids": ids, "use_cache": False}, (Sample("random tokens", 0, 0),))
+@dataclass(frozen=True)
+class Norm:
+    """The path of the first of several norms of one class and input shape, the shape, and their number."""
+
+    name: str
+    shape: tuple[int, ...]
+    sites: int
+
+
+def distinct(report: NormReport) -> list[Norm]:
+    """Return the classes and shapes of a network's norms, in the order of their first calls."""
+    names: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for site in report.sites:
+        names.setdefault((site.kind, tuple(report.shapes[site.name])), []).append(site.name)
+    return [Norm(alike[0], shape, len(alike)) for (_, shape), alike in names.items()]
+
+
+def commonest(report: NormReport) -> Norm:
+    """Return the most common class and shape of a network's norms; of equally common ones, the first called."""
+    return max(distinct(report), key=lambda norm: norm.sites)
+
+
+def has_kernel(module: nn.Module, shape: Sequence[int], passes: Passes) -> bool:
+    """True if normscope's kernels compute a module on its device, in its dtype, for an input of this shape.
+
+    The CPU's loop computes the forward pass alone.
+
+    Raises:
+        UsageError: if ``NORMSCOPE_KERNELS`` is invalid, or asks for kernels that cannot run here.
+    """
+    if not isinstance(module, PointwiseFunction) or module.curve.function_name not in choice.CURVES:
+        return False
+    what = (module.curve.function_name, module.alpha.device, module.alpha.dtype)
+    return choice.by_kernels(*what) or (passes == "forward" and choice.loop_for(*what, math.prod(shape)) is not None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row without samples, and a context that yields the call to be timed; None if there is nothing to call."""
+
+    row: Timing
+    prepared: Callable[[], contextlib.AbstractContextManager[Run]] | None
+
+
+def norm_cases(
+    model: nn.Module, candidates: Sequence[Variant], norm: Norm, ways: Sequence[Way], passes: Passes
+) -> list[Case]:
+    """Return the cases of the norm alone, on random values of the device and dtype of the network."""
+    where = model_tensor(model, torch.empty(0))
+    generator = torch.Generator(where.device).manual_seed(0)
+    x, dy = (torch.randn(norm.shape, generator=generator, device=where.device).to(where.dtype) for _ in range(2))
+    x.requires_grad_(passes != "forward")
+    dtype = str(x.dtype).removeprefix("torch.")
+    cases = []
+    for way, variant in itertools.product(ways, candidates):
+        module = module_at(model, norm.name) if variant.name == NATIVE else variant.modules.get(norm.name)
+        if way == "fused" and (module is None or not has_kernel(module, norm.shape, passes)):
+            continue
+        row = Timing(variant.name, way, "norm", passes, dtype, norm.shape, norm.sites)
+        if module is None:
+            cases.append(Case(replace(row, note=variant.note), None))
+            continue
+        module = _without_hooks(module)
+        called = torch.compile(module, fullgraph=True, dynamic=False) if way == "compile" else module
+        parameters = require_gradients(module)
+
+        def run(called: Callable[[Tensor], Tensor] = called, parameters: Sequence[Tensor] = parameters) -> object:
+            if passes == "forward":
+                return called(x)
+            with torch.enable_grad():
+                return torch.autograd.grad(called(x), [x, *parameters], dy, allow_unused=True)
+
+        cases.append(Case(row, functools.partial(_ready, run)))
+    return cases
+
+
+@contextlib.contextmanager
+def _ready(run: Run) -> Iterator[Run]:
+    yield run
+
+
+def network_cases(
+    model: nn.Module,
+    batch: Batch,
+    outputs: Outputs,
+    candidates: Sequence[Variant],
+    shapes: Mapping[str, Sequence[int]],
+    ways: Sequence[Way],
+    passes: Passes,
+) -> list[Case]:
+    """Return the cases of the whole network; ``shapes`` are of each norm's input."""
+    values = (*batch.args, *batch.kwargs.values())
+    shape = next((tuple(value.shape) for value in values if isinstance(value, Tensor)), ())
+    dtype = next((part.dtype for part in model.parameters() if part.is_floating_point()), torch.float32)
+    called = cast(nn.Module, torch.compile(model, dynamic=False)) if "compile" in ways else model
+
+    @contextlib.contextmanager
+    def swapped_in(variant: Variant) -> Iterator[Run]:
+        with Swap(model, variant.modules), contextlib.ExitStack() as restored:
+            for parameter in model.parameters():
+                restored.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameters = require_gradients(model) if passes != "forward" else []
+            # The network may modify its input.
+            yield lambda: one_pass(called, batch.copied(), outputs, parameters)
+
+    cases = []
+    for way, variant in itertools.product(ways, candidates):
+        fused = any(has_kernel(module, shapes[name], passes) for name, module in variant.modules.items())
+        if way == "fused" and not fused:
+            continue
+        sites = len(shapes if variant.name == NATIVE else variant.modules)
+        name = str(dtype).removeprefix("torch.")
+        row = Timing(variant.name, way, "model", passes, name, shape, sites, note=variant.note)
+        exists = variant.name == NATIVE or variant.modules
+        cases.append(Case(row, functools.partial(swapped_in, variant) if exists else None))
+    return cases
+
+
+def one_pass(called: nn.Module, batch: Batch, outputs: Outputs, parameters: Sequence[Tensor]) -> object:
+    """Run a network forward, and if there are parameters, backward to them."""
+    if not parameters:
+        return call(called, batch)
+    with torch.enable_grad():
+        output = outputs.read(call(called, batch), batch)
+        return torch.autograd.grad(output.float().square().sum(), parameters, allow_unused=True)
+
+
+def require_gradients(module: nn.Module) -> list[Tensor]:
+    """Make every parameter require gradients, and return the parameters."""
+    return [parameter.requires_grad_() for parameter in module.parameters() if parameter.is_floating_point()]
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    """Return a copy that does not run the hooks of the network, nor copy what they refer to."""
+    hooks = [getattr(part, name) for part in module.modules() for name in (*PRE_HOOKS, *HOOKS)]
+    return copy.deepcopy(module, {id(registered): OrderedDict() for registered in hooks})
+
+
+def sampled(cases: Sequence[Case], device: torch.device, rounds: int) -> list[Timing]:
+    """Time cases in turns. One that fails, for example in a compiler, gets a note, and the others are timed."""
+    samples: list[list[float]] = [[] for _ in cases]
+    failed: dict[int, str] = {}
+    for _ in range(rounds):
+        for i, case in enumerate(cases):
+            if case.prepared is None or i in failed:
+                continue
+            try:
+                with computed(case.row.way), case.prepared() as run:
+                    samples[i] += times_of(run, device)
+            except Exception as error:
+                failed[i] = str(error).partition("\n")[0] if isinstance(error, ModelError) else first_line(error)
+    return [
+        replace(case.row, note=failed[i]) if i in failed else replace(case.row, samples=tuple(samples[i]))
+        for i, case in enumerate(cases)
+    ]
+
+
+def compiled_one_by_one(cases: Sequence[Case], device: torch.device, rounds: int) -> list[Timing]:
+    """Time compiled networks, of which there is one at a time: replacing norms compiles the network anew."""
+    rows = []
+    for case in cases:
+        torch._dynamo.reset()
+        rows += sampled([case], device, rounds)
+    return rows
+
+
+@contextlib.contextmanager
+def computed(way: Way) -> Iterator[None]:
+    """Context in which networks are computed in a way: compiled or not, and by kernels or in plain torch."""
+    with contextlib.ExitStack() as choices:
+        if way != "fused":
+            choices.enter_context(choice.plain_torch())
+        if way != "compile":
+            choices.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def times_of(run: Run, device: torch.device) -> list[float]:
+    """Time a call, after a warm-up: seconds per call, several samples if it is short."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return [milliseconds / 1e3 for milliseconds in do_bench(run, return_mode="all")]
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return list(timer.blocked_autorange(min_run_time=_BLOCK_SECONDS).times)
+
+
+def judged(rows: Sequence[Timing]) -> list[Timing]:
+    """Add medians and quartiles, and compare each row with the native norm: the eager one for ``fused``."""
+    rows = [_measured(row) for row in rows]
+    natives = {_setting(row): row for row in rows if row.variant == NATIVE}
+    result = []
+    for row in rows:
+        native = natives.get(_setting(row))
+        if row.median is not None and row.variant != NATIVE and native and native.median is not None:
+            row = replace(row, ratio=row.median / native.median, verdict=_verdict(row, native))
+        result.append(row)
+    return result
+
+
+def _measured(row: Timing) -> Timing:
+    if not row.samples:
+        return replace(row, verdict=NOT_RUN)
+    p25, median, p75 = (float(value) for value in np.quantile(row.samples, (0.25, 0.5, 0.75)))
+    return replace(row, p25=p25, median=median, p75=p75)
+
+
+def _setting(row: Timing) -> tuple[str, str, str]:
+    return "eager" if row.way == "fused" else row.way, row.scope, row.passes
+
+
+def _verdict(row: Timing, native: Timing) -> str:
+    if min(len(row.samples), len(native.samples)) < _LEAST_SAMPLES:
+        return INCONCLUSIVE
+    if row.p75 < native.p25:  # type: ignore[operator]
+        return FASTER
+    return SLOWER if row.p25 > native.p75 else INCONCLUSIVE  # type: ignore[operator]

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from types import ModuleType
 
 import torch
+from torch.autograd import forward_ad
 
 from normscope.errors import UsageError, unknown
 from normscope.runtime.launches import EAGER, TRITON, VARIABLE, cannot_be_met, why_no_launcher
@@ -22,9 +23,6 @@ LOOP_FROM = 2**13  # elements: for fewer, plain torch is faster than the call of
 _LOOP_DTYPES = (torch.float32, torch.bfloat16)
 _LINE = "linear"
 _LEAST_CAPABILITY = (8, 0)
-# Python's own table behind os.environ, because a lookup in os.environ takes as long as a tenth of nn.LayerNorm.
-_TABLE = getattr(os.environ, "_data", os.environ)
-_KEY = os.environ.encodekey(VARIABLE) if hasattr(os.environ, "encodekey") else VARIABLE
 
 
 def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -34,8 +32,8 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     launchers; otherwise plain torch computes, after a warning. torch.compile and torch.export trace plain torch, which
     a compiler fuses with its neighbours. ``NORMSCOPE_KERNELS`` overrides this: ``eager`` selects plain torch
     everywhere, ``triton`` the kernels alone, compiled or not. The straight line is always plain torch, as are
-    transforms of torch.func unless the variable is set. torch.compile recompiles if the variable changes, but not if
-    it was unset at first.
+    forward-mode derivatives and transforms of torch.func unless the variable is set. torch.compile recompiles if the
+    variable changes, but not if it was unset at first.
 
     Raises:
         UsageError: if the variable has another value, or asks for kernels that do not exist.
@@ -54,11 +52,6 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     if asked and why_not:
         raise cannot_be_met(why_not)
     return not why_not
-
-
-def asked_for_plain_torch() -> bool:
-    """True if ``NORMSCOPE_KERNELS`` is anything but ``triton``; fast where it is unset."""
-    return _KEY in _TABLE and os.environ[VARIABLE] not in ("", TRITON)
 
 
 def loop_for(curve: str, device: torch.device, dtype: torch.dtype, elements: int) -> ModuleType | None:
@@ -119,8 +112,8 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
         return f"there is no kernel for the curve {curve}, only for {', '.join(CURVES)}"
     if dtype not in DTYPES:
         return f"no kernel takes an input of {dtype}"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func's transforms do not go through kernels"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "torch.func's transforms and forward-mode derivatives do not go through kernels"
     return why_not_on(device)
 
 
@@ -132,8 +125,8 @@ def why_not_on(device: torch.device) -> str:
         return "the input is in the CPU's memory, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
     if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
         return f"the kernels are written for NVIDIA GPUs, and the input is on {device}"
-    if device.type == "cuda" and _capability(device) < _LEAST_CAPABILITY:
-        return f"the GPU has compute capability {'.'.join(map(str, _capability(device)))}, and the kernels need 8.0"
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+        return f"the GPU has compute capability {'.'.join(map(str, capability))}, and the kernels need 8.0"
     return why_no_launcher() if device.type == "cuda" else ""
 
 
@@ -152,8 +145,3 @@ def interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)

@@ -17,11 +17,12 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
 from normscope.runtime.compiled_loops import compiled, threads
-from normscope.swaps.kernels.eager import Parameters, unseen
+from normscope.swaps.kernels.eager import Parameters
 
 TANH, ISRU, ERF = 0, 1, 2
 _CURVES = {"tanh": TANH, "isru": ISRU, "erf": ERF}
@@ -214,7 +215,7 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
     tensor([[ 0.6000, -2.0000]])
     """
     parts = (parameters.alpha, parameters.shift, parameters.weight, parameters.bias)
-    if not x.numel() or not x.is_contiguous() or not unseen(x, *parts):
+    if not x.numel() or not x.is_contiguous() or not _plain(x, *parts):
         return None
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *parts)):
         return None
@@ -239,3 +240,17 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
     for future in futures:
         future.result()
     return y
+
+
+def _plain(*tensors: Tensor | None) -> bool:
+    """True if no tensor subclass, dispatch mode, tracer or transform has to see what is computed."""
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in (Tensor, nn.Parameter) or tensor.is_neg()):
+            return False
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or forward_ad._current_level >= 0
+    )

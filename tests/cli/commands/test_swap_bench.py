@@ -17,7 +17,7 @@ from normscope.swaps.calibrate.calibrate import swap
 
 FACTORIES = Path(__file__).parents[1] / "factories.py"
 NAME = f"py:{FACTORIES}:network"
-QUICK = "--seconds 0 --device cpu"
+QUICK = "--quick --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def stopped(monkeypatch):
 def test_quality_is_a_table_or_a_reason_why_there_is_none(here, as_table):
     first, *_ = as_table.stdout.splitlines()
     assert first.startswith("on cpu") and "no number here is of a GPU" in first
-    assert re.search("faster$|slower$|inconclusive$|too few", as_table.stdout, re.MULTILINE)
+    assert re.search("faster$|slower$|inconclusive$", as_table.stdout, re.MULTILINE)
     assert "No quality: nothing tells what the network is for (in Python, pass quality=" in as_table.stdout
     for name in ("3", "7"):
         (here / "images" / name).mkdir(parents=True)
@@ -163,7 +163,7 @@ def test_quick_takes_the_fewest_timings():
         with Image.open(figure["file"]) as image:
             assert image.width == 130
     rows = told["speed"][0]["rows"]
-    assert {len(row["samples"]) for row in rows if row["scope"] == "model"} == {1}
+    assert {row["way"] for row in rows} <= {"eager", "fused"} and all(row["samples"] for row in rows)
     assert {row["variant"] for row in rows if row["scope"] == "model"} == {
         *("native", "rmsnorm", "identity", "dyt", "dyisru")
     }

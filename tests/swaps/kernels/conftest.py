@@ -1,16 +1,27 @@
-"""Modes that record operators, for tests of several files."""
+"""Fixtures of several files: a GPU that is not there, and a mode that records operators."""
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from normscope.swaps import pointwise
-from normscope.swaps.kernels.choice import CURVES
+from normscope.swaps.kernels import choice
+from normscope.swaps.kernels.choice import VARIABLE
 
 
 @pytest.fixture
-def chosen(monkeypatch):
-    """Modules take the operator, which computes in plain torch where there is no GPU."""
-    monkeypatch.setattr(pointwise, "by_kernels", lambda curve, *_: curve in CURVES)
+def ampere(monkeypatch):
+    """A GPU of compute capability 8.0 that can launch kernels."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(choice, "why_no_launcher", lambda: "")
+
+
+@pytest.fixture
+def chosen(ampere, monkeypatch):
+    """Modules call the operator as on a GPU; it computes in plain torch where there is none."""
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(pointwise, "by_kernels", lambda curve, device, dtype: choice.by_kernels(curve, cuda, dtype))
 
 
 @pytest.fixture

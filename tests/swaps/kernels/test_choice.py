@@ -23,14 +23,6 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def ampere(monkeypatch):
-    """A GPU of compute capability 8.0, which fake tensors are on."""
-    monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(choice, "_capability", lambda device: (8, 0))
-    monkeypatch.setattr(choice, "why_no_launcher", lambda: "")
-
-
-@pytest.fixture
 def called(seen_by_dispatch):
     """Names of the operators that a function calls, on a device that need not be there."""
 
@@ -76,7 +68,7 @@ def test_what_is_transformed_is_plain_torchs(ampere, monkeypatch, transform):
     transform(chosen)(x)
     assert decided == [False] and by_kernels("tanh", CUDA, x.dtype)
     monkeypatch.setenv(VARIABLE, "triton")
-    with pytest.raises(UsageError, match=f"torch.func's transforms do not go through kernels.*{VARIABLE}=eager"):
+    with pytest.raises(UsageError, match=f"torch.func's transforms and .* do not go through kernels.*{VARIABLE}=eager"):
         transform(chosen)(x)
 
 
@@ -131,7 +123,7 @@ ASK = f"Unset it, or say {VARIABLE}=eager."
             "erf",
             CUDA,
             torch.float16,
-            {"_capability": lambda device: (7, 5)},
+            {"capability": (7, 5)},
             "the GPU has compute capability 7.5, and the kernels need 8.0",
         ),
     ],
@@ -139,7 +131,10 @@ ASK = f"Unset it, or say {VARIABLE}=eager."
 def test_an_override_that_cannot_be_met_is_an_error(ampere, monkeypatch, curve, device, dtype, patched, sentence):
     monkeypatch.setenv(VARIABLE, "triton")
     for name, value in patched.items():
-        monkeypatch.setattr(torch.version if name == "hip" else choice, name, value)
+        if name == "capability":
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, value=value: value)
+        else:
+            monkeypatch.setattr(torch.version if name == "hip" else choice, name, value)
     with pytest.raises(UsageError, match=f"^{VARIABLE}=triton cannot be met: .*{re.escape(sentence)}.*{ASK}$"):
         by_kernels(curve, device, dtype)
     for asked in ("eager", ""):
@@ -204,3 +199,28 @@ def test_plain_torch_imports_no_triton():
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_without_a_c_compiler_plain_torch_computes_after_one_warning(tmp_path):
+    """As in an image for running alone, with an empty cache: a point-wise function, and a capture."""
+    code = (
+        "import torch, warnings\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "torch.cuda.get_device_capability = lambda device: (8, 0)\n"
+        "from normscope.pairs.sums import reference, stats\n"
+        "from normscope.swaps.kernels.choice import by_kernels\n"
+        "cuda = torch.device('cuda', 0)\n"
+        "print(*(by_kernels(curve, cuda, torch.bfloat16) for curve in ('tanh', 'erf')))\n"
+        "print(stats._loop_of('cuda') is reference.add)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "CC")}
+    environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "True"]
+    assert done.stderr.count("UserWarning") == 1
+    assert "requires a C compiler and Python's headers" in done.stderr and f"{VARIABLE}=eager" in done.stderr
+    refused = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, VARIABLE: "triton"}, capture_output=True, text=True
+    )
+    assert f"{VARIABLE}=triton cannot be met: Triton cannot build" in refused.stderr

@@ -17,8 +17,7 @@ ERRORS = "NORMSCOPE_KERNEL_ERRORS"  # a folder for the largest of them, see laun
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 GPU = {"NORMSCOPE_KERNEL_TESTS": "cuda"}
 REHEARSED = {**INTERPRETER, "NORMSCOPE_KERNEL_TESTS": "cpu"}
-GIGABYTES = ("test_large.py", "test_memory.py")  # of which no two run at once
-FOR_A_GPU = ("test_large.py", "test_streams.py")  # nothing of them is for the interpreter
+GIGABYTES = FOR_A_GPU = ("test_gpu.py",)  # its tests take much memory, and are not for the interpreter
 UNCOVERED = ("test_shapes.py",)  # the other files run the same lines
 
 

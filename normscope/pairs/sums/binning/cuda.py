@@ -1,9 +1,10 @@
-"""Sums and drawing samples on a GPU: four Triton kernels per call, for which the host never waits."""
+"""Sums and drawing samples on a GPU: four Triton kernels, for which the host never waits."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +17,6 @@ from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
 from normscope.pairs.sums.tokens import Run, Tokens
-from normscope.runtime.launches import KernelCall, Scratch, alignment, launch
 
 _DESCRIBED = 2048  # elements that a program loads together
 _COLUMNS_DESCRIBED = 128  # of each token, where there are tokens for so many programs:
@@ -41,25 +41,16 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
     rows = tokens.rows.detach()
     rows = (rows.float() if rows.dtype == torch.float64 else rows).contiguous()
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-        n, d = rows.shape
         kept = _kept(stats)
-        scratch = torch.zeros(_CELLS + _ADDED + 1, GATHERED.value, device=rows.device)
         memory = {
             "rows": rows,
             "valid": rows if tokens.valid is None else tokens.valid.contiguous(),
             "runs": _runs(tuple(tokens.runs), rows.device, _stream(rows.device)),
-            "scratch": scratch,
+            "scratch": torch.zeros(_CELLS + _ADDED + 1, GATHERED.value, device=rows.device),
             **kept,
+            **_described(tokens, rows.device),
         }
-        lines = tokens.lines
-        if lines.shift is not None and lines.rstd is not None:
-            memory |= {"shift": lines.shift.contiguous(), "rstd": lines.rstd.contiguous()}
-        kind = (
-            *(n, d, rows.dtype, rows.device, len(tokens.runs), tokens.valid is None, tokens.groups, tokens.channels),
-            *(lines.form, lines.eps, lines.shift is None or lines.shift.dtype, lines.rstd is None or lines.rstd.dtype),
-            *(stats.grouped, len(stats.tokens.key), len(stats.largest.key), alignment(*memory.values())),
-        )
-        launch(kind, memory, lambda scratch: _launches(stats, tokens, scratch))
+        _launch_all(stats, tokens, memory)
         stats.bins = stats.bins.replaced({name: kept[argument] for name, argument in _BINNED.items()})
         reference.add_optional(stats, tokens)
         reference.add_positions(stats, tokens)
@@ -75,10 +66,10 @@ def _kept(stats: SiteSums) -> dict[str, Tensor]:
     return kept
 
 
-def _described(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
-    """Return dtype and size of the results of :func:`describe` for ``n`` tokens, by the kernels' arguments."""
-    lines = {} if given else {"shift": (torch.float64, n), "rstd": (torch.float64, n)}
-    return lines | {
+def _described(tokens: Tokens, device: torch.device) -> dict[str, Tensor]:
+    """Return memory for the results of :func:`describe`, by the kernels' arguments, or the lines if they are given."""
+    n, lines, given = len(tokens.rows), tokens.lines, {}
+    sizes = {
         "keys": (torch.int64, n),
         "folds": (torch.int32, n),
         "reach": (torch.float32, n),
@@ -87,6 +78,11 @@ def _described(n: int, given: bool) -> dict[str, tuple[torch.dtype, int]]:
         "samples": (torch.int64, n),
         "candidates": (torch.int32, 2 * n),
     }
+    if lines.shift is not None and lines.rstd is not None:
+        given = {"shift": lines.shift.contiguous(), "rstd": lines.rstd.contiguous()}
+    else:
+        sizes |= {"shift": (torch.float64, n), "rstd": (torch.float64, n)}
+    return given | {name: torch.empty(size, dtype=dtype, device=device) for name, (dtype, size) in sizes.items()}
 
 
 def options_to_add(major: int) -> dict[str, int]:
@@ -99,10 +95,9 @@ def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if there else 9
 
 
-def _launches(stats: SiteSums, tokens: Tokens, scratch: Scratch) -> Iterator[KernelCall]:
-    """Yield the kernel calls for some tokens; :func:`launch` adds the tensors by name."""
+def _launch_all(stats: SiteSums, tokens: Tokens, memory: Mapping[str, Tensor]) -> None:
+    """Launch the kernels for some tokens; ``memory`` is by the names of their arguments."""
     n, d = tokens.rows.shape
-    scratch(_described(n, tokens.lines.form is None))
     uniform, largest = len(stats.tokens.key), len(stats.largest.key)
     # Of n uniformly distributed keys, almost surely enough are below the cut to fill the uniform sample.
     cut = min(NO_KEY, NO_KEY // n * _TIMES_THE_PLACES * uniform)
@@ -113,11 +108,11 @@ def _launches(stats: SiteSums, tokens: Tokens, scratch: Scratch) -> Iterator[Ker
     constants = {"eps": tokens.lines.eps, "given": given, "all_valid": tokens.valid is None}
     at_once, tile = _described_together(n, d)
     constants |= {name: value for name, value in form.items() if name != "name"} | {"at_once": at_once, "tile": tile}
-    yield KernelCall(describe, (triton.cdiv(n, at_once),), sizes | runs | constants, {"maxnreg": _REGISTERS})
+    _launch(describe, (triton.cdiv(n, at_once),), {**memory, **sizes, **runs, **constants}, maxnreg=_REGISTERS)
     grouped = tokens.groups is not None
     width = tokens.positions if grouped else d
     n_rows, tile = n * d // width, _columns(width)
-    at_once = _ADDED // tile
+    at_once, options = _ADDED // tile, options_to_add(_major(stats.channel_sums.device))
     for first_row, last_row, first_column, last_column in _parts(n_rows, width):
         columns = triton.cdiv(last_column - first_column, tile)
         in_rows = triton.cdiv(last_row - first_row, at_once)
@@ -126,13 +121,17 @@ def _launches(stats: SiteSums, tokens: Tokens, scratch: Scratch) -> Iterator[Ker
         numbers |= {"steps": steps, "per_token": d // width, "groups": groups, "channels": tokens.channels}
         constants = {"cells": _CELLS, "grouped": grouped, "at_once": at_once, "tile": tile}
         grid = (columns, triton.cdiv(in_rows, steps))  # the second at most 65,535
-        yield KernelCall(add_pairs, grid, numbers | constants, options_to_add(_major(stats.channel_sums.device)))
-        yield KernelCall(flush, (triton.cdiv(_CELLS, _FLUSHED),), {"cells": _CELLS, "tile": _FLUSHED})
+        _launch(add_pairs, grid, {**memory, **numbers, **constants}, **options)
+        _launch(flush, (triton.cdiv(_CELLS, _FLUSHED),), {**memory, "cells": _CELLS, "tile": _FLUSHED})
     channels = {"groups": groups, "per_token": d // tokens.positions, "positions": tokens.positions}
     constants = {"grouped_width": GROUPED_WIDTH if stats.grouped else 0, "at_once": _PER_PROGRAM}
     constants |= {"tile": _OFFERED, "pairs_tile": 32 * _WARPS_TO_DRAW}
     programs = 2 + triton.cdiv(n, _PER_PROGRAM)
-    yield KernelCall(draw, (programs,), sizes | channels | constants, {"num_warps": _WARPS_TO_DRAW})
+    _launch(draw, (programs,), {**memory, **sizes, **channels, **constants}, num_warps=_WARPS_TO_DRAW)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: int) -> None:
+    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **options)
 
 
 def _described_together(n: int, d: int) -> tuple[int, int]:

@@ -1,15 +1,12 @@
 """Forward and every gradient of each curve, in each dtype and layout, with parameters of every shape and dtype."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from truth import BY_NUMPY, DEVICE, GPU, OF_INPUT, hold, numbers, parameters
+from truth import BY_NUMPY, DEVICE, GPU, hold, made_by_kernels, numbers, parameters
 
 from normscope.swaps.kernels import launch
-from normscope.swaps.kernels import launch as fused
 
 ALL = "alpha shift weight bias"
 HALF = torch.bfloat16
@@ -60,6 +57,12 @@ SHAPES = {
 CURVES = list(BY_NUMPY)
 
 
+def small_tiles(patch: pytest.MonkeyPatch) -> None:
+    """Let a few elements fill several tiles, and a program take several of them."""
+    for name, value in {"FORWARD_TILE": 16, "BACKWARD_TILE": 8, "COLUMNS": 8, "PROGRAMS": 2}.items():
+        patch.setattr(launch, name, value)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_y_and_every_gradient(name):
     x, shape, behind = SHAPES[name]
@@ -81,20 +84,9 @@ def test_nothing_has_gradients_of_zero(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_rows_wider_than_a_tile(dtype, monkeypatch):
-    monkeypatch.setattr(launch, "LANES", 1)
-    for width in (264, 267):
-        hold("tanh", numbers((1, width), dtype), parameters("tanh", (width,), dtype, each="weight"))
-
-
-def test_the_result_has_the_strides_of_what_leaves_no_gaps():
-    for name in ("transposed", "transposed in part", "channels last", "NCHW", "one axis"):
-        x, shape, behind = SHAPES[name]
-        own = parameters("isru", shape)
-        assert fused.forward(x, own, "isru", behind).stride() == x.stride()
-        assert fused.backward(x, x, own, "isru", behind, OF_INPUT).x.stride() == x.stride()
-    x, shape, behind = SHAPES["tokens left out"]
-    assert fused.forward(x, parameters("isru", shape), "isru", behind).is_contiguous()
+def test_rows_of_several_tiles(dtype):
+    for width in (256, 267):
+        hold("tanh", numbers((3, width), dtype), parameters("tanh", (width,), dtype, each="weight"))
 
 
 @st.composite
@@ -121,15 +113,10 @@ FEWER = {"max_examples": 8, "phases": [Phase.generate], "derandomize": True} if 
 @given(inputs(), st.sampled_from(CURVES), st.sampled_from([ALL, "weight bias", "alpha", ""]), st.booleans())
 def test_any_strides_at_all(drawn, curve, each, expanded):
     x, shape, behind = drawn
+    dy = x.new_ones(()).expand(x.shape) if expanded else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "LANES", 4)  # so that a few elements fill several tiles
-        hold(
-            curve,
-            x,
-            parameters(curve, shape, x.dtype, each),
-            behind,
-            x.new_ones(()).expand(x.shape) if expanded else None,
-        )
+        small_tiles(patch)
+        hold(curve, x, parameters(curve, shape, x.dtype, each), behind, dy)
 
 
 # The channels, the parameters with one number per channel, and those that are absent.
@@ -154,8 +141,7 @@ def test_every_kind_of_parameter_in_every_pair_of_dtypes(curve, case):
 
 @each_dtype
 def test_so_many_tiles_that_programs_take_several(dtype, monkeypatch):
-    monkeypatch.setattr(launch, "LANES", 2)
-    monkeypatch.setattr(launch, "BACKWARD", replace(launch.BACKWARD, per_multiprocessor=1))
+    small_tiles(monkeypatch)
     hold("tanh", numbers((70, 12), dtype), parameters("tanh", (12,), dtype))
     hold("tanh", numbers((2, 4, 26), dtype), parameters("tanh", (4,), dtype, ALL), behind=1)
 
@@ -165,3 +151,26 @@ def test_parameters_with_strides():
     hold("erf", numbers((9, 24)), own.each(lambda part: part[::2]))
     hold("isru", numbers((9, 24)), own.each(lambda part: part[:1].expand(24)))
     hold("tanh", numbers((5, 4, 6)), parameters("tanh", (6, 4), each=ALL).each(torch.Tensor.t))
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (2, 24, 12)], ids=str)
+def test_the_same_bits_whatever_was_in_memory(shape, monkeypatch, fill_memory):
+    small_tiles(monkeypatch)
+    x, dy = numbers(shape, HALF), numbers(shape, HALF, seed=3)
+    own = parameters("erf", shape[1:2], HALF, "alpha bias")
+
+    def results() -> list[torch.Tensor]:
+        made = made_by_kernels("erf", x, own, len(shape) - 2, dy).values()
+        return [tensor.contiguous().view(torch.uint8) for tensor in made]
+
+    first = results()
+    for value in (1.5, -torch.inf):
+        fill_memory(value)
+        assert all(map(torch.equal, first, results()))
+
+
+def test_inputs_stay_as_they_are():
+    x, dy, own = numbers((9, 20)), numbers((9, 20), seed=3), parameters("tanh", (20,), each=ALL)
+    before = [tensor.clone() for tensor in (x, dy, *vars(own).values())]
+    hold("tanh", x, own, dy=dy)
+    assert all(map(torch.equal, (x, dy, *vars(own).values()), before))

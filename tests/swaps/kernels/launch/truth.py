@@ -9,26 +9,23 @@ import scipy.special
 import torch
 from torch import Tensor
 
-from normscope.swaps.kernels import launch as fused
-from normscope.swaps.kernels.eager import Gradients, Parameters, layout_of
-from normscope.swaps.kernels.launch import backward_launches, forward_launch
+from normscope.swaps.kernels import launch
+from normscope.swaps.kernels.eager import Parameters
 
 MODE = os.environ.get("NORMSCOPE_KERNEL_TESTS", "")  # cuda; cpu: what is for a GPU alone, tiny, in the interpreter
 GPU = MODE == "cuda"
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 for_a_gpu = pytest.mark.skipif(MODE not in ("cuda", "cpu"), reason="for a GPU alone: too much for the interpreter")
-on_a_gpu = pytest.mark.skipif(not GPU, reason="there is nothing of it but on a GPU")
+on_a_gpu = pytest.mark.skipif(not GPU, reason="for a GPU alone")
 
 BY_NUMPY = {"tanh": np.tanh, "isru": lambda u: u / np.hypot(u, 1), "erf": scipy.special.erf}
 BY_TORCH = {"tanh": torch.tanh, "isru": lambda u: u / torch.hypot(u, u.new_ones(())), "erf": torch.special.erf}
 HALF_ULP = 2.0**-24  # of float32, in which everything between a load and a store is
 SMALLEST = 2.0**-126  # what float32 has of a derivative below may be zero
 CANCELLED = 2.0**-50  # of what autograd makes of a derivative in float64, 1 − tanh² and 1/r − u²/r³
-CHEAP_ERF = 6e-5  # relative: the bound in functions.cheap_erf
-TANH = 2.0**-11 if GPU else 0.0  # relative, of tanh.approx.f32 (PTX ISA); the interpreter has an ordinary tanh
-BESIDE = 5e-5  # relative: the bound in functions.function_beside
+TANH = 2.2e-5  # relative, of half precision: the bound in loops._tanh
 # Of f in float32, of which tanh and isru have 5 at most and CUDA's erff, 2 ulp (CUDA C++ Programming Guide), 4; and of
-# f′, where an error of the exponent is not in them: ex2.approx takes 4, rcp.approx 2 (PTX ISA), twice, and rsqrt.approx
+# f′, where an error of the exponent is not in them: ex2.approx takes 4, div.full 4 (PTX ISA), twice, and rsqrt.approx
 # 2.2, three times.
 ROUNDINGS = 16
 # The interpreter cuts float32 off to bfloat16, an ulp of eight digits, and so to float16; a GPU rounds, half of one.
@@ -39,7 +36,7 @@ LEAST = {  # the interpreter has no subnormal bfloat16
     torch.bfloat16: 2.0**-134 if GPU else 2.0**-126,
     torch.float16: HALVED * 2.0**-24,
 }
-EVERY, OF_INPUT, OF_PARAMETERS = [True] * 5, [True, *[False] * 4], [False, *[True] * 4]  # of the gradients
+QUANTITIES = ("y", "x", "alpha", "shift", "weight", "bias")  # the result, and what gradients are by
 FEW = 2**20  # elements whose truth the CPU computes; that of more is computed where they are
 PIECE = 2**23  # elements whose truth is in memory at once
 FURTHEST: dict[str, float] = {}  # by curve, dtype and quantity: the largest error so far, over what is allowed
@@ -64,7 +61,7 @@ def truth(curve: str, x: Tensor, own: Parameters, behind: int, dy: Tensor, addit
     """Return y and every gradient, each with a bound on the error of float32 arithmetic in any order.
 
     Args:
-        curve: by its name, as are the others of :func:`fused.backward`.
+        curve: by its name, as are the others of :func:`launch.backward`.
         additions: that meet any one term: in a register, across a tile, in another order.
     """
     if x.numel() <= FEW:
@@ -92,7 +89,8 @@ def truth_there(
     slope = torch.autograd.functional.jvp(BY_TORCH[curve], u, torch.ones_like(u))[1]
     reach = (alpha * own_x).abs() + shift.abs()
     f = BY_TORCH[curve](u) if u.is_cuda else torch.from_numpy(np.asarray(BY_NUMPY[curve](u.numpy())))
-    of_f = f.abs() * (ROUNDINGS * HALF_ULP + cheap(curve, x.dtype)) + 4 * HALF_ULP * slope * reach
+    cheap = TANH if curve == "tanh" and x.dtype != torch.float32 else 0.0
+    of_f = f.abs() * (ROUNDINGS * HALF_ULP + cheap) + 4 * HALF_ULP * slope * reach
     of_exponent = 3 * u**2 if curve == "erf" and GPU else 0.0  # the interpreter is held without it
     roundings = ROUNDINGS + 4 * (1 + u.abs()) * reach + of_exponent
     of_slope = slope * HALF_ULP * roundings + CANCELLED + SMALLEST
@@ -101,7 +99,7 @@ def truth_there(
         "x": alpha.abs() * through,
         "alpha": own_x.abs() * through,
         "shift": through,
-        "weight": upstream.abs() * (of_f + (BESIDE if curve == "tanh" and x.dtype != torch.float32 else 0.0) * f.abs()),
+        "weight": upstream.abs() * of_f,
         "bias": torch.zeros_like(u),
     }
     y = Held(weight * f + bias, weight.abs() * of_f + 4 * HALF_ULP * ((weight * f).abs() + bias.abs()))
@@ -111,13 +109,6 @@ def truth_there(
             bound = errors[name] + additions * HALF_ULP * terms[name].abs()
             made[name] = Held(*(summed(each, part, behind) for each in (terms[name], bound)))
     return made
-
-
-def cheap(curve: str, dtype: torch.dtype) -> float:
-    """Return how far off the cheap functions of half precision are, relative."""
-    if dtype == torch.float32 or curve == "isru":
-        return 0.0
-    return TANH + (CHEAP_ERF if curve == "erf" else 0.0)
 
 
 def summed(terms: Tensor, part: Tensor, behind: int) -> Tensor:
@@ -139,77 +130,40 @@ def agree(made: Tensor, held: Held, *what: object) -> None:
     assert (excess <= 1).all(), f"{name}: off by {furthest:.3g} of what is allowed, {float(off.max()):.3g} at most"
 
 
+def made_by_kernels(curve: str, x: Tensor, own: Parameters, behind: int, dy: Tensor) -> dict[str, Tensor | None]:
+    """Return y and every gradient, by the names of :data:`QUANTITIES`."""
+    y = launch.forward(x, own, curve, behind)
+    return dict(zip(QUANTITIES, (y, *launch.backward(dy, x, own, curve, behind)), strict=True))
+
+
 def hold(curve: str, x: Tensor, own: Parameters, behind: int = 0, dy: Tensor | None = None) -> None:
-    """Hold y and every gradient to float64, and where x is half precision also what is there before it is rounded."""
+    """Hold y and every gradient to float64, and check their shapes, dtypes, devices and strides."""
     if dy is None:
         drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
         dy = drawn.to(device=x.device, dtype=x.dtype)
     held = truth(curve, x, own, behind, dy)
-    y = fused.forward(x, own, curve, behind)
-    gradients = fused.backward(dy, x, own, curve, behind, EVERY)
-    check_forms(y, gradients, x, own)
-    for name, made in {"y": y, **gradients._asdict()}.items():
-        if made is not None:
-            agree(made, held[name], curve, x.dtype, name)
-    if x.dtype != torch.float32 and x.numel() > 0:
-        for name, made in unrounded(curve, x, own, behind, dy).items():
-            agree(made, held[name], curve, x.dtype, f"{name} before it is rounded")
-
-
-def check_forms(y: Tensor, gradients: Gradients, x: Tensor, own: Parameters) -> None:
-    """Check that there is what there should be, in its shape, dtype, place and strides."""
-    for name, made in {"y": y, **gradients._asdict()}.items():
+    for name, made in made_by_kernels(curve, x, own, behind, dy).items():
         like = x if name in "xy" else getattr(own, name)
         assert (made is None) == (like is None), name
         if made is not None:
             assert (made.shape, made.dtype, made.device) == (like.shape, like.dtype, like.device), name
-            assert made.stride() == (like.clone() if name in "xy" else torch.zeros(like.shape)).stride(), name
+            assert made.stride() == (torch.empty_like(like) if name in "xy" else torch.zeros(like.shape)).stride(), name
+            agree(made, held[name], curve, x.dtype, name)
 
 
-def hold_in_pieces(curve: str, x: Tensor, own: Parameters, y: Tensor, dy: Tensor, made: Gradients, behind: int) -> None:
+def hold_in_pieces(curve: str, x: Tensor, own: Parameters, dy: Tensor, behind: int = 0, additions: int = 32) -> None:
     """Hold y and every gradient of large tensors to float64, some rows after the other."""
-    additions, sums = most_additions(dy, x, own, made, curve, behind), {}
+    made, sums = made_by_kernels(curve, x, own, behind, dy), {}
     rows = max(1, PIECE // x[0].numel())
     for begin in range(0, len(x), rows):
         here = slice(begin, begin + rows)
         held = truth_there(curve, x[here], own, behind, dy[here], additions)
-        agree(y[here], held.pop("y"), curve, x.dtype, "y")
-        agree(made.x[here], held.pop("x"), curve, x.dtype, "x")
+        for name in "yx":
+            agree(made[name][here], held.pop(name), curve, x.dtype, name)
         for name, part in held.items():
             sums[name] = Held(*map(torch.add, sums[name], part)) if name in sums else part
     for name, held in sums.items():
-        agree(getattr(made, name), held, curve, x.dtype, name)
-
-
-def most_additions(dy: Tensor, x: Tensor, own: Parameters, made: Gradients, curve: str, behind: int) -> int:
-    """Return how many additions of float32 any one term meets: in its register, across a tile, and a few beside."""
-    layout = layout_of([dy, x, made.x], *own.channel_axes(x, behind))
-    if layout is None:  # contiguous ones are gone through, like those of dx
-        layout = layout_of([made.x] * 3, *own.channel_axes(x, behind))
-    given = backward_launches(dy, x, own, made, layout, curve)[0].arguments
-    runs = -(-layout.others // (given["steps"] * given["block_others"])) * layout.outers
-    tile = given["block_others"] * given["block_channels"]
-    return -(-runs // given["programs"]) * given["steps"] + tile.bit_length() + 4
-
-
-def fill(curve: str, x: Tensor, own: Parameters, behind: int, dy: Tensor, y: Tensor, made: Gradients) -> None:
-    """Fill y and the gradients where they are, by the kernels alone."""
-    axes = own.channel_axes(x, behind)
-    forward_launch(x, y, own, layout_of([x, y], *axes), curve).run()
-    for launch in backward_launches(dy, x, own, made, layout_of([dy, x, made.x], *axes), curve):
-        launch.run()
-
-
-def unrounded(curve: str, x: Tensor, own: Parameters, behind: int, dy: Tensor) -> dict[str, Tensor]:
-    """Return what the kernels make of half precision where what they fill is float32."""
-    x, dy = x.contiguous(), dy.contiguous()
-    own = own.each(Tensor.contiguous)
-    whole = {"dtype": torch.float32, "device": x.device}
-    y, dx = torch.empty(x.shape, **whole), torch.empty(x.shape, **whole)
-    parts = (None if part is None else torch.empty(part.shape, **whole) for part in vars(own).values())
-    gradients = Gradients(dx, *parts)
-    fill(curve, x, own, behind, dy, y, gradients)
-    return {"y": y} | {name: made for name, made in gradients._asdict().items() if made is not None}
+        agree(made[name], held, curve, x.dtype, name)
 
 
 def parameters(
