@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import typer
-import yaml
 
 import normscope
 from normscope.cli import app
@@ -49,7 +48,7 @@ def test_the_reference_names_everything_public():
 
 def test_the_citation_is_of_this_version():
     version = normscope.__version__
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == version
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"version = {{{version}}}" in (DOCS / "citing.md").read_text(encoding="utf-8")
 
 

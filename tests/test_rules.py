@@ -52,7 +52,7 @@ LIBRARIES = {
     "diffusers": {"models"},
     "transformers": {"models"},
     "accelerate": {"models", "runtime/spread.py"},
-    "pyarrow": {"cli"},
+    "tabulate": {"tables"},
     "typer": {"cli"},
 }
 FIRST_WORDS = re.compile(r"(What|Whether|Which|How|Those|They|That)\b")

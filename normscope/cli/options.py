@@ -31,7 +31,7 @@ _ARGUMENTS = ""
 _CURVES = "tanh (dyt), isru (dyisru), erf, derf, linear (identity), free (E\\[y|x]), or a formula, 'mine=x/(1+abs(x))'"
 _SITES = "names, globs, ranges (4-11, 4-4), kinds (LayerNorm), pre-norm, post-norm, qk, final"
 _REFITTED = "neighbours, the functions and the linear layers beside them; or norms, the functions alone"
-_OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .parquet, .json, .yaml)"
+_OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .json)"
 _INITS = "; ".join(f"{name}, {init.help}" for name, init in INITS.items())
 # One row per parameter of a command, in the order of the help: its metavar, two spaces, and its help; flags have no
 # metavar. A row whose name begins with a command is for that command and for the commands that _LIKE maps to it.

@@ -1,10 +1,9 @@
-"""Output of a command: results on stdout and in files (JSON, CSV, Parquet, YAML, tables); the rest on stderr."""
+"""Output of a command: results on stdout and in files (JSON, CSV, tables); the rest on stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import json
 import os
 import sys
@@ -18,26 +17,24 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-import normscope
 from normscope.errors import DataError, UsageError, count, unknown
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
 from normscope.runtime.progress import is_one_step
 from normscope.runtime.records import flat
 from normscope.tables.glossary import typed
-from normscope.tables.table import AdaptiveTable
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
-    from rich.table import Table
 
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
     from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.runtime.progress import Progress
+    from normscope.tables.table import TextTable
 
 Row: TypeAlias = Mapping[str, Any]
-_SUFFIXES = (".csv", ".parquet", ".tex", ".md", ".yaml", ".yml", ".json", "")
+_SUFFIXES = (".csv", ".tex", ".md", ".json", "")
 _WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
 FIGURES = "outputs"  # folder of figures
 _MOST_NAMED = 4  # inputs that are kept, in a remark
@@ -79,13 +76,13 @@ class Output:
 
     Attributes:
         as_json: stdout contains one JSON document and nothing else.
-        file: receives rows (.csv, .parquet), tables (.tex, .md) or the document (.yaml, .yml, .json, no suffix); stdout
-            then contains its name.
+        file: receives rows (.csv), tables (.tex, .md) or the document (.json, no suffix); stdout then contains its
+            name.
         quiet: leave out progress and remarks; warnings stay.
         columns: headings of the tables' columns, separated by commas; None for all.
     """
 
-    _tables: list[tuple[str, Table]]
+    _tables: list[tuple[str, TextTable]]
 
     def __init__(
         self, as_json: bool = False, output: Path | None = None, quiet: bool = False, columns: str | None = None
@@ -112,19 +109,10 @@ class Output:
         self._suffix = "" if output is None else output.suffix.lower()
         if self._suffix not in _SUFFIXES:
             raise UsageError(
-                f"--output {output} ends in {self._suffix}, but a result's file ends in .csv, .parquet, .tex, .md, "
-                ".yaml, .yml or .json."
+                f"--output {output} ends in {self._suffix}, but a result's file ends in .csv, .tex, .md or .json."
             )
         if output is not None:
             check_writable(output)
-        if self._suffix == ".parquet":
-            try:
-                import pyarrow.parquet  # noqa: F401 - to learn whether it can be imported
-            except ImportError as error:
-                raise UsageError(
-                    f"Cannot write {output}: Parquet needs pyarrow, which cannot be imported ({error}). "
-                    "Install it: pip install 'pyarrow>=17'."
-                ) from error
         self._shows_tables = self._speaks and output is None and not self.as_json
 
     def remark(self, text: str) -> None:
@@ -141,22 +129,16 @@ class Output:
         if self._speaks and not self.as_json:
             self._results.print(_harmless(text), soft_wrap=True)
 
-    def table(self, table: Table) -> None:
+    def table(self, table: TextTable) -> None:
         """Show a table to a person, or keep it for the file."""
-        if self.columns is not None and isinstance(table, AdaptiveTable):
+        if self.columns is not None and any(table.headings):
             self._headings += map(typed, table.headings)
             table = table.only(self.columns)
             if len(table.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
                 return
         self._tables.append((self._above, table))
-        if not self._shows_tables:
-            return
-        # A number broken over two lines would read as two, so a table may be wider than a terminal of few columns.
-        width = self._results.width
-        unbounded = self._results.options.update(width=_WIDTH_OF_A_PIPE)
-        self._results.width = max(width, self._results.measure(table, options=unbounded).minimum)
-        self._results.print(table)
-        self._results.width = width
+        if self._shows_tables:
+            self._results.print(table, crop=False)
 
     def sentences(self, text: str) -> None:
         if self._shows_tables:
@@ -173,7 +155,7 @@ class Output:
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
         """Print the result as JSON if requested, and write the file if one was given.
 
-        ``rows`` are its table; without them, a .csv or .parquet file gets the document.
+        ``rows`` are its table; without them, a .csv file gets the document.
         """
         if not self._speaks:
             return
@@ -185,19 +167,14 @@ class Output:
             sys.stdout.write(text)
         if self.file is None:
             return
-        if self._suffix == ".parquet" and rows is not None:
-            write_parquet(rows, self.file)
-        else:
-            if self._suffix == ".csv" and rows is not None:
-                text = as_csv(rows)
-            elif self._suffix in (".tex", ".md"):
-                from normscope.tables.markup import as_latex, as_markdown
+        if self._suffix == ".csv" and rows is not None:
+            text = as_csv(rows)
+        elif self._suffix in (".tex", ".md"):
+            from normscope.tables.markup import as_latex, as_markdown
 
-                text = (as_latex if self._suffix == ".tex" else as_markdown)(self._tables)
-            elif self._suffix in (".yaml", ".yml"):
-                text = as_yaml(document)
-            with whole_file(self.file) as partial:
-                partial.write_text(text, encoding="utf-8", newline="")
+            text = (as_latex if self._suffix == ".tex" else as_markdown)(self._tables)
+        with whole_file(self.file) as partial:
+            partial.write_text(text, encoding="utf-8", newline="")
         if self.as_json:
             self.remark(f"wrote {self.file}")
         else:
@@ -336,41 +313,9 @@ def as_csv(rows: Sequence[Row]) -> str:
     >>> as_csv([{"site": "a,b", "alpha": 0.1}, {"site": "norm", "straight": True}])
     'site,alpha,straight\n"a,b",0.1,\nnorm,,true\n'
     """
-    columns = _columns(rows)
+    table = [flat(row) for row in rows]
+    columns = {name: [row.get(name) for row in table] for name in dict.fromkeys(name for row in table for name in row)}
     cells = zip(*(map(_cell, values) for values in columns.values()), strict=True)
     lines = _Lines()
     csv.writer(lines).writerows([columns, *cells] if columns else [])  # quotes a lone \r only where lines end in \r\n
     return "".join(f"{line[:-2]}\n" for line in lines)
-
-
-def as_yaml(document: Mapping[str, Any]) -> str:
-    """Return a document of JSON's types as YAML, in its own order.
-
-    >>> print(as_yaml({"α": 0.5, "kinds": ["blocks.*.norm1"]}), end="")
-    α: 0.5
-    kinds:
-    - blocks.*.norm1
-    """
-    import yaml
-
-    return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100))
-
-
-def write_parquet(rows: Sequence[Row], path: Path) -> None:
-    """Write rows as Parquet: the columns of :func:`as_csv`, typed, with null for None; UsageError if that fails.
-
-    The file's metadata contain the version of normscope, under the key ``normscope``.
-    """
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    table = pa.table(_columns(rows)).replace_schema_metadata({"normscope": normscope.__version__})
-    written = io.BytesIO()  # whole_file reports the system's errors
-    parquet.write_table(table, written)
-    with whole_file(path) as partial:
-        partial.write_bytes(written.getvalue())
-
-
-def _columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    table = [flat(row) for row in rows]
-    return {name: [row.get(name) for row in table] for name in dict.fromkeys(name for row in table for name in row)}

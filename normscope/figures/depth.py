@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from normscope.curves.expressions import curves_named
 from normscope.curves.known import FLAT, FREE, Curve
 from normscope.errors import DataError, UsageError, count
-from normscope.figures.drift import name_sites, names_inches
 from normscope.figures.panels import best_of, remarks
 from normscope.figures.style import (
     LEAST_POINTS,
@@ -34,6 +33,8 @@ from normscope.figures.style import (
     inches_of,
     key,
     literal,
+    name_sites,
+    names_inches,
     scale_where_wide,
     sheet_of,
     site_labels,

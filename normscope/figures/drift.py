@@ -10,7 +10,6 @@ from typing import Any, Unpack
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import MaxNLocator
 
 from normscope.curves.expressions import curves_named
@@ -23,12 +22,12 @@ from normscope.figures.style import (
     inches_of,
     key,
     literal,
+    name_sites,
+    names_inches,
     scale_where_wide,
     sheet_of,
     site_labels,
-    tail,
     theme_of,
-    width_of,
     write_at,
 )
 from normscope.pairs.norms.sites import NormSite
@@ -39,14 +38,12 @@ from normscope.swaps.reports import Drift, Quantiles
 
 _WIDTH, _WIDEST = 6.6, 24.0
 _SITE_INCHES, _PANEL_INCHES = 0.2, 1.5
-_NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # of a site, which stands upright
 _EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
 _LEAST_ABREAST = 2.5
 _KEEP_INCHES = (6.4, 2.6)
 _BARS = "bars: 10th to 90th percentile over samples; of the quality, 95 % interval"
 _ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
 _DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
-_TINY = FontProperties(size=LEAST_POINTS)
 _PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
 _OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
 _KEYS = {"by_site": "site", "at_sites": "at", "cumulative": "sites_swapped", "by_part": "part"}  # x of a row, by panel
@@ -238,19 +235,6 @@ def _finish(ax: Axes, theme: Style) -> None:
         ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
     ax.set_ylabel("relative L2")
     draw_guides(ax, theme)
-
-
-def names_inches(names: Sequence[str]) -> float:
-    """Return the height of names that :func:`name_sites` writes."""
-    return min(_NAME_INCHES, max((width_of(name, _TINY) for name in names), default=0.0))
-
-
-def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
-    """Write names upright below a panel so many inches wide: every one, or every second, third … of them."""
-    every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
-    labels = [literal(tail(name, _NAME_INCHES, _TINY)) for name in names[::every]]
-    ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=_TINY)
-    ax.margins(x=0.01)
 
 
 def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> None:

@@ -229,9 +229,11 @@ def _luminance(rgb: Any) -> float:
 
 
 _MOST_LINES = 3
+_NAME_INCHES, _UPRIGHT_INCHES = 1.45, 0.1  # of a site, which stands upright
 MANY_TIMES = 4  # between the values of a logarithmic axis, at least
 _HINTING = 1.12  # so much wider do letters become where they are fitted to few pixels
 _LETTERS = TextToPath()
+_TINY = FontProperties(size=LEAST_POINTS)
 
 
 def width_of(text: str, font: FontProperties) -> float:
@@ -249,6 +251,19 @@ def tail(text: str, inches: float, font: FontProperties) -> str:
         return text
     dropped = bisect_left(range(len(text)), True, key=lambda n: width_of(f"…{text[n:]}", font) <= inches)
     return f"…{text[dropped:].lstrip('.')}"
+
+
+def names_inches(names: Sequence[str]) -> float:
+    """Return the height of names that :func:`name_sites` writes."""
+    return min(_NAME_INCHES, max((width_of(name, _TINY) for name in names), default=0.0))
+
+
+def name_sites(ax: Axes, names: Sequence[str], inches: float) -> None:
+    """Write names upright below a panel so many inches wide: every one, or every second, third … of them."""
+    every = max(1, math.ceil(len(names) * _UPRIGHT_INCHES / inches))
+    labels = [literal(tail(name, _NAME_INCHES, _TINY)) for name in names[::every]]
+    ax.set_xticks(range(0, len(names), every), labels, rotation=90, fontproperties=_TINY)
+    ax.margins(x=0.01)
 
 
 def that_fits(texts: Sequence[str], inches: float, points: float = 7) -> str:

@@ -102,7 +102,7 @@ class Advice(Tabled):
         return self.straight + self.not_converged + self.nothing
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a row of JSON or YAML."""
+        """Return a row of JSON."""
         names = ("model", "kind", "curve", "alpha", "shift", "amplitude", "C", "sites")
         return {name: as_json(getattr(self, name)) for name in names} | {
             "left_out": {"straight": self.straight, "not_converged": self.not_converged, "nothing": self.nothing},

@@ -211,7 +211,7 @@ class Timeline(TimelineHeader, Tabled):
         return path if self.captures is not None and path.is_file() else None
 
     def rows(self, records: Iterable[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a CSV or Parquet file: all numbers of a record at a site, by the names of metrics."""
+        """Yield the rows of a CSV file: all numbers of a record at a site, by the names of metrics."""
         for record in records:
             of_step = {"step": int(self.steps[record]), "time": self.times[record], "seconds": self.seconds[record]}
             for place, site in enumerate(self.sites):

@@ -118,7 +118,7 @@ def training_data(timeline: Timeline) -> dict[str, Any]:
     tables = []
     for table in timeline_tables(timeline):
         rows: list[list[str]] = []
-        for site, *cells in zip(*(map(str, column.cells) for column in table.columns), strict=True):
+        for site, *cells in table.rows:
             rows.append([site or rows[-1][0], *cells])  # the page may sort them
         tables.append({"heads": table.headings, "rows": rows})
     return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,76 +16,6 @@ from normscope.swaps.inits import published_name
 SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | BenchReport] | Mapping[str, Any]"
 
 _MOST_BYTES = 2**28  # of a file
-
-
-@dataclass(frozen=True)
-class _Quantiles:
-    p10: float | None
-    p50: float | None
-    p90: float | None
-
-
-@dataclass(frozen=True)
-class _Row:
-    swapped: str
-    site: str | None
-    at: str
-    part: str
-    sites_swapped: int
-    inputs: int
-    nonfinite: int
-    top1: float | None
-    relative_l2: _Quantiles
-    cosine: _Quantiles
-
-
-@dataclass(frozen=True)
-class _Score:
-    value: float | None
-    interval: tuple[float | None, float | None] | None = None
-
-
-@dataclass(frozen=True)
-class _Quality:
-    name: str
-    over: str
-    scores: dict[str, _Score]
-    higher_is_better: bool | None = None
-
-
-@dataclass(frozen=True)
-class _Drift:
-    func: str
-    init: str
-    sites: tuple[str, ...]
-    rows: list[_Row]
-    no_quality: str
-    quality: _Quality | None = None
-
-
-@dataclass(frozen=True)
-class _Timing:
-    variant: str
-    way: str
-    scope: str
-    passes: str
-    dtype: str
-    verdict: str
-    note: str
-    median: float | None
-    p25: float | None
-    p75: float | None
-    ratio: float | None
-    shape: list[int]
-    samples: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Speed:
-    device: str
-    rows: list[_Timing]
-    left_out: list[str]
-    about: dict[str, str] = field(default_factory=dict)
 
 
 def swap_results(results: SwapResults | None) -> dict[str, Any]:
@@ -143,14 +72,12 @@ def _checked(document: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _drift(report: Any) -> dict[str, Any]:
-    drift = asdict(converted(_Drift, report, "drift"))
-    if quality := drift["quality"]:
-        quality["higher_is_better"] = quality["higher_is_better"] is not False
+    drift = converted(DriftReport, report, "drift", null_is_nan=True).as_dict()
     return drift | {"func": published_name(drift["func"]), "about": _about(report)}
 
 
 def _speed(report: Any) -> dict[str, Any]:
-    speed = asdict(converted(_Speed, report, "speed"))
+    speed = converted(BenchReport, report, "speed", null_is_nan=True).as_dict()
     for row in speed["rows"]:
         row |= {"variant": published_name(row["variant"]), "n": len(row.pop("samples"))}
     return speed | {"about": _about(speed["about"])}

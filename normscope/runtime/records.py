@@ -6,7 +6,8 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, overload
+from types import UnionType
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex, TypeVar, get_args, get_type_hints, overload
 
 from normscope.errors import UsageError, unknown
 
@@ -142,8 +143,10 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def converted(kind: type[R], document: Any, what: str) -> R:
+def converted(kind: type[R], document: Any, what: str, *, null_is_nan: bool = False) -> R:
     """Convert a JSON object strictly into a dataclass; a missing member takes the field's default.
+
+    With ``null_is_nan``, null stands for NaN where a field is a float, as :func:`as_json` writes it.
 
     Raises:
         ValueError: if a member is missing or of another type, or a number is not finite or beyond 64 bits.
@@ -161,10 +164,27 @@ def converted(kind: type[R], document: Any, what: str) -> R:
     for number in _numbers(document):  # msgspec accepts all of Python's
         if not (math.isfinite(number) if isinstance(number, float) else abs(number) < 2**63):
             raise ValueError(f"the {what} contains the number {number!r:.60}")
+    if null_is_nan:
+        document = _with_nan(kind, document)
     try:
         return msgspec.convert(document, kind)
     except msgspec.ValidationError as error:
         raise ValueError(f"the {what} is malformed: {error}") from None
+
+
+def _with_nan(kind: Any, value: Any) -> Any:
+    """Replace None by NaN in the fields of a dataclass, and of those that it contains, that are floats."""
+    if value is None:
+        return math.nan if kind is float else None
+    if isinstance(kind, UnionType):
+        kind = get_args(kind)[0]
+    first, *_, last = get_args(kind) * 2 or (None, None)
+    if isinstance(value, Mapping):
+        kinds = get_type_hints(kind) if is_dataclass(kind) else dict.fromkeys(value, last)
+        return {name: _with_nan(kinds.get(name), entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_with_nan(first, entry) for entry in value]
+    return value
 
 
 def _numbers(document: Any) -> Iterator[int | float]:

@@ -6,14 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
-from normscope.runtime.files import visible
 from normscope.tables.glossary import definitions
 from normscope.tables.table import (
     NONE,
     Column,
+    TextTable,
     measured,
     names,
     number,
@@ -35,7 +32,7 @@ _SMALLEST_SHARE = 0.0005  # less is rounded to 0.0 %
 _NUMBERS_OF_CHANNELS = (1, 2, 4, 8, 16)  # that predict σ²
 
 
-def card_tables(cards: Sequence[NormCard]) -> list[Table]:
+def card_tables(cards: Sequence[NormCard]) -> list[TextTable]:
     """Make the whole card of one site, or of several sites the tables of scale, saturation, tails and channels."""
     with_channels = [card for card in cards if card.scale is not None and card.scale.r2]
     channels = [channels_table(with_channels)] if with_channels else []
@@ -47,7 +44,7 @@ def card_tables(cards: Sequence[NormCard]) -> list[Table]:
     return [*tables, tails_table(cards), *channels]
 
 
-def scale_table(cards: Sequence[NormCard]) -> Table:
+def scale_table(cards: Sequence[NormCard]) -> TextTable:
     """Make a table with one line per site: effects of centring and scaling on its tokens."""
 
     def linear(card: NormCard) -> str:
@@ -62,10 +59,14 @@ def scale_table(cards: Sequence[NormCard]) -> Table:
         *several(("95:5", "eps", "holds to"), lambda card: _scale(card)[3:], (0, 5, 6)),
         Column("linear", linear, drop=2),
     ]
-    return table_of(cards, columns, about="stats", remark=lambda card: card.degenerate or None)
+    return table_of(cards, columns, about="stats", remark=_nothing)
 
 
-def saturation_table(functions: Sequence[Saturation]) -> Table:
+def _nothing(card: NormCard) -> str | None:
+    return card.degenerate and f"{card.site}: {card.degenerate}"
+
+
+def saturation_table(functions: Sequence[Saturation]) -> TextTable:
     """Make a table with one line per point-wise function: α and s, its range in use, and channels without one."""
     shifted = any(each.shift.p5 or each.shift.p95 for each in functions)
     columns: list[Column[Saturation]] = [
@@ -83,7 +84,7 @@ def saturation_table(functions: Sequence[Saturation]) -> Table:
     return table_of(functions, columns, about="stats")
 
 
-def tails_table(cards: Sequence[NormCard]) -> Table:
+def tails_table(cards: Sequence[NormCard]) -> TextTable:
     """Make a table with one line per site: large values and their places."""
     columns: list[Column[NormCard]] = [
         names("site", lambda card: card.site),
@@ -98,10 +99,10 @@ def tails_table(cards: Sequence[NormCard]) -> Table:
     ]
     sink = sink_sentence(cards)
     caption = [sink] if sink else []
-    return table_of(cards, columns, caption=caption, about="stats", remark=lambda card: card.degenerate)
+    return table_of(cards, columns, caption=caption, about="stats", remark=_nothing)
 
 
-def channels_table(cards: Sequence[NormCard]) -> Table:
+def channels_table(cards: Sequence[NormCard]) -> TextTable:
     """Make a table with one line per site: its leading channels, their shares and γ, and held-out R² of σ²."""
 
     def cells(card: NormCard) -> list[str]:
@@ -120,14 +121,10 @@ def channels_table(cards: Sequence[NormCard]) -> Table:
     )
 
 
-def card_table(card: NormCard) -> Table:
+def card_table(card: NormCard) -> TextTable:
     """Make the whole card of one site, with one line per question."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold", min_width=24)
-    for question, answer in card_lines(card):
-        table.add_row(question, Text(visible(answer)))
-    return table
+    columns: list[Column[tuple[str, str]]] = [words("", lambda line: line[0]), names("", lambda line: line[1])]
+    return table_of(card_lines(card), columns)
 
 
 def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
@@ -136,9 +133,9 @@ def card_lines(card: NormCard) -> Iterator[tuple[str, str]]:
     yield "site", f"{card.site} ({', '.join(about)})"
     yield "seen", f"{card.n_pairs:,} pairs of {card.n_tokens:,} tokens"
     if card.saturation is not None:
-        for column in saturation_table([card.saturation]).columns[1:]:
-            heading = str(column.header)
-            yield heading, f"{next(iter(column.cells))} ({definitions('stats')[heading]})"
+        table = saturation_table([card.saturation])
+        for heading, cell in list(zip(table.headings, table.rows[0], strict=True))[1:]:
+            yield heading, f"{cell} ({definitions('stats')[heading]})"
     if card.degenerate or card.tails is None:
         yield "nothing to say", card.degenerate or ""
         return
@@ -258,12 +255,12 @@ _STEADIER = {"scale": "DyT", "others": "DyISRU", None: "alike"}
 _NOT_COVERED = "not covered"
 
 
-def gradient_tables(views: Sequence[GradientView]) -> list[Table]:
+def gradient_tables(views: Sequence[GradientView]) -> list[TextTable]:
     """Make the tables of the norms' Jacobians: shares of their diagonals, and constants."""
     return [jacobians_table(views), constants_table(views)]
 
 
-def jacobians_table(views: Sequence[GradientView]) -> Table:
+def jacobians_table(views: Sequence[GradientView]) -> TextTable:
     """Make a table with one line per site: share of the diagonal, and R² of each curve's derivative."""
     curves = list(dict.fromkeys(curve for view in views for curve in view.r2))
     columns: list[Column[GradientView]] = [
@@ -284,21 +281,12 @@ def jacobians_table(views: Sequence[GradientView]) -> Table:
     caption = [
         "R²: of ∂y_i/∂x_i over all pairs, by each curve's derivative",
         f"±: half of the 95 % interval, a jackknife over folds by {over}" if over else "no folds, and so no intervals",
-        *("\n" + visible(f"{_NOT_COVERED}: {view.site}: {view.reason}") for view in views if view.reason is not None),
     ]
-    return _aligned(
-        table_of(
-            views, columns, caption=caption, about="gradient", remark=lambda view: view.reason and _NOT_COVERED, named=4
-        )
-    )
 
+    def not_covered(view: GradientView) -> str | None:
+        return view.reason and f"{_NOT_COVERED}: {view.site}: {view.reason}"
 
-def _aligned(table: Table) -> Table:
-    """Left-align columns without a number."""
-    for column in table.columns:
-        if column is not table.columns[0]:
-            column.justify = "right" if any(letter.isdigit() for letter in "".join(map(str, column.cells))) else "left"
-    return table
+    return table_of(views, columns, caption=caption, about="gradient", remark=not_covered, named=4)
 
 
 def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
@@ -306,7 +294,7 @@ def _r2(view: GradientView, curves: Sequence[str]) -> list[str]:
     return [measured(r2[name], view.intervals.get(name), ".4f", half=name != "of_x") for name in r2]
 
 
-def constants_table(views: Sequence[GradientView]) -> Table:
+def constants_table(views: Sequence[GradientView]) -> TextTable:
     """Make a table with two lines per site, centre and tail: spread of the terms that DyT and DyISRU hold constant."""
 
     def steadier(row: tuple[GradientView, str]) -> str:
@@ -327,7 +315,7 @@ def constants_table(views: Sequence[GradientView]) -> Table:
         ),
         words("steadier for", steadier, 1),
     ]
-    return _aligned(table_of(rows, columns, about="gradient"))
+    return table_of(rows, columns, about="gradient")
 
 
 def _spreads(constants: Constants) -> list[str]:

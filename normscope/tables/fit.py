@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.table import Table
 
 from normscope.curves.known import FREE
 from normscope.errors import count
@@ -16,7 +15,7 @@ from normscope.runtime.files import visible
 from normscope.tables.table import (
     NONE,
     Column,
-    Explanation,
+    TextTable,
     measured,
     names,
     number,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
 
 
-def fits_table(fits: Sequence[CurveFit]) -> Table:
+def fits_table(fits: Sequence[CurveFit]) -> TextTable:
     """Make a table with one line per site and curve; 'straight' replaces A and α that are not identifiable."""
     rivals = Counter((fit.site, fit.channel, fit.parameters) for fit in fits)
     functions = any(fit.curve == MODULE for fit in fits)
@@ -57,10 +56,14 @@ def fits_table(fits: Sequence[CurveFit]) -> Table:
         Column("saturated", lambda fit: number(fit.saturated, ".1%"), drop=2 if functions else 10),
         Column("rank", rank, drop=5),
     ]
-    return table_of(fits, columns, caption=_caption(fits), about="fit", remark=lambda fit: fit.nothing, named=2)
+    return table_of(fits, columns, caption=_caption(fits), about="fit", remark=_nothing, named=2)
 
 
-def channels_table(fits: Sequence[CurveFit]) -> Table:
+def _nothing(fit: CurveFit) -> str | None:
+    return fit.nothing and f"{fit.site}: {fit.nothing}"
+
+
+def channels_table(fits: Sequence[CurveFit]) -> TextTable:
     """Make a table with one line per site and curve: quantiles over the channels."""
     groups: dict[tuple[str, str], list[CurveFit]] = {}
     for fit in fits:
@@ -81,7 +84,7 @@ def channels_table(fits: Sequence[CurveFit]) -> Table:
     return table_of([[*key, *_over_channels(group)] for key, group in groups.items()], columns, caption=caption)
 
 
-def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
+def slopes_table(slopes: Sequence[TokenSlopes]) -> TextTable:
     """Make a table with one line per site: quantiles of its tokens' slopes."""
     shares = list(slopes[0].slopes) if slopes else []
     columns: list[Column[TokenSlopes]] = [
@@ -94,9 +97,9 @@ def slopes_table(slopes: Sequence[TokenSlopes]) -> Table:
         ),
         Column("error", lambda row: f"{row.largest_error:.1g}" if row.drawn else NONE, drop=3),
     ]
-    caption: list[str | Explanation] = [
+    caption = [
         "Each token is a line, exactly: its slope is 1/σ (1/ρ without centring). Percentiles over all tokens",
-        Explanation(f"{sum(row.drawn for row in slopes):,} drawn tokens", ("error",)),
+        f"{sum(row.drawn for row in slopes):,} drawn tokens",
     ]
     return table_of(slopes, columns, caption=caption, about="fit --per token")
 
@@ -139,7 +142,7 @@ def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
     ]
 
 
-def _caption(fits: Sequence[CurveFit]) -> Iterable[str | Explanation]:
+def _caption(fits: Sequence[CurveFit]) -> Iterable[str]:
     """Yield the formula and what the columns have in common; the glossary defines each."""
     weighted = {"gamma": ", pairs weighted by γ²", "x": ", pairs weighted evenly over x"}
     weights = weighted.get(fits[0].weights_by, "") if fits else ""
@@ -153,7 +156,7 @@ def _caption(fits: Sequence[CurveFit]) -> Iterable[str | Explanation]:
         yield sink
     if low := dict.fromkeys(fit.site for fit in fits if fit.x_repeats and fit.r2_ceiling is not None):
         where = visible(", ".join(low))
-        yield Explanation(f"ceiling too low at {where}: x repeats there, finer than bins resolve", ("ceiling",))
+        yield f"ceiling too low at {where}: x repeats there, finer than bins resolve"
     if any(fit.best for fit in fits):
         yield "*: the best"
     if any(fit.curve == "sigmoid" for fit in fits):
@@ -175,7 +178,7 @@ def _quantile(values: Sequence[float], share: float) -> str:
     return f"{np.quantile(values, share):.4g}" if values else NONE
 
 
-def advice_table(advice: Sequence[Advice]) -> Table:
+def advice_table(advice: Sequence[Advice]) -> TextTable:
     """Make a table with one line per kind of site and curve: start values, and published ones."""
     from normscope.fits.advice import NOTE_ON_PUBLISHED, NOTE_ON_START
 
@@ -194,9 +197,9 @@ def advice_table(advice: Sequence[Advice]) -> Table:
             "published α₀", lambda row: f"{row.published.alpha:g} ({row.published.of})" if row.published else NONE, 1
         ),
     ]
-    caption: list[str | Explanation] = [
+    caption = [
         f"Medians of the sites of a kind that bend; in brackets, their range. {NOTE_ON_START}",
-        Explanation(NOTE_ON_PUBLISHED, ("published α₀",)),
+        NOTE_ON_PUBLISHED,
     ]
     return table_of(advice, columns, caption=caption)
 
@@ -214,10 +217,7 @@ def _left_out(row: Advice) -> str:
     return ", ".join(f"{sites} {why}" for sites, why in counts if sites) or NONE
 
 
-_OF_RATIOS = ("α ratio", "slope ratio")
-
-
-def comparison_table(rows: Sequence[Compared]) -> Table:
+def comparison_table(rows: Sequence[Compared]) -> TextTable:
     """Make a table with one line per site, curve and capture."""
     places = [(row.counterpart, row.fit.curve) for row in rows]
     begins = [place != above for place, above in zip(places, [None, *places], strict=False)]
@@ -234,14 +234,14 @@ def comparison_table(rows: Sequence[Compared]) -> Table:
 
     def nothing(line: tuple[Compared, bool]) -> str | None:
         fit = line[0].fit
-        return f"nothing to fit: {fit.nothing}" if fit.degenerate else None
+        return f"{fit.site}: nothing to fit: {fit.nothing}" if fit.degenerate else None
 
-    caption: list[str | Explanation] = [_folds(row.fit for row in rows)]
+    caption = [_folds(row.fit for row in rows)]
     kinds = {ratio.paired for row in rows for ratio in (row.alpha, row.slope) if ratio and ratio.interval}
     if True in kinds:
-        caption.append(Explanation("ratios: of the same inputs, each fold is left out of both together", _OF_RATIOS))
+        caption.append("ratios: of the same inputs, each fold is left out of both together")
     if False in kinds:
-        caption.append(Explanation("ratios: of different inputs, captures count as independent", _OF_RATIOS))
+        caption.append("ratios: of different inputs, captures count as independent")
     lines = list(zip(rows, begins, strict=True))
     return table_of(lines, columns, caption=caption, about="compare", remark=nothing, named=3 + differ)
 

@@ -6,11 +6,11 @@ import html
 import itertools
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from rich.console import Console
-from rich.table import Table
+from tabulate import LATEX_ESCAPE_RULES, tabulate
 
 from normscope.errors import UsageError
 from normscope.fits.advice import Advice, TokenSlopes
@@ -28,25 +28,49 @@ from normscope.swaps.simplify.reports import SimplifyReport
 from normscope.tables.card import card_tables, gradient_tables, saturation_table
 from normscope.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
 from normscope.tables.swaps import drift_tables, healing_table, keep_table, quality_table, simplify_table, speed_tables
-from normscope.tables.table import layers_table
+from normscope.tables.table import TextTable, layers_table
 from normscope.tables.timeline import timeline_tables
 
 # A table, and the line above it: model, weights and data.
-Titled: TypeAlias = tuple[str, Table]
+Titled: TypeAlias = tuple[str, TextTable]
 _WIDEST = 240  # characters
+
+
+def _greek(letter: str) -> str:
+    _, size, _, name = unicodedata.name(letter).replace("LAMDA", "LAMBDA").split()
+    return f"\\{name.capitalize() if size == 'CAPITAL' else name.lower()}"
+
+
+# LaTeX for signs that tabulate does not escape. At the start of a row, * and [ would be arguments of the row above.
+_MATHS = {
+    **{letter: _greek(letter) for letter in "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"},
+    **{"µ": r"\mu", "∂": r"\partial", "√": r"\surd", "‖": r"\|", "∞": r"\infty", "·": r"\cdot", "×": r"\times"},
+    **{"±": r"\pm", "≤": r"\leq", "≥": r"\geq", "≈": r"\approx", "→": r"\to", "−": "-", "′": "'", "|": "|"},
+    **{raised: f"^{{{unicodedata.normalize('NFKC', raised)}}}" for raised in "⁰¹²³⁴⁵⁶⁷⁸⁹"},
+    **{lowered: f"_{{{unicodedata.normalize('NFKC', lowered)}}}" for lowered in "₀₁₂₃₄₅₆₇₈₉ᵢ"},
+    **{"⁻": "^{-}"},
+}
+_SIGNS = str.maketrans(
+    {
+        **{sign: rf"\ensuremath{{{maths}}}" for sign, maths in _MATHS.items()},
+        **{"*": "{*}", "[": "{[}", "]": "{]}", "–": "--", "…": r"\ldots{}"},
+    }
+)
+_NEGATIVE = re.compile(r"(?<![\w.])-(?=\d)")
+_MARKDOWN = str.maketrans({letter: f"\\{letter}" for letter in r"\`*_{}[]<>|#~$"})
 
 
 class Tables:
     """Tables below one another: text in a terminal, HTML in a notebook, and rich's own in ``tables``."""
 
-    def __init__(self, tables: Iterable[Table]) -> None:
+    def __init__(self, tables: Iterable[TextTable]) -> None:
         self.tables = list(tables)
 
     def __repr__(self) -> str:
         console = Console(width=_WIDEST, color_system=None)
         with console.capture() as printed:
             for table in self.tables:
-                console.print(table, width=console.measure(table).maximum)
+                console.print(table, crop=False)
         return "\n".join(line.rstrip() for line in printed.get().splitlines())
 
     def _repr_html_(self) -> str:
@@ -75,11 +99,11 @@ def table(records: Any) -> Tables:
     raise UsageError(f"There is no table of a {type(rows[0]).__name__}; of {kinds}.")
 
 
-def _of_healing(report: HealReport) -> list[Table]:
+def _of_healing(report: HealReport) -> list[TextTable]:
     return [healing_table(report), *([quality_table({("swapped", ""): report.quality})] if report.quality else [])]
 
 
-_TABLES: dict[type, Callable[[Sequence[Any]], Iterable[Table]]] = {
+_TABLES: dict[type, Callable[[Sequence[Any]], Iterable[TextTable]]] = {
     Capture: lambda captures: [layers_table(capture.sites) for capture in captures],
     CurveFit: lambda fits: [fits_table(fits) if fits[0].channel is None else channels_table(fits)],
     NormCard: card_tables,
@@ -97,40 +121,18 @@ _TABLES: dict[type, Callable[[Sequence[Any]], Iterable[Table]]] = {
 }
 
 
-def _html(table: Table) -> str:
-    def row(tag: str, cells: Iterable[str]) -> str:
-        written = (
-            f"<{tag} style='text-align: {column.justify}'>{html.escape(cell)}</{tag}>"
-            for cell, column in zip(cells, table.columns, strict=True)
-        )
-        return f"<tr>{''.join(written)}</tr>"
-
-    lines = "".join([row("th", _headings(table)), *(row("td", cells) for cells in _rows(table))])
-    side = "style='caption-side: bottom; text-align: left'"
-    title = f"<p><b>{html.escape(str(table.title))}</b></p>" if table.title else ""
-    return f"{title}<table><caption {side}>{html.escape(str(table.caption or ''))}</caption>{lines}</table>"
+def _html(table: TextTable) -> str:
+    above, below = (f"<p>{html.escape(text)}</p>" if text else "" for text in (table.title, table.caption))
+    written = re.sub("<(t[dh])>", r'<\1 style="text-align: left;">', _written(table, "html"))  # Jupyter aligns right
+    return f"{above}{written}{below}"
 
 
-def _greek(letter: str) -> str:
-    _, size, _, name = unicodedata.name(letter).replace("LAMDA", "LAMBDA").split()
-    return f"\\{name.capitalize() if size == 'CAPITAL' else name.lower()}"
-
-
-_LATEX = {
-    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"*": "{*}", "[": "{[}", "]": "{]}", "–": "--", "…": r"\ldots{}"},
-}
-_MATHS = {
-    **{letter: letter for letter in "<>|"},
-    **{letter: _greek(letter) for letter in "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ"},
-    **{"µ": r"\mu", "∂": r"\partial", "√": r"\surd", "‖": r"\|", "∞": r"\infty", "·": r"\cdot", "×": r"\times"},
-    **{"±": r"\pm", "≤": r"\leq", "≥": r"\geq", "≈": r"\approx", "→": r"\to", "−": "-", "′": "'"},
-}
-_RAISED, _LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "₀₁₂₃₄₅₆₇₈₉ᵢ"
-_NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?"
-_NUMBERS = re.compile(rf"(?P<value>{_NUMBER})(?: ± (?P<half>{_NUMBER}))?(?P<unit> ?%)?(?P<noise>≈?)")
-_MARKDOWN, _ESCAPED = re.compile(r"([\\`*_{}\[\]<>|#~$])"), r"\\\1"
+def _written(table: TextTable, form: str, escape: Callable[[str], str] = str) -> str:
+    headings, *rows = [list(map(escape, cells)) for cells in (table.headings, *table.rows)]
+    sides = [column.justify for column in table.columns]
+    has_head = any(headings) or form == "pipe"
+    written: str = tabulate(rows, headings if has_head else (), form, disable_numparse=True, colalign=sides)
+    return written
 
 
 def as_latex(tables: Sequence[Titled]) -> str:
@@ -138,54 +140,28 @@ def as_latex(tables: Sequence[Titled]) -> str:
 
     Comments above and below each table contain its title and the meaning of its columns.
 
-    >>> table = Table("site")
-    >>> table.add_column("R²", justify="right")
-    >>> table.add_row("blocks.0.norm_1", "0.891 ± 0.014")
+    >>> from normscope.tables.table import Column, words
+    >>> table = TextTable([words("site", str), Column("R²", str)], [["blocks.0.norm_1", "0.891 ± 0.014"]])
     >>> print(as_latex([("demo_vit", table)]), end="")
     % demo_vit
     \begin{tabular}{lr}
     \toprule
-    site & R$^{2}$ \\
+     site            &            R\ensuremath{^{2}} \\
     \midrule
-    blocks.0.norm\_1 & $0.891 \pm 0.014$ \\
+     blocks.0.norm\_1 & 0.891 \ensuremath{\pm} 0.014 \\
     \bottomrule
     \end{tabular}
     """
-    return "\n".join("\n".join(_latex_lines(title, table)) + "\n" for title, table in tables)
+    return "\n".join(_latex(title, table) for title, table in tables)
 
 
-def as_markdown(tables: Sequence[Titled]) -> str:
-    r"""Write tables as GitHub's Markdown, each between its title and the meaning of its columns.
-
-    >>> table = Table("site", "|x|")
-    >>> table.add_row("blocks.0.norm_1", "14.8")
-    >>> print(as_markdown([("demo_vit", table)]), end="")
-    demo\_vit
-    <BLANKLINE>
-    | site | \|x\| |
-    |:---|:---|
-    | blocks.0.norm\_1 | 14.8 |
-    """
-    return "\n".join("\n".join(_markdown_lines(title, table)) + "\n" for title, table in tables)
-
-
-def latex_number(text: str) -> str:
-    r"""Write a number, with its interval if it has one, in math; anything else as :func:`latex` does.
-
-    >>> latex_number("-0.201 ± 0.048"), latex_number("1e-06"), latex_number("–")
-    ('$-0.201 \\pm 0.048$', '$1 \\times 10^{-6}$', '--')
-    """
-    if match := _NUMBERS.fullmatch(text):
-        half = f" \\pm {_power(match['half'])}" if match["half"] else ""
-        unit = match["unit"].replace(" ", r"\,").replace("%", r"\%") if match["unit"] else ""
-        noise = r"\approx" if match["noise"] else ""
-        return f"${_power(match['value'])}{half}{unit}{noise}$"
-    return latex(text)
-
-
-def _power(number: str) -> str:
-    mantissa, _, exponent = number.replace(",", "{,}").partition("e")
-    return f"{mantissa} \\times 10^{{{int(exponent)}}}" if exponent else mantissa
+def _latex(title: str, table: TextTable) -> str:
+    above, below = (
+        "".join(f"% {line}\n" for text in texts for line in text.splitlines())
+        for texts in ((title, table.title), (table.caption,))
+    )
+    tabular = _NEGATIVE.sub("$-$", _written(table, "latex_booktabs"))
+    return f"{above}{tabular.translate(_SIGNS)}\n{below}"
 
 
 def latex(text: str) -> str:
@@ -194,66 +170,27 @@ def latex(text: str) -> str:
     >>> latex("head_1 & 50%"), latex("1e5")
     ('head\\_1 \\& 50\\%', '1e5')
     """
-    parts = []
-    for kind, group in itertools.groupby(text, _latex_kind):
-        letters = "".join(group)
-        if kind == "math":
-            parts.append(f"${' '.join(_MATHS[letter] for letter in letters)}$")
-        elif kind:
-            parts.append(f"${kind}{{{unicodedata.normalize('NFKC', letters).replace('−', '-')}}}$")
-        else:
-            parts.append("".join(_LATEX.get(letter, letter) for letter in letters))
-    return "".join(parts)
+    return text.translate(str.maketrans(LATEX_ESCAPE_RULES) | _SIGNS)
 
 
-def _latex_kind(letter: str) -> str:
-    if letter in _MATHS:
-        return "math"
-    return "^" if letter in _RAISED else "_" if letter in _LOWERED else ""
+def as_markdown(tables: Sequence[Titled]) -> str:
+    r"""Write tables as GitHub's Markdown, each between its title and the meaning of its columns.
+
+    >>> from normscope.tables.table import Column, words
+    >>> table = TextTable([words("site", str), Column("|x|", str)], [["blocks.0.norm_1", "14.8"]])
+    >>> print(as_markdown([("demo_vit", table)]), end="")
+    demo\_vit
+    <BLANKLINE>
+    | site             |   \|x\| |
+    |:-----------------|--------:|
+    | blocks.0.norm\_1 |    14.8 |
+    """
+    return "\n".join(_markdown(title, table) for title, table in tables)
 
 
-def _latex_lines(title: str, table: Table) -> Iterator[str]:
-    yield from _comments(title)
-    yield from _comments(table.title)
-    sides = "".join("r" if column.justify == "right" else "l" for column in table.columns)
-    yield from (f"\\begin{{tabular}}{{{sides}}}", r"\toprule")
-    if table.show_header:
-        yield from (_latex_row(map(latex, _headings(table))), r"\midrule")
-    for number, cells in enumerate(_rows(table)):
-        row = [latex_number(cell) if side == "r" else latex(cell) for side, cell in zip(sides, cells, strict=True)]
-        if (remark := getattr(table, "spans", {}).get(number)) is not None:  # in place of the row's numbers
-            row[remark:] = [f"\\multicolumn{{{len(row) - remark}}}{{l}}{{{row[remark]}}}"]
-        yield _latex_row(row)
-    yield from (r"\bottomrule", r"\end{tabular}")
-    yield from _comments(table.caption)
+def _markdown(title: str, table: TextTable) -> str:
+    def escaped(text: str) -> str:
+        return text.translate(_MARKDOWN)
 
-
-def _latex_row(cells: Iterable[str]) -> str:
-    return f"{' & '.join(cells)} \\\\".lstrip()
-
-
-def _comments(text: object) -> list[str]:
-    return [f"% {line}" for line in str(text or "").splitlines()]
-
-
-def _markdown_lines(title: str, table: Table) -> Iterator[str]:
-    for above in filter(None, (title, table.title)):
-        yield from (_MARKDOWN.sub(_ESCAPED, str(above)), "")
-    yield _markdown_row(_headings(table) if table.show_header else [""] * len(table.columns))
-    yield "|" + "".join("---:|" if column.justify == "right" else ":---|" for column in table.columns)
-    yield from map(_markdown_row, _rows(table))
-    if table.caption:
-        yield from ("", _MARKDOWN.sub(_ESCAPED, str(table.caption)))
-
-
-def _markdown_row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(_MARKDOWN.sub(_ESCAPED, cell) for cell in cells)} |"
-
-
-def _headings(table: Table) -> list[str]:
-    return [str(column.header) for column in table.columns]
-
-
-def _rows(table: Table) -> Iterator[list[str]]:
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        yield list(map(str, cells))
+    parts = [escaped(title), escaped(table.title), _written(table, "pipe", escaped), escaped(table.caption)]
+    return "\n\n".join(filter(None, parts)) + "\n"

@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from rich.table import Table
-
 from normscope.errors import count
 from normscope.runtime.files import visible
 from normscope.swaps.bench.reports import BenchReport, Timing
@@ -17,14 +15,14 @@ from normscope.swaps.inits import published_name
 from normscope.swaps.reports import Drift, Quality, Quantiles
 from normscope.swaps.simplify.reports import SimplifiedNorm, SimplifyReport
 from normscope.tables.glossary import DEFINITIONS
-from normscope.tables.table import NONE, AdaptiveTable, Column, Explanation, names, number, several, table_of, words
+from normscope.tables.table import NONE, Column, TextTable, names, number, several, table_of, words
 
 Swap = tuple[DriftReport, Drift]
 _NEAR = 0.1  # of the output's length
 _OF_OUTPUT = "L2: ‖swapped − original‖ / ‖original‖ of the output; medians and percentiles over inputs"
 
 
-def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
+def drift_tables(reports: Sequence[DriftReport]) -> list[TextTable]:
     """Make the tables of drift for swaps of one network: all sites, by part, by site, and quality."""
     tables = [drift_table(reports)]
     if any(report.by_part for report in reports):
@@ -36,7 +34,7 @@ def drift_tables(reports: Sequence[DriftReport]) -> list[Table]:
     return tables
 
 
-def drift_table(reports: Sequence[DriftReport]) -> Table:
+def drift_table(reports: Sequence[DriftReport]) -> TextTable:
     """Make a table with one line per swap: drift of the output with all sites swapped."""
     rows = [report.all for report in reports]
     orders, ends = any(report.cumulative for report in reports), any(report.end is not None for report in reports)
@@ -59,16 +57,16 @@ def drift_table(reports: Sequence[DriftReport]) -> Table:
         *several(of_end, lambda swap: _end(swap[0].end), (2, 4, 4), shown=ends),
         _spoilt(rows),
     ]
-    caption: list[str | Explanation] = [f"All sites swapped. {_OF_OUTPUT}"]
+    caption = [f"All sites swapped. {_OF_OUTPUT}"]
     if logits:
-        caption.append(Explanation(f"top-1 of {max(row.answers or 0 for row in rows):,} answers", ("top-1",)))
+        caption.append(f"top-1 of {max(row.answers or 0 for row in rows):,} answers")
     if left_out := max((row.left_out for row in rows), default=0):
         caption.append(f"{left_out:,} inputs left out: the original's own output is zero throughout or not finite")
     caption += _calibrated(reports)
     return table_of(list(zip(reports, rows, strict=True)), columns, caption=caption, about="swap-bench")
 
 
-def parts_table(reports: Sequence[DriftReport]) -> Table:
+def parts_table(reports: Sequence[DriftReport]) -> TextTable:
     """Make a table with one line per swap and part of the data, for example a timestep, with all sites swapped."""
     rows = [(report, row) for report in reports for row in report.by_part]
     columns: list[Column[Swap]] = [
@@ -84,7 +82,7 @@ def parts_table(reports: Sequence[DriftReport]) -> Table:
     return table_of(rows, columns, caption=[f"All sites swapped. {_OF_OUTPUT}"])
 
 
-def sites_table(reports: Sequence[DriftReport]) -> Table:
+def sites_table(reports: Sequence[DriftReport]) -> TextTable:
     """Make a table with one line per site and one column per swap: drift with this site alone swapped."""
     same_init = len({report.init for report in reports}) == 1
 
@@ -145,7 +143,7 @@ _NAMES = {START: "start values", CALIBRATED: "calibrated", TRAINED: "trained"}
 _NONE_KEPT = "training, no state kept"
 
 
-def healing_table(report: HealReport) -> Table:
+def healing_table(report: HealReport) -> TextTable:
     """Make a table with one line per stage: held-out drift, and the share of the start's that is gone."""
 
     def drifts(stage: str) -> list[str]:
@@ -166,7 +164,7 @@ def healing_table(report: HealReport) -> Table:
     return table_of(report.drifts, columns, caption=caption)
 
 
-def quality_table(qualities: Mapping[tuple[str, str], Quality]) -> Table:
+def quality_table(qualities: Mapping[tuple[str, str], Quality]) -> TextTable:
     """Make a table with one line per network: its quality, the original's first.
 
     ``qualities`` are by function and init; all share the original's score.
@@ -202,7 +200,7 @@ def _form_of(quality: Quality) -> str:
     return ".1%" if quality.name.endswith("accuracy") else "#.5g"
 
 
-def keep_table(report: KeepReport) -> Table:
+def keep_table(report: KeepReport) -> TextTable:
     """Make a table with one line per number of norms kept: the norm put back, and the drift of the output."""
     quality, steps = report.quality, report.taken
     held_out = any(step.held_out is not None for step in steps)
@@ -231,7 +229,7 @@ def keep_table(report: KeepReport) -> Table:
     return table_of(shown, columns, caption=caption, about="swap")
 
 
-def simplify_table(report: SimplifyReport) -> Table:
+def simplify_table(report: SimplifyReport) -> TextTable:
     """Make a table with one line per norm: its exact rewrites, or the reasons against them."""
     columns: list[Column[SimplifiedNorm]] = [
         names("site", lambda norm: norm.site),
@@ -247,9 +245,9 @@ SCOPES = {"norm": "the norm alone", "model": "the whole network"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
-def speed_tables(report: BenchReport) -> list[Table]:
+def speed_tables(report: BenchReport) -> list[TextTable]:
     """Make a table for each way and number of passes; captions are below the last table of each scope."""
-    tables: list[AdaptiveTable] = []
+    tables: list[TextTable] = []
     for scope in SCOPES:
         rows = [row for row in report.rows if row.scope == scope]
         groups = dict.fromkeys((row.way, row.passes) for row in rows)
@@ -257,8 +255,8 @@ def speed_tables(report: BenchReport) -> list[Table]:
             tables.append(_speed_table([row for row in rows if (row.way, row.passes) == (way, passes)]))
         if rows:
             left_out = report.left_out if scope == report.rows[-1].scope else ()
-            tables[-1].explain([*_speed_caption(rows, scope), *("\n" + visible(line) for line in left_out)])
-    return list(tables)
+            tables[-1].parts = [*_speed_caption(rows, scope), *("\n" + visible(line) for line in left_out)]
+    return tables
 
 
 def duration(seconds: float) -> str:
@@ -279,7 +277,7 @@ def _digits(value: float) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
-def _speed_table(rows: Sequence[Timing]) -> AdaptiveTable:
+def _speed_table(rows: Sequence[Timing]) -> TextTable:
     first = rows[0]
     columns: list[Column[Timing]] = [
         words("", lambda row: published_name(row.variant)),

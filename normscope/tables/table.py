@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+import rich.table
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.measure import Measurement
-from rich.table import Table
+from rich.containers import Lines
 from rich.text import Text
 
 from normscope.errors import count
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 
 NONE = "–"
+_LEAST_FOLDED, _MOST_FOLDED = 16, 32  # least width of a column that folds, by its texts' longest part
+_LEAST_CAPTION = 80
+_MOST_DECIMALS = 8
+# A long name may continue on a new line after a dot, slash, colon or hyphen, but not within 0.8910 or 1/8.
+_BREAKS = re.compile(r"(\s+)|(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)")
 
 Row = TypeVar("Row")
 
@@ -78,49 +84,142 @@ def several(
         yield Column(str(heading), lambda row, place=place: cells(row)[place], shown, drop=int(drop))  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """A part of a caption, left out with the columns that it is about; with a line break before it, the last part."""
+class _Name(Text):
+    """Text that folds within module paths; rich folds at spaces or after any letter."""
 
-    text: str
-    of: Sequence[str] = ()  # headings; none for the whole table
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+        if not self.plain.isascii():  # whose letters may be wider than one cell
+            return super().wrap(console, width, **options)
+        wrapper = textwrap.TextWrapper(width, break_on_hyphens=False)
+        wrapper.wordsep_simple_re = _BREAKS
+        return Lines(map(Text, wrapper.wrap(self.plain)))
+
+
+@dataclass
+class TextTable:
+    """Plain texts in rows and columns; no text is parsed as markup.
+
+    A terminal that is too narrow shows fewer columns and lists the others.
+
+    Attributes:
+        columns: their declarations.
+        rows: a text per column.
+        parts: of the caption; a part that begins with a line break is a line of its own.
+        about: table of the glossary whose definitions of the columns are in the caption, too.
+        title: text above the table.
+    """
+
+    columns: list[Column[Any]]
+    rows: list[list[str]]
+    parts: list[str] = field(default_factory=list)
+    about: str = ""
+    title: str = ""
+
+    @property
+    def headings(self) -> list[str]:
+        return [column.heading for column in self.columns]
+
+    @property
+    def caption(self) -> str:
+        definitions = DEFINITIONS.get(self.about, {})
+        defined = [f"{name}: {definitions[name]}" for name in dict.fromkeys(self.headings) if name in definitions]
+        parts = sorted([*self.parts, *defined], key=lambda part: part.startswith("\n"))
+        return " · ".join(parts).replace(" · \n", "\n").removeprefix("\n")
+
+    def only(self, names: Sequence[str]) -> TextTable:
+        """Return the table of some columns, in this order, none of which is left out of a narrow terminal.
+
+        Args:
+            names: headings, as :func:`normscope.tables.glossary.typed` returns them; others are ignored.
+        """
+        headings = list(map(typed, self.headings))
+        chosen = self._selected([n for name in names for n, heading in enumerate(headings) if name == heading])
+        return replace(chosen, columns=[replace(column, drop=0) for column in chosen.columns])
+
+    def _selected(self, numbers: Sequence[int]) -> TextTable:
+        rows = [[row[n] for n in numbers] for row in self.rows]
+        return replace(self, columns=[self.columns[n] for n in numbers], rows=rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay the table out for the available width; a table that cannot be as narrow is wider."""
+        widths = [_widths(column, [row[n] for row in self.rows]) for n, column in enumerate(self.columns)]
+        least, natural = ([pair[n] for pair in widths] for n in range(2))
+        kept = self._kept(least, options.max_width)
+        width, across = max(options.max_width, _across(least, kept)), _across(natural, kept)
+        shown = self._selected(kept)
+        table = rich.table.Table(box=None, pad_edge=False, show_header=any(shown.headings))
+        for n, column in zip(kept, shown.columns, strict=True):
+            fixed = None if column.folds or across <= width else least[n]
+            table.add_column(Text(column.heading), justify=column.justify, overflow="fold", width=fixed)
+        for row in shown.rows:
+            table.add_row(*((_Name if c.folds else Text)(cell) for c, cell in zip(shown.columns, row, strict=True)))
+        for_text = options.update(width=min(max(across, _LEAST_CAPTION), options.max_width))
+        if self.title:
+            yield from console.render(Text(self.title, "bold"), for_text)
+        yield from console.render(table, options.update(width=width))
+        if shown.caption:
+            yield from console.render(Text(shown.caption, "table.caption"), for_text)
+        if dropped := [heading for n, heading in enumerate(self.headings) if n not in kept]:
+            needed = f"Left out at a width of {options.max_width} (all columns take {_across(least)})"
+            yield from console.render(Text(f"{needed}: {', '.join(dropped).rstrip('.')}.", "table.caption"), for_text)
+
+    def _kept(self, widths: Sequence[int], room: int) -> list[int]:
+        """Return the numbers of the columns that fit into a width, or are never left out."""
+        kept = list(range(len(widths)))
+        while _across(widths, kept) > room:
+            last = max(kept, key=lambda n: (self.columns[n].drop, n))
+            if not self.columns[last].drop:
+                break
+            kept.remove(last)
+        return kept
+
+
+def _widths(column: Column[Any], cells: Sequence[str]) -> tuple[int, int]:
+    """Return the least width of a column, whose heading then folds, and its natural width."""
+    narrow = longest = max(map(cell_len, cells), default=0)
+    if column.folds:
+        part = max((cell_len(part or "") for cell in cells for part in _BREAKS.split(cell)), default=0)
+        narrow = min(longest, max(_LEAST_FOLDED, part), _MOST_FOLDED)
+    return max(narrow, *map(cell_len, column.heading.split(" "))), max(longest, cell_len(column.heading))
+
+
+def _across(widths: Sequence[int], kept: Sequence[int] | None = None) -> int:
+    """Return the width of the columns kept, by default all, with the gaps between them."""
+    chosen = widths if kept is None else [widths[n] for n in kept]
+    return sum(chosen) + 2 * (len(chosen) - 1)
 
 
 def table_of(
     rows: Iterable[Row],
     columns: Iterable[Column[Row]],
     *,
-    caption: Iterable[str | Explanation] = (),
+    caption: Iterable[str] = (),
     about: str = "",
     remark: Callable[[Row], str | None] = lambda row: None,
     named: int = 1,
-) -> AdaptiveTable:
+) -> TextTable:
     """Make a table with one line per row.
 
     Args:
         rows: records.
         columns: of the table, without those that are not ``shown``.
-        caption: below it.
-        about: table of the glossary whose definitions of the columns follow in the caption.
-        remark: a row's text in place of its numbers; None where it has numbers.
-        named: number of shown columns before such a remark.
+        caption: see :attr:`TextTable.parts`.
+        about: see :attr:`TextTable.about`.
+        remark: the reason why a row has no numbers, a line below the table; None where it has numbers.
+        named: number of shown columns that rows with a remark have.
     """
     columns = [column for column in columns if column.shown]
-    table = AdaptiveTable(columns)
-    definitions = DEFINITIONS.get(about, {})
-    defined = [name for name in dict.fromkeys(table.headings) if name in definitions]
-    table.explain([*caption, *(Explanation(f"{name}: {definitions[name]}", (name,)) for name in defined)])
-    above: list[str] = []
-    for number_of_row, row in enumerate(rows):
-        text = remark(row)
-        cells = [column.cell(row) for column in columns[: None if text is None else named]]
-        shown = ["" if columns[n].once and above[n : n + 1] == [cell] else cell for n, cell in enumerate(cells)]
-        if text is not None:
-            shown.append(text)
-            table.spans[number_of_row] = named
-        table.add_row(*map(visible, shown))
+    texts, remarks, above = list[list[str]](), dict[str, None](), list[str]()
+    for row in rows:
+        if reason := remark(row):
+            remarks[f"\n{visible(reason)}"] = None
+        cells = [NONE if reason and n >= named else visible(column.cell(row)) for n, column in enumerate(columns)]
+        texts.append(
+            ["" if column.once and above[n : n + 1] == [cells[n]] else cells[n] for n, column in enumerate(columns)]
+        )
         above = cells
-    return table
+    columns = [replace(column, heading=visible(column.heading)) for column in columns]
+    return TextTable(columns, texts, [*caption, *remarks], about)
 
 
 def number(value: float | None, form: str) -> str:
@@ -152,206 +251,7 @@ def measured(value: float | None, interval: tuple[float, float] | None, form: st
     return " ± ".join(shown if half else shown[:1])
 
 
-_MOST_DECIMALS = 8
-_GAP = "  "
-_LEAST_CAPTION = 80
-# A long name may continue on a new line after a dot, slash, colon, hyphen or space, but not within 0.8910 or 1/8.
-_BREAKS = re.compile(r"(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)|(?<= )")
-_COMFORTABLE = 16  # width of a folding column, as long as another column can be left out
-_LONGEST_PIECE = 32  # of a name without any of these separators
-
-
-class AdaptiveTable(Table):
-    """A table that leaves out columns, and lists them, where it is wider than the terminal.
-
-    Headings and long texts fold before a column is left out. Numbers and words are never broken. Texts are plain: no
-    cell, heading, title or caption is parsed as markup.
-
-    Attributes:
-        declared: the columns' declarations.
-        headings: of the columns.
-        spans: for each row with a remark, by row number: the column where the remark begins.
-    """
-
-    def __init__(self, columns: Sequence[Column[Any]]) -> None:
-        super().__init__(box=None, pad_edge=False)
-        self.declared = columns
-        self.spans: dict[int, int] = {}
-        self.headings = [column.heading for column in columns]
-        for column in columns:
-            self.add_column(visible(column.heading), justify=column.justify)
-
-    def explain(self, parts: Sequence[str | Explanation]) -> None:
-        """Set the caption; parts about columns that are left out are not printed."""
-        self._explanations = [Explanation(part) if isinstance(part, str) else part for part in parts]
-        self.caption = self._explained(self.headings)
-
-    def _explained(self, headings: Collection[str]) -> str:
-        parts = [part.text for part in self._explanations if not part.of or set(part.of) & set(headings)]
-        return " · ".join(sorted(parts, key=lambda text: text.startswith("\n"))).replace(" · \n", "\n")
-
-    def only(self, names: Sequence[str]) -> AdaptiveTable:
-        """Return the table of some columns, in this order, none of which is left out of a narrow terminal.
-
-        Args:
-            names: headings, as :func:`normscope.tables.glossary.typed` returns them; others are ignored.
-        """
-        headings = list(map(typed, self.headings))
-        places = [place for name in names for place, heading in enumerate(headings) if name == heading]
-        table = AdaptiveTable([replace(self.declared[place], drop=0) for place in places])
-        table.title = self.title
-        table.explain([part for part in self._explanations if not part.of or set(part.of) & set(table.headings)])
-        texts = [list(map(str, column.cells)) for column in self.columns]
-        for row in range(self.row_count):
-            cells = [texts[place][row] for place in places]
-            remark = self.spans.get(row, len(texts))
-            if beyond := [n for n, place in enumerate(places) if place >= remark]:
-                cells[beyond[0] :] = [texts[remark][row]]
-                table.spans[row] = beyond[0]
-            table.add_row(*cells)
-        return table
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lay the table out for the available width."""
-        every = self._texts()
-        kept = self._kept(every, options.max_width)
-        columns = [every[number] for number in kept]
-        widths = _widths(columns, options.max_width)
-        across = _across(widths)
-        if self.title:
-            yield from _wrapped(str(self.title), across, options, "bold")
-        headings = [_filled(_pieces(column.heading), width) for column, width in zip(columns, widths, strict=True)]
-        yield from _lines(headings, columns, widths, "table.header")
-        rest: list[str] = []  # of a folded name, beside the rows below that leave their cell empty
-        for row in range(self.row_count):
-            spanning = self.spans.get(row, len(every))
-            before = sum(number < spanning for number in kept)
-            cells = [
-                _filled(_pieces(column.cells[row]), width)
-                for column, width in zip(columns[:before], widths, strict=False)
-            ]
-            if row in self.spans:
-                indent = sum(widths[:before]) + len(_GAP) * before
-                room = max(across, min(options.max_width, indent + _LEAST_CAPTION)) - indent
-                cells.append(_filled(_pieces(every[spanning].cells[row]), max(room, 1)))
-            if kept[:1] == [0] and self.declared[0].once:
-                if cells[0] == [""]:
-                    cells[0] = rest
-                elif rest:
-                    yield from _lines([rest], columns, widths)
-                height = max(map(len, cells[1:]), default=1)
-                cells[0], rest = cells[0][:height], cells[0][height:]
-            yield from _lines(cells, columns[:before], widths[:before])
-        yield from _lines([rest], columns, widths) if rest else ()
-        below = [self._explained([self.headings[number] for number in kept])]
-        if dropped := [heading for number, heading in enumerate(self.headings) if number not in kept]:
-            needed = _across([column.comfortable for column in every])
-            left_out = ", ".join(dropped).rstrip(".")
-            below.append(f"Left out at a width of {options.max_width} (all columns take {needed}): {left_out}.")
-        for text in filter(None, below):
-            yield from _wrapped(text, across, options, "table.caption")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """Return the width of the columns that always stay, and that of all columns."""
-        every = self._texts()
-        stays = [texts.least for texts, column in zip(every, self.declared, strict=True) if not column.drop]
-        least = _across(stays)
-        return Measurement(least, max(least, _across([texts.natural for texts in every])))
-
-    def _texts(self) -> list[_ColumnTexts]:
-        return [_ColumnTexts(self, number) for number in range(len(self.columns))]
-
-    def _kept(self, columns: Sequence[_ColumnTexts], width: int) -> list[int]:
-        kept = list(range(len(columns)))
-        while _across([columns[number].comfortable for number in kept]) > width:
-            last = max(kept, key=lambda number: (self.declared[number].drop, number))
-            if not self.declared[last].drop:
-                break
-            kept.remove(last)
-        return kept
-
-
-class _ColumnTexts:
-    """A column's texts and widths: the least one, one without folds, and one that leaves room for other columns."""
-
-    def __init__(self, table: AdaptiveTable, number: int) -> None:
-        column, folds = table.columns[number], table.declared[number].folds
-        self.heading, self.cells = str(column.header), list(map(str, column.cells))
-        self.right = column.justify == "right"
-        unspanned = [cell for row, cell in enumerate(self.cells) if table.spans.get(row, number + 1) > number]
-        widths = [_longest_piece(_pieces(cell)) if folds else cell_len(cell) for cell in unspanned]
-        self.least = max([column.min_width or 0, _longest_piece(self.heading.split(" ")), *widths])
-        self.natural = max([self.least, cell_len(self.heading), *map(cell_len, unspanned)])
-        self.comfortable = max(self.least, min(self.natural, _COMFORTABLE)) if folds else self.least
-
-
-def _across(widths: Sequence[int]) -> int:
-    return sum(widths) + len(_GAP) * (len(widths) - 1)
-
-
-def _widths(columns: Sequence[_ColumnTexts], width: int) -> list[int]:
-    """Divide the width among columns; the remainder goes to the columns that lack most."""
-    room = width - len(_GAP) * (len(columns) - 1)
-    widths = [column.comfortable for column in columns]
-    if sum(widths) > room:
-        widths = [column.least for column in columns]
-    for _ in range(room - sum(widths) if columns else 0):
-        lacking = max(range(len(columns)), key=lambda n: columns[n].natural / max(widths[n], 1))
-        widths[lacking] += columns[lacking].natural > widths[lacking]
-    return widths
-
-
-def _lines(
-    cells: Sequence[Sequence[str]], columns: Sequence[_ColumnTexts], widths: Sequence[int], style: str = ""
-) -> Iterator[Text]:
-    """Print one row, over as many lines as its highest cell has; a cell beyond the columns is a remark."""
-    for texts in zip_longest(*cells, fillvalue=""):
-        padded = [
-            (" " * (width - cell_len(text)) + text if column.right else text + " " * (width - cell_len(text)))
-            for text, column, width in zip(texts, columns, widths, strict=False)
-        ]
-        line = _GAP.join([*padded, *texts[len(columns) :]])
-        yield Text(line.rstrip(), style=style, no_wrap=True, overflow="ignore", end="\n")
-
-
-def _wrapped(text: str, width: int, options: ConsoleOptions, style: str) -> Iterator[Text]:
-    """Print a title or caption, at most as wide as the table or 80 characters."""
-    for paragraph in text.split("\n"):
-        for line in _filled(re.split("(?<= )", paragraph), min(max(width, _LEAST_CAPTION), options.max_width)):
-            yield Text(line, style=style, no_wrap=True, overflow="ignore")
-
-
-def _pieces(text: str) -> list[str]:
-    """Cut a text where it may continue on a new line.
-
-    >>> _pieces("encoder.layers.11.norm"), _pieces("0.8910 of owner/name")
-    (['encoder.', 'layers.11.', 'norm'], ['0.8910 ', 'of ', 'owner/', 'name'])
-    """
-    return [piece for piece in _BREAKS.split(text) if piece]
-
-
-def _longest_piece(pieces: Sequence[str]) -> int:
-    return min(_LONGEST_PIECE, max((cell_len(piece.rstrip()) for piece in pieces), default=0))
-
-
-def _filled(pieces: Sequence[str], width: int) -> list[str]:
-    """Fill lines with pieces; only a piece longer than a line is cut.
-
-    >>> _filled(_pieces("encoder.layers.11.norm"), 12)
-    ['encoder.', 'layers.11.', 'norm']
-    """
-    lines = [""]
-    for rest in pieces:
-        if cell_len((lines[-1] + rest).rstrip()) > width and lines[-1]:
-            lines.append("")
-        while cell_len(rest.rstrip()) > max(width, 1):
-            lines[-1:] = [rest[:width], ""]
-            rest = rest[width:]
-        lines[-1] += rest
-    return [line.rstrip() for line in lines]
-
-
-def layers_table(sites: Sequence[NormSite]) -> Table:
+def layers_table(sites: Sequence[NormSite]) -> TextTable:
     """Make a table with one line per site; point-wise functions have a curve and α, the median over channels."""
     functions = any(site.pointwise for site in sites)
     columns: list[Column[NormSite]] = [
@@ -374,18 +274,18 @@ def _function(site: NormSite) -> list[str]:
     return [NONE, NONE] if function is None else [function.curve, f"{statistics.median(function.alpha):.4g}"]
 
 
-def models_table(entries: Sequence[Any]) -> Table:
+def models_table(entries: Sequence[Any]) -> TextTable:
     """Make a table with one line per model; an entry has name, family, description and source."""
     columns: list[Column[Any]] = [
-        names("model", lambda entry: entry.name),
-        words("family", lambda entry: entry.family, 1),
+        words("model", lambda entry: entry.name),
+        words("family", lambda entry: entry.family, 2),
         names("what it is", lambda entry: entry.description),
-        names("weights", lambda entry: entry.source),
+        names("weights", lambda entry: entry.source, 1),
     ]
     return table_of(entries, columns)
 
 
-def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def swapped_table(rows: Sequence[Mapping[str, Any]]) -> TextTable:
     """Make a table with one line per swapped site, with medians over the channels of per-channel curves.
 
     Args:
@@ -411,7 +311,7 @@ def swapped_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table_of(rows, columns, caption=caption)
 
 
-def curves_table(curves: Sequence[Curve]) -> Table:
+def curves_table(curves: Sequence[Curve]) -> TextTable:
     columns: list[Column[Curve]] = [
         names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
         names("f(u), u = αx + s", lambda curve: curve.formula),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from normscope.errors import count
-from normscope.tables.table import NONE, AdaptiveTable, Column, names, number, table_of, words
+from normscope.tables.table import NONE, Column, TextTable, names, number, table_of, words
 
 if TYPE_CHECKING:
     from normscope.fits.curve_fit import CurveFit
@@ -16,7 +16,7 @@ _Row = tuple[int, str]  # number of a site, and a curve
 _ARROW = " → "
 
 
-def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ()) -> list[AdaptiveTable]:
+def timeline_tables(timeline: Timeline, fits: Sequence[Sequence[CurveFit]] = ()) -> list[TextTable]:
     """Make a table of the norms and one of the point-wise functions, as far as there are any.
 
     Args:

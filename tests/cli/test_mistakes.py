@@ -77,7 +77,7 @@ MISTAKES = [
     ("fit demo_vit --columns site,alhpa", 2, "There is no column 'alhpa'. Did you mean 'alpha'?"),
     *(
         (f"fit demo_vit -o notes.txt/below{suffix}", 2, f"Cannot write notes.txt/below{suffix}")
-        for suffix in (".json", ".csv", ".parquet")
+        for suffix in (".json", ".csv")
     ),
     *(
         (f"{command} -o {name}", 2, f"--output {name} ends in .{name.split('.')[1]}, but a result's file ends in .csv")

@@ -63,7 +63,7 @@ def test_a_state_before_training_is_not_called_trained():
     assert stages(figure.axes[-1]) == ["start values", "calibrated"]
     assert figure.axes[-1].get_title() == "calibrated state kept: median −40 %"
     assert any("no state of it was kept" in text.get_text() for text in figure.texts)
-    assert list(healing_table(NOT_KEPT).columns[0].cells)[2] == "training, no state kept"
+    assert healing_table(NOT_KEPT).rows[2][0] == "training, no state kept"
 
 
 def test_what_is_not_finite_is_said_and_not_drawn():
@@ -74,7 +74,7 @@ def test_what_is_not_finite_is_said_and_not_drawn():
 
 
 def test_the_table_has_a_row_a_stage():
-    columns = [list(column.cells) for column in healing_table(REPORT).columns]
+    columns = list(map(list, zip(*healing_table(REPORT).rows, strict=True)))
     assert columns[0] == ["start values", "calibrated", "trained"]
     assert columns[1] == ["", "", "20"]
     assert columns[3] == ["0.5", "0.3", "0.1"]

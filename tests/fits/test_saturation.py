@@ -181,8 +181,7 @@ def test_without_a_finite_pair_only_the_parameters_remain():
 def test_the_card_of_one_function_answers_with_its_numbers(everything):
     _, records, _, seen = everything
     card = normscope.norm_cards(seen)[1]
-    questions, answers = (list(map(str, column.cells)) for column in card_table(card).columns)
-    lines = dict(zip(questions, answers, strict=True))
+    lines = dict(card_table(card).rows)
     assert "PointwiseFunction" in lines["site"] and "eps" not in lines["site"]
     assert lines["α"].startswith("0.4 (") and lines["s"].startswith("0.3 (")
     assert lines["saturated"].startswith(f"{100 * records[1].saturated:.1f} % (share of pairs beyond")

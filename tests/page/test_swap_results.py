@@ -31,7 +31,7 @@ def test_records_are_taken_as_they_come():
     timing = Timing("dyt", "eager", "norm", "forward", "float32", (1, 16), 1, samples=(1e-3,), median=1e-3)
     shown = swap_results([moved, BenchReport({"model": "net"}, "cpu", (timing,))])
     [drift], [speed] = shown["drift"], shown["speed"]
-    assert drift["sites"] == ("1",) and drift["rows"][0]["relative_l2"]["p50"] == moved.all.relative_l2.p50
+    assert drift["sites"] == ["1"] and drift["rows"][0]["relative_l2"]["p50"] == moved.all.relative_l2.p50
     assert speed["rows"][0]["median"] == 1e-3 and speed["rows"][0]["shape"] == [1, 16]
     assert swap_results(moved)["drift"] == shown["drift"] and swap_results(None) == {"drift": [], "speed": []}
 
@@ -41,10 +41,11 @@ def test_records_are_taken_as_they_come():
     [
         (["drift", 0, "func"], 3, "drift is malformed: Expected `str`, got `int` - at `$.func`"),
         (["drift", 0, "sites", 0], None, "drift is malformed: Expected `str`, got `null` - at `$.sites[0]`"),
-        (["drift", 0, "rows", 1, "relative_l2", "p50"], "far", "`float | null`, got `str` - at `$.rows[1].relative_l2"),
+        (["drift", 0, "rows", 1, "relative_l2", "p50"], "far", "`float`, got `str` - at `$.rows[1].relative_l2"),
         (["drift", 0, "rows", 1, "relative_l2"], None, "Expected `object`, got `null` - at `$.rows[1].relative_l2`"),
         (["drift", 0, "rows", 0], 7, "Expected `object`, got `int` - at `$.rows[0]`"),
         (["drift", 0, "quality", "scores", "swapped", "interval"], [1], "`array` of length 2, got 1"),
+        (["drift", 0, "func"], ["dyt"], "drift is malformed: Expected `str`, got `array` - at `$.func`"),
         (["speed", 0, "rows", 0, "median"], float("nan"), "speed contains the number nan"),
         (["speed", 0, "device"], None, "speed is malformed: Expected `str`, got `null` - at `$.device`"),
     ],

@@ -61,7 +61,7 @@ WRITERS = {
     "swap": a_swap,
     "healing.safetensors": a_healing,
     **{f"figure.{kind}": figure for kind in ("png", "svg", "pdf")},
-    **{f"table.{kind}": table for kind in ("json", "yaml", "csv", "parquet")},
+    **{f"table.{kind}": table for kind in ("json", "csv")},
 }
 
 

@@ -29,7 +29,7 @@ def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
 
 def test_numbers_of_free_parameters_are_told_and_unlike_ones_not_ranked(fits):
     table = fits_table(fits)
-    columns = {str(column.header): list(column.cells) for column in table.columns}
+    columns = dict(zip(table.headings, map(list, zip(*table.rows, strict=True)), strict=True))
     assert columns["params"] == ["3", "2", "3", "2"]
     assert [cell.rstrip("≈") for cell in columns["rank"]] == ["1", "2", "1", "1"]  # two lines are alike
     assert "rank: by held-out error among curves with as many free parameters" in table.caption

@@ -58,7 +58,7 @@ class Cells(HTMLParser):
         self.cells, self.inside = [], False
 
     def handle_starttag(self, tag, attrs):
-        assert tag in ("table", "caption", "tr", "th", "td", "p", "b"), tag
+        assert tag in ("table", "thead", "tbody", "tr", "th", "td", "p"), tag
         self.inside = tag in ("th", "td")
         if self.inside:
             self.cells.append("")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
 
 
-_OF_RESULTS = (".csv", ".parquet", ".json", ".yaml", ".yml", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
+_OF_RESULTS = (".csv", ".json", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
 
 
 @declared(

@@ -13,7 +13,7 @@ _VIEW, _SCURVES = "timeline", "scurves"
 
 @declared(
     "normscope timeline run.jsonl · normscope timeline run.jsonl --layers '*.norm1' -o run.pdf · "
-    "normscope timeline run.jsonl -o run.parquet"
+    "normscope timeline run.jsonl -o run.csv"
 )
 def timeline(
     file: Path,

@@ -1,7 +1,8 @@
 """`normscope fit` at every level and in every form, as a user calls it, beside the same in Python."""
 
+import json
+
 import pytest
-import yaml
 from command_line import document, invoke, words
 
 import normscope
@@ -65,8 +66,8 @@ def test_other_views_are_those_of_python(folder, seen):
     assert means == [{"model": "demo_vit", **layerwise(normscope.fit(seen.only(3))).as_dict()}]
     shown = invoke("fit seen.safetensors --advise", cwd=folder, COLUMNS="1000").stdout
     assert "blocks.*.norm1" in shown and "0.5 (all but language" in shown
-    invoke("fit seen.safetensors --advise -o advice.yaml", cwd=folder)
-    advice = yaml.safe_load((folder / "advice.yaml").read_text())["advice"]
+    invoke("fit seen.safetensors --advise -o advice.json", cwd=folder)
+    advice = json.loads((folder / "advice.json").read_text())["advice"]
     expected = advise(normscope.fit(seen, shift=False), seen.sites, family="vision")
     assert advice == [found.as_dict() for found in expected]
 
