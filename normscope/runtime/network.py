@@ -77,16 +77,47 @@ def module_by_module(model: nn.Module) -> Iterator[None]:
     ...     compiled(torch.zeros(1, 4))
     tensor([[0., 0., 0., 0.]], grad_fn=<NativeLayerNormBackward0>)
     """
+    # torch.compiler is an import of a second.
     eager = "torch._dynamo" in sys.modules or not all(
         type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules()
     )
-    mha = torch.backends.mha
-    with contextlib.ExitStack() as restored:
-        restored.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-        mha.set_fastpath_enabled(False)
-        if eager:  # an import of a second
-            restored.enter_context(torch.compiler.set_stance("force_eager"))
+    with _UNFUSED, _UNCOMPILED if eager else contextlib.nullcontext():
         yield
+
+
+def _unfused() -> Callable[[], None]:
+    mha = torch.backends.mha
+    before = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    return lambda: mha.set_fastpath_enabled(before)
+
+
+def _uncompiled() -> Callable[[], None]:
+    stance = contextlib.ExitStack()
+    stance.enter_context(torch.compiler.set_stance("force_eager"))
+    return stance.close
+
+
+class _SwitchOfProcess:
+    """A setting of the whole process, changed while any thread is in a block."""
+
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+        self._change, self._lock, self._blocks = change, threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._blocks == 0:
+                self._restore = self._change()
+            self._blocks += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                self._restore()
+
+
+_UNFUSED, _UNCOMPILED = _SwitchOfProcess(_unfused), _SwitchOfProcess(_uncompiled)
 
 
 class _OfThread(threading.local):

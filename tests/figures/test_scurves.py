@@ -172,7 +172,11 @@ def test_a_caption_goes_into_a_file_beside_the_figure(seen, fits, tmp_path, suff
     caption = path.with_suffix(f".{suffix}").read_text(encoding="utf-8")
     expected = {
         "txt": ("odd$name_{ · random weights · 8 samples. Input x", "d = 64,", "R² on", "data: noise & <more>.\n"),
-        "tex": (r"\caption{odd\$name\_\{ $\cdot$", "R$^{2}$ on", r"$\cdot$ data: noise \& $<$more$>$.}"),
+        "tex": (
+            r"\caption{odd\$name\_\{ \ensuremath{\cdot}",
+            r"R\ensuremath{^{2}} on",
+            r"data: noise \& \ensuremath{<}more\ensuremath{>}.}",
+        ),
     }
     assert all(part in caption for part in expected[suffix])
 

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 import normscope
 from normscope.errors import ModelError
 from normscope.pairs.norms.trace import find_norms
-from normscope.swaps.bench.timing import NormBench, Variant, commonest
+from normscope.swaps.bench.bench import Variant, commonest, norm_cases
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap
 
@@ -205,8 +205,8 @@ def test_a_norm_is_timed_alone_without_its_hooks(model):
     x = torch.randn(2, 4)
     norm = commonest(find_norms(model, normscope.Batch((x,))))
     calls.clear()
-    timed = NormBench(model, [Variant("tanh", {"norm": f})], norm, x)
-    for module in timed.modules.values():
-        module(timed.buffers[0].x)
+    for case in norm_cases(model, [Variant("native", {}), Variant("tanh", {"norm": f})], norm, ["eager"], "forward"):
+        with case.prepared() as run:
+            run()
     assert not calls
     assert len(model.norm._forward_hooks) == len(f._forward_hooks) == 1

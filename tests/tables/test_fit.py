@@ -22,7 +22,8 @@ def test_a_caption_tells_forms_apart(fits):
 def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
     x = nn.functional.layer_norm(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)), (32,))
     fits = normscope.fit(normscope.capture(nn.Sequential(nn.LayerNorm(32)), [x]), "root=sign(x)*abs(x)**.5,cubsign")
-    columns = {str(column.header): list(column.cells) for column in fits_table(fits).columns}
+    table = fits_table(fits)
+    columns = dict(zip(table.headings, zip(*table.rows, strict=True), strict=True))
     assert columns["A"][0] == "A and α not identified" and (columns["α"][0], columns["slope"][0]) == ("", "–")
     assert [fit.as_dict()["unidentified"] for fit in fits] == [True, False]
 

@@ -10,7 +10,7 @@ from command_line import document, invoke, words
 from torch import nn
 
 import normscope
-from normscope.swaps.reports import BenchReport, Timing
+from normscope.swaps.bench.reports import BenchReport, Timing
 
 
 def data_of(file, part="data"):
@@ -44,7 +44,7 @@ def test_a_model_is_captured_with_its_diagonal(here):
 
 def test_several_captures_share_a_page_with_what_a_swap_did(file, here):
     swap = here / "swap.json"
-    timing = Timing("native", "eager", "norm", "forward", "float32", "blocks", (1,), 1)
+    timing = Timing("native", "eager", "norm", "forward", "float32", (1,), 1)
     swap.write_text(json.dumps({"speed": [BenchReport({}, "cpu", (timing,)).as_dict()]}), encoding="utf-8")
     invoke(f"report {file} {file} --swap-bench {swap}")
     shown = data_of(here / "outputs" / "report.html")

@@ -150,7 +150,9 @@ def test_layers_of_every_shape_are_those_of_float64(calls, curve, which):
 def expected(layer, x):
     """Return the layer's output in float64, the size of its terms, and that of αx and s as they meet the weight."""
     parts = (layer.alpha, layer.shift, layer.weight, layer.bias)
-    along = Parameters(*(None if part is None else part.detach().double() for part in parts)).along(layer._behind(x))
+    along = Parameters(*(None if part is None else part.detach().double() for part in parts)).along(
+        layer.axes_behind(x)
+    )
     shift = torch.zeros(1) if along.shift is None else along.shift
     bias = torch.zeros(1) if along.bias is None else along.bias
     scaled = along.alpha * x.double()
