@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
 from normscope.swaps.bench import bench
 from normscope.swaps.bench.bench import Variant

@@ -12,11 +12,11 @@ from .inputs.batch import Batch as Batch
 from .loading import load as load
 from .loading import load_swapped as load_swapped
 from .models.registry import list_models as list_models
+from .norms.recognition import register_norm as register_norm
+from .norms.trace import find_norms as find_norms
 from .page.report import report as report
 from .pairs.capture import capture as capture
 from .pairs.captures import Capture as Capture
-from .pairs.norms.recognition import register_norm as register_norm
-from .pairs.norms.trace import find_norms as find_norms
 from .pairs.storage import load_capture as load_capture
 from .pairs.storage import merge_captures as merge_captures
 from .pairs.storage import save_capture as save_capture

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from normscope.models.registry import embedded_models
-from normscope.pairs.norms import recognition
+from normscope.norms import recognition
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

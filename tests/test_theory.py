@@ -20,7 +20,7 @@ from torch.autograd.functional import jacobian
 import normscope
 from normscope.curves.known import CURVES
 from normscope.fits.gradient import constants_by_part, jacobians
-from normscope.pairs.norms import formulas
+from normscope.norms import formulas
 from normscope.swaps.pointwise import DyISRU, DyT
 from normscope.swaps.standalone import RMSNorm
 

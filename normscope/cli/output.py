@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from normscope.inputs.loaded_model import LoadedModel
+    from normscope.norms.sites import NormSite, SkippedNorm
     from normscope.pairs.captures import Capture
-    from normscope.pairs.norms.sites import NormSite, SkippedNorm
     from normscope.runtime.progress import Progress
     from normscope.tables.table import TextTable
 
@@ -215,7 +215,7 @@ class Output:
 
     def chosen(self, sites: Sequence[NormSite], asked: str | None) -> None:
         """Report the sites that a number of sites stands for."""
-        from normscope.pairs.norms.sites import is_number
+        from normscope.norms.sites import is_number
 
         if asked is None or is_number(asked):
             named = ", ".join(f"{site.index} {site.name}" for site in sites)

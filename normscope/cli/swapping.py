@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from normscope.curves.known import Curve
     from normscope.fits.curve_fit import CurveFit
     from normscope.inputs.loaded_model import LoadedModel
+    from normscope.norms.sites import NormSite
     from normscope.pairs.captures import Capture
-    from normscope.pairs.norms.sites import NormSite
     from normscope.pairs.ranks import Ranks
     from normscope.swaps.drift.keep import After
     from normscope.swaps.drift.reports import KeepReport

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from normscope.errors import UsageError, unknown
 from normscope.fits.curve_fit import CurveFit
-from normscope.pairs.norms.sites import NormSite
+from normscope.norms.sites import NormSite
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID
 from normscope.pairs.sums.stats import PairStats
 

@@ -46,8 +46,8 @@ from normscope.figures.style import (
 from normscope.fits.card import NormCard
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.saturation import saturation, spread
+from normscope.norms.sites import kind_of_site
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import kind_of_site
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
 
 MARKERS = "osD^vP*X"

@@ -30,7 +30,7 @@ from normscope.figures.style import (
     theme_of,
     write_at,
 )
-from normscope.pairs.norms.sites import NormSite
+from normscope.norms.sites import NormSite
 from normscope.swaps.drift.reports import DriftReport, KeepReport
 from normscope.swaps.heal.reports import CALIBRATED, START, TRAINED, HealReport
 from normscope.swaps.inits import INITS, published_name

@@ -36,8 +36,8 @@ from normscope.figures.style import (
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
+from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.sampling import LARGEST_TOKENS
 from normscope.pairs.sums.stats import PairStats
 

@@ -56,8 +56,8 @@ from normscope.figures.style import (
 from normscope.fits.ceiling import conditional_mean
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.saturation import site_saturation
+from normscope.norms.sites import NormSite, short_names
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite, short_names
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, FloatGrid
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import visible

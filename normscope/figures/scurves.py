@@ -61,8 +61,8 @@ from normscope.figures.style import (
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.targets import as_capture
+from normscope.norms.sites import Layers, select
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import Layers, select
 from normscope.runtime.files import whole_file
 from normscope.tables.markup import latex
 

@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from normscope.curves.known import CURVES
 from normscope.errors import UsageError, unknown
-from normscope.pairs.norms.sites import short_names
+from normscope.norms.sites import short_names
 from normscope.runtime.files import visible
 
 Look: TypeAlias = tuple[str, Any]  # colour and line style, as matplotlib takes them

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from normscope.curves.known import FREE
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.targets import as_capture
+from normscope.norms.sites import NormSite, kind_of_site
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite, kind_of_site
 from normscope.pairs.sums.stats import PairStats, of_tokens
 from normscope.runtime.records import Record, Records, Tabled, as_json
 

@@ -20,11 +20,11 @@ from normscope.fits.sinks import Sink
 from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel
+from normscope.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE, FORMS
+from normscope.norms.sites import NormSite
+from normscope.norms.streams import unpacked
+from normscope.norms.trace import find_norms
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE, FORMS
-from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens
 from normscope.pairs.token_sums import TokenSums, token_sums
 from normscope.runtime.network import uncompiled
@@ -240,7 +240,7 @@ class NormCard(SiteRecord, Record):
     """One norm's effect on its tokens, at a glance; of a point-wise function, its saturation and its tails.
 
     Attributes:
-        kind, placement, eps: as of :class:`normscope.pairs.norms.sites.NormSite`.
+        kind, placement, eps: as of :class:`normscope.norms.sites.NormSite`.
         n_pairs, n_tokens: numbers of pairs and tokens.
         degenerate: reason why there is nothing to report; None if there is.
         centring: effect of the mean; also None if the norm's line does not follow from the token.

@@ -18,8 +18,8 @@ from normscope.fits.fit import check_fit, fit
 from normscope.fits.jackknife import Interval, interval, student
 from normscope.fits.saturation import with_modules
 from normscope.fits.targets import FitTarget, as_capture, fit_targets, nodes_of
+from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Records, Tabled, as_json
 

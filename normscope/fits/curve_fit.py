@@ -13,8 +13,8 @@ from torch import Tensor
 from normscope.curves.known import FREE, Curve
 from normscope.fits.jackknife import Interval
 from normscope.fits.sinks import Sink
+from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
 from normscope.runtime.records import Tabled, as_json
 
 

@@ -15,9 +15,9 @@ from normscope.fits.ceiling import ceilings, conditional_mean
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.jackknife import Interval, interval_of_r2
 from normscope.fits.targets import FitBatch, Nodes, as_capture, batches, fit_targets, joined, site_target, sums_of
+from normscope.norms.formulas import FORMS, Form
+from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.formulas import FORMS, Form
-from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.stats import Array, PairStats
 from normscope.runtime.records import Record, Records
@@ -51,7 +51,7 @@ class Jacobians:
 def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     """Jacobians of tokens, ``(tokens, d)`` of any floating dtype.
 
-    >>> from normscope.pairs.norms.formulas import rms_norm
+    >>> from normscope.norms.formulas import rms_norm
     >>> of_token = jacobians(rms_norm, torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
     >>> [round(float(slope), 3) for slope in of_token.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
     [0.256, 0.144, 0.4, 0.4]

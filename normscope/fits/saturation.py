@@ -14,8 +14,8 @@ from torch import Tensor
 from normscope.curves.known import BY_NAME
 from normscope.fits.curve_fit import CurveFit, about_site
 from normscope.fits.targets import as_capture, sums_of
+from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Record, Records, Tabled
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from normscope.curves.known import FLAT
 from normscope.errors import DataError, UsageError, unknown
+from normscope.norms.sites import NormSite, kind_of_site
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite, kind_of_site
 from normscope.pairs.storage import load_capture
 from normscope.pairs.sums.binning import CHANNEL_GRID, PAIR_GRID, FloatGrid
 from normscope.pairs.sums.stats import PairStats, of_tokens

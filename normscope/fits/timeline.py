@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from normscope.errors import DataError
-from normscope.pairs.norms.sites import Layers, NormSite, select
+from normscope.norms.sites import Layers, NormSite, select
 from normscope.runtime.files import visible
 from normscope.runtime.records import Record, Tabled, as_json, converted
 
@@ -56,7 +56,7 @@ OF_POINTWISE = {  # numbers of its own α and s; the median over channels
 
 @dataclass(frozen=True)
 class TimelineSite:
-    """One site of a timeline: as of :class:`normscope.pairs.norms.sites.NormSite`, ``curve`` of a point-wise one."""
+    """One site of a timeline: as of :class:`normscope.norms.sites.NormSite`, ``curve`` of a point-wise one."""
 
     name: str
     kind: str

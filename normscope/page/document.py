@@ -21,9 +21,9 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.targets import Nodes, batches, fit_targets
 from normscope.fits.timeline import Timeline
 from normscope.inputs.loaded_model import Provenance
+from normscope.norms.sites import short_names
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, packed, site_data, site_inputs
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import short_names
 from normscope.tables.glossary import definitions
 from normscope.tables.timeline import timeline_tables
 

@@ -21,8 +21,8 @@ from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import drawn_jacobians, mean_diagonal
 from normscope.fits.targets import Nodes
 from normscope.inputs.previews import Preview
+from normscope.norms.sites import NormSite
 from normscope.pairs.kept_inputs import KeptInput
-from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import visible
 from normscope.runtime.records import as_json

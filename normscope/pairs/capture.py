@@ -16,10 +16,10 @@ from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import class_of
+from normscope.norms.sites import Layers, select
+from normscope.norms.streams import unpacked
+from normscope.norms.trace import NormReport, find_norms
 from normscope.pairs.captures import Capture, joined_names
-from normscope.pairs.norms.sites import Layers, select
-from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.norms.trace import NormReport, find_norms
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, check_alike, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 from normscope.runtime.network import captured_once, left_as_found, memory_for, uncompiled
@@ -66,7 +66,7 @@ def capture(
             where their tokens are normalized; samples of other lengths run apart. All tokens of a norm whose input has
             no axis of samples count, once for each batch; they belong to no sample, and the site has no folds. None for
             a loaded model's own inputs.
-        layers: the norm sites, see :func:`normscope.pairs.norms.sites.select`.
+        layers: the norm sites, see :func:`normscope.norms.sites.select`.
         about: description of the capture, for files and figures: ``model``, ``weights``, ``data``. A loaded model has
             its own; batches may have a ``description``, and ``dtype`` is read from the parameters.
         seed: of the drawing samples.

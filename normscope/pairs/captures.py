@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from normscope.errors import DataError, count
+from normscope.norms.sites import Layers, NormSite, SkippedNorm, select
 from normscope.pairs.kept_inputs import KeptInput, first_inputs
-from normscope.pairs.norms.sites import Layers, NormSite, SkippedNorm, select
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Tabled
 
@@ -56,7 +56,7 @@ class Capture(Tabled):
         return f"Capture {self.about['model']}: {', '.join(parts + [without_first(self.skip)] * (self.skip > 0))}"
 
     def only(self, layers: Layers) -> Capture:
-        """Return the capture of some of the sites, see :func:`normscope.pairs.norms.sites.select`."""
+        """Return the capture of some of the sites, see :func:`normscope.norms.sites.select`."""
         names = {site.name for site in select(self.sites, layers)}
 
         def limited(capture: Capture) -> Capture:

@@ -13,8 +13,8 @@ from torch import Tensor
 from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
-from normscope.pairs.norms.formulas import Lines
-from normscope.pairs.norms.sites import NormSite
+from normscope.norms.formulas import Lines
+from normscope.norms.sites import NormSite
 from normscope.pairs.sums.binning import FloatGrid
 from normscope.runtime.records import converted
 

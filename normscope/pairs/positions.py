@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from normscope.errors import UsageError
-from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.norms.trace import NormReport
+from normscope.norms.sites import NormSite
+from normscope.norms.trace import NormReport
 
 # Axes of a norm's input that number its tokens, that of samples first; and the place of that of positions among them.
 Layout = tuple[tuple[int, ...], int]

@@ -30,9 +30,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
 from normscope.inputs.chunks import Done, LeftOut
+from normscope.norms.sites import NormSite, SkippedNorm
+from normscope.norms.trace import NormReport
 from normscope.pairs.captures import shared_input
-from normscope.pairs.norms.sites import NormSite, SkippedNorm
-from normscope.pairs.norms.trace import NormReport
 from normscope.pairs.recorder import Progress, Recorder
 from normscope.pairs.storage import pack, unpack
 from normscope.runtime.checked_files import read_checked, refusing_damage, write_checked

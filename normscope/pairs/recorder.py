@@ -18,13 +18,13 @@ from normscope.inputs.batch import Batch, Halving
 from normscope.inputs.chunks import Done, LeftOut
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import submodule
+from normscope.norms.functional import Adder, ExpectedCalls
+from normscope.norms.kinds import NormKind, token_axes
+from normscope.norms.sites import NormSite, PointwiseParameters, SkippedNorm
+from normscope.norms.trace import NOT_CALLED, NormReport, input_of, with_input
+from normscope.norms.verification import check
 from normscope.pairs.captures import Capture, added, sums_of, versions, without_first
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
-from normscope.pairs.norms.functional import Adder, ExpectedCalls
-from normscope.pairs.norms.kinds import NormKind, token_axes
-from normscope.pairs.norms.sites import NormSite, PointwiseParameters, SkippedNorm
-from normscope.pairs.norms.trace import NOT_CALLED, NormReport, input_of, with_input
-from normscope.pairs.norms.verification import check
 from normscope.pairs.positions import layouts, positions_along, refuse_skipping
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Positions, batch_axis, serves_all

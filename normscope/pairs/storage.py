@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from normscope.errors import DataError, UsageError
+from normscope.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.kept_inputs import pack_inputs, unpack_inputs
-from normscope.pairs.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS
 from normscope.pairs.sums.binning import (
     CHANNEL_GRID,

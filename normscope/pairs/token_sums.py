@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from normscope.inputs.held_out import Pool
 from normscope.inputs.wrappers import submodule
+from normscope.norms.formulas import FORMS
+from normscope.norms.sites import NormSite
+from normscope.norms.trace import NormReport
 from normscope.pairs.capture import captured
-from normscope.pairs.norms.formulas import FORMS
-from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.norms.trace import NormReport
 from normscope.pairs.recorder import Summing
 from normscope.runtime.progress import Progress
 

@@ -15,8 +15,8 @@ from normscope.fits.saturation import share_beyond, site_saturation
 from normscope.fits.solver import FitForm
 from normscope.fits.targets import FitBatch, FitTarget, batches, site_target
 from normscope.fits.timeline import OF_CURVES, OF_NORMS, OF_POINTWISE, OF_SITES
+from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import NormSite
 from normscope.pairs.sums.stats import PairStats, of_pairs, of_tokens
 
 FORM = FitForm()  # A, α and s are free, as normscope.fit has them

@@ -21,11 +21,11 @@ from normscope.fits.timeline import StepRecord, TimelineHeader, TimelineSite, ca
 from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, named_modules, submodule
+from normscope.norms.sites import Layers, select
+from normscope.norms.streams import unpacked
+from normscope.norms.trace import find_norms
 from normscope.pairs.capture import captured
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import Layers, select
-from normscope.pairs.norms.streams import unpacked
-from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import Group, Ranks
 from normscope.pairs.storage import save_capture
 from normscope.probe.numbers import FORM, numbers_of
@@ -55,7 +55,7 @@ class Probe:
         path: file of the timeline, JSONL; :func:`normscope.fits.timeline.load_timeline` reads it. Records of an
             earlier run with the same sites, curves and inputs remain, up to the first step of this one.
         curves: to fit, see :func:`normscope.fit`.
-        layers: the norm sites, see :func:`normscope.pairs.norms.sites.select`.
+        layers: the norm sites, see :func:`normscope.norms.sites.select`.
         samples: number of samples to read from a loader. Its generator, and those of torch, NumPy and Python, are
             restored; an iterator loses the entries that it yields.
         forward: runs the model on a batch, see :func:`normscope.capture`.

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from normscope.errors import ModelError
-from normscope.pairs.norms.recognition import call_with, ignored
+from normscope.norms.recognition import call_with, ignored
 from normscope.runtime.spread import copied
 from normscope.swaps.standalone import RETURNS, InPlaceOfNorm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from normscope.pairs.norms.sites import NormSite
+    from normscope.norms.sites import NormSite
 
 PAPER_ALPHA = 0.5  # arXiv 2503.10622, section 5, of all but language models; Derf's too (arXiv 2512.10938)
 

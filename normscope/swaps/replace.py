@@ -18,10 +18,10 @@ from normscope.errors import ModelError, count, first_few
 from normscope.inputs.batch import tensors_of
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, submodule
-from normscope.pairs.norms.formulas import gain_and_shift
-from normscope.pairs.norms.kinds import NormKind
-from normscope.pairs.norms.recognition import kind_at
-from normscope.pairs.norms.sites import Layers, NormSite
+from normscope.norms.formulas import gain_and_shift
+from normscope.norms.kinds import NormKind
+from normscope.norms.recognition import kind_at
+from normscope.norms.sites import Layers, NormSite
 from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, move_like, norm_at_hand, shard_like, whole
 from normscope.swaps.behaviour import behave_like

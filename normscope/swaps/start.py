@@ -14,8 +14,8 @@ from normscope.curves.known import BEST, FREE, Curve
 from normscope.errors import UsageError, count, unknown
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit as fit_curves
+from normscope.norms.sites import Layers, NormSite, is_number, select
 from normscope.pairs.captures import Capture
-from normscope.pairs.norms.sites import Layers, NormSite, is_number, select
 from normscope.swaps.inits import INITS
 
 RMS_NORM = "rmsnorm"
@@ -144,7 +144,7 @@ def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
 
 
 def replaceable(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
-    """Return the norm modules among the chosen sites, see :func:`normscope.pairs.norms.sites.select`.
+    """Return the norm modules among the chosen sites, see :func:`normscope.norms.sites.select`.
 
     A number of sites is a number of norm modules.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from normscope.curves.known import Curve
     from normscope.fits.card import NormCard
     from normscope.fits.curve_fit import CurveFit
-    from normscope.pairs.norms.sites import NormSite
+    from normscope.norms.sites import NormSite
 
 
 NONE = "–"

@@ -16,7 +16,7 @@ from normscope.figures.scurves import save_figure
 from normscope.figures.style import style_named
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.drift.reports import DriftCalibration
 from normscope.swaps.inits import published_name

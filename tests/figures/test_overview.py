@@ -15,7 +15,7 @@ import normscope
 from normscope.errors import UsageError
 from normscope.figures.scurves import overview, plot, save_figure
 from normscope.figures.style import STYLES
-from normscope.pairs.norms.sites import NormSite
+from normscope.norms.sites import NormSite
 
 SHOWN = (0, 3, 4, 7)  # of eight, norm1 and norm2 by turns
 ODD = {"model": "odd$name_{", "weights": "random weights, seed 0 $x_{", "data": "noise & <more>"}

@@ -23,7 +23,7 @@ from normscope.fits.advice import (
     token_slopes,
 )
 from normscope.fits.curve_fit import CurveFit
-from normscope.pairs.norms.sites import NormSite
+from normscope.norms.sites import NormSite
 from normscope.tables.fit import advice_table
 
 

@@ -16,7 +16,7 @@ import normscope
 from normscope.errors import UsageError
 from normscope.fits.comparison import compare, compared, match
 from normscope.inputs.batch import as_batches
-from normscope.pairs.norms.sites import NormSite
+from normscope.norms.sites import NormSite
 from normscope.pairs.sums.sampling import SourcesSeen
 
 D, EPS = 16, 1e-12  # so small that LN(kx) = LN(x) to float32's rounding

@@ -19,7 +19,7 @@ from normscope.figures.gradient import plot_gradient
 from normscope.fits.gradient import gradient, jacobians
 from normscope.fits.jackknife import interval
 from normscope.inputs.batch import Sample
-from normscope.pairs.norms.formulas import FORMS, root_mean_square, std_norm
+from normscope.norms.formulas import FORMS, root_mean_square, std_norm
 
 D = 24
 

@@ -15,7 +15,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.norms.sites import short_names
+from normscope.norms.sites import short_names
 from normscope.pairs.storage import pack_sums
 
 D, HEADS, WORDS = 24, 4, 30

@@ -8,7 +8,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 
 WIDTH = 8
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import as_batches
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 
 X = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
 

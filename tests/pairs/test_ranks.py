@@ -24,8 +24,8 @@ from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import Preview
+from normscope.norms.trace import find_norms
 from normscope.pairs.capture import capture, captured
-from normscope.pairs.norms.trace import find_norms
 from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out
 from normscope.pairs.recorder import Summing
 from normscope.pairs.storage import pack, pack_sums, unpack_sums

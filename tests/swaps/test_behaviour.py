@@ -18,8 +18,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import normscope
 from normscope.errors import ModelError, UsageError
-from normscope.pairs.norms import formulas
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms import formulas
+from normscope.norms.trace import find_norms
 from normscope.swaps.calibrate.calibrate import swap
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import replacements

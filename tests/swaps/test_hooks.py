@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 import normscope
 from normscope.errors import ModelError
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.swaps.bench.bench import Variant, commonest, norm_cases
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap

@@ -12,7 +12,7 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.swaps.bench.reports import PASSES
 from normscope.swaps.distances import output_errors
 from normscope.swaps.heal.training import TrainingTargets

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
-from normscope.pairs.norms.formulas import Lines
+from normscope.norms.formulas import Lines
 from normscope.pairs.sums import binned, reference
 from normscope.pairs.sums.binned import OPTIONAL_MOMENTS, PAIR_FIELDS, CompactBins, DenseBins, SiteSums, empty_bins
 from normscope.pairs.sums.binning import CHANNEL_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from normscope.pairs.norms.formulas import Lines
+from normscope.norms.formulas import Lines
 from normscope.pairs.sums.sampling import NO_KEY, token_keys
 
 POSITIONS = 4096  # whose tokens are summed apart; those of all further positions are summed together

@@ -21,8 +21,8 @@ from normscope.curves.expressions import curve_from
 from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import ModelError, UsageError, first_few
 from normscope.fits.ceiling import Piecewise, curve_along
+from normscope.norms.recognition import ancestor_kind, kind_of
 from normscope.pairs.captures import versions
-from normscope.pairs.norms.recognition import ancestor_kind, kind_of
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
 from normscope.runtime.network import uncompiled
 from normscope.runtime.spread import check_whole, state_at_hand

@@ -19,7 +19,7 @@ import normscope
 from normscope.cli.output import Output
 from normscope.errors import ModelError, UsageError
 from normscope.models.weights.devices import blocks, places, spread
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.runtime.spread import at_hand
 
 ON_DISK = {"demo_vit": 700, "demo_wav2vec2": 700, "demo_dit": 1200, "timm:test_convnext": 700, "llama": 40}  # kB

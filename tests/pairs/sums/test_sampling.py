@@ -8,8 +8,8 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, Sample
+from normscope.norms.formulas import Lines, layer_norm
 from normscope.pairs.capture import captured as observed
-from normscope.pairs.norms.formulas import Lines, layer_norm
 from normscope.pairs.recorder import Summing
 from normscope.pairs.sums import reference
 from normscope.pairs.sums import stats as loops

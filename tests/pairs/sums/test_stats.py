@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
-from normscope.pairs.norms.formulas import Lines, layer_norm
+from normscope.norms.formulas import Lines, layer_norm
 from normscope.pairs.storage import pack_sums
 from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import LARGEST_TOKENS, PAIRS_PER_BIN, UNIFORM_TOKENS, SourcesSeen

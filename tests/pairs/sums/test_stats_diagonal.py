@@ -13,8 +13,8 @@ from torch.func import jacrev, vmap
 import normscope
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
+from normscope.norms.formulas import root_mean_square, std_norm
 from normscope.pairs.capture import captured as observed
-from normscope.pairs.norms.formulas import root_mean_square, std_norm
 from normscope.pairs.recorder import Summing
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID

@@ -12,7 +12,7 @@ from torch import nn
 import normscope.swaps.bench.bench as module
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.batch import Batch
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.swaps.bench.bench import bench, commonest, distinct, judged, norm_cases, times_of, variants
 from normscope.swaps.bench.reports import FASTER, INCONCLUSIVE, NATIVE, NOT_RUN, SLOWER, Timing
 from normscope.swaps.kernels import choice

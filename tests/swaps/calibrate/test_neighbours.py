@@ -12,7 +12,7 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.swaps.calibrate import neighbours
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.calibrate.neighbours import (

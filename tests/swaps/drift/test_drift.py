@@ -17,7 +17,7 @@ from normscope.errors import DataError, ModelError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.held_out import learned_and_held_out
 from normscope.inputs.loaded_model import Outputs
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.pairs.ranks import Ranks
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.drift.drift import calibrations, drift, passes

@@ -15,7 +15,7 @@ import normscope
 from normscope import PointwiseFunction, drift, keep, load_swapped, replacements, save_swapped
 from normscope.errors import UsageError
 from normscope.figures import plot_keep
-from normscope.pairs.norms.sites import short_names
+from normscope.norms.sites import short_names
 from normscope.swaps.drift.keep import MOST_SAMPLES
 from normscope.swaps.store.record import read_record
 

@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from normscope.pairs.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE
+from normscope.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE
 from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TILE, TOKEN_GRID, FloatGrid
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN, TokenSample
 from normscope.runtime.compiled_loops import compiled

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from normscope.pairs.norms.formulas import Form
+from normscope.norms.formulas import Form
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binned import SiteSums
 from normscope.pairs.sums.binning import PAIR_GRID

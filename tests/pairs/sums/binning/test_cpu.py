@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from normscope.pairs.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
+from normscope.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import cpu
 from normscope.pairs.sums.stats import PairStats

@@ -15,7 +15,7 @@ from captures import COUNTS
 from torch import nn
 
 import normscope
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 from normscope.pairs.ranks import Ranks, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
 

@@ -14,7 +14,7 @@ from captures import assert_same_counts
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.pairs.norms.formulas import Lines, layer_norm, rms_norm
+from normscope.norms.formulas import Lines, layer_norm, rms_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID, cuda
 from normscope.pairs.sums.stats import PairStats

@@ -17,7 +17,7 @@ from captures import assert_same_counts
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from normscope.pairs.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
+from normscope.norms.formulas import Lines, layer_norm, rms_norm, root_mean_square, std_norm
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID, cuda
 from normscope.pairs.sums.stats import PairStats

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import ModelError
-from normscope.pairs.norms.kinds import NormKind, OfModule
+from normscope.norms.kinds import NormKind, OfModule
 from normscope.runtime.spread import copied
 
 # We compute in float64 from x, weights and running statistics as float32 stores them; the module rounds.

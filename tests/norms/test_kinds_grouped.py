@@ -12,7 +12,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Sample
-from normscope.pairs.norms.recognition import kind_of
+from normscope.norms.recognition import kind_of
 from normscope.pairs.storage import pack_sums
 from normscope.pairs.sums.sampling import GROUPED_WIDTH
 from normscope.pairs.sums.stats import PairStats

@@ -10,7 +10,7 @@ from networks import network_of, numbered_batches
 from torch import nn
 
 import normscope
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 
 D = 16
 BATCHES = numbered_batches(3, lambda generator, size: torch.randn(size, 7, D, generator=generator), size=4)

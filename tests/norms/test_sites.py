@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from normscope.errors import UsageError
-from normscope.pairs.norms.sites import NormSite, kind_of_site, select, short_names
+from normscope.norms.sites import NormSite, kind_of_site, select, short_names
 
 
 def site(index: int, name: str, kind: str = "LayerNorm") -> NormSite:

@@ -12,10 +12,10 @@ from torch import nn
 
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, Sample
+from normscope.norms.kinds import group_norm
+from normscope.norms.recognition import excess, kind_of, layer_norm, register_norm, rms_norm
+from normscope.norms.verification import check
 from normscope.pairs.capture import capture, captured
-from normscope.pairs.norms.kinds import group_norm
-from normscope.pairs.norms.recognition import excess, kind_of, layer_norm, register_norm, rms_norm
-from normscope.pairs.norms.verification import check
 from normscope.pairs.recorder import Summing
 
 

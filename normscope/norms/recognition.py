@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from normscope.errors import UsageError
-from normscope.pairs.norms.formulas import Normalize, layer_norm, rms_norm, scale_and_shift
-from normscope.pairs.norms.kinds import Axes, NormKind, OfModule, token_norm, trailing_axes
-from normscope.pairs.norms.known import NORMS, Row
-from normscope.pairs.norms.sites import NormSite
-from normscope.pairs.norms.trials import REGISTER, Call, called_pointwise, identified
-from normscope.pairs.norms.verification import excess
+from normscope.norms.formulas import Normalize, layer_norm, rms_norm, scale_and_shift
+from normscope.norms.kinds import Axes, NormKind, OfModule, token_norm, trailing_axes
+from normscope.norms.known import NORMS, Row
+from normscope.norms.sites import NormSite
+from normscope.norms.trials import REGISTER, Call, called_pointwise, identified
+from normscope.norms.verification import excess
 from normscope.runtime.spread import copied
 
 __all__ = ["ancestor_kind", "excess", "is_norm", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from normscope.curves.known import CURVES, Curve
-from normscope.pairs.norms.formulas import (
+from normscope.norms.formulas import (
     BESIDE_ROOT,
     BOUNDS_LENGTH,
     BOUNDS_SQUARE,
@@ -28,7 +28,7 @@ from normscope.pairs.norms.formulas import (
     unit_length,
     unit_offset,
 )
-from normscope.pairs.norms.kinds import (
+from normscope.norms.kinds import (
     NormKind,
     OfChannels,
     group_norm,
@@ -38,7 +38,7 @@ from normscope.pairs.norms.kinds import (
     running_norm,
     token_norm,
 )
-from normscope.pairs.norms.verification import excess
+from normscope.norms.verification import excess
 from normscope.runtime.spread import copied
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -17,11 +17,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from normscope.errors import ModelError
 from normscope.inputs.batch import as_batches
-from normscope.pairs.norms import recognition
-from normscope.pairs.norms.kinds import NormKind
-from normscope.pairs.norms.known import NORMS
-from normscope.pairs.norms.recognition import excess, kind_of
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms import recognition
+from normscope.norms.kinds import NormKind
+from normscope.norms.known import NORMS
+from normscope.norms.recognition import excess, kind_of
+from normscope.norms.trace import find_norms
 
 WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

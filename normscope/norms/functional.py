@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from normscope.errors import ModelError
 from normscope.inputs.wrappers import named_modules
-from normscope.pairs.norms.formulas import rms_norm
-from normscope.pairs.norms.kinds import NormKind, group_norm, running_norm, token_norm
-from normscope.pairs.norms.known import NORMS
-from normscope.pairs.norms.recognition import is_norm
+from normscope.norms.formulas import rms_norm
+from normscope.norms.kinds import NormKind, group_norm, running_norm, token_norm
+from normscope.norms.known import NORMS
+from normscope.norms.recognition import is_norm
 from normscope.runtime.network import PassHooks
 
 _LAYER = ("input", "normalized_shape", "weight", "bias", "eps")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from normscope.pairs.norms import recognition
+from normscope.norms import recognition
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, ForwardSignature, check_several, read, taken_once, tensors_at, tensors_of
 from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, Outputs, module_of
 from normscope.inputs.wrappers import named_modules
-from normscope.pairs.norms.lengths import MASK, divided
-from normscope.pairs.norms.recognition import is_norm
+from normscope.norms.lengths import MASK, divided
+from normscope.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run, uncompiled
 
 _OTHER_STREAM = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")

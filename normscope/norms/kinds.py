@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from normscope.curves.known import Curve
-from normscope.pairs.norms.formulas import Form, Lines, Normalize, gain_and_shift, layer_norm, scale_and_shift
-from normscope.pairs.norms.sites import PointwiseParameters
+from normscope.norms.formulas import Form, Lines, Normalize, gain_and_shift, layer_norm, scale_and_shift
+from normscope.norms.sites import PointwiseParameters
 
 Axes = Callable[[nn.Module, int], tuple[int, ...]]
 Groups = Callable[[nn.Module], int]
@@ -46,7 +46,7 @@ class NormKind:
             the slope of each token's line.
         affine: from the module and y to the output of its affine step, both ``(tokens, d)``.
         centred: whether the token's mean is subtracted, so that |y| ≤ √(d−1) and not √d.
-        form: of ``normalize``, where that is one of the forms in :data:`normscope.pairs.norms.formulas.FORMS`.
+        form: of ``normalize``, where that is one of the forms in :data:`normscope.norms.formulas.FORMS`.
         groups: the module's number of groups, where a token is a group of channels over all positions.
         heads: whether a group is of one position, and its channels are on ``axes``.
         activation: follows the affine step within the module, if there is one.

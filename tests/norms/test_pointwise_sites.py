@@ -13,7 +13,7 @@ import normscope
 from normscope.errors import ModelError
 from normscope.fits.advice import advise, token_slopes
 from normscope.inputs.batch import as_batches
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.trace import find_norms
 
 D = 8
 

@@ -11,8 +11,8 @@ import normscope
 from normscope.errors import ModelError
 from normscope.fits.card import norm_cards
 from normscope.inputs.batch import Sample, as_batches
-from normscope.pairs.norms.formulas import FORMS
-from normscope.pairs.norms.trace import find_norms
+from normscope.norms.formulas import FORMS
+from normscope.norms.trace import find_norms
 
 D = 24
 HEADS = 4

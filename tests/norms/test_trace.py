@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3Model
 import normscope
 from normscope.errors import UsageError
 from normscope.inputs.batch import as_batches
-from normscope.pairs.norms.trace import _QUERY_OR_KEY, find_norms
+from normscope.norms.trace import _QUERY_OR_KEY, find_norms
 
 
 def report_of(model, *inputs):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from normscope.pairs.norms.recognition import layer_norm, rms_norm
+from normscope.norms.recognition import layer_norm, rms_norm
 
 rows = st.integers(2, 40).flatmap(
     lambda d: st.lists(st.floats(-1e4, 1e4, width=32), min_size=d, max_size=d).filter(lambda row: np_std(row) > 1e-2)

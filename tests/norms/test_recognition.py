@@ -12,9 +12,9 @@ from torch import nn
 import normscope
 from normscope.errors import ModelError, UsageError
 from normscope.inputs.batch import as_batches
+from normscope.norms.recognition import is_norm, register_norm, rms_norm
+from normscope.norms.trace import find_norms
 from normscope.pairs.capture import capture
-from normscope.pairs.norms.recognition import is_norm, register_norm, rms_norm
-from normscope.pairs.norms.trace import find_norms
 
 D = 16
 

@@ -58,7 +58,7 @@ class NormSite:
         bounded: whether the statistics are the token's own, so that √d bounds |y|; of a point-wise function, whether 1
             does.
         grouped: whether a token is a group of channels over all positions; its size may differ from input to input.
-        form: key of the token's form in :data:`normscope.pairs.norms.formulas.FORMS`; None for running statistics and
+        form: key of the token's form in :data:`normscope.norms.formulas.FORMS`; None for running statistics and
             for a formula that the user registered.
         pointwise: parameters of a point-wise function; None for a norm.
         called_with: arguments beside its input that change its output, such as ``scale=2.0``; empty without them.
@@ -225,7 +225,7 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     """Pick norm sites.
 
     Args:
-        sites: of :func:`normscope.pairs.norms.trace.find_norms`.
+        sites: of :func:`normscope.norms.trace.find_norms`.
         layers: ``"all"``; a number of sites: the first, the last, and the rest evenly over the depth, alternating
             between the kinds of norm in a block (:func:`kind_of_site`); None for four, or all of fewer; or, as a list
             or separated by commas, indices, ranges (``4-11``, both ends included), module paths, globs, placements
@@ -237,7 +237,7 @@ def select(sites: Sequence[NormSite], layers: Layers = "all") -> list[NormSite]:
     Raises:
         UsageError: if a part names no site, or if there are fewer sites than the number.
 
-    >>> from normscope.pairs.norms.sites import NormSite
+    >>> from normscope.norms.sites import NormSite
     >>> names = [f"blocks.{i // 2}.norm{i % 2 + 1}" for i in range(8)] + ["norm"]
     >>> rest = ("LayerNorm", (8,), -1, 8, 1e-6, True, None, 1, 1, True)
     >>> sites = [NormSite(i, name, *rest) for i, name in enumerate(names)]

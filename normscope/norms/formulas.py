@@ -25,7 +25,7 @@ class Form:
     """A normalization by statistics of the token itself: y = (x − shift) · rstd.
 
     Attributes:
-        name: its name in files and in :attr:`normscope.pairs.norms.sites.NormSite.form`.
+        name: its name in files and in :attr:`normscope.norms.sites.NormSite.form`.
         centred: whether shift is the mean of the token; otherwise it is zero.
         about_mean: whether squares are taken about the mean.
         correction: subtracted from d in the divisor of the sum of squares.

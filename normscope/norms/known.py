@@ -1,7 +1,7 @@
 """The norms of the libraries, by the full names of their classes, so that no library is imported for them.
 
 A row is the kind of norm, the reason why the class is no norm site, or a function from the module to either.
-Classes without a row, as most of transformers', are tried: :mod:`normscope.pairs.norms.trials`.
+Classes without a row, as most of transformers', are tried: :mod:`normscope.norms.trials`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from normscope.pairs.norms.formulas import rms_norm, root_mean_square, std_norm, unit_length, unit_offset
-from normscope.pairs.norms.kinds import (
+from normscope.norms.formulas import rms_norm, root_mean_square, std_norm, unit_length, unit_offset
+from normscope.norms.kinds import (
     Axes,
     NormKind,
     group_norm,
