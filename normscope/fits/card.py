@@ -20,9 +20,9 @@ from normscope.fits.sinks import Sink
 from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE, FORMS
 from normscope.norms.sites import NormSite
-from normscope.norms.streams import unpacked
 from normscope.norms.trace import find_norms
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens

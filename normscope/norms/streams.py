@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
+from collections.abc import Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,37 +18,34 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from normscope.errors import DataError, UsageError
-from normscope.inputs.batch import Batch, ForwardSignature, check_several, read, taken_once, tensors_at, tensors_of
-from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, Outputs, module_of
+from normscope.inputs.batch import Batch, tensors_at, tensors_of
 from normscope.inputs.wrappers import named_modules
-from normscope.norms.lengths import MASK, divided
+from normscope.norms.lengths import MASK
 from normscope.norms.recognition import is_norm
-from normscope.runtime.network import left_as_found, run, uncompiled
+from normscope.runtime.network import left_as_found, run
 
 _OTHER_STREAM = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")
 _NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{MASK.pattern}|{_OTHER_STREAM.pattern}")
 _ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "multi_head_attention_forward"}
 
-_Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
-_Forward = Callable[[nn.Module, Any], Any] | None
-_Origins = frozenset[_Path]  # arguments from which the tokens of a tensor originate; none for tokens made of weights
+Path = tuple[Any, ...]  # of a tensor in (args, kwargs)
+_Origins = frozenset[Path]  # arguments from which the tokens of a tensor originate; none for tokens made of weights
 _LATENTS: _Origins = frozenset([()])  # of the result of attention for such tokens
 
 
 class _Masks(NamedTuple):
     """Paths of masks among the arguments."""
 
-    output: _Path | None = None  # of the output's tokens
-    within: Mapping[str, _Path | None] = {}  # of parts of the network with other tokens
-    inverted: frozenset[_Path] = frozenset()  # zero for data
-    unbound: frozenset[_Path] = frozenset()  # of no single stream
+    output: Path | None = None  # of the output's tokens
+    within: Mapping[str, Path | None] = {}  # of parts of the network with other tokens
+    inverted: frozenset[Path] = frozenset()  # zero for data
+    unbound: frozenset[Path] = frozenset()  # of no single stream
 
 
 class _StreamWatch(TorchFunctionMode):
     """Traces the arguments of a network to the inputs of its modules."""
 
-    def __init__(self, model: nn.Module, tensors: Mapping[_Path, Tensor], masks: frozenset[_Path]) -> None:
+    def __init__(self, model: nn.Module, tensors: Mapping[Path, Tensor], masks: frozenset[Path]) -> None:
         super().__init__()
         self._modules, self._tensors, self._masks = dict(named_modules(model)), tensors, masks
         self._origins: MutableMapping[Tensor, _Origins] = WeakTensorKeyDictionary()
@@ -57,8 +53,8 @@ class _StreamWatch(TorchFunctionMode):
         self._origins.update({tensor: frozenset([path]) for path, tensor in tensors.items()})
         self._running: list[_Origins] = [frozenset()]
         self._at: dict[str, set[_Origins]] = {}  # of each module's inputs
-        self._masked: dict[_Path, list[set[_Origins]]] = {}  # of the possible tokens of a mask, call by call
-        self._inverted: set[_Path] = set()
+        self._masked: dict[Path, list[set[_Origins]]] = {}  # of the possible tokens of a mask, call by call
+        self._inverted: set[Path] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
@@ -67,7 +63,7 @@ class _StreamWatch(TorchFunctionMode):
         # Smaller operands scale or shift whole samples.
         largest = max((shape for shape, origins in tokens if origins), key=torch.Size.numel, default=None)
         passed = [origins for shape, origins in tokens if shape == largest] if largest else map(self._of, operands)
-        origins = frozenset[_Path]().union(*passed) or (_LATENTS if name in _ATTENTION else frozenset())
+        origins = frozenset[Path]().union(*passed) or (_LATENTS if name in _ATTENTION else frozenset())
         for value in [args[0]] if name == "__setitem__" else tensors_of([result]):
             self._origins[value] = origins
         return result
@@ -111,10 +107,10 @@ class _StreamWatch(TorchFunctionMode):
         """Return the mask of each part of the network, after the pass."""
         norms = [name for name in self._at if is_norm(self._modules[name])]
         normed = [origins for name in norms for origins in self._at[name]]
-        streams: dict[_Path, _Origins] = {}
+        streams: dict[Path, _Origins] = {}
         for path, calls in self._masked.items():
             tokens = [[each for each in call if any(each & origins for origins in normed)] or [*call] for call in calls]
-            joined = [(len(call), frozenset[_Path]().union(*call)) for call in tokens]
+            joined = [(len(call), frozenset[Path]().union(*call)) for call in tokens]
             # Tokens that are added to one another are of one stream.
             sure = [
                 origins for number, origins in joined if origins and (number == 1 or any(map(origins.issubset, normed)))
@@ -122,12 +118,12 @@ class _StreamWatch(TorchFunctionMode):
             if sure and frozenset.intersection(*sure):
                 streams[path] = frozenset.intersection(*sure) | {path}
 
-        def mask_of(origins: _Origins) -> _Path | None:
+        def mask_of(origins: _Origins) -> Path | None:
             return next((path for path, stream in streams.items() if stream & origins), None)
 
         at = {name: {mask_of(origins) for origins in each} for name, each in self._at.items()}
         of_output = next((mask_of(self._of(value)) for value in tensors_of(output) if value.is_floating_point()), None)
-        within: dict[str, _Path | None] = {}
+        within: dict[str, Path | None] = {}
         for part in filter(None, self._modules):  # outer modules come first
             inside = {mask for name in at if f"{name}.".startswith(f"{part}.") for mask in at[name]}
             if len(inside - {of_output}) == len(inside) == 1 and not any(part.startswith(f"{top}.") for top in within):
@@ -137,7 +133,7 @@ class _StreamWatch(TorchFunctionMode):
         return _Masks(of_output, within, frozenset(self._inverted), frozenset(torn | named - streams.keys()))
 
 
-def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -> _Masks:
+def masks_of(model: nn.Module, batch: Batch, tensors: Mapping[Path, Tensor]) -> _Masks:
     """Identify the masks among the arguments of a batch, and the tokens that they mask, by its first sample."""
     tables = {path: each for path, each in tensors.items() if each.ndim == 2 and len(each) == len(batch.samples)}
     flags = {path for path, table in tables.items() if bool((table == table.bool()).all())}
@@ -156,84 +152,3 @@ def _masks_of(model: nn.Module, batch: Batch, tensors: Mapping[_Path, Tensor]) -
     if first.forward is not None and first.args and isinstance(first.args[0], Mapping):
         watch.note(first.args[0])
     return watch.masks(output)
-
-
-class BoundInputs:
-    """Inputs for a network, with the masks among their arguments as ``valid`` and ``valid_within`` of the batches."""
-
-    def __init__(self, inputs: Any, model: nn.Module, forward: _Forward) -> None:
-        check_several(inputs)
-        taken = ForwardSignature.of(model), forward
-        vars(self).update(_inputs=inputs, _model=uncompiled(model), _masks={}, _cuts={}, _taken=taken)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(vars(self)["_inputs"], name)
-        if name == "chunks":
-            return lambda share: (replace(chunk, batches=self._bound(chunk.batches)) for chunk in value(share))
-        return (lambda: next(self._bound([value()]))) if name == "first_sample" else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._inputs, name, value)
-
-    @property
-    def taken_once(self) -> bool:
-        return taken_once(self._inputs)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._bound(read(self._inputs, *self._taken))
-
-    def _bound(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        parameters = self._taken[0].positional or ()
-        for batch in batches:
-            if batch.valid is not None or batch.valid_within:
-                yield batch
-            else:
-                yield from map(self._masked, divided(batch, self._model, parameters, self._cuts))
-
-    def _masked(self, batch: Batch) -> Batch:
-        tensors = dict(tensors_at((batch.args, batch.kwargs)))
-        arguments = frozenset((path, tensor.ndim) for path, tensor in tensors.items())
-        if arguments not in self._masks:
-            self._masks[arguments] = _masks_of(self._model, batch, tensors)
-        masks, valid = self._masks[arguments], dict[_Path | None, Tensor | None]({None: None})
-        for path in {*masks.within.values(), masks.output, *masks.unbound} - {None}:
-            mask = tensors[path]
-            valid[path] = mask == 0 if path in masks.inverted else mask != 0
-            binary = path in masks.inverted or bool((mask == mask.bool()).all())
-            if not binary or (path in masks.unbound and bool((mask != mask[0, 0]).any())):
-                why = "no module takes it with one stream alone" if binary else "it holds other values than 0 and 1"
-                raise DataError(
-                    f"The mask {path[-1]!r} {tuple(mask.shape)} cannot be bound to the tokens that it masks: {why}. "
-                    "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions), and "
-                    "valid_within={module path: …} for parts with other tokens."
-                )
-        within = {part: valid[path] for part, path in masks.within.items()}
-        return replace(batch, valid=valid[masks.output], valid_within=within)
-
-
-def unpacked(
-    model: nn.Module | LoadedModel,
-    batches: Iterable[Any] | None,
-    about: Mapping[str, str] | None = None,
-    outputs: Outputs | None = None,
-    forward: _Forward = None,
-) -> tuple[nn.Module, BoundInputs, dict[str, str], Outputs]:
-    """Return a module, its batches, their description, and how outputs are read, from a module or a loaded model.
-
-    ``batches``, ``about`` and ``outputs`` replace those of a loaded model. ``forward`` runs the module on an entry of
-    the batches, see :func:`normscope.inputs.batch.as_batches`. The output of a plain module is its first tensor, see
-    :class:`normscope.inputs.loaded_model.InferredOutputs`.
-
-    Raises:
-        UsageError: if there are no batches, or they are a single one, or ``model`` is no network.
-    """
-    if isinstance(model, LoadedModel):
-        batches = model.inputs if batches is None else batches
-        described = {**model.about, "data": str(getattr(batches, "description", None) or "not named"), **(about or {})}
-        return model.module, BoundInputs(batches, model.module, forward), described, outputs or model.outputs
-    model = module_of(model)
-    if batches is None:
-        raise UsageError(
-            f"A {type(model).__name__} brings no batches: pass some after it, or pass what normscope.load returned."
-        )
-    return model, BoundInputs(batches, model, forward), dict(about or {}), outputs or InferredOutputs(model)

@@ -21,6 +21,7 @@ from normscope.errors import ModelError, count
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.wrappers import class_of, named_modules
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.formulas import gain_and_shift
 from normscope.norms.functional import CalledNorm, Frame, FunctionWatch, inseparable
 from normscope.norms.kinds import NormKind
@@ -33,7 +34,6 @@ from normscope.norms.recognition import (
     refusal,
 )
 from normscope.norms.sites import NormSite, PointwiseParameters, SkippedNorm, kind_of_site
-from normscope.norms.streams import unpacked
 from normscope.norms.trials import identified, is_small, normalizes_first, reproduced, shared, tried
 from normscope.runtime.network import PassHooks, left_as_found, run, uncompiled
 from normscope.runtime.spread import at_hand, copied, differing_inputs, is_sharded, whole

@@ -16,8 +16,8 @@ from normscope.inputs.chunks import Done, LeftOut, Share, shared
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import class_of
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers, select
-from normscope.norms.streams import unpacked
 from normscope.norms.trace import NormReport, find_norms
 from normscope.pairs.captures import Capture, joined_names
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, check_alike, merge_progress

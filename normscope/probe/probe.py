@@ -21,8 +21,8 @@ from normscope.fits.timeline import StepRecord, TimelineHeader, TimelineSite, ca
 from normscope.inputs.batch import Batch, as_batches
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, named_modules, submodule
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers, select
-from normscope.norms.streams import unpacked
 from normscope.norms.trace import find_norms
 from normscope.pairs.capture import captured
 from normscope.pairs.captures import Capture

@@ -133,7 +133,7 @@ def _calibrated(
 
 def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> Quantiles:
     """Measure and print the drift of the calibrated network on held-out inputs."""
-    from normscope.norms.streams import unpacked
+    from normscope.norms.bound_inputs import unpacked
     from normscope.runtime.network import left_as_found
     from normscope.swaps.distances import output_errors
     from normscope.swaps.reports import Quantiles

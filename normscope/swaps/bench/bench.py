@@ -24,8 +24,8 @@ from normscope.curves.expressions import split_names
 from normscope.errors import ModelError, UsageError, count, first_line
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import NormSite
-from normscope.norms.streams import unpacked
 from normscope.norms.trace import NormReport, find_norms
 from normscope.runtime.launches import TRITON, VARIABLE
 from normscope.runtime.network import call, left_as_found, uncompiled

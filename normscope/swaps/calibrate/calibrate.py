@@ -21,8 +21,8 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel, Outputs, module_of
 from normscope.inputs.wrappers import named_modules
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers
-from normscope.norms.streams import unpacked
 from normscope.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent

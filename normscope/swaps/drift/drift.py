@@ -13,7 +13,7 @@ from normscope.errors import DataError, UsageError, unknown
 from normscope.inputs.batch import Batch, taken_once
 from normscope.inputs.held_out import divided, kept_in_memory, samples_of
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.norms.streams import unpacked
+from normscope.norms.bound_inputs import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent

@@ -12,7 +12,7 @@ from torch import nn
 from normscope.errors import DataError, UsageError
 from normscope.inputs.held_out import Pool, evenly
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
-from normscope.norms.streams import unpacked
+from normscope.norms.bound_inputs import unpacked
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.distances import Configuration, measure_of

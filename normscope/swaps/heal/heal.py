@@ -19,7 +19,7 @@ from normscope.inputs.batch import Batch, as_batches, taken_once, tensor_bytes
 from normscope.inputs.held_out import Pool, by_length, divided, evenly, kept_in_memory
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.wrappers import named_modules, submodule
-from normscope.norms.streams import unpacked
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, uncompiled
 from normscope.runtime.progress import Progress, silent

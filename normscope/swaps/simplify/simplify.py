@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import LoadedModel, Outputs
+from normscope.norms.bound_inputs import unpacked
 from normscope.norms.formulas import channel_vectors, layer_norm, scale_and_shift
 from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite
-from normscope.norms.streams import unpacked
 from normscope.norms.trace import find_norms
 from normscope.runtime.network import left_as_found, run, uncompiled
 from normscope.runtime.spread import check_whole

@@ -15,7 +15,7 @@ from normscope.errors import NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.held_out import Pool, divided
 from normscope.inputs.loaded_model import Outputs
-from normscope.norms.streams import unpacked
+from normscope.norms.bound_inputs import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.distances import output_errors
