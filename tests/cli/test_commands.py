@@ -221,8 +221,8 @@ def test_a_hub_that_does_not_answer_is_reported_soon(run, folder):
 def test_interruption_leaves_nothing_behind(tmp_path):
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "normscope", "capture", "timm:vit_small_patch16_224", "--weights", "random"),
-            *("-o", "seen.safetensors", "--layers", "1", "--batch-size", "1"),
+            *(sys.executable, "-m", "normscope", "fit", "timm:vit_small_patch16_224", "--weights", "random"),
+            *("-o", "fits.csv", "--layers", "1", "--batch-size", "1"),
         ],
         cwd=tmp_path,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(CHECKOUT)},

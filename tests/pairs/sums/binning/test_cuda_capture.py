@@ -138,17 +138,10 @@ def ranks(tmp_path):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("at", ["cpu", "device"])
-def test_what_a_backend_carries_comes_back(ranks, dtype, at):
-    on = ranks.device if at == "device" else torch.device("cpu")
-    for shape in ((5,), (3, 4), (0,), (0, 7)):
-        own = torch.arange(torch.Size(shape).numel(), device=on).reshape(shape).to(dtype)
-        for made in ranks.gathered(own):
-            assert made.device == own.device and made.dtype == dtype and torch.equal(made, own)
-    assert list(ranks.each(b"\0\1")) == [b"\0\1"] and list(ranks.each(b"")) == [b""]
-    assert ranks.told({"ä": [1, None]}) == [{"ä": [1, None]}] and ranks.from_first(b"") == b""
-    assert ranks.from_first(b"\0\1") == b"\0\1"
+def test_what_a_backend_carries_comes_back(ranks):
+    for data in (b"", b"\0\1", bytes(range(256)) * 1000):
+        assert list(ranks.each(data)) == [data]
+    assert ranks.told({"ä": [1, None]}) == [{"ä": [1, None]}]
 
 
 def test_what_a_rank_has_seen_is_merged_by_the_backend(ranks):
