@@ -27,12 +27,14 @@ from normscope.cli.commands.stats import stats
 from normscope.cli.commands.swap import swap
 from normscope.cli.commands.swap_bench import swap_bench
 from normscope.cli.commands.timeline import timeline
-from normscope.cli.options import DIFFUSION, OUTPUT, PANELS
+from normscope.cli.options import CAPTURES, DIFFUSION, OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
+from normscope.cli.running import OF_CAPTURE
 from normscope.errors import NormscopeError, StoppedError, UsageError
 from normscope.models.registry import is_diffusion
 
 _USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
+_OF_CAPTURE = {f"--{name.replace('_', '-')}" for name in OF_CAPTURE}
 _OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
 
 
@@ -56,13 +58,20 @@ class _InPanels(TyperCommand):
                 param.rich_help_panel = OUTPUT
             if getattr(param, "rich_help_panel", None) == DIFFUSION:
                 param.hidden = not ctx.meta.get(DIFFUSION)
+            elif param.param_type_name == "option" and self.name == capture.__name__:
+                param.hidden = False
         return sorted(params, key=lambda param: PANELS.index(param.rich_help_panel or PANELS[0]))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
         options = {name for param in self.params for name in param.opts}
-        spreading = any(arg.partition("=")[0] == "--device-map" for arg in args)
-        if spreading and "--device" in options and "--device-map" not in options:
+        left_out = {arg.partition("=")[0] for arg in args} & _OF_CAPTURE - options
+        if left_out and any(param.metavar == CAPTURES for param in self.params):
+            named = " and ".join(sorted(left_out))
+            raise UsageError(
+                f"{self.name} has no {named}; `normscope capture` has, and writes a file that {self.name} takes."
+            )
+        if "--device-map" in left_out and "--device" in options:
             raise UsageError(f"{self.name} takes a network on one device; leave --device-map out.")
         return super().parse_args(ctx, [re.sub("^--sites(?==|$)", "--layers", arg) for arg in args])
 

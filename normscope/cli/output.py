@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from normscope.cli import options
 from normscope.errors import DataError, UsageError, count, unknown
 from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
@@ -85,7 +86,11 @@ class Output:
     _tables: list[tuple[str, TextTable]]
 
     def __init__(
-        self, as_json: bool = False, output: Path | None = None, quiet: bool = False, columns: str | None = None
+        self,
+        output: options.TablesFile = None,
+        columns: options.Columns = None,
+        as_json: options.Json = False,
+        quiet: options.Quiet = False,
     ) -> None:
         """Check the file before anything is run; UsageError if it cannot be written, or has another suffix."""
         self.as_json, self.quiet = as_json, quiet

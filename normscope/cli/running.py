@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import normscope
+from normscope.cli import options
 from normscope.errors import DataError, ModelError, UsageError, unknown
 from normscope.models import registry
 from normscope.runtime.processes import Place
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
     from normscope.pairs.ranks import Checkpoints, Ranks
 
-_OF_CAPTURES = ("sample", "skip", "verify")  # options that normscope.load does not take
+# Options that `normscope capture` alone has; commands that take captures do without them.
+OF_CAPTURE = ("shuffle", "sample", "device_map", "workers", "verify")
+_OF_SUMS = ("sample", "skip", "verify")  # options that normscope.load does not take
 _BY = ("timestep",)
 
 
@@ -29,24 +32,24 @@ _BY = ("timestep",)
 class RunOptions:
     """Options for running a network: each field is an option, with its default, in the order of the help."""
 
-    weights: str = "pretrained"
-    data: Path | None = None
-    limit: int | None = None
-    shuffle: bool = False
-    batch_size: int = 8
-    workers: int | None = None
-    sample: int | None = None
-    skip: int = 0
-    seed: int = 0
-    device: str = "auto"
-    device_map: str | None = None
-    dtype: str | None = None
-    guidance: float | None = None
-    timesteps: str | None = None
-    verify: bool = False
+    weights: options.Weights = "pretrained"
+    data: options.Data = None
+    limit: options.Limit = None
+    shuffle: options.Shuffle = False
+    sample: options.Sample = None
+    skip: options.Skip = 0
+    guidance: options.Guidance = None
+    timesteps: options.Timesteps = None
+    device: options.Device = "auto"
+    device_map: options.DeviceMap = None
+    dtype: options.Dtype = None
+    batch_size: options.BatchSize = 8
+    workers: options.Workers = None
+    seed: options.Seed = 0
+    verify: options.Verify = False
 
     def load(self, name: str, output: Output) -> LoadedModel:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_CAPTURES}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_SUMS}
         network = normscope.load(name, **given)
         output.introduce(network)
         return network
@@ -80,23 +83,6 @@ class RunOptions:
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
 
 
-def models_like(incomplete: str) -> list[tuple[str, str]]:
-    """Complete the name of a model or of a capture in a shell."""
-    entries = [(entry.name, entry.description) for entry in registry.list_models() if ":" not in entry.name]
-    files = [(str(path), "a capture") for path in Path().glob(f"{incomplete or '*'}*.safetensors")]
-    return [(name, help_) for name, help_ in [*entries, *files] if name.startswith(incomplete)]
-
-
-def check_names(names: str | list[str] | None) -> str | list[str] | None:
-    """Refuse names of neither a model nor a file, before torch is imported; ModelError."""
-    for name in [names] if isinstance(names, str) else names or ():
-        if Path(name).suffix == ".py" and ":" not in name:
-            raise UsageError(f"{name} is code, not a model: py:{name}:FUNCTION names a function in it that makes one.")
-        if not _is_file(name):
-            registry.find(name)
-    return names
-
-
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     """Return the given names; without any, report and return the embedded models that can be loaded."""
     if names:
@@ -126,7 +112,7 @@ def sources(models: Sequence[str] | None, run: RunOptions, by: str | None, outpu
 def check_models(names: Sequence[str]) -> None:
     """Refuse names of no model, before the first is run: ModelError, and UsageError for a file's name."""
     for name in names:
-        if _is_file(name):
+        if options.is_file(name):
             raise UsageError(
                 f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take captures; "
                 f"--weights takes a file of weights."
@@ -139,13 +125,13 @@ def check_sources(names: Sequence[str], run: RunOptions) -> None:
 
     Raises ModelError, DataError and UsageError.
     """
-    for name in filter(_is_file, names):
+    for name in filter(options.is_file, names):
         if changed := run.changed():
-            options = ", ".join(changed)
-            raise UsageError(f"{name} is a capture file: nothing is run, so that {options} can have no effect.")
+            named = ", ".join(changed)
+            raise UsageError(f"{name} is a capture file: nothing is run, so that {named} can have no effect.")
         if not Path(name).is_file():
             raise DataError(f"There is no capture file {name}; `normscope capture MODEL -o {name}` writes one.")
-    models = [name for name in names if not _is_file(name)]
+    models = [name for name in names if not options.is_file(name)]
     check_models(models)
     for name in models:
         registry.check_diffusion(registry.find(name), guidance=run.guidance, timesteps=run.timesteps)
@@ -156,12 +142,12 @@ def check_by(by: str | None, names: Sequence[str]) -> None:
     if by is not None and by not in _BY:
         raise UsageError(unknown("part", by, _BY))
     for name in names if by else ():
-        if not _is_file(name) and registry.find(name).family not in ("diffusion", "your own"):
+        if not options.is_file(name) and registry.find(name).family not in ("diffusion", "your own"):
             raise _without_parts(name, by)
 
 
 def _without_parts(name: str, by: str | None) -> UsageError:
-    if _is_file(name):
+    if options.is_file(name):
         return UsageError(f"{name} keeps no {by}s apart; `normscope capture MODEL --by {by} -o {name}` does.")
     return UsageError(f"{name} has no {by}s to keep apart; diffusion models have.")
 
@@ -186,7 +172,7 @@ def captures(
     """
     speaks = Place.from_environment().speaks
     for name, run in models:
-        if not _is_file(name):
+        if not options.is_file(name):
             with run.joined() as ranks:
                 network = run.load(name, output)
                 seen = run.capture(network, layers, output, ranks, by_part=by is not None, **kept)
@@ -212,7 +198,3 @@ def family_of(capture: Capture) -> str | None:
         return capture.about.get("family") or registry.find(capture.about["model"]).family.partition(",")[0]
     except ModelError:
         return None
-
-
-def _is_file(name: str) -> bool:
-    return Path(name).is_file() or Path(name).suffix == ".safetensors"

@@ -11,15 +11,17 @@ from typer.main import get_command
 from normscope.cli import app
 from normscope.cli.running import RunOptions
 
+OF_CAPTURE = {"shuffle", "sample", "device_map", "workers", "verify"}
 LEFT_OUT = {
-    **{command: {"verify"} for command in ("plot", "fit", "stats", "gradient", "compare", "report")},
+    **dict.fromkeys(("plot", "fit", "stats", "gradient", "compare", "report"), OF_CAPTURE),
     "capture": set(),
     "layers": {
         *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed", "dtype", "guidance", "timesteps")
     },
-    "swap": {"sample", "verify"},
-    "swap-bench": {"sample", "verify"},
-    "heal": {"device_map", "dtype", "sample", "verify"},
+    "swap": {"sample", "workers", "verify"},
+    "swap-bench": {"sample", "workers", "verify"},
+    "heal": {"device_map", "dtype", "sample", "workers", "verify"},
+    "simplify": {*OF_CAPTURE, "skip", "dtype", "batch_size", "guidance", "timesteps"},
 }
 OWN_DEFAULTS = {("compare", "weights"), ("heal", "batch_size")}
 FIELDS = {field.name: field.default for field in dataclasses.fields(RunOptions)}
@@ -46,10 +48,11 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_figure_and_its_document_say_so(folder):
-    (figure,) = document(f"plot {RUN} --dpi 40")["figures"]
+    invoke(f"capture {RUN} -o seen.safetensors")
+    (figure,) = document("plot seen.safetensors --dpi 40")["figures"]
     assert figure["sample"] == SAID
     assert SAID in json.loads(Image.open(folder / figure["file"]).text["Description"])["data"]
-    (drawn,) = document(f"plot {RUN} --format svg")["figures"]
+    (drawn,) = document("plot seen.safetensors --format svg")["figures"]
     lettering = (folder / drawn["file"]).read_text()
     assert "pairs of sampled tokens" in lettering and "all pairs" not in lettering
 
@@ -63,7 +66,7 @@ def test_a_capture_and_what_is_made_of_it_say_so(folder):
 
 @pytest.mark.usefixtures("folder")
 def test_which_sites_a_number_took_is_said_once_for_people():
-    few = "demo_vit --limit 2 --sample 3"
+    few = "demo_vit --limit 2"
     line = "--layers 3 selects, evenly over the depth: "
     line += "0 blocks.0.norm1, 7 blocks.3.norm2, 16 norm\n"
     capture = f"capture {few} -o seen.safetensors"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import normscope
-from normscope.cli.options import declared
+from normscope.cli import options
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 _OF_RESULTS = (".csv", ".json", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
 
 
-@declared(
+@options.with_groups(
     "normscope capture demo_vit -o seen.safetensors · normscope plot seen.safetensors --layers all · "
     "torchrun --nproc-per-node=8 -m normscope capture vit_b16 --data images -o seen.safetensors --resume",
     without=("columns",),
 )
 def capture(
-    model: str,
-    output: Path,
+    model: options.Model,
+    output: options.CaptureOutput,
     *,
-    force: bool = False,
-    layers: str = "all",
-    checkpoint_every: float = 300,
-    resume: bool = False,
+    force: options.Force = False,
+    layers: options.Layers = "all",
     run: RunOptions,
-    by_gamma: bool = False,
-    per_channel: bool = False,
-    diagonal: bool = False,
-    keep_inputs: int = 0,
-    by: str | None = None,
+    checkpoint_every: options.CheckpointEvery = 300,
+    resume: options.Resume = False,
+    by_gamma: options.ByGamma = False,
+    per_channel: options.PerChannel = False,
+    diagonal: options.Diagonal = False,
+    keep_inputs: options.KeepInputs = 0,
+    by: options.By = None,
     say: Output,
 ) -> None:
     """Run a model and sum up all pairs of its norms in a file, which other commands accept in place of a model.
@@ -81,13 +81,13 @@ def capture(
     _tell(seen, path, more, say)
 
 
-@declared(
+@options.with_groups(
     "normscope capture demo_vit --data first/ -o first.safetensors · "
     "normscope merge first.safetensors second.safetensors -o both.safetensors · normscope plot both.safetensors",
     without=("columns",),
     first_rank_only=True,
 )
-def merge(files: list[str], output: Path, *, force: bool = False, say: Output) -> None:
+def merge(files: options.Captures, output: options.MergeOutput, *, force: options.Force = False, say: Output) -> None:
     """Merge captures of one model from runs over different inputs, on different days or machines."""
     _check_capture_file(output, force)
     seen = normscope.merge_captures(files)

@@ -6,26 +6,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options
+from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, check_by, check_sources, named_or_embedded
+from normscope.cli.running import OF_CAPTURE, RunOptions, captures, check_by, check_sources, named_or_embedded
 
 
-@declared(
+@options.with_groups(
     "normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
     "normscope compare vit_b16 --weights step100.pt --weights step200.pt",
-    without=("verify",),
+    without=(*OF_CAPTURE, *OF_PLOT, "figure_format"),
 )
 def compare(
-    models: list[str] | None = None,
+    models: options.Models = None,
     *,
-    func: str = "tanh,isru",
-    shift: bool = True,
-    layers: str = "all",
-    weights: list[str] | None = None,
+    func: options.Func = "tanh,isru",
+    shift: options.Shift = True,
+    layers: options.Layers = "all",
+    weights: options.ComparedWeights = None,
     run: RunOptions,
-    by: str | None = None,
-    output: Path = Path(FIGURES),
+    by: options.By = None,
+    output: options.CompareOutput = Path(FIGURES),
     look: Look,
     say: Output,
 ) -> None:
@@ -39,8 +40,8 @@ def compare(
 
     curves = check_curves(func)
     runs = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]
-    for name, options in runs:
-        check_sources([name], options)
+    for name, of_checkpoint in runs:
+        check_sources([name], of_checkpoint)
     check_by(by, names)
     if by is None:
         check_number(len(runs))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options
+from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import Output
 
 
-@declared(
+@options.with_groups(
     "normscope curves · normscope curves --func tanh,mine=x/(1+abs(x)) --plot curves.pdf --width 5.5",
-    without=("figure_format", "dpi", "style", "title"),
+    without=(*OF_PLOT, "figure_format", "title", "columns"),
     first_rank_only=True,
 )
-def curves(*, func: str = "all", plot: Path | None = None, look: Look, say: Output) -> None:
+def curves(*, func: options.Func = "all", plot: options.Plot = None, look: Look, say: Output) -> None:
     """List the built-in curves and their formulas; draw them."""
     from normscope.curves.expressions import curves_named
     from normscope.tables.table import curves_table

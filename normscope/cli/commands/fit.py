@@ -2,40 +2,40 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options
+from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, family_of, sources
+from normscope.cli.running import OF_CAPTURE, RunOptions, captures, family_of, sources
 from normscope.errors import UsageError, unknown
 
 _LEVELS = ("site", "channel", "token")
 _CURVES = "tanh,isru"
 
 
-@declared(
+@options.with_groups(
     "normscope fit --func isru · normscope fit vit_b16 --func all -o fits.csv · normscope fit demo_dit --by timestep · "
     "normscope fit demo_vit --per channel --json · normscope fit seen.safetensors --pool kind --func best",
-    without=("verify", "figure_format", "dpi", "style"),
+    without=(*OF_CAPTURE, *OF_PLOT, "figure_format"),
 )
 def fit(
-    models: list[str] | None = None,
+    models: options.Models = None,
     *,
-    func: str = _CURVES,
-    per: str = "site",
-    pool: str | None = None,
-    amplitude: str = "free",
-    theory: bool = False,
-    alpha: float | None = None,
-    shift: bool | None = None,
-    weights_by: str = "pairs",
-    advise: bool = False,
-    layers: str = "all",
+    func: options.Func = _CURVES,
+    per: options.Per = "site",
+    pool: options.Pool = None,
+    amplitude: options.Amplitude = "free",
+    theory: options.Theory = False,
+    alpha: options.Alpha = None,
+    shift: options.FitShift = None,
+    weights_by: options.WeightsBy = "pairs",
+    advise: options.Advise = False,
+    layers: options.Layers = "all",
     run: RunOptions,
-    by: str | None = None,
-    plot: Path | None = None,
+    by: options.By = None,
+    plot: options.Plot = None,
     look: Look,
     say: Output,
 ) -> None:

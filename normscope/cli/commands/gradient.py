@@ -5,26 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options
+from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, sources
+from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
 from normscope.tables.card import gradient_tables
 
 
-@declared(
+@options.with_groups(
     "normscope gradient demo_vit · normscope gradient vit_b16 --layers all --json · "
     "normscope gradient seen.safetensors -o gradient.pdf",
-    without=("verify",),
+    without=(*OF_CAPTURE, *OF_PLOT),
 )
 def gradient(
-    models: list[str] | None = None,
+    models: options.Models = None,
     *,
-    layers: str | None = None,
-    func: str = "tanh,isru",
-    shift: bool = True,
+    layers: options.DrawnLayers = None,
+    func: options.Func = "tanh,isru",
+    shift: options.Shift = True,
     run: RunOptions,
-    by: str | None = None,
-    output: Path = Path(FIGURES),
+    by: options.By = None,
+    output: options.GradientOutput = Path(FIGURES),
     look: Look,
     say: Output,
 ) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import normscope
-from normscope.cli import swapping
-from normscope.cli.options import Look, declared
+from normscope.cli import options, swapping
+from normscope.cli.figure_files import OF_PLOT, Look
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
 from normscope.runtime.files import check_folder_writable, check_writable
@@ -23,26 +23,26 @@ _BATCH_SIZE = 16
 _OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 
-@declared(
+@options.with_groups(
     "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
     "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
-    without=("figure_format", "dpi", "style", "sample", "device_map", "dtype", "verify"),
+    without=(*OF_PLOT, "figure_format", "sample", "device_map", "dtype", "workers", "verify"),
 )
 def heal(
-    model: str,
-    output: Path,
+    model: options.Model,
+    output: options.SwapOutput,
     *,
-    func: str = "dyt",
-    steps: int | None = None,
-    minutes: float | None = None,
-    train: str = "all",
-    init: str = CALIBRATED,
-    layers: str = "all",
-    keep: int | None = None,
-    per: str = "site",
-    shift: bool | None = None,
-    batch_size: int | None = None,
-    restart: bool = False,
+    func: options.SwapFunc = "dyt",
+    steps: options.Steps = None,
+    minutes: options.Minutes = None,
+    train: options.Train = "all",
+    init: options.Init = CALIBRATED,
+    layers: options.SwappedLayers = "all",
+    keep: options.Keep = None,
+    per: options.SwapPer = "site",
+    shift: options.SwapShift = None,
+    batch_size: options.HealBatchSize = None,
+    restart: options.Restart = False,
     run: RunOptions,
     look: Look,
     say: Output,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import normscope
-from normscope.cli.options import declared
+from normscope.cli import options
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.runtime.records import as_json
@@ -15,7 +15,7 @@ _FIELDS = (
 )
 
 
-@declared(
+@options.with_groups(
     "normscope layers vit_b16 --weights random --verify · normscope layers timm:convnext_tiny --json",
     without=(
         *("limit", "shuffle", "batch_size", "workers", "sample", "skip", "seed"),
@@ -23,7 +23,7 @@ _FIELDS = (
     ),
     first_rank_only=True,
 )
-def layers(models: list[str] | None = None, *, verify: bool = False, run: RunOptions, say: Output) -> None:
+def layers(models: options.OnlyModels = None, *, verify: options.Verify = False, run: RunOptions, say: Output) -> None:
     """List every normalization layer of a model in the order of calls, and those that are skipped."""
     names = named_or_embedded(models, say)
     check_models(names)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 
 import normscope
-from normscope.cli.options import declared
+from normscope.cli import options
 from normscope.cli.output import Output
 from normscope.tables.table import models_table
 
 
-@declared("normscope models --json", first_rank_only=True)
+@options.with_groups("normscope models --json", without=("columns",), first_rank_only=True)
 def models(*, say: Output) -> None:
     """List the names of models."""
     entries = normscope.list_models()

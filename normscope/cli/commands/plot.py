@@ -6,32 +6,33 @@ from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options
+from normscope.cli.figure_files import FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, sources
+from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 from normscope.tables.table import sink_sentence
 
 _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
 
-@declared(
+@options.with_groups(
     "normscope plot · normscope plot vit_b16 --layers 4 -o vit_b16.pdf · normscope plot seen.safetensors",
-    without=("verify", "columns"),
+    without=(*OF_CAPTURE, "columns"),
 )
 def plot(
-    models: list[str] | None = None,
+    models: options.Models = None,
     *,
-    layers: str | None = None,
-    func: str = "tanh,isru",
-    shift: bool = True,
-    color: str = "density,token,channel",
+    layers: options.DrawnLayers = None,
+    func: options.Func = "tanh,isru",
+    shift: options.Shift = True,
+    color: options.Color = "density,token,channel",
     run: RunOptions,
-    by: str | None = None,
-    output: Path = Path(FIGURES),
-    compact: bool = False,
-    xscale: str = "linear",
-    share_axes: bool = False,
+    by: options.By = None,
+    output: options.PlotOutput = Path(FIGURES),
+    compact: options.Compact = False,
+    xscale: options.Xscale = "linear",
+    share_axes: options.ShareAxes = False,
     look: Look,
     say: Output,
 ) -> None:

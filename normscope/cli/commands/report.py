@@ -7,32 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import declared
+from normscope.cli import options
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, sources
+from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
 from normscope.errors import UsageError
 from normscope.runtime.files import check_writable, file_stem
 
 _OF_A_MODEL = 2  # inputs that are kept
 
 
-@declared(
+@options.with_groups(
     "normscope report vit_b16 · normscope report monday.safetensors tuesday.safetensors -o both.html · "
     "normscope report demo_vit --swap-bench demo_vit.json · normscope report step100.safetensors --timeline run.jsonl",
-    without=("verify", "columns"),
+    without=(*OF_CAPTURE, "columns"),
 )
 def report(
-    models: list[str] | None = None,
+    models: options.Models = None,
     *,
-    layers: str = "all",
-    func: str = "tanh,isru",
-    shift: bool = True,
+    layers: options.Layers = "all",
+    func: options.Func = "tanh,isru",
+    shift: options.Shift = True,
     run: RunOptions,
-    by: str | None = None,
-    keep_inputs: int | None = None,
-    swap_bench: Path | None = None,
-    timeline: Path | None = None,
-    output: Path = Path(FIGURES),
+    by: options.By = None,
+    keep_inputs: options.ShownInputs = None,
+    swap_bench: options.SwapResults = None,
+    timeline: options.TimelineFile = None,
+    output: options.ReportOutput = Path(FIGURES),
     say: Output,
 ) -> None:
     """Write a report: one HTML file to explore norms in, which opens from disk and makes no network request."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import normscope
-from normscope.cli import swapping
-from normscope.cli.options import declared
+from normscope.cli import options, swapping
 from normscope.cli.output import Output
-from normscope.cli.running import RunOptions, check_models
+from normscope.cli.running import OF_CAPTURE, RunOptions, check_models
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable
 
 
-@declared(
+@options.with_groups(
     "normscope simplify demo_vit -o demo_vit-exact · normscope simplify minilm --limit 8 -o minilm-exact --json",
-    without=("sample", "skip", "device_map", "dtype", "batch_size", "verify", "columns"),
+    without=(*OF_CAPTURE, "skip", "guidance", "timesteps", "dtype", "batch_size", "columns"),
 )
-def simplify(model: str, output: Path, *, run: RunOptions, say: Output) -> None:
+def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOptions, say: Output) -> None:
     """Rewrite a model exactly: LayerNorms become RMSNorms, and γ and β move into linear layers."""
     swapping.check_alone("Rewrites are proved")
     check_models([model])

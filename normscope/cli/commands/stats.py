@@ -6,26 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options
+from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import RunOptions, captures, sources
+from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
 from normscope.errors import UsageError
 from normscope.tables.card import card_tables
 
 
-@declared(
+@options.with_groups(
     "normscope stats vit_b16 · normscope stats demo_vit --layers norm · "
     "normscope stats capture.safetensors --json -o cards.json",
-    without=("verify", "figure_format", "dpi", "style"),
+    without=(*OF_CAPTURE, *OF_PLOT, "figure_format"),
 )
 def stats(
-    models: list[str] | None = None,
+    models: options.Models = None,
     *,
-    layers: str = "all",
+    layers: options.Layers = "all",
     run: RunOptions,
-    by: str | None = None,
-    channels: bool = False,
-    plot: Path | None = None,
+    by: options.By = None,
+    channels: options.Channels = False,
+    plot: options.Plot = None,
     look: Look,
     say: Output,
 ) -> None:

@@ -7,14 +7,12 @@ import functools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 import normscope
-from normscope.cli import swapping
-from normscope.cli.options import declared
+from normscope.cli import options, swapping
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
 from normscope.errors import count
@@ -32,23 +30,23 @@ if TYPE_CHECKING:
     from normscope.swaps.start import Start
 
 
-@declared(
+@options.with_groups(
     "normscope swap demo_vit --func dyt -o demo_vit-dyt · normscope swap vit_b16 --layers final,pre-norm -o safe · "
     "normscope swap demo_dit --func best -o best · normscope swap minilm --init calibrated --keep 2 -o minilm-dyt",
-    without=("sample", "verify"),
+    without=("sample", "workers", "verify"),
 )
 def swap(
-    model: str,
-    output: Path,
+    model: options.Model,
+    output: options.SwapOutput,
     *,
-    func: str = "dyt",
-    init: str = "fit",
-    refit: str = "neighbours",
-    layers: str = "all",
-    keep: int | None = None,
-    max_drift: float | None = None,
-    per: str = "site",
-    shift: bool | None = None,
+    func: options.SwapFunc = "dyt",
+    init: options.Init = "fit",
+    refit: options.Refit = "neighbours",
+    layers: options.SwappedLayers = "all",
+    keep: options.Keep = None,
+    max_drift: options.MaxDrift = None,
+    per: options.SwapPer = "site",
+    shift: options.SwapShift = None,
     run: RunOptions,
     say: Output,
 ) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import normscope
-from normscope.cli import swapping
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options, swapping
+from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.errors import UsageError, count
@@ -27,25 +27,25 @@ _MANY_CALIBRATIONS = 8
 _FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "demo_dit": "dit_xl"}
 
 
-@declared(
+@options.with_groups(
     "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
     "normscope swap-bench vit_b16 --layers least:8",
-    without=("sample", "verify"),
+    without=("sample", "workers", "verify", *OF_PLOT),
 )
 def swap_bench(
-    models: list[str] | None = None,
+    models: options.OnlyModels = None,
     *,
-    func: str = "dyt,dyisru",
-    init: str = "fit",
-    refit: str = "neighbours",
-    layers: str = "all",
-    per: str = "site",
-    shift: bool | None = None,
-    full: bool = False,
-    quick: bool = False,
-    all_samples: bool = False,
+    func: options.SwapFuncs = "dyt,dyisru",
+    init: options.Inits = "fit",
+    refit: options.Refit = "neighbours",
+    layers: options.SwappedLayers = "all",
+    per: options.SwapPer = "site",
+    shift: options.SwapShift = None,
+    full: options.Full = False,
+    quick: options.Quick = False,
+    all_samples: options.AllSamples = False,
     run: RunOptions,
-    output: Path = Path(FIGURES),
+    output: options.BenchOutput = Path(FIGURES),
     look: Look,
     say: Output,
 ) -> None:
@@ -125,9 +125,9 @@ def _drift(
     for choice, modules in replacements:
         calibration: dict[str, Any] = {"learn": source.learned, "refit": refit} if choice.calibrated else {}
         with say.bars() as progress:
-            options = {"func": choice.func, "init": choice.start, "most": most, "ends": ends, **calibration}
+            settings = {"func": choice.func, "init": choice.start, "most": most, "ends": ends, **calibration}
             report = normscope.drift(
-                source.network, source.held_out, modules, **options, progress=progress, ranks=source.ranks
+                source.network, source.held_out, modules, **settings, progress=progress, ranks=source.ranks
             )
             reports.append(report)
     say.heading(reports[0].about)

@@ -5,21 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import normscope
-from normscope.cli.options import FigureFiles, Look, declared
+from normscope.cli import options
+from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output
 
 _VIEW, _SCURVES = "timeline", "scurves"
 
 
-@declared(
+@options.with_groups(
     "normscope timeline run.jsonl · normscope timeline run.jsonl --layers '*.norm1' -o run.pdf · "
-    "normscope timeline run.jsonl -o run.csv"
+    "normscope timeline run.jsonl -o run.csv",
+    without=(*OF_PLOT, "figure_format"),
 )
 def timeline(
-    file: Path,
+    file: options.RunFile,
     *,
-    layers: str = "all",
-    output: Path = Path(FIGURES),
+    layers: options.Layers = "all",
+    output: options.TimelineOutput = Path(FIGURES),
     look: Look,
     say: Output,
 ) -> None:

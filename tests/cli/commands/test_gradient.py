@@ -13,7 +13,7 @@ QUICK = "--limit 4 --device cpu"
 
 
 def test_tables_and_a_figure(here):
-    done = invoke(f"gradient demo_vit {QUICK} --dpi 40 --layers 4", COLUMNS="60")
+    done = invoke(f"gradient demo_vit {QUICK} --layers 4", COLUMNS="60")
     lines = done.stdout.splitlines()
     assert lines[0].startswith("demo_vit · embedded demo_vit")
     assert lines[-1] == "outputs/demo_vit-gradient.png"
@@ -31,7 +31,7 @@ def test_tables_and_a_figure(here):
 @pytest.mark.slow
 def test_a_capture_file_gives_what_its_network_gave_and_python_gives(here):
     invoke(f"capture demo_vit -o seen.safetensors --diagonal {QUICK}")
-    options = "--layers 0,16 --func isru --dpi 40"
+    options = "--layers 0,16 --func isru"
     live = document(f"gradient demo_vit {QUICK} {options} -o a.svg")
     told = document(f"gradient seen.safetensors {options} -o b.svg")
     assert live["gradient"] == told["gradient"]
@@ -42,7 +42,7 @@ def test_a_capture_file_gives_what_its_network_gave_and_python_gives(here):
 
 
 def test_intervals_have_columns_of_their_own(here):
-    done = invoke(f"gradient demo_vit {QUICK} --dpi 40 -o views.csv --layers 0-0")
+    done = invoke(f"gradient demo_vit {QUICK} -o views.csv --layers 0-0")
     assert done.stdout.splitlines() == ["outputs/demo_vit-gradient.png", "views.csv"]
     [row] = csv.DictReader((here / "views.csv").open())
     assert float(row["r2_tanh_low"]) < float(row["r2_tanh"]) < float(row["r2_tanh_high"])

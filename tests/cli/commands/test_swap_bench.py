@@ -156,12 +156,12 @@ def test_calibrated_rows_learn_from_other_inputs_and_say_so(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_quick_takes_the_fewest_timings():
-    look = "--width 3.25 --title none --dpi 40"
+    look = "--width 3.25 --title none"
     told = document(f"swap-bench {NAME} --quick --device cpu -o quick {look}")
     assert [report["func"] for report in told["drift"]] == ["dyt", "dyisru"]
     for figure in told["figures"]:
         with Image.open(figure["file"]) as image:
-            assert image.width == 130
+            assert image.width == 650
     rows = told["speed"][0]["rows"]
     assert {row["way"] for row in rows} <= {"eager", "fused"} and all(row["samples"] for row in rows)
     assert {row["variant"] for row in rows if row["scope"] == "model"} == {
