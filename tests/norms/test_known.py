@@ -176,7 +176,6 @@ def test_refusals_say_why():
 # What no form reproduces, of classes that can be made of a width alone and called with one tensor.
 SKIPPED = {
     "MuseSparkTextInputScaledRMSNorm",  # it weighs its input
-    "FalconMambaWeightlessRMSNorm",  # its weight is kept at one and used nowhere; here it is not one
     "MiniMaxH3VideoGroupNorm",  # frame by frame
     "VoxtralRealtimeTextAdaRmsNorm",  # a scale for a norm, out of two linear layers
     "GlobalResponseNorm",  # of Wuerstchen's pipeline

@@ -1,5 +1,7 @@
 """Modules of unknown classes, recognized by what they do: formulas in float64, gains, α; and what is none of them."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,7 +148,7 @@ FORMULAS = {
 def made(forward, parts, name="Rescale"):
     """A module whose name says nothing, with parts as parameters, buffers and attributes."""
     module = network_of(forward, name)
-    for key, part in parts.items():
+    for key, part in copy.deepcopy(parts).items():  # several tests share the tensors, and simplify writes into them
         if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
             module.register_buffer(key, part)
         else:
