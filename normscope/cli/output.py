@@ -95,7 +95,7 @@ class Output:
         """Check the file before anything is run; UsageError if it cannot be written, or has another suffix."""
         self.as_json, self.quiet = as_json, quiet
         self.columns = None if columns is None else [typed(name.strip()) for name in columns.split(",")]
-        self._headings: list[str] = []
+        self._headings: dict[str, None] = {}  # in order
         self._above, self._tables = "", []
         self._speaks = Place.from_environment().speaks
         self._results, self._remarks = _console(stderr=False), _console(stderr=True)
@@ -137,7 +137,7 @@ class Output:
     def table(self, table: TextTable) -> None:
         """Show a table to a person, or keep it for the file."""
         if self.columns is not None and any(table.headings):
-            self._headings += map(typed, table.headings)
+            self._headings |= dict.fromkeys(map(typed, filter(None, table.headings)))
             table = table.only(self.columns)
             if len(table.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
                 return
@@ -164,12 +164,12 @@ class Output:
         """
         if not self._speaks:
             return
-        if self.columns is not None and not self._tables:
-            raise UsageError(unknown("column", self.columns[0], self._headings))
         escaped = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
         text = json.dumps(document, indent=2, ensure_ascii=escaped, allow_nan=False) + "\n"
         if self.as_json:
             sys.stdout.write(text)
+        if self.columns is not None and not self._tables:
+            raise UsageError(unknown("column", self.columns[0], self._headings))
         if self.file is None:
             return
         if self._suffix == ".csv" and rows is not None:

@@ -114,8 +114,8 @@ def check_models(names: Sequence[str]) -> None:
     for name in names:
         if options.is_file(name):
             raise UsageError(
-                f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient` and `compare` take captures; "
-                f"--weights takes a file of weights."
+                f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient`, `compare` and `report` take "
+                f"captures; --weights takes a file of weights."
             )
         registry.check_library(registry.find(name))
 

@@ -209,7 +209,7 @@ def _with_words(parts: Sequence[str], n_words: int) -> Iterator[str]:
 
 def _numbered(kind: str, name: str) -> str:
     numbers = iter(re.findall(_NUMBER, _CALL.sub("", name)))
-    return re.sub(r"\*", lambda _: next(numbers), kind)
+    return re.sub(r"\*", lambda _: next(numbers, "*"), kind)  # a module may be named *
 
 
 def is_number(layers: str) -> bool:

@@ -281,6 +281,11 @@ class Checkpoints:
             capture = recorder.progress.capture
             for summed in (capture, *capture.parts.values()):
                 summed.sites = recorder.sites  # a file has those with sums alone
+        elif self.resume and (n_ranks := 1 + max((int(file.stem) for file in self._files()), default=0)) > ranks.size:
+            raise UsageError(
+                f"{self.folder} is of another capture: its number of ranks is at least {n_ranks}, not {ranks.size}. Go "
+                f"on with as many, or remove it to begin anew."
+            )
         done = Done()
         for flags in ranks.each(recorder.progress.done.flags):
             done.add(Done(flags).numbers)

@@ -294,7 +294,8 @@ def _hooks_to_move(replaced: Collection[tuple[str, nn.Module, nn.Module]]) -> li
     """
     hooked: dict[str, _Hooks] = {}
     for path, norm, module in replaced:
-        if not any(getattr(norm, name) for name in (*PRE_HOOKS, *HOOKS)):
+        movable = HOOKS if _has_tensor_hooks(norm) else (*PRE_HOOKS, *HOOKS)
+        if not any(getattr(norm, name) for name in movable):
             continue
         uses = sum(other is module for *_, other in replaced)
         if uses > 1:
@@ -302,7 +303,6 @@ def _hooks_to_move(replaced: Collection[tuple[str, nn.Module, nn.Module]]) -> li
                 f"The {type(module).__name__} for {path!r} replaces {uses} norms, and the hooks of that norm would run "
                 "for the others too; use one module per norm."
             )
-        movable = HOOKS if _has_tensor_hooks(norm) else (*PRE_HOOKS, *HOOKS)
         hooked[path] = norm, module, (*movable, _FULL_BACKWARD)
     if hooked:
         text = f"Hooks of the norms {first_few(list(hooked))} run for their replacements until the swap is undone."

@@ -61,7 +61,7 @@ MISTAKES = [
     ("plot notes.txt", 4, "Cannot read the capture notes.txt"),
     ("plot seen.safetensors --limit 3 --seed 1", 2, "--limit, --seed can have no effect"),
     ("capture seen.safetensors -o b.safetensors", 2, "seen.safetensors names a file, not a model."),
-    ("layers demo_vit notes.txt", 2, "`gradient` and `compare` take captures"),
+    ("layers demo_vit notes.txt", 2, "`compare` and `report` take captures"),
     ("swap demo_vit.safetensors -o new", 2, "names a file, not a model"),
     ("compare seen.safetensors", 2, "two or more captures"),
     ("merge seen.safetensors -o new", 2, "Merging takes two captures or more; there is one."),

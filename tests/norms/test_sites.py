@@ -205,3 +205,8 @@ def test_short_names(expected):
 def test_no_two_sites_have_the_same_short_name(paths):
     names = {".".join(path) for path in paths}
     assert len(set(short_names(names).values())) == len(names)
+
+
+def test_a_module_may_be_named_as_the_sign_for_numbers():
+    names = ["*", "blocks.0.*", "blocks.1.*", "norm"]
+    assert len(set(short_names(names).values())) == len(names)

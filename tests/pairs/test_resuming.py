@@ -250,6 +250,10 @@ def test_another_number_of_ranks_is_refused(tmp_path):
         with pytest.raises(UsageError, match=rf"its number of ranks is 2, not {ranks.size}\. Go on with the options"):
             run(tmp_path, inputs=Inputs(batch_size=1), ranks=ranks)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "0.safetensors").unlink()
+    with pytest.raises(UsageError, match="its number of ranks is at least 2, not 1"):
+        run(tmp_path, inputs=Inputs(batch_size=1), ranks=ALONE)
+    assert (tmp_path / "1.safetensors").exists()
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

@@ -132,6 +132,9 @@ def test_pre_hooks_that_compute_the_norms_own_tensors_stay_with_it(model, how):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             nn.utils.weight_norm(norm, "weight", dim=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no hook moves
+        Swap(model, {"norm": function()}).undo()
     register(norm, "forward", calls)
     before = hooks_of(norm)
     swapped = swapped_with_a_warning(model, {"norm": function()})

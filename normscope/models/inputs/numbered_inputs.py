@@ -429,7 +429,8 @@ def find_files(root: Path, noun: str, suffixes: frozenset[str]) -> tuple[list[Pa
     matching = [path for path in files if path.suffix.lower() in suffixes]
     others = len(files) - len(matching)
     if not matching:
-        raise DataError(f"The folder {str(root)!r} holds no {noun}, only {count(others, 'other file')}.")
+        only = f", only {count(others, 'other file')}" if others else ""
+        raise DataError(f"The folder {str(root)!r} holds no {noun}{only}.")
     return matching, others
 
 

@@ -31,7 +31,8 @@ PREPROCESSING = (
 )
 ALSO = (CODE, CONFIG, *PREPROCESSING)  # for those who load the network without normscope, which reads none of them
 _MOST_AXES = 8
-_REMOVED = re.compile(r"(few|random):\d+|frozen|rmsnorm centred")  # functions that normscope wrote before
+# Functions that normscope wrote before.
+_REMOVED = re.compile(r"(few|random):\d+|frozen|rmsnorm centred|exproot|power23_clip")
 
 
 @dataclass(frozen=True)
