@@ -67,8 +67,8 @@ class CurveFit(SiteRecord):
         intervals: 95 % of amplitude, alpha, shift, C, slope, r2 and r2_ceiling, by a jackknife over the folds, for the
             numbers that the pairs identify.
         refits: α and slope of the fit to all pairs but those of each fold; empty without folds.
-        unidentified: True if the pairs do not reach the bend of a curve whose slope at its origin is zero or infinite,
-            such as x³: any α with its own A fits alike.
+        unidentified: True if the curve bends alike at every scale that the pairs reach, as x³ and |x| do: any α with
+            its own A fits alike.
         parameters: number of free parameters.
         rank: by held-out error among the curves with as many free parameters at that site; by error without folds.
             Curves whose R² differ by at most 1e-6 share a rank.
