@@ -17,10 +17,10 @@ from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.norms.trace import find_norms
 from normscope.runtime.network import left_as_found
-from normscope.swaps.bench import bench
-from normscope.swaps.bench.bench import Variant
-from normscope.swaps.bench.reports import NATIVE, PASSES, Way
 from normscope.swaps.replace import module_at
+from normscope.tools.bench import bench
+from normscope.tools.bench.bench import Variant
+from normscope.tools.bench.reports import NATIVE, PASSES, Way
 
 ABOUT = """
 Time of the norms of LLaMA 7B (RMSNorm and DyT), and of the whole network, over {passes} passes of one sequence of

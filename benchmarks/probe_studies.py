@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import normscope
-from normscope.fits.timeline import Timeline
 from normscope.inputs.loaded_model import Inputs
+from normscope.tools.probe.timeline import Timeline
 
 STEPS, BATCH, PEAK_LR, WARMUP, EVERY, SEED = 600, 32, 3e-3, 60, 20, 0
 FUNCTIONS: dict[str, Callable[[int], nn.Module] | None] = {

@@ -10,7 +10,7 @@ from common import NO_GPU, Measurement, finish, gpu, names, of_each, options
 from torch import nn
 
 import normscope
-from normscope.swaps.bench.reports import NATIVE, NOT_RUN, Timing
+from normscope.tools.bench.reports import NATIVE, NOT_RUN, Timing
 
 NORMS = {"cpu": ("1576x768",), "cuda": ("25216x768", "4096x4096", "32768x4096", "131072x1152")}  # of docs/kernels.md
 MODELS = {"vit_b16": 64, "wav2vec2_large": 8, "dit_xl": 32}  # and samples on a GPU

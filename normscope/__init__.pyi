@@ -1,13 +1,11 @@
 from . import errors as errors
 from . import figures as figures
 from .curves.known import curve_of as curve_of
-from .figures.scurves import plot as plot
 from .fits.card import norm_cards as norm_cards
 from .fits.comparison import compare as compare
 from .fits.fit import fit as fit
 from .fits.gradient import gradient as gradient
 from .fits.saturation import saturation as saturation
-from .fits.timeline import load_timeline as load_timeline
 from .inputs.batch import Batch as Batch
 from .loading import load as load
 from .loading import load_swapped as load_swapped
@@ -20,22 +18,24 @@ from .pairs.captures import Capture as Capture
 from .pairs.storage import load_capture as load_capture
 from .pairs.storage import merge_captures as merge_captures
 from .pairs.storage import save_capture as save_capture
-from .probe.probe import Probe as Probe
 from .runtime.progress import ProgressBars as ProgressBars
-from .swaps.bench.bench import bench as bench
+from .show.figures.scurves import plot as plot
 from .swaps.calibrate.calibrate import calibrate as calibrate
 from .swaps.calibrate.calibrate import swap as swap
 from .swaps.drift.drift import drift as drift
 from .swaps.drift.keep import keep as keep
-from .swaps.heal.heal import heal as heal
 from .swaps.pointwise import Derf as Derf
 from .swaps.pointwise import DyISRU as DyISRU
 from .swaps.pointwise import DyT as DyT
 from .swaps.pointwise import PointwiseFunction as PointwiseFunction
 from .swaps.replace import Swap as Swap
 from .swaps.replace import replacements as replacements
-from .swaps.simplify.simplify import simplify as simplify
 from .swaps.store.store import save_swapped as save_swapped
-from .tables.markup import table as table
+from .tables import table as table
+from .tools.bench.bench import bench as bench
+from .tools.heal.heal import heal as heal
+from .tools.probe.probe import Probe as Probe
+from .tools.probe.timeline import load_timeline as load_timeline
+from .tools.simplify.simplify import simplify as simplify
 
 __version__: str

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from normscope.tables.glossary import COMMON, DEFINITIONS, TERMS
+from normscope.show.tables.glossary import COMMON, DEFINITIONS, TERMS
 
 PAGE = Path(__file__).parents[1] / "docs" / "glossary.md"
 INTRODUCTION = """\

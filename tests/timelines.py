@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from normscope.fits.timeline import (
+from normscope.tools.probe.timeline import (
     OF_CURVES,
     OF_NORMS,
     OF_POINTWISE,

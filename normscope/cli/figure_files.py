@@ -55,7 +55,7 @@ class FigureFiles:
     written: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        from normscope.figures.style import theme_of
+        from normscope.show.figures.style import theme_of
 
         theme_of(self.look.of_figure)
         self.suffix = self._suffix()

@@ -15,8 +15,8 @@ from typer import Argument, Option
 from normscope.errors import UsageError, unknown
 from normscope.models import registry
 from normscope.runtime.processes import Place
+from normscope.show.tables.glossary import headings, typed, unknown_column
 from normscope.swaps.inits import INITS
-from normscope.tables.glossary import headings, typed, unknown_column
 
 _MORE_OPTIONS = "More options of models: `normscope capture -h`; of diffusion models: -h after the name of one."
 

@@ -23,7 +23,7 @@ from normscope.runtime.files import check_writable, visible, whole_file
 from normscope.runtime.processes import Place
 from normscope.runtime.progress import is_one_step
 from normscope.runtime.records import flat
-from normscope.tables.glossary import typed
+from normscope.show.tables.glossary import typed
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from normscope.norms.sites import NormSite, SkippedNorm
     from normscope.pairs.captures import Capture
     from normscope.runtime.progress import Progress
-    from normscope.tables.table import TextTable
+    from normscope.show.tables.table import TextTable
 
 Row: TypeAlias = Mapping[str, Any]
 _SUFFIXES = (".csv", ".tex", ".md", ".json", "")
@@ -175,7 +175,7 @@ class Output:
         if self._suffix == ".csv" and rows is not None:
             text = as_csv(rows)
         elif self._suffix in (".tex", ".md"):
-            from normscope.tables.markup import as_latex, as_markdown
+            from normscope.show.tables.markup import as_latex, as_markdown
 
             text = (as_latex if self._suffix == ".tex" else as_markdown)(self._tables)
         with whole_file(self.file) as partial:

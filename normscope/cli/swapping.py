@@ -287,7 +287,7 @@ def figure_of_choice(folder: Path) -> Path:
 
 def tell_choice(choice: KeepReport, title: str, file: Path, say: Output) -> None:
     """Print the table of the norms kept, and draw it."""
-    from normscope.tables.swaps import keep_table
+    from normscope.show.tables.drift import keep_table
 
     say.table(keep_table(choice))
     if not choice.kept:
@@ -308,7 +308,7 @@ def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> Non
 
 def tell_quality(quality: Quality | None, untold: str, func: str, init: str, say: Output) -> None:
     """Print the quality of the original and of the swapped network, or the reason why there is none."""
-    from normscope.tables.swaps import quality_table
+    from normscope.show.tables.drift import quality_table
 
     if quality:
         say.table(quality_table({(func, init): quality}))

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from normscope.curves.known import CURVES, FREE, Curve
 from normscope.errors import UsageError
-from normscope.figures.style import STYLES, Style, heading
-from normscope.figures.timeline import plot_scurves_by_step, plot_timeline
 from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.targets import Nodes, batches, fit_targets
-from normscope.fits.timeline import Timeline
 from normscope.inputs.loaded_model import Provenance
 from normscope.norms.sites import short_names
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, packed, site_data, site_inputs
 from normscope.pairs.captures import Capture
-from normscope.tables.glossary import definitions
-from normscope.tables.timeline import timeline_tables
+from normscope.show.figures.style import STYLES, Style, heading
+from normscope.show.tables.glossary import definitions
+from normscope.tools.probe.figure import plot_scurves_by_step, plot_timeline
+from normscope.tools.probe.table import timeline_tables
+from normscope.tools.probe.timeline import Timeline
 
 FORMAT = 2
 _ELEMENTS = 2_400_000  # of tokens that are shown, over all sites of all captures: two bytes each

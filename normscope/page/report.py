@@ -19,11 +19,11 @@ from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit
 from normscope.fits.targets import as_capture
-from normscope.fits.timeline import Timeline
 from normscope.page.document import document
 from normscope.page.swap_results import SwapResults, swap_results
 from normscope.pairs.captures import Capture
 from normscope.runtime.files import visible, whole_file
+from normscope.tools.probe.timeline import Timeline
 
 # In the order in which they are read: a script uses the ones before it.
 SCRIPTS = (

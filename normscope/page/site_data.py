@@ -14,8 +14,6 @@ import torch
 from numpy.typing import NDArray
 
 from normscope.errors import DataError, count
-from normscope.figures.axes import ASINH, LINEAR, Limits, XAxis, mean_line, pairs_beyond, scales_of
-from normscope.figures.panels import drawn_pairs, image, residuals
 from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import drawn_jacobians, mean_diagonal
@@ -26,7 +24,9 @@ from normscope.pairs.kept_inputs import KeptInput
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.files import visible
 from normscope.runtime.records import as_json
-from normscope.tables.card import card_lines
+from normscope.show.figures.axes import ASINH, LINEAR, Limits, XAxis, mean_line, pairs_beyond, scales_of
+from normscope.show.figures.panels import drawn_pairs, image, residuals
+from normscope.show.tables.card import card_lines
 
 Array = NDArray[np.float64]
 

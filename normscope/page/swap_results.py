@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from normscope.errors import DataError, UsageError
 from normscope.runtime.records import converted
-from normscope.swaps.bench.reports import BenchReport
 from normscope.swaps.drift.reports import DriftReport
 from normscope.swaps.inits import published_name
+from normscope.tools.bench.reports import BenchReport
 
 SwapResults: TypeAlias = "DriftReport | BenchReport | Sequence[DriftReport | BenchReport] | Mapping[str, Any]"
 

@@ -24,7 +24,7 @@ from normscope.fits.advice import (
 )
 from normscope.fits.curve_fit import CurveFit
 from normscope.norms.sites import NormSite
-from normscope.tables.fit import advice_table
+from normscope.show.tables.fit import advice_table
 
 
 def made(site, alpha=1.0, amplitude=1.0, curve="tanh", **changed):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.tables.fit import fits_table
+from normscope.show.tables.fit import fits_table
 
 SOURCES, TOKENS, D = 64, 24, 32
 

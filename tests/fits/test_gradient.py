@@ -15,11 +15,11 @@ from torch.func import jacrev, vmap
 
 import normscope
 from normscope.errors import DataError
-from normscope.figures.gradient import plot_gradient
 from normscope.fits.gradient import gradient, jacobians
 from normscope.fits.jackknife import interval
 from normscope.inputs.batch import Sample
 from normscope.norms.formulas import FORMS, root_mean_square, std_norm
+from normscope.show.figures.gradient import plot_gradient
 
 D = 24
 

@@ -13,7 +13,7 @@ from torch import nn
 import normscope
 from normscope.errors import UsageError
 from normscope.fits.saturation import MODULE, with_modules
-from normscope.tables.card import card_table
+from normscope.show.tables.card import card_table
 
 D = 24
 END = math.atanh(math.sqrt(0.95))  # tanh′ = 1 − tanh² is 0.05 there

@@ -11,7 +11,7 @@ from selenium.webdriver.common.keys import Keys
 from torch import nn
 
 import normscope
-from normscope.tables.glossary import definitions
+from normscope.show.tables.glossary import definitions
 
 FIRST = "#view=site&site=first"
 VIEWS = ("overview", "site", "explorer", "swap", "compare")

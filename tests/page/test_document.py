@@ -8,9 +8,9 @@ from torch import nn
 
 import normscope
 from normscope.errors import DataError, UsageError
-from normscope.figures.style import STYLES
 from normscope.page.document import capture_data, document
 from normscope.page.swap_results import swap_results
+from normscope.show.figures.style import STYLES
 
 NONE = swap_results(None)
 

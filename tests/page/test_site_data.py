@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import normscope
-from normscope.figures.axes import XAxis, scales_of
-from normscope.figures.panels import image
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.previews import Preview
 from normscope.page.document import capture_data
 from normscope.page.site_data import COLUMNS, ROWS, places_of
+from normscope.show.figures.axes import XAxis, scales_of
+from normscope.show.figures.panels import image
 
 
 def unpacked(array):

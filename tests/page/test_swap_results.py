@@ -11,7 +11,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError
 from normscope.page.swap_results import read_swap_results, swap_results
-from normscope.swaps.bench.reports import BenchReport, Timing
+from normscope.tools.bench.reports import BenchReport, Timing
 
 
 def test_a_file_holds_what_the_records_do(swaps, tmp_path):

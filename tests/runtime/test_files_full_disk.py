@@ -14,9 +14,9 @@ from torch import nn
 import normscope
 from normscope.cli.output import Output
 from normscope.errors import UsageError
-from normscope.figures.scurves import save_figure
-from normscope.swaps.heal.training import TrainingState
+from normscope.show.figures.scurves import save_figure
 from normscope.swaps.store.store import FILES
+from normscope.tools.heal.training import TrainingState
 
 ROWS = [{"site": f"site {i}", "value": i / 7} for i in range(200)]
 ABOUT = {"model": "small", "weights": "ours", "data": "noise"}

@@ -6,10 +6,10 @@ from torch import nn
 
 import normscope
 from normscope.inputs.batch import Batch, Sample
-from normscope.swaps.bench.bench import bench
 from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
+from normscope.tools.bench.bench import bench
 
 
 class Block(nn.Module):

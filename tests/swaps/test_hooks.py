@@ -11,9 +11,9 @@ from torch.nn.utils import prune
 import normscope
 from normscope.errors import ModelError
 from normscope.norms.trace import find_norms
-from normscope.swaps.bench.bench import Variant, commonest, norm_cases
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import HOOKS, PRE_HOOKS, Swap
+from normscope.tools.bench.bench import Variant, commonest, norm_cases
 
 WIDTH = 8
 KINDS = ("forward", "pre", "with kwargs", "pre with kwargs", "backward", "pre backward")

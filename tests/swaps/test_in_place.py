@@ -13,11 +13,11 @@ import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.norms.trace import find_norms
-from normscope.swaps.bench.reports import PASSES
 from normscope.swaps.distances import output_errors
-from normscope.swaps.heal.training import TrainingTargets
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.replace import Swap
+from normscope.tools.bench.reports import PASSES
+from normscope.tools.heal.training import TrainingTargets
 
 WIDTH = 8
 

@@ -22,9 +22,9 @@ from normscope.pairs.ranks import Ranks
 from normscope.runtime.progress import silent
 from normscope.swaps import quality as measures
 from normscope.swaps.drift.drift import drift
-from normscope.swaps.heal.heal import heal
 from normscope.swaps.pointwise import DyT
 from normscope.swaps.quality import Judge
+from normscope.tools.heal.heal import heal
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 MASK, AROUND = 39, (37, 38)

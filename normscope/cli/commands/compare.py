@@ -36,7 +36,7 @@ def compare(
     """
     names = named_or_embedded(models, say)
     from normscope.fits.comparison import check_curves, check_number, compared
-    from normscope.tables.fit import comparison_table, matching_lines
+    from normscope.show.tables.fit import comparison_table, matching_lines
 
     curves = check_curves(func)
     runs = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]

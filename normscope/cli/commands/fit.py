@@ -43,7 +43,7 @@ def fit(
     from normscope.fits import advice
     from normscope.fits.fit import check_fit
     from normscope.fits.saturation import with_modules
-    from normscope.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
+    from normscope.show.tables.fit import advice_table, channels_table, fits_table, layerwise_line, slopes_table
 
     if per not in _LEVELS:
         raise UsageError(unknown("level", per, _LEVELS))
@@ -91,7 +91,7 @@ def fit(
             say.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
         if files:
-            from normscope.figures.style import heading  # matplotlib takes a while
+            from normscope.show.figures.style import heading  # matplotlib takes a while
 
             figure = normscope.figures.plot_depth(capture, fits, **look.of_figure)
             files.save(figure, heading(capture.about), "depth", capture, say)

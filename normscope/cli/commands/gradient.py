@@ -9,7 +9,7 @@ from normscope.cli import options
 from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
-from normscope.tables.card import gradient_tables
+from normscope.show.tables.card import gradient_tables
 
 
 @options.with_groups(
@@ -30,8 +30,8 @@ def gradient(
     say: Output,
 ) -> None:
     """Compare each norm's Jacobian with the curves' derivatives, and test the assumptions of DyT and DyISRU."""
-    from normscope.figures.style import heading
     from normscope.fits.fit import check_fit
+    from normscope.show.figures.style import heading
 
     check_fit(func)
     names = sources(models, run, by, say)

@@ -16,7 +16,7 @@ from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.swaps.inits import CALIBRATED, published_name
 
 if TYPE_CHECKING:
-    from normscope.swaps.heal.reports import HealReport, TrainingCheck
+    from normscope.tools.heal.reports import HealReport, TrainingCheck
 
 _BATCH_SIZE = 16
 # Options that do not identify the network and its data, or that this command does not have.
@@ -51,10 +51,10 @@ def heal(
     swapping.check_alone("Healing takes its steps", more=": normscope heal …")
     check_models([model])
     from normscope.pairs.ranks import ALONE
-    from normscope.swaps.heal.heal import STEPS, check_options
-    from normscope.swaps.heal.reports import TRAINED
-    from normscope.swaps.heal.training import check_asked
     from normscope.swaps.store.record import ALSO, FILES
+    from normscope.tools.heal.heal import STEPS, check_options
+    from normscope.tools.heal.reports import TRAINED
+    from normscope.tools.heal.training import check_asked
 
     how = swapping.SwapChoice.of(func, init, per, shift)
     swapping.check_kernels([how], run.device)
@@ -141,8 +141,8 @@ def _remark_on(check: TrainingCheck, say: Output) -> None:
 
 
 def _tell(report: HealReport, say: Output) -> None:
-    from normscope.swaps.heal.reports import TRAINED
-    from normscope.tables.swaps import healing_table
+    from normscope.tools.heal.reports import TRAINED
+    from normscope.tools.heal.table import healing_table
 
     say.table(healing_table(report))
     swapping.tell_what_stayed(report.not_refitted, report.left_out, say)

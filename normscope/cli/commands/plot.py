@@ -11,7 +11,7 @@ from normscope.cli.figure_files import FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
 from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
 from normscope.runtime.files import check_writable
-from normscope.tables.table import sink_sentence
+from normscope.show.tables.table import sink_sentence
 
 _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
@@ -40,10 +40,10 @@ def plot(
 
     Two or more models also share one figure, in rows of four norms; with --compact, only that one is drawn.
     """
-    from normscope.figures.axes import check_xscale
-    from normscope.figures.scurves import rows_named
-    from normscope.figures.style import heading
     from normscope.fits.fit import check_fit
+    from normscope.show.figures.axes import check_xscale
+    from normscope.show.figures.scurves import rows_named
+    from normscope.show.figures.style import heading
 
     check_fit(func)
     rows = rows_named(color)

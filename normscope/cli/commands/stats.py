@@ -11,7 +11,7 @@ from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
 from normscope.cli.output import Output, skipped_as_json
 from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
 from normscope.errors import UsageError
-from normscope.tables.card import card_tables
+from normscope.show.tables.card import card_tables
 
 
 @options.with_groups(
@@ -47,7 +47,7 @@ def stats(
         for table in card_tables(cards):
             say.table(table)
         if files:
-            from normscope.figures.style import heading  # matplotlib takes a while
+            from normscope.show.figures.style import heading  # matplotlib takes a while
 
             figure = normscope.figures.plot_tails(capture, cards, **look.of_figure)
             files.save(figure, heading(capture.about), "tails", capture, say)

@@ -18,8 +18,8 @@ from normscope.cli.running import RunOptions, check_models
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable, check_writable
 from normscope.runtime.processes import Place
+from normscope.show.tables.table import swapped_table
 from normscope.swaps.inits import published_name
-from normscope.tables.table import swapped_table
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,8 +19,8 @@ from normscope.runtime.processes import Place
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
-    from normscope.swaps.bench.reports import BenchReport
     from normscope.swaps.drift.reports import DriftReport
+    from normscope.tools.bench.reports import BenchReport
 
 _MANY_CALIBRATIONS = 8
 # Models with the norms of the embedded ones, in full size. LV60K is pre-norm, with LayerNorms before its encoder.
@@ -51,7 +51,7 @@ def swap_bench(
 ) -> None:
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
-    from normscope.swaps.bench.bench import in_words
+    from normscope.tools.bench.bench import in_words
 
     device = resolve_device(run.device)
     where = in_words(device)
@@ -112,9 +112,9 @@ def _drift(
     source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], refit: str, all_samples: bool, say: Output
 ) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
+    from normscope.show.tables.drift import drift_tables
     from normscope.swaps.drift.drift import MOST_SAMPLES
     from normscope.swaps.drift.paired_passes import KeptEnds
-    from normscope.tables.swaps import drift_tables
 
     walk = getattr(source.held_out, "ends", None)
     ends = None if walk is None else KeptEnds(walk)
@@ -156,7 +156,7 @@ def _speed(
     network: LoadedModel, curves: Sequence[str], run: RunOptions, full: bool, quick: bool, say: Output
 ) -> BenchReport:
     """Time the network; in place of an embedded one, which is tiny, its full-size sibling with random weights."""
-    from normscope.tables.swaps import speed_tables
+    from normscope.tools.bench.table import speed_tables
 
     if sibling := _FULL_SIZE.get(network.name):
         say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")

@@ -31,8 +31,8 @@ def timeline(
     sites. If the probe kept captures, also ceilings, and the intervals of the last step.
     """
     from normscope.curves.known import BY_NAME
-    from normscope.tables.fit import fits_table
-    from normscope.tables.timeline import timeline_tables
+    from normscope.show.tables.fit import fits_table
+    from normscope.tools.probe.table import timeline_tables
 
     files = FigureFiles(say.place_of_figures(output), look, [file.stem], [_VIEW])
     run = normscope.load_timeline(file).only(layers)

@@ -10,7 +10,7 @@ from PIL import Image
 
 import normscope
 from normscope.swaps.distances import output_errors
-from normscope.swaps.heal.training import TrainingState
+from normscope.tools.heal.training import TrainingState
 
 QUICK = "heal demo_vit --steps 16 --device cpu --func dyisru --layers 'blocks.0.*,norm' --limit 64"
 

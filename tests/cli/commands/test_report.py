@@ -10,7 +10,7 @@ from command_line import document, invoke, words
 from torch import nn
 
 import normscope
-from normscope.swaps.bench.reports import BenchReport, Timing
+from normscope.tools.bench.reports import BenchReport, Timing
 
 
 def data_of(file, part="data"):

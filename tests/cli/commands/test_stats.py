@@ -10,7 +10,7 @@ from command_line import document, invoke
 from torch import nn
 
 import normscope
-from normscope.tables.card import card_table, scale_table, tails_table
+from normscope.show.tables.card import card_table, scale_table, tails_table
 
 
 @pytest.fixture(scope="module")

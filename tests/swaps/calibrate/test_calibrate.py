@@ -19,7 +19,7 @@ from normscope.norms.bound_inputs import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.distances import output_errors
-from normscope.swaps.heal.training import TrainingState, TrainingTargets
+from normscope.tools.heal.training import TrainingState, TrainingTargets
 
 
 def drift(original, swapped, inputs, outputs=None):

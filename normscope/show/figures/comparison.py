@@ -1,0 +1,189 @@
+"""Several captures beside one another: α, slope and R² over the depth of the network, a line a capture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from normscope.errors import UsageError, count
+from normscope.fits.comparison import check_number, match
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.saturation import MODULE, with_modules
+from normscope.pairs.captures import Capture
+from normscope.show.figures.depth import (
+    ALPHA,
+    MARKERS,
+    SATURATED,
+    SLOPE,
+    draw_number,
+    finish,
+    handles_of_fits,
+    r_squared,
+)
+from normscope.show.figures.style import (
+    MANY_TIMES,
+    FigureOptions,
+    Style,
+    columns_of,
+    inches_of,
+    key,
+    scale_by_factors,
+    shades,
+    sheet_of,
+    that_fits,
+    theme_of,
+    without_digest,
+)
+
+_COLUMN_INCHES, _ROW_INCHES = 2.9, 1.3
+_LEAST_INCHES, _LEAST_COLUMN = 4.6, 1.3
+_COLUMNS = 4
+_DODGE = 0.09  # of the distance of two sites, so that one capture's interval does not hide another's
+_TOLD = ("model", "weights", "dtype", "data", "part", "sample")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One capture's line in every panel."""
+
+    label: str
+    look: dict[str, Any]
+    places: dict[str, float]
+    fits: Sequence[CurveFit]
+
+
+def labels(captures: Sequence[Capture]) -> list[str]:
+    """Name each capture by its number and the entries that differ from the others.
+
+    >>> from types import SimpleNamespace as Seen
+    >>> about = {"model": "net", "weights": "step 1", "data": "noise"}
+    >>> labels([Seen(about=about, n_samples=8), Seen(about={**about, "weights": "step 2"}, n_samples=8)])
+    ['1  step 1', '2  step 2']
+    """
+    abouts = [_about(capture) for capture in captures]
+    differing = [key for key in _TOLD if len({about.get(key) for about in abouts}) > 1]
+    texts = [" · ".join(about[key] for key in differing if about.get(key)) for about in abouts]
+    samples = [count(capture.n_samples, "sample") for capture in captures]
+    if len(set(samples)) > 1 or not differing:
+        texts = [" · ".join(filter(None, parts)) for parts in zip(texts, samples, strict=True)]
+    return [f"{number}  {text}" for number, text in enumerate(texts, 1)]
+
+
+def _about(capture: Capture) -> dict[str, str]:
+    """Return the network and data of a capture, without the name of a part, which is an entry of its own."""
+    about = {key: without_digest(value) for key, value in capture.about.items()}
+    return {**about, "data": about["data"].removesuffix(f" · {about.get('part')}")}
+
+
+def plot_comparison(
+    captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], **options: Unpack[FigureOptions]
+) -> Figure:
+    """Draw α, slope at the origin and R² of several captures over the depth: a column a curve, a line a capture.
+
+    Point-wise functions in place of norms have a column of their own, and a row for the shares of saturated pairs.
+    Bars are 95 % intervals of a jackknife over the folds. Open markers are fits whose A and α are not identified, such
+    as straight ones; they stand at the lower edge of the panels of α. Dotted lines are the ceilings, beside the
+    held-out R². Where sites are not matched by name, depth runs from 0, the first norm, to 1, the last.
+
+    Args:
+        captures: two or more.
+        fits: for each, what :func:`normscope.fit` made of it, of the same curves.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
+
+    Raises:
+        UsageError: if there are fewer than two captures, if the fits are of another number of them, or if an
+            option is not valid.
+    """
+    check_number(len(captures))
+    if len(fits) != len(captures):
+        raise UsageError(f"There are {len(captures)} captures, but the fits of {len(fits)}; give the fits of each.")
+    theme = theme_of(options)
+    fits = [with_modules(capture, fitted) for capture, fitted in zip(captures, fits, strict=True)]
+    by_name = all(match(captures[0].sites, other.sites).by == "name" for other in captures[1:])
+    lines = _lines(captures, fits, theme, by_name)
+    curves = list(dict.fromkeys(fit.curve for fitted in fits for fit in fitted))
+    columns = columns_of(options, len(curves), _LEAST_COLUMN, _COLUMNS)
+    blocks = math.ceil(len(curves) / columns)
+    inches = inches_of(options.get("width"), max(_LEAST_INCHES, 0.5 + _COLUMN_INCHES * columns))
+    room = (inches - 0.5) / columns
+    common = _in_common(captures)
+    how = "sites matched by name" if by_name else "sites matched by placement and relative depth"
+    every = [fit for fitted in fits for fit in fitted]
+    numbers = [ALPHA, SLOPE, r_squared(every), *([SATURATED] if MODULE in curves else [])]
+    height = (0.3 + _ROW_INCHES * len(numbers)) * blocks
+    handles: list[Artist] = [
+        key(line.label, line.look["color"], marker=line.look["marker"], ms=3.2, lw=1) for line in lines
+    ]
+    handles += handles_of_fits(every, theme)
+    with sheet_of(options, theme, inches, height, common, detail=how, handles=handles, names=_TOLD[1:]) as figure:
+        axes = figure.subplots(len(numbers) * blocks, columns, squeeze=False, sharex=True)
+        for place in range(len(curves), blocks * columns):
+            for ax in axes[-len(numbers) :, place % columns]:
+                ax.set_visible(False)
+        for row, number in enumerate(numbers):
+            panels = [axes[n // columns * len(numbers) + row, n % columns] for n in range(len(curves))]
+            for place, (ax, curve) in enumerate(zip(panels, curves, strict=True)):
+                for line in lines:
+                    of_curve = [fit for fit in line.fits if fit.curve == curve and fit.site in line.places]
+                    draw_number(ax, number, [(line.places[fit.site], fit) for fit in of_curve], line.look)
+                if row == 0:
+                    ax.set_title(curve, parse_math=False)
+                if place % columns == 0:
+                    ax.set_ylabel(number.label)
+                if row == len(numbers) - 1:
+                    _name_depth(ax, by_name, room)
+            _share_heights(panels, columns)
+            for ax in panels:
+                finish(ax, number, theme)
+        figure.align_ylabels()
+    return figure
+
+
+def _lines(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]], theme: Style, by_name: bool) -> list[_Line]:
+    number = len(captures)
+    colours: Sequence[Any] = theme.curves
+    if number > len(colours):
+        colours = [shades(theme)(place / (number - 1)) for place in range(number)]
+    lines = []
+    for place, (capture, fitted, label) in enumerate(zip(captures, fits, labels(captures), strict=True)):
+        last = 1 if by_name else max(1, *(site.index for site in capture.sites), 1)
+        offset = _DODGE * (place - (number - 1) / 2)
+        places = {site.name: (site.index + offset) / last for site in capture.sites}
+        look = {"color": colours[place], "marker": MARKERS[place % len(MARKERS)]}
+        lines.append(_Line(label, look, places, fitted))
+    return lines
+
+
+def _in_common(captures: Sequence[Capture]) -> dict[str, str]:
+    """Return the entries that all captures share; the legend contains the others."""
+    about, *others = (_about(capture) for capture in captures)
+    return {key: about[key] for key in _TOLD if key in about and all(rest.get(key) == about[key] for rest in others)}
+
+
+def _share_heights(panels: Sequence[Axes], columns: int) -> None:
+    """Give one number the same axis in all columns, logarithmic where its values are many times one another."""
+    low, high = min(ax.dataLim.y0 for ax in panels), max(ax.dataLim.y1 for ax in panels)
+    for place, ax in enumerate(panels):
+        if place:
+            ax.sharey(panels[0])
+        if place % columns:
+            ax.tick_params(labelleft=False)
+        if 0 < MANY_TIMES * low < high:
+            scale_by_factors(ax)
+    panels[0].autoscale(axis="y")
+
+
+def _name_depth(ax: Axes, by_name: bool, inches: float) -> None:
+    by_depth = ("relative depth of the norm site", "relative depth")
+    names = ("norm site, in the order of calls", "norm site") if by_name else by_depth
+    ax.set_xlabel(that_fits(names, inches), labelpad=1)
+    ax.tick_params(labelbottom=True)
+    if by_name:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,0 +1,308 @@
+"""Drift of swaps: by site, by number of sites, and with some norms kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from normscope.curves.expressions import curves_named
+from normscope.errors import UsageError, count
+from normscope.norms.sites import NormSite
+from normscope.show.figures.style import (
+    FigureOptions,
+    Style,
+    draw_guides,
+    inches_of,
+    key,
+    literal,
+    name_sites,
+    names_inches,
+    scale_where_wide,
+    sheet_of,
+    site_labels,
+    theme_of,
+)
+from normscope.swaps.drift.reports import DriftReport, KeepReport
+from normscope.swaps.inits import INITS, published_name
+from normscope.swaps.reports import Drift, Quantiles
+
+_WIDTH, _WIDEST = 6.6, 24.0
+_SITE_INCHES, _PANEL_INCHES = 0.2, 1.5
+_EDGE_INCHES = 0.5  # of a panel's width, that its ticks take
+_LEAST_ABREAST = 2.5
+_KEEP_INCHES = (6.4, 2.6)
+_BARS = "bars: 10th to 90th percentile over samples; of the quality, 95 % interval"
+_ASIDE = 0.06  # of a number of norms: so that bars at the same one do not cover one another
+_DODGE = 0.62  # of the distance of two sites, over which the swaps are spread
+_PLACEMENTS = {"pre-norm": "^", "post-norm": "v", "qk": "d", "final": "s", None: "x"}
+_OUTSIDE: dict[str, Any] = {"ls": "", "clip_on": False, "in_layout": False}
+_KEYS = {"by_site": "site", "at_sites": "at", "cumulative": "sites_swapped", "by_part": "part"}  # x of a row, by panel
+_TITLES = {
+    "by_site": "the network's output, each site swapped alone",
+    "at_sites": "each site's own output, all sites swapped",
+    "cumulative": "the output, one site more at a time",
+}
+_SIGNS_POINTS = 13  # the distance of a title above the signs of placements
+
+
+@dataclass(frozen=True)
+class _DriftLine:
+    """One swap in every panel."""
+
+    report: DriftReport
+    label: str
+    colour: Any
+    marker: str
+    dashes: Any
+    offset: float
+
+
+def plot_drift(
+    reports: Sequence[DriftReport], sites: Sequence[NormSite] = (), **options: Unpack[FigureOptions]
+) -> Figure:
+    """Draw how far a network's output moves: medians over inputs, and from the 10th to the 90th percentile.
+
+    Above, the output with each site swapped alone, and each site's own output with all swapped; below, the output
+    against the number of sites swapped, the least harmful first, and by part of the data. Several swaps have one panel
+    more: ratios of their medians to the first swap's. The dotted line, a relative L2 of 1, is the distance of zero from
+    the original. Panels without measurements are left out; a cross at the upper edge is a value that is not finite.
+
+    Args:
+        reports: of one network; a colour a function, a marker and dashes an init.
+        sites: its norm sites: their order, and their placements as signs above the panels.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
+
+    Raises:
+        UsageError: if there is no report, if they are of several networks or inputs, or if an option is not valid.
+    """
+    theme = theme_of(options)
+    if not reports:
+        raise UsageError("There is no drift to draw; measure some first.")
+    if len({tuple(map(report.about.get, ("model", "weights", "data"))) for report in reports}) > 1:
+        raise UsageError("The drifts are of several networks or inputs; a figure takes those of one.")
+    lines = _lines(reports, theme)
+    paths = _paths(reports, sites)
+    inches = inches_of(options.get("width"), min(max(_WIDTH, 0.8 + _SITE_INCHES * len(paths)), _WIDEST))
+    panels = [panel for panel in _KEYS if any(getattr(report, panel) for report in reports)]
+    wide: list[str] = [panel for panel in ("by_site", "at_sites") if panel in panels]
+    wide += ["ratios"] if len(reports) > 1 and "by_site" in wide else []
+    narrow = [panel for panel in ("cumulative", "by_part") if panel in panels]
+    abreast = max(1, len(narrow)) if inches >= _LEAST_ABREAST * len(narrow) else 1
+    rows: list[Any] = [[panel] * abreast for panel in wide] + [
+        narrow[n : n + abreast] for n in range(0, len(narrow), abreast)
+    ]
+    names = list(site_labels(paths, options).values())
+    inputs = count(max(report.all.inputs for report in reports), "input")
+    height = (_PANEL_INCHES + 0.35) * len(rows) + (names_inches(names) if wide else 0.0)
+    handles = _handles(lines, sites, paths, theme)
+    with sheet_of(options, theme, inches, height, reports[0].about, detail=inputs, handles=handles) as figure:
+        for panel, ax in figure.subplot_mosaic(rows).items():
+            if panel == "ratios":
+                _draw_ratios(ax, lines, paths, theme)
+            else:
+                _draw_panel(ax, lines, panel, paths)
+                _finish(ax, theme)
+            if panel in wide:
+                name_sites(ax, names if panel == wide[-1] else [], inches - _EDGE_INCHES)
+            if panel in wide[:1]:
+                _sign_placements(ax, sites, paths, theme)
+        figure.align_ylabels()
+    return figure
+
+
+def _lines(reports: Sequence[DriftReport], theme: Style) -> list[_DriftLine]:
+    curves = {report.func: curve_name(report.func) for report in reports}
+    looks = theme.looks_of([curve for curve in dict.fromkeys(curves.values()) if curve != "rmsnorm"])
+    lines = []
+    for number, report in enumerate(reports):
+        init = INITS.get(report.init, INITS["fit"])
+        offset = _DODGE * ((number + 0.5) / len(reports) - 0.5)
+        label = " · ".join(part for part in (published_name(report.func), report.start_in_words) if part)
+        colour, _ = looks.get(curves[report.func], (theme.ink, ""))
+        lines.append(_DriftLine(report, label, colour, init.marker, init.dashes, offset))
+    return lines
+
+
+def curve_name(func: str) -> str:
+    """Return the name of the built-in curve of a swap, or the swap's own."""
+    try:
+        return curves_named(func)[0].name
+    except UsageError:  # free, best and others that are no single curve
+        return func
+
+
+def _paths(reports: Sequence[DriftReport], sites: Sequence[NormSite]) -> list[str]:
+    swapped = dict.fromkeys(path for report in reports for path in report.sites)
+    listed = [site.name for site in sites if site.name in swapped]
+    return [*listed, *(path for path in swapped if path not in listed)]
+
+
+def _handles(
+    lines: Sequence[_DriftLine], sites: Sequence[NormSite], paths: Sequence[str], theme: Style
+) -> list[Artist]:
+    faint = theme.faint
+    handles: list[Artist] = [key(line.label, line.colour, line.dashes, marker=line.marker, ms=3) for line in lines]
+    handles.append(key("10th to 90th percentile", faint, "", marker="|", ms=6))
+    if any(_infinite(row.relative_l2) for line in lines for row in line.report.rows):
+        handles.append(key("not finite", theme.ink, "", marker="X", ms=4))
+    for placement in dict.fromkeys(site.placement for site in sites if site.name in paths):
+        label = placement or "beside the residual stream"
+        handles.append(key(label, faint, "", marker=_PLACEMENTS[placement], ms=3.2))
+    return handles
+
+
+def _infinite(quantiles: Quantiles) -> bool:
+    return math.isinf(quantiles.p50) or math.isinf(quantiles.p90)
+
+
+def _draw_panel(ax: Axes, lines: Sequence[_DriftLine], panel: str, paths: Sequence[str]) -> None:
+    """A dot and a bar for each row of each swap, and the title and x of the panel."""
+    parts = list(dict.fromkeys(row.part for line in lines for row in line.report.by_part))
+    places = {name: place for place, name in enumerate(parts if panel == "by_part" else paths)}
+    for line in lines:
+        rows = [(getattr(row, _KEYS[panel]), row) for row in getattr(line.report, panel)]
+        _draw_dots(ax, line, [(places.get(x, x), row) for x, row in rows], joined=panel in ("cumulative", "by_part"))
+    title = _TITLES.get(panel, "")
+    if panel == "cumulative":
+        ax.set_xlabel("number of sites swapped, the least harmful first")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    elif panel == "by_part":
+        words = {part.rpartition(" ")[0] for part in parts}
+        shared = literal(words.pop()) if len(words) == 1 else ""
+        every = max(1, math.ceil(len(parts) / 12))
+        names = [literal(part).removeprefix(f"{shared} ") for part in parts[::every]]
+        ax.set_xticks(range(0, len(parts), every), names)
+        ax.set_xlabel(shared or "part of the data")
+        title = f"the output by {shared or 'part of the data'}, all sites swapped"
+    ax.set_title(title, loc="left", pad=_SIGNS_POINTS if panel == "by_site" else None)
+
+
+def _draw_ratios(ax: Axes, lines: Sequence[_DriftLine], paths: Sequence[str], theme: Style) -> None:
+    """Each median over the first swap's, with each site swapped alone: what differs where they seem to coincide."""
+    first = {row.site: row.relative_l2.p50 for row in lines[0].report.by_site}
+    for line in lines[1:]:
+        rows = {row.site: row.relative_l2.p50 for row in line.report.by_site}
+        drawn = {
+            number + line.offset: rows[path] / first[path]
+            for number, path in enumerate(paths)
+            if path in rows and 0 < first.get(path, 0) < math.inf and math.isfinite(rows[path])
+        }
+        x, ratio = list(drawn), list(drawn.values())
+        ax.plot(x, ratio, marker=line.marker, ms=2.6, mew=0, color=line.colour, ls="")
+        ax.vlines(x, 1, ratio, color=line.colour, lw=0.7, alpha=0.8)
+    ax.axhline(1, color=theme.faint, lw=0.9, zorder=0)
+    ax.set_title(f"each site swapped alone, as a multiple of {literal(lines[0].label)}", loc="left")
+    scale_where_wide(ax)
+    ax.set_ylabel("ratio of medians")
+    draw_guides(ax, theme)
+
+
+def _draw_dots(ax: Axes, line: _DriftLine, rows: Sequence[tuple[int, Drift]], *, joined: bool) -> None:
+    """Draw medians and bars, set aside so that one swap does not hide another."""
+    points = [(x + line.offset, row.relative_l2) for x, row in rows]
+    finite = [(x, quantiles) for x, quantiles in points if math.isfinite(quantiles.p50)]
+    medians = [quantiles.p50 for _, quantiles in finite]
+    dashes = line.dashes if joined else ""
+    ax.plot([x for x, _ in finite], medians, marker=line.marker, ms=2.3, mew=0, color=line.colour, ls=dashes, lw=0.7)
+    _draw_bars(ax, [(x, quantiles) for x, quantiles in finite if math.isfinite(quantiles.p90)], line.colour, alpha=0.8)
+    if x := [x for x, quantiles in points if _infinite(quantiles)]:  # crosses at the upper edge
+        look: dict[str, Any] = {"marker": "X", "ms": 3.6, "mew": 0, "color": line.colour, "zorder": 5, **_OUTSIDE}
+        ax.plot(x, [1.0] * len(x), transform=ax.get_xaxis_transform(), **look)
+
+
+def _draw_bars(ax: Axes, points: Sequence[tuple[float, Quantiles]], colour: Any, alpha: float | None = None) -> None:
+    low, high = [quantiles.p10 for _, quantiles in points], [quantiles.p90 for _, quantiles in points]
+    ax.vlines([x for x, _ in points], low, high, color=colour, lw=0.7, alpha=alpha)
+
+
+def _finish(ax: Axes, theme: Style) -> None:
+    """Choose the axis, logarithmic where values are many times one another, and show 1 where it is near."""
+    high = ax.dataLim.y1
+    if not scale_where_wide(ax):
+        ax.set_ylim(0, None if 0 < high < math.inf else 1.1)
+    bottom, top = ax.get_ylim()
+    if bottom < 1 < 1.5 * top:
+        ax.axhline(1, color=theme.faint, ls=":", lw=0.9, zorder=0)
+    ax.set_ylabel("relative L2")
+    draw_guides(ax, theme)
+
+
+def _sign_placements(ax: Axes, sites: Sequence[NormSite], paths: Sequence[str], theme: Style) -> None:
+    placements, edge = {site.name: site.placement for site in sites}, ax.get_xaxis_transform()
+    for placement, marker in _PLACEMENTS.items():
+        x = [number for number, path in enumerate(paths) if path in placements and placements[path] == placement]
+        ax.plot(x, [1.06] * len(x), transform=edge, marker=marker, ms=2.6, color=theme.faint, **_OUTSIDE)
+
+
+def plot_keep(report: KeepReport, title: str | None = None, /, **options: Unpack[FigureOptions]) -> Figure:
+    """Draw the drift, and beside it the quality, against the number of norms that are kept.
+
+    Medians over inputs with bars from the 10th to the 90th percentile, on the inputs of the choice and on held-out
+    ones. An open square is the calibrated swap on the held-out inputs; crosses are medians after ``after`` on the
+    inputs that decide there. The dotted line is the original's quality; bars of quality are 95 % intervals. Each tick
+    names the norm kept in addition.
+
+    Args:
+        report: what :func:`normscope.keep` returned.
+        title: above all panels.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
+
+    Raises:
+        UsageError: if an option is not valid.
+    """
+    options.setdefault("title", title)
+    theme, quality, taken = theme_of(options), report.quality, report.taken
+    dots: dict[str, Any] = {"ms": 3, "lw": 0.9}
+    chosen: dict[str, Any] = {"color": theme.curves[0], "marker": "o", "ls": (0, (3, 1.5)), **dots}
+    held_out: dict[str, Any] = {"color": theme.curves[1], "marker": "s", "ls": "-", **dots}
+    calibrated = {**held_out, "mfc": theme.background, "ms": 4}
+    judged: dict[str, Any] = {"color": theme.ink, "marker": "X", "ls": "", "ms": 4.5, "mew": 0, "zorder": 4}
+    of_choice = [(step.kept - _ASIDE, step.error) for step in taken]
+    of_held_out = [(step.kept + _ASIDE, step.held_out) for step in taken if step.held_out is not None]
+    of_calibrated = [(len(report.kept) + 2 * _ASIDE, report.calibrated)] if report.calibrated else []
+    steps = [step for step in report.steps if not of_calibrated or step.kept != len(report.kept)]
+    tried = [(step.kept, step.worked_on) for step in steps if step.worked_on is not None]
+    handles: list[Artist] = [key(f"start values, on {count(report.n_chosen_on, 'sample')} of the choice", **chosen)]
+    handles += [key(f"start values, on {of_held_out[0][1].n} held-out samples", **held_out)] if of_held_out else []
+    handles += [key("calibrated, on samples that decide its state", **judged)] if tried else []
+    handles += [key("calibrated, on the held-out samples", **calibrated)] if of_calibrated else []
+    handles += [key("original", theme.ink, ":")] if quality else []
+    inches = inches_of(options.get("width"), _KEEP_INCHES[0])
+    columns = 2 if quality and inches >= 2 * _LEAST_ABREAST else 1
+    rows = 2 if quality and columns == 1 else 1
+    short, last = site_labels(report.sites, options), max([len(report.kept), *(kept for kept, _ in tried)])
+    names = [f"{short[step.site] if step.site else 'none'}  {step.kept}" for step in report.steps[: last + 1]]
+    height = (_KEEP_INCHES[1] + names_inches(names)) * rows
+    with sheet_of(options, theme, inches, height, report.about, foot=[_BARS], handles=handles) as figure:
+        axes = figure.subplots(rows, columns, squeeze=False).flat
+        for points, look in ((of_choice, chosen), (of_held_out, held_out), (of_calibrated, calibrated)):
+            axes[0].plot([x for x, _ in points], [quantiles.p50 for _, quantiles in points], **look)
+            _draw_bars(axes[0], points, look["color"])
+        axes[0].plot([kept for kept, _ in tried], [error for _, error in tried], **judged)
+        if not scale_where_wide(axes[0]):
+            axes[0].set_ylim(0, None)
+        axes[0].set_ylabel(with_unit(report.measure))
+        if quality:
+            scores = [quality.scores[f"{step.kept} kept"] for step in taken]
+            axes[1].plot([step.kept for step in taken], [score.value for score in scores], **held_out)
+            for step, score in zip(taken, scores, strict=True):
+                axes[1].plot([step.kept] * 2, score.interval or [score.value] * 2, color=held_out["color"], lw=0.7)
+            axes[1].axhline(quality.scores["original"].value, color=theme.ink, ls=":", lw=0.9)
+            axes[1].set_ylabel(literal(quality.name))
+        for ax in axes:
+            ax.set_xlabel(f"norms kept, of {len(report.sites)}")
+            name_sites(ax, names, inches / columns - _EDGE_INCHES)
+            ax.margins(x=0.06)
+            draw_guides(ax, theme)
+    return figure
+
+
+def with_unit(measure: str) -> str:
+    return f"{measure} [nats]" if measure.startswith("KL") else measure

@@ -1,0 +1,256 @@
+"""The gradient view: each norm's Jacobian diagonal against x, and the terms that each curve assumes constant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+import torch
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+from numpy.typing import NDArray
+from torch import Tensor
+
+from normscope.errors import count
+from normscope.fits.curve_fit import CurveFit
+from normscope.fits.gradient import DrawnJacobians, GradientView, drawn_jacobians, gradient, mean_diagonal
+from normscope.norms.sites import NormSite
+from normscope.pairs.captures import Capture
+from normscope.pairs.sums.sampling import LARGEST_TOKENS
+from normscope.pairs.sums.stats import PairStats
+from normscope.show.figures.axes import LINEAR, pairs_beyond, scales_of
+from normscope.show.figures.panels import outline
+from normscope.show.figures.style import (
+    LINE_POINTS,
+    NOTE,
+    FigureOptions,
+    Style,
+    columns_of,
+    inches_of,
+    key,
+    sheet_of,
+    site_labels,
+    that_fits,
+    theme_of,
+    wrapped,
+)
+
+Array = NDArray[np.float64]
+_EDGE_INCHES = 0.35  # of a panel's width, that its ticks take
+_LEAST_INCHES, _LEAST_PANEL = 3.5, 1.7
+_PANEL_INCHES = (2.35, 1.75)
+_MOST_COLUMNS = 6
+_MOST_POINTS = 20_000
+_LEAST_COUNT = 32  # pairs that a point of a drawn mean or median takes at least
+_GROUPS_AN_OCTAVE = 2  # of the medians
+_GROUPS, _GROUPS_TO_THE_MEDIAN = 60, 5  # of the mean: across the axis, and from 0 to the median |x|, at least
+_FOOT = "p84/p16: ratio of percentiles over the drawn tokens; the grey line: where the tail begins, 1 % of the pairs"
+
+
+@dataclass(frozen=True)
+class _SiteColumn:
+    """Data and style of the panels of one site."""
+
+    site: NormSite
+    stats: PairStats
+    view: GradientView
+    drawn: DrawnJacobians
+    fits: Sequence[CurveFit]
+    style: Style
+    room: float  # inches that a line of text above a panel may take
+
+
+def plot_gradient(capture: Capture, fits: Sequence[CurveFit] = (), **options: Unpack[FigureOptions]) -> Figure:
+    """Draw every site's Jacobian.
+
+    Above, the diagonal ∂y_i/∂x_i of the drawn tokens against x, E[∂y_i/∂x_i | x] over all pairs and the derivative of
+    each fitted curve, on the linear axis of :func:`normscope.plot`. Below, over the drawn tokens, what DyT and DyISRU
+    hold constant against |x|, in one unit: medians, and of DyT's the range from quantile 0.16 to 0.84; the assumption
+    holds where a line is flat and its range narrow.
+
+    Args:
+        capture: what :func:`normscope.capture` returned with ``diagonal=True``.
+        fits: what :func:`normscope.fit` made of it.
+        options: ``width``, ``title``, ``style``, ``labels``, ``font`` and ``caption``, as of :func:`normscope.plot`.
+
+    Raises:
+        UsageError: if an option is not valid.
+        DataError: if the capture has no sums of the Jacobian's diagonal.
+    """
+    theme = theme_of(options)
+    views = gradient(capture, fits)
+    across = columns_of(options, len(views), _LEAST_PANEL, _MOST_COLUMNS)
+    blocks = math.ceil(len(views) / across)
+    inches = inches_of(options.get("width"), max(0.5 + _PANEL_INCHES[0] * across, _LEAST_INCHES))
+    room = (inches - 0.3) / across - _EDGE_INCHES
+    names = site_labels((site.name for site in capture.sites), options)
+    heads = [wrapped(_head(view), room, NOTE) for view in views]
+    height = 2 * _PANEL_INCHES[1] + (max(map(len, heads)) + 3) * LINE_POINTS / 72
+    samples, handles = count(capture.n_samples, "sample"), _handles(views, fits, theme)
+    foot = [*_share_of_diagonal(views), _FOOT]
+    with sheet_of(
+        options, theme, inches, height * blocks, capture.about, detail=samples, handles=handles, foot=foot
+    ) as figure:
+        axes = figure.subplots(2 * blocks, across, squeeze=False)
+        for ax in axes.flat:
+            ax.set_visible(False)
+        for number, (site, view, head) in enumerate(zip(capture.sites, views, heads, strict=True)):
+            block, place = divmod(number, across)
+            above, below = axes[2 * block : 2 * block + 2, place]
+            above.set_visible(True)
+            _write(above, [names[site.name], *head])
+            stats = capture.stats[site.name]
+            drawn = drawn_jacobians(site, stats)
+            if isinstance(drawn, DrawnJacobians):
+                of_site = [fit for fit in fits if fit.site == site.name and not fit.degenerate]
+                column = _SiteColumn(site, stats, view, drawn, of_site, theme, room)
+                below.set_visible(True)
+                _draw_diagonal(above, column)
+                _draw_constants(below, column)
+            else:
+                _decline(above, f"No closed form: {drawn}.", room)
+            if place == 0:
+                above.set_ylabel("∂y$_i$/∂x$_i$", labelpad=1)
+                below.set_ylabel("σ and √C, in units of x", labelpad=1)
+    return figure
+
+
+def _write(ax: Axes, lines: Sequence[str]) -> None:
+    ax.set_title("\n".join(lines), loc="left", parse_math=False, fontproperties=NOTE)
+
+
+def _decline(ax: Axes, reason: str, inches: float) -> None:
+    ax.axis("off")
+    text = "\n".join(wrapped(reason, inches, NOTE))
+    look: dict[str, Any] = {"ha": "center", "va": "center", "fontproperties": NOTE}
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, parse_math=False, **look)
+
+
+def _head(view: GradientView) -> str:
+    """Return the R² of functions of x that predict the diagonal."""
+    if view.reason:
+        return ""
+    ceiling = [f"ceiling {_written(view.r2_of_x, '.2f')}"] if math.isfinite(view.r2_of_x) else []
+    curves = [f"{curve} {_written(r2, '.2f')}" for curve, r2 in view.r2.items()]
+    return f"R²: {', '.join([*ceiling, *curves])}" if ceiling or curves else ""
+
+
+def _share_of_diagonal(views: Sequence[GradientView]) -> list[str]:
+    """Return a sentence about the diagonal's shares of the Jacobian, which holds for all sites."""
+    shares = [view.share for view in views if not view.reason and math.isfinite(view.share)]
+    if not shares:
+        return []
+    ends = dict.fromkeys(f"{100 * end:.3g}" for end in (min(shares), max(shares)))
+    return [f"R²: of functions of x for the diagonal, which holds {' to '.join(ends)} % of ‖J‖²"]
+
+
+def _draw_diagonal(ax: Axes, column: _SiteColumn) -> None:
+    drawn, style = column.drawn, column.style
+    for x, diagonal, colour in (
+        (drawn.x, drawn.uniform.diagonal, style.faint),
+        (drawn.largest_x, drawn.largest.diagonal, style.channels[0]),
+    ):
+        ax.scatter(*_thinned(x, diagonal), color=colour, s=1.6, lw=0, alpha=0.35, rasterized=True)
+    axis = scales_of([(column.site, column.stats)], LINEAR, column.fits).x
+    axis.set_on(ax, column.room)
+    end = axis.limits[1]
+    width = min(2 * end / _GROUPS, float(drawn.x.abs().median()) / _GROUPS_TO_THE_MEDIAN) or end
+    at, mean = mean_diagonal(column.site, column.stats, _LEAST_COUNT, width)
+    ax.plot(at, mean, color=style.ink, lw=1.4, zorder=3, path_effects=outline(style))
+    grid = torch.linspace(-end, end, 601, dtype=torch.float64)
+    looks = style.looks(fit.curve for fit in column.fits)
+    for fit in column.fits:
+        colour, dashes = looks[fit.curve]
+        look: dict[str, Any] = {"color": colour, "ls": dashes, "lw": 1.1, "path_effects": outline(style, 0.8)}
+        ax.plot(grid, fit.derivative(grid), zorder=4, **look)
+    ax.set_ylim(0, None)
+    n = pairs_beyond(column.stats.moments.sum(0), axis.limits)
+    beyond = f" ({count(n, 'pair')} beyond)" if n else ""
+    ax.set_xlabel(that_fits((f"norm input x{beyond}", f"x{beyond}"), column.room), labelpad=1)
+
+
+def _draw_constants(ax: Axes, column: _SiteColumn) -> None:
+    drawn, style = column.drawn, column.style
+    x = drawn.x.abs().flatten()
+    at, scale = _grouped(x, _of_pairs(drawn.uniform.scale, drawn.x))
+    if not len(at):
+        _decline(ax, f"No {_LEAST_COUNT} pairs of one size of x, other than zero.", column.room)
+        return
+    _, others = _grouped(x, _of_pairs(drawn.uniform.others, drawn.x))
+    held, root = _held_looks(style)
+    ax.fill_between(at, scale[0], scale[2], color=held["color"], alpha=0.2, lw=0)
+    ax.plot(at, scale[1], zorder=3, **held)
+    ax.plot(at, others[1], zorder=4, **root)
+    largest, values = drawn.largest_x.abs().flatten(), _of_pairs(drawn.largest.scale, drawn.largest_x)
+    look: dict[str, Any] = {"color": style.channels[0], "s": 3, "lw": 0, "alpha": 0.6, "rasterized": True}
+    ax.scatter(*_thinned(largest[largest > drawn.tail], values[largest > drawn.tail]), **look)
+    ax.set(xscale="log", yscale="log", xlabel="|x|")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_formatter("{x:g}")
+    ax.axvline(drawn.tail, color=style.faint, lw=0.7, zorder=1)
+    sign = "σ" if column.view.centred else "ρ"
+    parts = [(part, column.view.constants[part]) for part in ("centre", "tail")]
+    ratios = [
+        f"{part} {sign} {_written(ratio.scale.ratio, '.3g')}, √C {_written(ratio.others.ratio, '.3g')}"
+        for part, ratio in parts
+    ]
+    _write(ax, [f"p84/p16: {ratios[0]}", ratios[1]])
+
+
+def _of_pairs(values: Tensor, x: Tensor) -> Tensor:
+    """Return a value for every pair, which may be its token's: flat ``(tokens · d,)``."""
+    return (values if values.ndim == 2 else values[:, None].expand_as(x)).flatten()
+
+
+def _grouped(x: Tensor, values: Tensor) -> tuple[Array, Array]:
+    """Median x, and quantiles 0.16, 0.50 and 0.84 of the values, in groups of half an octave of x, all positive.
+
+    Groups of fewer than 32 pairs are left out. Returns ``(groups,)`` and ``(3, groups)``.
+    """
+    at, quantiles = [], []
+    octaves = (x.log2() * _GROUPS_AN_OCTAVE).floor()
+    for octave in np.unique(octaves[octaves.isfinite()].numpy()):
+        inside = octaves == octave
+        if int(inside.sum()) >= _LEAST_COUNT:
+            at.append(float(x[inside].median()))
+            quantiles.append(np.quantile(values[inside].numpy(), (0.16, 0.5, 0.84)))
+    return np.array(at), np.array(quantiles).reshape(-1, 3).T
+
+
+def _thinned(x: Tensor, y: Tensor) -> tuple[Array, Array]:
+    step = max(1, -(-x.numel() // _MOST_POINTS))
+    return x.flatten()[::step].numpy(), y.flatten()[::step].numpy()
+
+
+def _written(number: float, form: str) -> str:
+    return format(number, f"z{form}").replace("-", "−") if math.isfinite(number) else "–"
+
+
+def _held_looks(style: Style) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the looks of the medians of what DyT and DyISRU hold constant."""
+    return {"color": style.channels[1], "ls": "-", "lw": 1.4}, {"color": style.ink, "ls": (0, (1, 1)), "lw": 1.1}
+
+
+def _handles(views: Sequence[GradientView], fits: Sequence[CurveFit], style: Style) -> list[Artist]:
+    """Make the legend: points, and lines."""
+    looks, (held, root) = style.looks(fit.curve for fit in fits), _held_looks(style)
+    n_tokens = max(view.n_tokens for view in views)
+    return [
+        key(f"{n_tokens} tokens drawn uniformly", style.faint, "", marker="o", ms=3, mew=0),
+        key(f"{LARGEST_TOKENS} tokens of largest |x|", style.channels[0], "", marker="o", ms=3, mew=0),
+        Line2D([], [], color=style.ink, lw=1.4, label="E[∂y$_i$/∂x$_i$ | x] over all pairs"),
+        *(
+            key(f"derivative of {curve}", *looks[curve], lw=1.1)
+            for curve in dict.fromkeys(fit.curve for fit in fits if not fit.degenerate)
+        ),
+        key("σ (RMSNorm: ρ), constant in DyT: median, 16–84 %", **held),
+        key("√C, constant in DyISRU: median", **root),
+    ]

@@ -1,0 +1,343 @@
+"""Tables for a terminal: columns declared one by one, a layout for any width, and the short tables."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+
+import rich.table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.containers import Lines
+from rich.text import Text
+
+from normscope.errors import count
+from normscope.runtime.files import visible
+from normscope.show.tables.glossary import DEFINITIONS, TERMS, typed
+from normscope.swaps.inits import published_name
+
+if TYPE_CHECKING:
+    from normscope.curves.known import Curve
+    from normscope.fits.card import NormCard
+    from normscope.fits.curve_fit import CurveFit
+    from normscope.norms.sites import NormSite
+
+
+NONE = "–"
+_LEAST_FOLDED, _MOST_FOLDED = 16, 32  # least width of a column that folds, by its texts' longest part
+_LEAST_CAPTION = 80
+_MOST_DECIMALS = 8
+# A long name may continue on a new line after a dot, slash, colon or hyphen, but not within 0.8910 or 1/8.
+_BREAKS = re.compile(r"(\s+)|(?<=\.)(?![\d./\s])|(?<=[^\W\d][/:-])(?=\w)")
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Column(Generic[Row]):
+    """A column of a table; by default of numbers, which are right-aligned and never broken.
+
+    Attributes:
+        heading: printed above it.
+        cell: from a row to the text of its cell.
+        shown: False for a column without content.
+        justify: ``left`` or ``right``.
+        folds: long texts may take several lines.
+        drop: order in which columns are left out of a narrow terminal, the largest first; 0 is never left out.
+        once: leave the cell empty where the row above has the same text.
+    """
+
+    heading: str
+    cell: Callable[[Row], str]
+    shown: bool = True
+    justify: Literal["left", "right"] = "right"
+    folds: bool = False
+    drop: int = 0
+    once: bool = False
+
+
+def names(heading: str, cell: Callable[[Row], str], drop: int = 0, *, once: bool = False) -> Column[Row]:
+    """Declare a column of long names or sentences, which fold."""
+    return Column(heading, cell, justify="left", folds=True, drop=drop, once=once)
+
+
+def words(heading: str, cell: Callable[[Row], str], drop: int = 0) -> Column[Row]:
+    """Declare a column of short words."""
+    return Column(heading, cell, justify="left", drop=drop)
+
+
+def several(
+    headings: Sequence[str],
+    cells: Callable[[Row], Sequence[str]],
+    drops: Sequence[int] = (),
+    *,
+    shown: bool = True,
+) -> Iterable[Column[Row]]:
+    """Declare columns of numbers whose texts one function returns, a list per row."""
+    for place, (heading, drop) in enumerate(zip_longest(headings, drops, fillvalue=0)):
+        yield Column(str(heading), lambda row, place=place: cells(row)[place], shown, drop=int(drop))  # type: ignore[misc]
+
+
+class _Name(Text):
+    """Text that folds within module paths; rich folds at spaces or after any letter."""
+
+    def wrap(self, console: Console, width: int, **options: Any) -> Lines:
+        if not self.plain.isascii():  # whose letters may be wider than one cell
+            return super().wrap(console, width, **options)
+        wrapper = textwrap.TextWrapper(width, break_on_hyphens=False)
+        wrapper.wordsep_simple_re = _BREAKS
+        return Lines(map(Text, wrapper.wrap(self.plain)))
+
+
+@dataclass
+class TextTable:
+    """Plain texts in rows and columns; no text is parsed as markup.
+
+    A terminal that is too narrow shows fewer columns and lists the others.
+
+    Attributes:
+        columns: their declarations.
+        rows: a text per column.
+        parts: of the caption; a part that begins with a line break is a line of its own.
+        about: table of the glossary whose definitions of the columns are in the caption, too.
+        title: text above the table.
+    """
+
+    columns: list[Column[Any]]
+    rows: list[list[str]]
+    parts: list[str] = field(default_factory=list)
+    about: str = ""
+    title: str = ""
+
+    @property
+    def headings(self) -> list[str]:
+        return [column.heading for column in self.columns]
+
+    @property
+    def caption(self) -> str:
+        definitions = DEFINITIONS.get(self.about, {})
+        defined = [f"{name}: {definitions[name]}" for name in dict.fromkeys(self.headings) if name in definitions]
+        parts = sorted([*self.parts, *defined], key=lambda part: part.startswith("\n"))
+        return " · ".join(parts).replace(" · \n", "\n").removeprefix("\n")
+
+    def only(self, names: Sequence[str]) -> TextTable:
+        """Return the table of some columns, in this order, none of which is left out of a narrow terminal.
+
+        Args:
+            names: headings, as :func:`normscope.show.tables.glossary.typed` returns them; others are ignored.
+        """
+        headings = list(map(typed, self.headings))
+        chosen = self._selected([n for name in names for n, heading in enumerate(headings) if name == heading])
+        return replace(chosen, columns=[replace(column, drop=0) for column in chosen.columns])
+
+    def _selected(self, numbers: Sequence[int]) -> TextTable:
+        rows = [[row[n] for n in numbers] for row in self.rows]
+        return replace(self, columns=[self.columns[n] for n in numbers], rows=rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay the table out for the available width; a table that cannot be as narrow is wider."""
+        widths = [_widths(column, [row[n] for row in self.rows]) for n, column in enumerate(self.columns)]
+        least, natural = ([pair[n] for pair in widths] for n in range(2))
+        kept = self._kept(least, options.max_width)
+        width, across = max(options.max_width, _across(least, kept)), _across(natural, kept)
+        shown = self._selected(kept)
+        table = rich.table.Table(box=None, pad_edge=False, show_header=any(shown.headings))
+        for n, column in zip(kept, shown.columns, strict=True):
+            fixed = None if column.folds or across <= width else least[n]
+            table.add_column(Text(column.heading), justify=column.justify, overflow="fold", width=fixed)
+        for row in shown.rows:
+            table.add_row(*((_Name if c.folds else Text)(cell) for c, cell in zip(shown.columns, row, strict=True)))
+        for_text = options.update(width=min(max(across, _LEAST_CAPTION), options.max_width))
+        if self.title:
+            yield from console.render(Text(self.title, "bold"), for_text)
+        yield from console.render(table, options.update(width=width))
+        if shown.caption:
+            yield from console.render(Text(shown.caption, "table.caption"), for_text)
+        if dropped := [heading for n, heading in enumerate(self.headings) if n not in kept]:
+            needed = f"Left out at a width of {options.max_width} (all columns take {_across(least)})"
+            yield from console.render(Text(f"{needed}: {', '.join(dropped).rstrip('.')}.", "table.caption"), for_text)
+
+    def _kept(self, widths: Sequence[int], room: int) -> list[int]:
+        """Return the numbers of the columns that fit into a width, or are never left out."""
+        kept = list(range(len(widths)))
+        while _across(widths, kept) > room:
+            last = max(kept, key=lambda n: (self.columns[n].drop, n))
+            if not self.columns[last].drop:
+                break
+            kept.remove(last)
+        return kept
+
+
+def _widths(column: Column[Any], cells: Sequence[str]) -> tuple[int, int]:
+    """Return the least width of a column, whose heading then folds, and its natural width."""
+    narrow = longest = max(map(cell_len, cells), default=0)
+    if column.folds:
+        part = max((cell_len(part or "") for cell in cells for part in _BREAKS.split(cell)), default=0)
+        narrow = min(longest, max(_LEAST_FOLDED, part), _MOST_FOLDED)
+    return max(narrow, *map(cell_len, column.heading.split(" "))), max(longest, cell_len(column.heading))
+
+
+def _across(widths: Sequence[int], kept: Sequence[int] | None = None) -> int:
+    """Return the width of the columns kept, by default all, with the gaps between them."""
+    chosen = widths if kept is None else [widths[n] for n in kept]
+    return sum(chosen) + 2 * (len(chosen) - 1)
+
+
+def table_of(
+    rows: Iterable[Row],
+    columns: Iterable[Column[Row]],
+    *,
+    caption: Iterable[str] = (),
+    about: str = "",
+    remark: Callable[[Row], str | None] = lambda row: None,
+    named: int = 1,
+) -> TextTable:
+    """Make a table with one line per row.
+
+    Args:
+        rows: records.
+        columns: of the table, without those that are not ``shown``.
+        caption: see :attr:`TextTable.parts`.
+        about: see :attr:`TextTable.about`.
+        remark: the reason why a row has no numbers, a line below the table; None where it has numbers.
+        named: number of shown columns that rows with a remark have.
+    """
+    columns = [column for column in columns if column.shown]
+    texts, remarks, above = list[list[str]](), dict[str, None](), list[str]()
+    for row in rows:
+        if reason := remark(row):
+            remarks[f"\n{visible(reason)}"] = None
+        cells = [NONE if reason and n >= named else visible(column.cell(row)) for n, column in enumerate(columns)]
+        texts.append(
+            ["" if column.once and above[n : n + 1] == [cells[n]] else cells[n] for n, column in enumerate(columns)]
+        )
+        above = cells
+    columns = [replace(column, heading=visible(column.heading)) for column in columns]
+    return TextTable(columns, texts, [*caption, *remarks], about)
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number; None, infinity and NaN become a dash.
+
+    >>> number(0.91234, ".3f"), number(None, ".3f"), number(math.inf, ".3f")
+    ('0.912', '–', '–')
+    """
+    return NONE if value is None or not math.isfinite(value) else format(value, form)
+
+
+def measured(value: float | None, interval: tuple[float, float] | None, form: str = ".4g", *, half: bool = True) -> str:
+    """Round a number by the error of its interval, whose half width has two digits and is appended.
+
+    Args:
+        value: None, infinity and NaN become a dash.
+        interval: lower and upper bound; without one, or with one of no width, ``form`` decides on the digits.
+        form: as of :func:`format`.
+        half: append half of the interval's width.
+
+    >>> measured(12.3963, (11.42, 13.38)), measured(1234.5, (1100, 1400)), measured(0.91234, None, ".3f")
+    ('12.40 ± 0.98', '1230 ± 150', '0.912')
+    """
+    width = (interval[1] - interval[0]) / 2 if interval else 0.0
+    if value is None or not math.isfinite(value) or not 0 < width < math.inf:
+        return number(value, form)
+    decimals = min(_MOST_DECIMALS, 1 - math.floor(math.log10(float(f"{width:.1e}"))))
+    shown = [f"{round(part, decimals):.{max(decimals, 0)}f}" for part in (value, width)]
+    return " ± ".join(shown if half else shown[:1])
+
+
+def layers_table(sites: Sequence[NormSite]) -> TextTable:
+    """Make a table with one line per site; point-wise functions have a curve and α, the median over channels."""
+    functions = any(site.pointwise for site in sites)
+    columns: list[Column[NormSite]] = [
+        Column("", lambda site: str(site.index)),
+        names("site", lambda site: site.name),
+        words("kind", lambda site: site.kind),
+        *several(("f", "α"), _function, shown=functions),
+        words("shape", lambda site: "×".join(map(str, site.normalized_shape)), 1),
+        words("axis", lambda site: str(site.channel_axis), 5),
+        Column("eps", lambda site: f"{site.eps:g}", drop=4),
+        words("affine", lambda site: "yes" if site.affine else "no", 3),
+        words("placement", lambda site: site.placement or NONE, 2),
+        Column("calls", lambda site: str(site.calls), drop=6),
+    ]
+    return table_of(sites, columns)
+
+
+def _function(site: NormSite) -> list[str]:
+    function = site.pointwise
+    return [NONE, NONE] if function is None else [function.curve, f"{statistics.median(function.alpha):.4g}"]
+
+
+def models_table(entries: Sequence[Any]) -> TextTable:
+    """Make a table with one line per model; an entry has name, family, description and source."""
+    columns: list[Column[Any]] = [
+        words("model", lambda entry: entry.name),
+        words("family", lambda entry: entry.family, 2),
+        names("what it is", lambda entry: entry.description),
+        names("weights", lambda entry: entry.source, 1),
+    ]
+    return table_of(entries, columns)
+
+
+def swapped_table(rows: Sequence[Mapping[str, Any]]) -> TextTable:
+    """Make a table with one line per swapped site, with medians over the channels of per-channel curves.
+
+    Args:
+        rows: ``site``, ``norm``, ``curve``, ``amplitude``, ``alpha``, ``shift``, ``r2``, ``per_channel``, ``straight``
+            and ``weights_by`` of each; a missing number is None.
+    """
+    straight = any(row["straight"] for row in rows)
+    columns: list[Column[Mapping[str, Any]]] = [
+        names("site", lambda row: row["site"]),
+        words("norm", lambda row: row["norm"], 1),
+        words("replaced by", lambda row: published_name(row["curve"])),
+        Column("A", lambda row: "straight" if row["straight"] else number(row["amplitude"], ".4g")),
+        Column("α", lambda row: NONE if row["straight"] else number(row["alpha"], ".4g")),
+        Column("A·α", lambda row: number(row["amplitude"] * row["alpha"], ".4g") if row["straight"] else "", straight),
+        Column("s", lambda row: number(row["shift"], ".4g"), any(row["shift"] is not None for row in rows)),
+        Column("R²", lambda row: number(row["r2"], ".4f")),
+    ]
+    caption = ["A, α, s and R² are medians over the channels"] if any(row["per_channel"] for row in rows) else []
+    if any(row["weights_by"] == "gamma" for row in rows):
+        caption.append("pairs weighted by γ², the error that reaches the next layer; `normscope fit` weights all alike")
+    if straight:
+        caption.append(f"straight: {DEFINITIONS[TERMS]['straight']}")
+    return table_of(rows, columns, caption=caption)
+
+
+def curves_table(curves: Sequence[Curve]) -> TextTable:
+    columns: list[Column[Curve]] = [
+        names("curve", lambda curve: ", ".join((curve.name, *curve.aliases))),
+        names("f(u), u = αx + s", lambda curve: curve.formula),
+        names("from", lambda curve: curve.source),
+    ]
+    return table_of(curves, columns)
+
+
+def sink_sentence(records: Sequence[CurveFit | NormCard]) -> str | None:
+    """Describe the sink that changes R² most, and the number of further sites with one; None if there is none.
+
+    Of several records of one site, the first counts.
+    """
+    sinks = {record.site: record.sink for record in reversed(records) if record.sink}
+    if not sinks:
+        return None
+
+    def gain(site: str) -> tuple[float, float]:
+        r2, without, share = sinks[site].r2, sinks[site].r2_without, sinks[site].share
+        return (-1.0 if r2 is None or without is None else without - r2), share
+
+    site = max(sinks, key=gain)
+    sink, more = sinks[site], len(sinks) - 1
+    share = f"{sink.share:.0%}" if sink.share < 0.995 else "over 99%"
+    text = f"{visible(site)}: position {sink.position} carries {share} of Σx²"
+    if sink.r2_without is not None:
+        with_it = f"({sink.r2:.3f} with it): --skip {sink.position + 1}"
+        text += f"; without it {sink.curve}'s R² is {sink.r2_without:.3f} {with_it}"
+    return text + (f"; likewise at {count(more, 'further site')}" if more else "")

@@ -1,0 +1,107 @@
+"""Numbers of one step: from a capture to one number per metric and site, with fits of A, α and s alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from normscope.curves.known import Curve
+from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, centring_of, scale_of
+from normscope.fits.jackknife import solved
+from normscope.fits.saturation import share_beyond, site_saturation
+from normscope.fits.solver import FitForm
+from normscope.fits.targets import FitBatch, FitTarget, batches, site_target
+from normscope.norms.sites import NormSite
+from normscope.pairs.captures import Capture
+from normscope.pairs.sums.stats import PairStats, of_pairs, of_tokens
+from normscope.tools.probe.timeline import OF_CURVES, OF_NORMS, OF_POINTWISE, OF_SITES
+
+FORM = FitForm()  # A, α and s are free, as normscope.fit has them
+_LOW, _HIGH = 0.005, 0.995  # shares of the pairs below the percentiles of x
+
+Numbers = dict[str, float | None]
+
+
+def numbers_of(capture: Capture, sites: Sequence[NormSite], curves: Sequence[Curve]) -> dict[str, list[float | None]]:
+    """Return one number per site for each metric of :mod:`normscope.tools.probe.timeline`.
+
+    A and α are those of :func:`normscope.fit`, without its folds, intervals and ceiling. A number is None where it does
+    not apply, is not finite, or is not identified: at a site without finite pairs all are.
+
+    Args:
+        capture: of one step.
+        sites: all sites of the run, in order; the capture may lack some of them.
+        curves: to fit to each.
+    """
+    of_sites: dict[str, Numbers] = {site.name: {} for site in sites}
+    targets = []
+    for site in capture.sites:
+        stats = capture.stats[site.name]
+        moments = stats.moments.sum(0, keepdim=True)
+        if moments[0, 0].any():
+            of_sites[site.name] |= _of_site(site, stats, moments[0])
+            targets.append(site_target(site, stats, moments))
+    for places, problems in batches(targets):
+        for curve in curves:
+            for place, numbers in zip(places, _of_curve(problems, curve), strict=True):
+                of_sites[targets[place].site] |= numbers
+    names = [f"{name}/{curve.name}" for curve in curves for name in OF_CURVES] + list(OF_SITES)
+    names += OF_NORMS if any(site.pointwise is None for site in sites) else ()
+    names += OF_POINTWISE if any(site.pointwise is not None for site in sites) else ()
+    return {name: [_finite(numbers.get(name)) for numbers in of_sites.values()] for name in names}
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _of_site(site: NormSite, stats: PairStats, moments: Tensor) -> Numbers:
+    reach, x = stats.reach.double(), of_pairs(moments, signed=True)
+    massive = max(MASSIVE_SIZE, MASSIVE_RATIO * of_pairs(moments).quantile(0.5))
+    numbers: Numbers = {
+        "low": x.quantile(_LOW),
+        "high": x.quantile(_HIGH),
+        "largest": float(reach.max()),
+        "channel": int(reach.argmax()),
+        "massive": int((reach > massive).sum()),
+    }
+    if (module := site_saturation(site, stats)) is not None:
+        return numbers | {
+            "module_alpha": module.alpha.p50,
+            "module_slope": module.slope.p50 if module.slope else None,
+            **{name: getattr(module, name) for name in ("beyond_1", "beyond_2", "beyond_3", "inverse_std")},
+        }
+    scale = scale_of(site, of_tokens(stats.token_scales))
+    offset = centring_of(site, of_tokens(stats.token_offsets)).offset_p50 if site.form else None
+    return numbers | {"sigma": scale.sigma_p50, "spread": scale.spread, "offset": offset}
+
+
+def _of_curve(problems: FitBatch, curve: Curve) -> Iterator[Numbers]:
+    """Yield the numbers of one curve at each of several sites."""
+    solutions, nodes = solved(problems, curve, FORM), problems.nodes()
+    r2 = 1 - nodes.residual(solutions.predicted(curve, nodes.x)) / nodes.total
+    bends = solutions.converged & ~solutions.unbent
+    line = solutions.converged & solutions.unbent & curve.linear_at_origin
+    slope = solutions.amplitude * solutions.alpha * curve.derivative(solutions.shift)
+    at_zero = solutions.amplitude * curve.function(solutions.shift)
+    columns = (r2, solutions.amplitude, solutions.alpha, solutions.shift, slope, at_zero, bends, bends | line)
+    for target, *values, is_bent, has_slope in zip(problems.targets, *(c.tolist() for c in columns), strict=True):
+        r2_of, amplitude, alpha, shift, slope_at_zero, value_at_zero = values
+        numbers = {
+            "r2": r2_of,
+            "amplitude": amplitude if is_bent else None,
+            "alpha": alpha if is_bent else None,
+            "shift": shift if is_bent else None,
+            "slope": slope_at_zero if has_slope else None,
+            "at_zero": value_at_zero if has_slope else None,
+            "beyond": _beyond_the_bend(target, alpha, shift) if is_bent else None,
+        }
+        yield {f"{name}/{curve.name}": number for name, number in numbers.items()}
+
+
+def _beyond_the_bend(target: FitTarget, alpha: float, shift: float) -> float | None:
+    values = (torch.tensor([value], dtype=torch.float64) for value in (alpha, shift))
+    return share_beyond((-1, 1), target.moments[0, :, None], *values)

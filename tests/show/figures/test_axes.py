@@ -1,0 +1,207 @@
+"""Axes of x and what lies beyond them, against the raw pairs; and E[y|x] of sums that are made by hand."""
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import normscope
+from normscope.errors import UsageError
+from normscope.show.figures.axes import XAxis, mean_line
+from normscope.show.figures.scurves import plot
+
+
+def moments_of(x, y):
+    """n, Σx, Σy, … of bins that hold one place of x each."""
+    x, y = torch.as_tensor(x, dtype=torch.float64), torch.as_tensor(y, dtype=torch.float64)
+    places, which = x.unique(return_inverse=True)
+    rows = [torch.ones_like(x), x, y, x * x, x * y, y * y]
+    return torch.stack([torch.zeros(len(places), dtype=torch.float64).index_add(0, which, row) for row in rows])
+
+
+def panels(figure):
+    return [ax for ax in figure.axes if ax.get_visible()]
+
+
+def texts(ax):
+    return [text.get_text().replace("\n", " ") for text in ax.texts]
+
+
+def bar(ax):
+    """The range of 99 % of the pairs, drawn on the axis of x."""
+    (line,) = (line for line in ax.get_lines() if line.get_transform() == ax.get_xaxis_transform())
+    return line.get_xdata()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    """Tokens of different scales, and what large networks have: one channel of a few tokens reaches far beyond."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 100, 64, generator=draw) * torch.exp(0.7 * torch.randn(8, 100, 1, generator=draw))
+    x[:, 0, 7] = 400 + 20 * torch.arange(8.0)
+    return x
+
+
+@pytest.fixture(scope="module")
+def seen(tokens):
+    return normscope.capture(nn.Sequential(nn.LayerNorm(64)), [tokens])
+
+
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 100.0], ids=["at |αx| = 3", "at 99 % of the pairs, however steep the curve"])
+def test_a_linear_axis_ends_where_the_curve_saturates_and_counts_the_pairs_beyond(tokens, seen, fits, alpha):
+    ends = {"tanh": alpha, "isru": 1.0}  # tanh decides
+    fits = [dataclasses.replace(fit, alpha=ends[fit.curve]) for fit in fits]
+    ax, *others = panels(plot(seen, fits))
+    assert {other.get_xlim() for other in others} == {ax.get_xlim()}
+    assert (ax.get_xscale(), ax.get_xlabel(), others[-1].get_xlabel()) == ("linear", "", "norm input x")
+    low, high = ax.get_xlim()
+    end = max(3 / alpha, np.quantile(tokens.abs().numpy(), 0.99))
+    assert low == -high and end * (1 - 2**-6) <= high <= end * (1 + 2**-5)  # an edge of the bins
+    beyond = int((tokens.abs() > high).sum())
+    assert f"{beyond} pairs beyond" in texts(ax) and beyond >= 8
+    assert not any("beyond" in text for other in others for text in texts(other))
+    assert ax.images[0].get_array().sum() == pytest.approx(tokens.numel() - beyond, rel=1e-3)
+    assert ax.get_ylim()[1] >= float(fits[0](torch.tensor([high])))
+    np.testing.assert_allclose(bar(ax), np.quantile(tokens.numpy(), [0.005, 0.995]), rtol=0.03)
+
+
+@pytest.mark.parametrize("look", [{}, {"xscale": "asinh"}, {"xscale": "symlog"}], ids=["no fits", "asinh", "symlog"])
+def test_every_pair_is_on_the_other_axes(tokens, seen, fits, look):
+    ax, *others = panels(plot(seen, fits if look else (), **look))
+    scale = look.get("xscale", "linear")
+    assert {one.get_xscale() for one in (ax, *others)} == {scale}
+    assert others[-1].get_xlabel() == ("norm input x" if scale == "linear" else f"norm input x ({scale} scale)")
+    assert ax.get_xlim()[1] == pytest.approx(1.06 * float(tokens.abs().max()))
+    assert ax.images[0].get_array().sum() == pytest.approx(tokens.numel(), rel=1e-6)
+    assert not any("beyond" in text for text in texts(ax))
+    with pytest.raises(UsageError, match="no scale of x 'auto'"):
+        plot(seen, fits, xscale="auto")
+
+
+def test_straight_fits_end_no_axis():
+    x = nn.functional.layer_norm(torch.randn(8, 50, 64, generator=torch.Generator().manual_seed(0)), (64,))
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
+    fits = normscope.fit(seen, "tanh")
+    assert fits[0].curve == "tanh" and fits[0].straight
+    ax = panels(plot(seen, fits))[0]
+    assert ax.get_xlim()[1] == pytest.approx(1.06 * float(x.abs().max()))
+    assert "straight" in texts(ax)
+
+
+def test_a_curve_without_a_slope_whose_bend_no_pair_reaches_is_marked():
+    x = nn.functional.layer_norm(torch.randn(8, 50, 64, generator=torch.Generator().manual_seed(0)), (64,))
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(64)), [x])
+    fits = normscope.fit(seen, "mine=x**3")
+    for labels in ("short", "full"):
+        assert any("A and α not identified" in text for text in texts(panels(plot(seen, fits, labels=labels))[0]))
+
+
+def test_an_inset_enlarges_the_pairs_of_a_wide_panel(seen, fits):
+    inside = {
+        look: panels(plot(seen, rows="density", **dict(look)))[0].child_axes
+        for look in ((), (("share_axes", True),), (("width", 2.0),), (("xscale", "asinh"),))
+    }
+    assert [len(axes) for axes in inside.values()] == [1, 0, 0, 0]
+    (inset,) = inside[()]
+    assert inset.get_xlim()[1] < 10 and inset.get_xscale() == "linear"
+
+
+def test_a_tokens_line_bends_as_the_axis_does_and_stays_its_own(seen):
+    for scale in ("asinh", "symlog"):
+        ax = panels(plot(seen, rows="token", xscale=scale))[0]
+        (lines,) = (one for one in ax.collections if hasattr(one, "get_segments"))
+        for segment, sigma in zip(lines.get_segments(), lines.get_array(), strict=True):
+            assert len(segment) > 20
+            slopes = np.diff(segment[:, 1]) / np.diff(segment[:, 0])
+            np.testing.assert_allclose(slopes, 1 / sigma, rtol=2e-3)  # samples are kept in float32
+
+
+AXES = [XAxis((-50.0, 50.0)), XAxis((-50.0, 50.0), 0.5), XAxis((-50.0, 50.0), 0.5, symlog=True)]
+
+
+@pytest.mark.parametrize("axis", AXES, ids=["linear", "asinh", "symlog"])
+def test_places_are_evenly_apart_on_paper(axis):
+    ax = Figure().subplots()
+    axis.set_on(ax, 3.0)
+    places = ax.transData.transform(np.stack([axis.evenly(11), np.zeros(11)], 1))[:, 0]
+    np.testing.assert_allclose(np.diff(places), np.diff(places)[0], rtol=1e-9)
+    np.testing.assert_allclose(axis.at(axis.along(axis.evenly(11))), axis.evenly(11))
+
+
+@pytest.mark.parametrize("inches", [0.9, 1.3, 2.0, 4.0])
+def test_ticks_do_not_run_into_one_another(inches):
+    figure = Figure(figsize=(inches, 2))
+    ax = figure.add_axes((0, 0.3, 1, 0.6))
+    ax.tick_params(labelsize=6)
+    for reach, linear in ((540.0, 1.2), (9.0, None), (9.0, 2.0), (3e5, 0.01), (2.0, 0.05), (0.03, None)):
+        for symlog in (False, True):
+            XAxis((-reach, reach), linear, symlog).set_on(ax, inches)
+            figure.draw_without_rendering()
+            shown = [tick for tick in ax.xaxis.get_major_ticks() if abs(tick.get_loc()) <= reach]
+            boxes = sorted((tick.label1.get_window_extent() for tick in shown), key=lambda box: box.x0)
+            assert len(boxes) >= 1
+            assert all(one.x1 < other.x0 for one, other in pairwise(boxes)), (reach, linear, symlog)
+
+
+def test_the_mean_is_not_drawn_across_nearly_empty_bins():
+    x = np.concatenate([np.repeat(np.linspace(-1, 1, 101), 10), [40.0] * 50, np.linspace(50, 99, 31), [300.0] * 99])
+    at, mean = mean_line(moments_of(x, 2 * x), XAxis((-100.0, 100.0)), 2.0)
+    finite = np.isfinite(at)
+    np.testing.assert_allclose(mean[finite], 2 * at[finite])
+    assert at[finite].max() == 40.0  # neither the 31 pairs beyond nor those off the axis
+    (gap,) = np.flatnonzero(~finite)
+    assert abs(at[gap - 1]) < 1.1 and at[gap + 1] == 40.0
+
+
+def test_every_point_of_the_mean_averages_enough_pairs_nearby():
+    x = np.random.default_rng(0).standard_t(2, 20_000)
+    axis = XAxis((-60.0, 60.0), 0.5)
+    at, mean = mean_line(moments_of(x, np.tanh(x)), axis, 2.0)
+    at, mean = at[np.isfinite(at)], mean[np.isfinite(mean)]
+    assert len(at) > 20
+    span = np.ptp(axis.along(np.array(axis.limits))) / 20
+    for place, value in zip(at, mean, strict=True):
+        near = x[np.abs(axis.along(x) - axis.along(place)) <= span * 1.01]
+        assert len(near) >= 32
+        assert math.tanh(near.min()) <= value <= math.tanh(near.max())
+    assert mean_line(torch.zeros(6, 4, dtype=torch.float64), axis, 2.0)[0].size == 0
+
+
+@pytest.fixture(scope="module")
+def several():
+    """Two sites alike, and one whose tokens reach a hundred times farther; of d = 16 and 64, whose bounds differ."""
+    model = nn.ModuleList([nn.LayerNorm(16), nn.LayerNorm(16), nn.LayerNorm(64)])
+    model.forward = lambda x: [model[0](x[..., :16]), model[1](3 * x[..., :16]), model[2](100 * x)]
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 40, 64, generator=draw) * torch.exp(0.5 * torch.randn(8, 40, 1, generator=draw))
+    return normscope.capture(model, [x])
+
+
+def test_shared_axes_are_the_widest_of_all_panels(several):
+    fits, rows = normscope.fit(several), "density,token,channel,residual"
+    shared, alone = (panels(plot(several, fits, rows=rows, share_axes=share)) for share in (True, False))
+    assert {ax.get_xlim() for ax in shared} == {max((ax.get_xlim() for ax in alone), key=lambda limits: limits[1])}
+    assert {ax.get_ylim()[1] for ax in shared[:9]} == {max(ax.get_ylim()[1] for ax in alone[:9])}
+    assert len({ax.get_ylim() for ax in shared[9:]}) == 1 and len({ax.get_ylim() for ax in alone[9:]}) == 3
+    greys, sigmas = (
+        [{limits(ax) for ax in of_figure} for of_figure in (shared[first : first + 3], alone[first : first + 3])]
+        for first, limits in ((0, lambda ax: ax.images[0].get_clim()), (3, lambda ax: ax.collections[0].norm.vmin))
+    )
+    assert [len(found) for found in (*greys, *sigmas)] == [1, 3, 1, 3]
+
+
+def test_the_panels_of_an_overview_share_axes_over_all_networks(several):
+    captures = [several.only("0,1"), several.only([2])]
+    shown = [ax for ax in normscope.figures.overview(captures, share_axes=True).axes if ax.images]
+    assert len(shown) == 3
+    assert len({(ax.get_xlim(), ax.get_ylim(), ax.images[0].get_clim(), ax.get_xscale()) for ax in shown}) == 1

@@ -1,0 +1,274 @@
+"""Fits over the depth, maps of planted massive activations, and curves: figures against their data."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import normscope
+from normscope.curves.known import BUILT_IN, CURVES
+from normscope.errors import DataError, UsageError
+from normscope.fits.saturation import spread
+from normscope.show.figures.depth import ALPHAS, plot_curves, plot_depth, plot_saturation, plot_tails, shares_of
+
+
+def noise():
+    x = torch.randn(8, 40, 32, generator=torch.Generator().manual_seed(0))
+    return x * torch.exp(torch.randn(8, 40, 1, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture(scope="module")
+def seen():
+    model = nn.Module()
+    blocks = [nn.ModuleDict({"norm1": nn.LayerNorm(32), "norm2": nn.LayerNorm(32)}) for _ in range(3)]
+    model.blocks = nn.ModuleList(blocks)
+    model.forward = lambda x: [
+        block[kind](x * (i + 1) * (3 if kind == "norm2" else 1)) for i, block in enumerate(blocks) for kind in block
+    ]
+    return normscope.capture(model, [noise()], about={"model": "net", "weights": "random weights", "data": "noise"})
+
+
+@pytest.fixture(scope="module")
+def fits(seen):
+    return normscope.fit(seen, "tanh,isru")
+
+
+def panels(figure):
+    return np.array(figure.axes).reshape(4, -1)
+
+
+def series(ax, marker):
+    """x and y of what is drawn with a marker, at their places in the data, by x."""
+    points = [line for line in ax.lines if line.get_marker() == marker and line.get_ls() == "None"]
+    return sorted(tuple(line.get_xydata()[0]) for line in points if line.get_transform() == ax.transData)
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_line_a_kind_of_site_and_a_row_a_number(seen, fits):
+    figure = plot_depth(seen, fits)
+    axes = panels(figure)
+    assert [ax.get_title() for ax in axes[0]] == ["tanh", "isru"]
+    assert [ax.get_ylabel() for ax in axes[:, 0]] == ["A", "α", "held-out R²", "α"]
+    values = (lambda f: f.amplitude, lambda f: f.alpha, lambda f: f.r2_cv)
+    for column, curve in enumerate(("tanh", "isru")):
+        for marker, kind in zip("os", ("norm1", "norm2"), strict=True):
+            of_kind = [fit for fit in fits if fit.curve == curve and fit.site.endswith(kind)]
+            at = [place for place, site in enumerate(seen.sites) if site.name.endswith(kind)]
+            for row, value in enumerate(values):
+                assert series(axes[row, column], marker) == list(zip(at, map(value, of_kind), strict=True))
+    ceilings = [y for line in axes[2, 0].lines if line.get_ls() == ":" for y in line.get_ydata()]
+    assert sorted(ceilings) == sorted(fit.r2_ceiling for fit in fits if fit.curve == "tanh")
+    assert texts(figure)[:3] == ["*.norm1", "*.norm2", "ceiling: held-out R² of the best function of x"]
+    assert texts(plot_depth(seen, fits, labels="full"))[0] == "blocks.*.norm1"
+
+
+def test_alpha_stands_against_one_over_the_spread_of_the_input(seen, fits):
+    # float32 inputs, and a float64 sum of their squares by bin
+    assert spread(seen.stats["blocks.0.norm1"]) == pytest.approx(float(noise().double().std(correction=0)), rel=1e-6)
+    ax = panels(plot_depth(seen, fits))[3, 0]
+    of_tanh = [fit for fit in fits if fit.curve == "tanh"]
+    expected = sorted((1 / spread(seen.stats[fit.site]), fit.alpha) for fit in of_tanh)
+    np.testing.assert_allclose(sorted(series(ax, "o") + series(ax, "s")), expected)
+    [line] = [line for line in ax.lines if len(line.get_xdata()) == 2]
+    np.testing.assert_allclose(line.get_ydata() / line.get_xdata(), np.median([alpha / x for x, alpha in expected]))
+    assert "1 / std" in ax.get_xlabel()
+
+
+def test_straight_sites_are_open_and_at_the_edge_of_the_panels_of_a_and_alpha():
+    token = torch.tensor([[1.0, -1, 2, -2, 3, -3, 4, -4]])
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [token.repeat(4, 1)])
+    figure = plot_depth(seen, normscope.fit(seen, "tanh"))
+    *_, r2, against = figure.axes
+    for ax in figure.axes[:3]:
+        (mark,) = [line for line in ax.lines if line.get_marker() == "o"]
+        assert mark.get_mfc() == ax.get_facecolor()
+        assert (mark.get_transform() == ax.transData) == (ax is r2)
+    assert [text.get_text() for text in against.texts] == ["no α identified"]
+    assert "open: straight, A and α not identified" in texts(figure)
+    with pytest.raises(DataError, match="no fit of a site"):
+        plot_depth(seen, [])
+
+
+@pytest.fixture(scope="module")
+def massive():
+    model = nn.Module()
+    model.norms = nn.ModuleList(nn.LayerNorm(48) for _ in range(3))
+
+    def forward(x):
+        massive = x.clone()
+        massive[:, 0, 7] = 3000
+        return [norm(one) for norm, one in zip(model.norms, (x, massive, massive), strict=True)]
+
+    model.forward = forward
+    x = torch.randn(20, 9, 48, generator=torch.Generator().manual_seed(0))
+    return normscope.capture(model, [x], about={"model": "net", "weights": "none", "data": "noise"}), x
+
+
+def test_a_column_holds_its_sites_shares_and_massive_ones_are_named(massive):
+    capture, x = massive
+    figure = plot_tails(capture, normscope.norm_cards(capture))
+    channels, tokens = figure.axes[:2]
+    image = channels.images[0].get_array()
+    squares = (x.double() ** 2).sum((0, 1))
+    np.testing.assert_allclose(image[:, 0], 100 * squares / squares.sum(), rtol=1e-6)  # float32 inputs
+    for column in range(3):
+        np.testing.assert_allclose(image[:, column], 100 * shares_of(capture, f"norms.{column}"))
+    assert [text.get_text() for text in channels.texts if text.get_text() != "×"] == ["7"]
+    assert [text.xy[0] for text in channels.texts if text.get_text() == "×"] == [1, 2]  # the sites that have them
+    assert any("massive activations" in text.get_text() for text in figure.texts)
+    assert [tick.get_text() for tick in tokens.get_xticklabels()] == ["0", "1", "2"]
+
+
+def test_a_ring_marks_a_leading_channel_without_output(massive):
+    capture, x = massive
+    model = nn.Sequential(nn.LayerNorm(48))
+    nn.init.zeros_(model[0].weight[7:8])
+    batches = [x.clone() for _ in range(2)]
+    for batch in batches:
+        batch[:, 0, 7] = 3000
+    seen = normscope.capture(model, batches, about=capture.about)
+    plain = plot_tails(seen, normscope.norm_cards(seen))
+    marked = plot_tails(seen, normscope.norm_cards(seen, model, batches))
+    [rings] = marked.axes[0].collections
+    assert rings.get_offsets().tolist() == [[0, 7]]
+    assert any("○" in text.get_text() for text in marked.texts)
+    assert not any("○" in text.get_text() for text in plain.texts)
+
+
+def test_the_area_of_a_dot_is_the_number_of_tokens_of_largest_x(massive):
+    capture, _ = massive
+    figure = plot_tails(capture, normscope.norm_cards(capture))
+    [dots] = figure.axes[1].collections
+    areas = dots.get_sizes() / dots.get_sizes().max() * 16
+    sites = dots.get_offsets()[:, 0]
+    assert [round(float(areas[sites == site].sum()), 6) for site in range(3)] == [16, 16, 16]
+    planted = {tuple(at): round(float(n)) for at, n in zip(dots.get_offsets().tolist(), areas, strict=True)}
+    assert planted[1, 0] == planted[2, 0] == 16  # the planted first token
+    sizes = [handle.get_markersize() ** 2 for handle in figure.legends[0].legend_handles]
+    assert np.allclose(np.array(sizes) / dots.get_sizes().max() * 16, [1, 4, 16])
+    assert texts(figure) == ["1 token", "4 tokens", "16 tokens"]
+
+
+def test_wide_sites_show_the_largest_channel_of_each_pixel():
+    x = torch.randn(6, 4, 900, generator=torch.Generator().manual_seed(0))
+    x[..., 613] *= 50
+    capture = normscope.capture(nn.Sequential(nn.LayerNorm(900)), [x])
+    channels = plot_tails(capture, normscope.norm_cards(capture), width=5.5).axes[0]
+    image = channels.images[0].get_array()
+    each = -(-900 // 200)
+    assert image.shape[0] == 900 / each and int(np.argmax(image[:, 0])) == 613 // each
+    assert image.max() == pytest.approx(100 * shares_of(capture, "0").max())
+    assert [text.get_text() for text in channels.texts] == ["613"]
+
+
+def test_without_a_pair_there_is_nothing_to_draw():
+    capture = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.full((2, 8), torch.nan)])
+    with pytest.raises(DataError, match="No site holds a pair"):
+        plot_tails(capture, normscope.norm_cards(capture))
+
+
+@pytest.fixture(scope="module")
+def functions():
+    """Three blocks of a function of each kind, whose α follows 1/std but at one site, and a LayerNorm."""
+    blocks = nn.ModuleList(
+        nn.ModuleDict({"norm1": normscope.DyT(32, alpha=0.5 / (i + 1)), "norm2": normscope.Derf(32, alpha=0.2)})
+        for i in range(3)
+    )
+    model = nn.Module()
+    model.blocks, model.norm = blocks, nn.LayerNorm(32)
+    model.forward = lambda x: [
+        model.norm(x),
+        *(block[kind](x * (i + 1)) for i, block in enumerate(blocks) for kind in block),
+    ]
+    return normscope.capture(model, [noise()], about={"model": "net", "weights": "none", "data": "noise"})
+
+
+def test_a_point_for_each_function_stands_against_one_over_the_spread(functions):
+    records = normscope.saturation(functions)
+    against, _ = plot_saturation(functions).axes
+    points = series(against, "o") + series(against, "s")
+    assert sorted(points) == sorted((each.inverse_std, each.alpha.p50) for each in records)
+    assert points[0] == pytest.approx((1 / float(noise().double().std(correction=0)) / 3, 0.5 / 3), rel=1e-6)
+    (line,) = [line for line in against.lines if len(line.get_xdata()) == 2]
+    np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())  # α = 1/std
+    assert against.get_xlim() == pytest.approx(against.get_ylim())
+
+
+def test_shares_stand_over_the_depth_a_line_a_kind(functions):
+    records = normscope.saturation(functions)
+    figure = plot_saturation(functions)
+    lines = {(line.get_color(), line.get_marker()): line for line in figure.axes[1].lines}
+    labels = {
+        text.get_text(): handle
+        for text, handle in zip(figure.legends[0].get_texts(), figure.legends[0].legend_handles, strict=True)
+    }
+    shares = {f"|αx + s| > {end}": f"beyond_{end}" for end in (1, 2, 3)}
+    shares["saturated: |f′| under 5 % of its peak"] = "saturated"
+    assert len(lines) == 8
+    for label, share in shares.items():
+        for first, kind in enumerate(("*.norm1", "*.norm2")):
+            line = lines[labels[label].get_color(), labels[kind].get_marker()]
+            assert list(line.get_xdata()) == [first, first + 2, first + 4]
+            expected = [100 * getattr(records[place], share) for place in line.get_xdata()]
+            np.testing.assert_allclose(line.get_ydata(), expected)
+    assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == [
+        f"{n}.norm{k}" for n in range(3) for k in (1, 2)
+    ]
+    assert figure.axes[1].get_ylim()[0] == 0
+
+
+def test_labels_name_the_sites_and_always_the_kinds(functions):
+    for labels, tick, kind in (("none", "0", "*.norm1"), ("full", "blocks.0.norm1", "blocks.*.norm1")):
+        figure = plot_saturation(functions, labels=labels)
+        assert figure.axes[1].get_xticklabels()[0].get_text() == tick
+        assert texts(figure)[0] == kind
+
+
+def test_a_function_without_slope_or_spread_is_on_no_logarithmic_axis():
+    model = nn.Sequential(normscope.DyT(8, alpha=0.5), normscope.DyT(8, alpha=0.25), normscope.DyT(8, alpha=2.0))
+    nn.init.zeros_(model[0].weight)
+    capture = normscope.capture(model, [torch.randn(16, 8, generator=torch.Generator().manual_seed(0))])
+    sites = capture.sites
+    sites[2] = replace(sites[2], pointwise=replace(sites[2].pointwise, alpha=(0.0,)))
+    figure = plot_saturation(capture)
+    figure.draw_without_rendering()
+    (point,) = [points for points in figure.axes[0].lines if points.get_marker() == "o"]
+    assert point.get_ydata() == [0.5]
+
+
+def test_norms_alone_do_not_saturate(seen):
+    with pytest.raises(DataError, match="no point-wise function"):
+        plot_saturation(seen)
+
+
+def shown(figure):
+    return [ax for ax in figure.axes if ax.get_visible()]
+
+
+def test_every_curve_has_a_panel_with_its_typeset_formula_and_three_scales():
+    figure = plot_curves()
+    axes = shown(figure)
+    titles = [ax.get_title(loc="left").split("\n") for ax in axes]
+    assert [name for name, _ in titles] == [curve.name for curve in BUILT_IN]
+    assert all(formula.startswith("$") and formula.endswith("$") for _, formula in titles)
+    for ax, curve in zip(axes, BUILT_IN, strict=True):
+        for line, alpha in zip(ax.lines, ALPHAS, strict=False):
+            x = torch.from_numpy(np.asarray(line.get_xdata()))
+            np.testing.assert_array_equal(line.get_ydata(), curve.function(alpha * x))
+    assert texts(figure) == ["α = 0.5", "α = 1", "α = 2"]
+    assert (axes[0].get_ylabel(), axes[-1].get_xlabel()) == ("f(αx)", "x")
+
+
+def test_curves_can_be_chosen_and_made():
+    long = "long=" + "+".join(["tanh(x)"] * 20)
+    axes = shown(plot_curves(f"dyt,mine=x/(1+abs(x)),{long}", width=5.5))
+    titles = [ax.get_title(loc="left").split("\n") for ax in axes]
+    assert titles[:2] == [[CURVES["tanh"].name, r"$\tanh(u)$"], ["mine", "u/(1+abs(u))"]]
+    assert titles[2][1].startswith("…")
+    with pytest.raises(UsageError, match="no curve 'tangh'"):
+        plot_curves("tangh")

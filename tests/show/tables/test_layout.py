@@ -1,0 +1,204 @@
+"""Tables at any width: what stays, what gives way, and that nothing is broken."""
+
+import io
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+import normscope
+from normscope.fits.advice import advise, token_slopes
+from normscope.fits.saturation import with_modules
+from normscope.show.tables.card import constants_table, jacobians_table, saturation_table, scale_table, tails_table
+from normscope.show.tables.drift import drift_table, sites_table
+from normscope.show.tables.fit import advice_table, channels_table, comparison_table, fits_table, slopes_table
+from normscope.show.tables.glossary import unknown_column
+from normscope.show.tables.table import (
+    Column,
+    layers_table,
+    models_table,
+    names,
+    several,
+    table_of,
+    words,
+)
+
+_PATHS = st.lists(
+    st.sampled_from(["encoder", "layers", "11", "feature_projection", "norm1", "0"]), min_size=1, max_size=7
+)
+_NUMBERS = st.floats(-1e4, 1e4).map("{:.4f}".format) | st.just("0.891 ± 0.014")
+_ROWS = st.lists(st.tuples(_PATHS.map(".".join), st.lists(_NUMBERS, min_size=8, max_size=8)), min_size=1, max_size=5)
+
+
+def printed(table, width):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(table, crop=False)
+    return console.file.getvalue()
+
+
+def of(rows, drops=(0, 7, 1, 6, 2, 5, 3, 4)):
+    headings = [f"column {n}" for n in range(8)]
+    columns = [names("site", lambda row: row[0]), *several(headings, lambda row: row[1], drops)]
+    return table_of(
+        rows, columns, caption=["All R² of 0.8910 and more, over some folds by source; a caption has 12 words"]
+    )
+
+
+@given(_ROWS, st.integers(60, 200))
+def test_numbers_are_whole_at_any_width(rows, width):
+    table = of(rows)
+    text = printed(table, width)
+    assert all(len(line) <= width for line in text.splitlines())
+    whole = re.split(r"\s{2,}|\n", text)
+    for number, heading in enumerate(table.headings[1:], 1):
+        if f"{heading}," not in left_out(text):
+            assert {row[number] for row in table.rows} <= set(whole)
+    assert set(table.caption.split()) <= set(text.split())
+
+
+def left_out(text):
+    found = re.search(r"Left out at a width of \d+ \(all columns take \d+\): (.*?)\.$", " ".join(text.split()))
+    return f"{found[1]}," if found else ""
+
+
+@given(_ROWS, st.integers(60, 200))
+def test_columns_give_way_in_their_order_and_are_named(rows, width):
+    text = printed(of(rows), width)
+    gone = re.findall(r"column (\d)", left_out(text))
+    order = sorted(range(1, 8), key=(0, 7, 1, 6, 2, 5, 3, 4).__getitem__, reverse=True)
+    assert set(map(int, gone)) == set(order[: len(gone)])
+    assert text.split("Left out")[0].split().count("column") == 8 - len(gone)
+
+
+def test_a_wide_terminal_shows_all_on_one_line_a_row():
+    text = printed(of([("encoder.layers.0.norm", ["0.5"] * 8)]), 200)
+    assert text.splitlines()[1].split() == ["encoder.layers.0.norm", *["0.5"] * 8]
+    assert "Left out" not in text
+
+
+def test_names_fold_after_dots_and_in_no_number():
+    rows = ["model.encoder.layers.0.layer_norm", "2402.17762 of owner/model"]
+    columns = [names("site", lambda row: row), *several(["a", "b"], lambda _: ["1" * 20] * 2)]
+    text = printed(table_of(rows, columns), 60)
+    first = [line.partition(" ")[0] for line in text.splitlines()]
+    assert first == ["site", "model.encoder.", "layers.0.", "layer_norm", "2402.17762", "owner/model"]
+
+
+def test_a_name_folds_before_a_column_is_left_out():
+    name = "model.encoder.layers.0.layer_norm"
+    columns = [names("site", lambda row: row), *several(["a", "b"], lambda _: ["1" * 20] * 2, (0, 1))]
+    lines = printed(table_of([name], columns), 60).splitlines()
+    assert lines[0].split() == ["site", "a", "b"] and "".join(line.split()[0] for line in lines[1:]) == name
+
+
+def test_a_remark_is_a_line_below_the_table():
+    columns = [words("site", str), Column("A", lambda _: "1.0"), Column("α", lambda _: "0.5")]
+    table = table_of("abb", columns, remark=lambda row: "b: all of its pairs are alike" if row == "b" else None)
+    assert printed(table, 60).splitlines() == [
+        *("site    A    α", "a     1.0  0.5", "b       –    –", "b       –    –", "b: all of its pairs are alike"),
+    ]
+
+
+def test_the_name_of_a_site_is_shown_once():
+    columns = [names("site", lambda row: row[0], once=True), Column("A", lambda row: row[1])]
+    lines = printed(table_of([("a", "0.1"), ("a", "0.2"), ("norm", "0.3")], columns), 60).splitlines()
+    assert [line.split() for line in lines[1:]] == [["a", "0.1"], ["0.2"], ["norm", "0.3"]]
+
+
+def test_a_column_that_is_never_left_out_is_whole_in_any_terminal():
+    text = printed(table_of(["a"], several(["x", "y"], lambda _: ["1" * 40] * 2)), 60)
+    assert ["1" * 40, "1" * 40] in [line.split() for line in text.splitlines()]
+
+
+def test_a_caption_defines_only_the_columns_that_are_shown():
+    columns = [words("site", str), *several(["kurtosis", "median"], lambda _: ["1" * 40] * 2, (1, 2))]
+    table = table_of("x", columns, caption=["y ≈ f(x)"], about="stats")
+    below = {width: " ".join(printed(table, width).split("1" * 40)[-1].split()) for width in (90, 80)}
+    assert below[90] == table.caption and "kurtosis: " in table.caption and "median: " in table.caption
+    assert below[80].endswith("Left out at a width of 80 (all columns take 88): median.")
+    assert "kurtosis: " in below[80] and "median: " not in below[80]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Every table of a small network, with the folds of eight sources and a site that holds nothing."""
+    network = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 8), nn.RMSNorm(8))
+    x = torch.randn(8, 6, 32, generator=torch.Generator().manual_seed(0)) ** 3
+    with torch.no_grad():
+        network[3].weight.zero_()
+        network[3].bias.zero_()
+    seen = normscope.capture(network, list(x.split(1)), diagonal=True, per_channel=True)
+    fits = normscope.fit(seen, "all")
+    views = normscope.gradient(seen, normscope.fit(seen))
+    cards = normscope.norm_cards(seen)
+    derf = normscope.PointwiseFunction("derf", 32, alpha=torch.linspace(0.1, 2, 32), shift=-0.125)
+    nn.init.normal_(derf.weight)
+    functions = normscope.capture(nn.Sequential(nn.Linear(32, 32), normscope.DyT(32), derf), [x])
+    own = with_modules(functions, normscope.fit(functions, "tanh"))
+    moved = [
+        normscope.drift(network, [x], normscope.replacements(network, func, seen, layers="0,1"), func=func, init="fit")
+        for func in ("tanh", "isru", "derf")
+    ]
+    return {
+        "fit": fits_table(fits),
+        "channels": channels_table(normscope.fit(seen, per="channel")),
+        "slopes": slopes_table(token_slopes(seen)),
+        "advice": advice_table(advise(normscope.fit(seen), seen.sites)),
+        "scale": scale_table(cards),
+        "tails": tails_table(cards),
+        "jacobians": jacobians_table(views),
+        "constants": constants_table(views),
+        "comparison": comparison_table(normscope.compare([seen, seen])),
+        "drift": drift_table(moved),
+        "sites": sites_table(moved),
+        "layers": layers_table(seen.sites),
+        "models": models_table(normscope.list_models()),
+        "saturation": saturation_table(normscope.saturation(functions)),
+        "fit of functions": fits_table(own),
+        "comparison of functions": comparison_table(normscope.compare([functions, functions], "tanh")),
+        "layers with functions": layers_table(functions.sites),
+    }
+
+
+NAMES = ["fit", "channels", "slopes", "advice", "scale", "tails", "jacobians", "constants", "comparison"]
+NAMES += ["drift", "sites", "layers", "models"]
+NAMES += ["saturation", "fit of functions", "comparison of functions", "layers with functions"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_table_breaks_no_number_at_any_width(tables, name):
+    def numbers(text):
+        return set(re.findall(r"[\d.,]*\d[\d.,]*", text))
+
+    whole = printed(tables[name], 1000)
+    for width in range(60, 201, 4):
+        text = printed(tables[name], width)
+        assert max(map(len, text.splitlines())) <= width, width
+        shown = text.partition("Left out at a width of")[0]
+        assert numbers(shown) <= numbers(whole), width
+        assert numbers(shown) == numbers(whole) or shown != text, width
+
+
+# The command whose tables of the glossary define the columns.
+COMMANDS = {"scale": "stats", "tails": "stats", "jacobians": "gradient", "constants": "gradient", "layers": "layers"}
+COMMANDS |= {"saturation": "stats", "comparison of functions": "compare", "layers with functions": "layers"}
+COMMANDS |= {"comparison": "compare", "drift": "swap-bench", "sites": "swap-bench", "models": "models"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_column_is_defined(tables, name):
+    labels = filter(None, tables[name].headings)
+    assert unknown_column(COMMANDS.get(name, "fit"), labels) is None
+
+
+def test_chosen_columns_keep_remarks_and_definitions():
+    columns = [words("site", str), Column("kurtosis", lambda _: "1.0"), Column("cosine", lambda _: "0.5")]
+    table = table_of("ab", columns, about="stats", remark=lambda row: "b: all alike" if row == "b" else None)
+    chosen = table.only(["cosine", "site", "none"])
+    assert chosen.headings == ["cosine", "site"] and chosen.rows == [["0.5", "a"], ["–", "b"]]
+    assert "cosine: " in chosen.caption and "kurtosis: " not in chosen.caption
+    assert chosen.caption.endswith("\nb: all alike")
