@@ -193,6 +193,13 @@ def test_the_architecture_page_is_true():
             above[depth] = path
             shown.add(path)
     assert shown == {*FOLDERS, PACKAGE}
+    picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert {name for name in BELOW if f">{name}</text>" in picture} == {*BELOW} - {
+        "errors",
+        "figures",
+        "tables",
+        "__main__",
+    }
     named = set(re.findall(r"`((?:\w+/)+\w*(?:\.py)?)`", text))
     assert {name for name in named if not any((above / name).exists() for above in (PACKAGE, ROOT))} == set()
 
