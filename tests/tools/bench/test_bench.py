@@ -144,7 +144,7 @@ def test_the_network_stays_as_it_was(net, batch, uncompiled, one_call):
     assert torch.is_grad_enabled()
 
 
-def test_what_is_timed_is_the_norm_and_its_gradients(net, batch):
+def test_the_norm_and_its_gradients_are_timed(net, batch):
     found = find_norms(net, batch)
     native, *_ = norm_cases(net, variants(net, found.sites, ["dyt"]), commonest(found), ["eager"], BOTH)
     x, dy = (torch.randn(2, 7, 16, generator=generator) for generator in [torch.Generator().manual_seed(0)] * 2)
@@ -163,7 +163,7 @@ def test_candidates_take_turns_in_the_network(net, batch, uncompiled, one_call):
     assert kinds == ["LayerNorm", "RMSNorm", "linear", "isru"] * 5
 
 
-def test_a_network_that_does_not_compile_is_a_row_that_says_why(net, batch, monkeypatch, one_call):
+def test_a_network_that_does_not_compile_is_a_row_with_the_reason(net, batch, monkeypatch, one_call):
     class Broken(nn.Module):
         def forward(self, *args):
             raise RuntimeError("the back end is missing\nand more")
@@ -235,7 +235,7 @@ def test_mistakes(net, batch, monkeypatch):
             bench(net, batch, ["dyt"])
 
 
-def test_what_cannot_be_timed_leaves_the_others(net, batch, monkeypatch, one_call):
+def test_failing_cases_do_not_stop_the_others(net, batch, monkeypatch, one_call):
     forward = nn.LayerNorm.forward
 
     def failing(self, x):

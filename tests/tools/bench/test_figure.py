@@ -77,7 +77,7 @@ def test_a_bar_is_as_long_as_its_median(report):
     assert [line.get_ydata()[0] for line in cut] == [3]  # dyisru's whisker alone, of 900 s, leaves the panel
 
 
-def test_what_is_fused_is_compared_with_the_eager_native_norm():
+def test_fused_bars_are_compared_with_the_eager_native_norm():
     report = report_of(
         row("native", 2e-3), row("native", 3e-3, way="compile"), row("dyt", 1e-3, way="fused", ratio=0.5)
     )
@@ -109,7 +109,7 @@ def test_durations_in_three_digits():
     assert list(map(duration, seconds)) == ["9.99 µs", "10.0 µs", "1.00 ms", "999 µs", "60.0 s", "0.00 µs"]
 
 
-def test_tables_say_what_may_be_claimed(report):
+def test_tables_contain_the_verdicts(report):
     tables = speed_tables(report)
     assert [table.title for table in tables] == [
         "the norm alone · eager · forward · float32",

@@ -39,7 +39,7 @@ def stages(ax):
     return [tick.get_text().replace("\n", " ") for tick in ax.get_xticklabels()]
 
 
-def test_every_check_stands_at_its_step_and_drift_over_the_one_before_training():
+def test_the_figure_shows_every_check_and_the_drift_before_training():
     course, losses, _ = plot_healing(REPORT).axes
     assert dots(course) == [[[15, 0.2], [20, 0.12]], [[5, 0.35]]]  # the one that was not finite has no place
     assert [list(line.get_ydata()) for line in course.lines if line.get_ls() == "--"] == [[0.31, 0.31]]
@@ -48,7 +48,7 @@ def test_every_check_stands_at_its_step_and_drift_over_the_one_before_training()
     assert course.get_ylabel() == "relative L2,\n64 samples that decide"
 
 
-def test_the_drift_before_and_after_each_stage():
+def test_the_figure_shows_the_drift_before_and_after_each_stage():
     *_, drifts = plot_healing(REPORT, "a title").axes
     bars = [list(line.get_ydata()) for line in drifts.lines if len(line.get_xdata()) == 2]
     assert bars == [[stage["p10"], stage["p90"]] for stage in DRIFTS.values()]
@@ -66,14 +66,14 @@ def test_a_state_before_training_is_not_called_trained():
     assert healing_table(NOT_KEPT).rows[2][0] == "training, no state kept"
 
 
-def test_what_is_not_finite_is_said_and_not_drawn():
+def test_infinite_drift_is_labelled_and_not_drawn():
     start = dict.fromkeys(("p10", "median", "p90"), math.inf)
     *_, drifts = plot_healing(replace(REPORT, drifts=dict.fromkeys(DRIFTS, start), left_with="start")).axes
     assert [text.get_text() for text in drifts.texts] == ["not finite"] * 3
     assert drifts.get_title() == "start values kept"
 
 
-def test_the_table_has_a_row_a_stage():
+def test_the_table_has_a_row_per_stage():
     columns = list(map(list, zip(*healing_table(REPORT).rows, strict=True)))
     assert columns[0] == ["start values", "calibrated", "trained"]
     assert columns[1] == ["", "", "20"]

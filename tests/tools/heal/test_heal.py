@@ -84,7 +84,7 @@ def drift(original, swapped, inputs=HELD_OUT):
     return (errors[len(errors) // 2 - 1] + errors[len(errors) // 2]) / 2
 
 
-def test_it_closes_most_of_the_drift_and_says_by_how_much(networks):
+def test_healing_closes_most_of_the_drift_and_reports_the_share(networks):
     original, swapped = networks
     untouched, before = values_of(original), drift(original, swapped)
     report = normscope.heal(original, swapped, LEARN, HELD_OUT, steps=150)
@@ -103,7 +103,7 @@ def test_it_closes_most_of_the_drift_and_says_by_how_much(networks):
 
 
 @pytest.mark.parametrize("rate", [1e-3, 1e4])
-def test_the_best_state_is_left_and_never_a_worse_one_than_the_start(networks, monkeypatch, rate):
+def test_the_best_state_is_kept_and_never_one_worse_than_the_start(networks, monkeypatch, rate):
     original, swapped = networks
     monkeypatch.setattr(training, "rate_for", lambda width, steps: rate)
     before, judged = drift(original, swapped), Pool.of(LEARN).judged
@@ -123,7 +123,7 @@ def test_the_best_state_is_left_and_never_a_worse_one_than_the_start(networks, m
 
 
 @pytest.mark.parametrize(("medians", "left"), [((1, 2, 3), "start"), ((3, 1, 2), "calibrated"), ((3, 2, 1), "trained")])
-def test_the_network_is_left_with_the_stage_that_did_best_on_inputs_held_out(networks, monkeypatch, medians, left):
+def test_the_stage_with_the_least_held_out_drift_is_kept(networks, monkeypatch, medians, left):
     original, swapped = networks
     quantiles, told, states = stages._quantiles, iter(medians), [values_of(swapped)]
 
@@ -142,7 +142,7 @@ def test_the_network_is_left_with_the_stage_that_did_best_on_inputs_held_out(net
     assert not same(of_stages["start"], of_stages["calibrated"])
 
 
-def test_calibration_learns_from_some_of_the_inputs_evenly_where_there_are_many(networks, monkeypatch):
+def test_calibration_uses_an_even_subset_of_many_inputs(networks, monkeypatch):
     calibrate = mock.Mock(wraps=stages.calibrate)
     monkeypatch.setattr(stages, "calibrate", calibrate)
     many = batches(100, 1)
@@ -152,7 +152,7 @@ def test_calibration_learns_from_some_of_the_inputs_evenly_where_there_are_many(
     assert some == of_all[::3] and 200 < len(some) <= 320
 
 
-def test_a_step_takes_samples_enough_in_as_few_passes_as_can_be_in_an_order_of_the_seed():
+def test_steps_join_batches_and_their_order_depends_on_the_seed():
     orders = [[drawn(seed, step, number=9) for step in range(18)] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0][:9]) == sorted(orders[0][9:]) == list(range(9)) and orders[0][:9] != orders[0][9:]
@@ -166,7 +166,7 @@ def test_a_step_takes_samples_enough_in_as_few_passes_as_can_be_in_an_order_of_t
     assert torch.equal(values, torch.cat([batch.args[0] for batch in pool.learned]))
 
 
-def test_what_cannot_be_joined_or_is_padded_makes_smaller_steps():
+def test_padded_and_unlike_batches_make_smaller_steps():
     unpadded = [replace(texts([length] * 5), valid=None) for length in (3, 4, 3, 4, 4, 4)]
     steps = steps_of(unpadded, 64, 12)
     assert [[len(b.args[0]) for b in step] for step in steps] == [[5, 5], [5, 5], [10]]
@@ -215,7 +215,7 @@ def unpadded_and_padded():
     return Batch((x,), samples=LEARN[0].samples), padded, torch.arange(4).expand(8, 4) < 2
 
 
-def test_padding_is_no_data(networks):
+def test_padding_does_not_affect_healing(networks):
     original, swapped = networks
     own, values, valid = unpadded_and_padded()
     padded = Batch((values,), samples=own.samples, valid=valid)
@@ -226,7 +226,7 @@ def test_padding_is_no_data(networks):
     torch.testing.assert_close(*(output_errors(original, swapped, [batch], Outputs()) for batch in (own, padded)))
 
 
-def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks):
+def test_a_mask_within_one_module_excludes_its_padding(networks):
     original, swapped = networks
     unpadded, values, valid = unpadded_and_padded()
     part, ends = SITES[0].rpartition(".")[0], []
@@ -244,7 +244,7 @@ def test_a_mask_of_a_part_alone_hides_its_padding_from_what_is_learned(networks)
 
 
 @pytest.mark.parametrize("room", [0, 1000, 2**30])
-def test_what_the_original_gives_is_computed_once_as_far_as_there_is_room(networks, monkeypatch, room):
+def test_targets_are_computed_once_within_the_memory_limit(networks, monkeypatch, room):
     original, swapped = networks
     monkeypatch.setattr(training, "MOST_TARGET_BYTES", room)
     runs = []
@@ -267,7 +267,7 @@ def whole(untrained):
 
 
 @pytest.mark.parametrize(("stage", "at"), [("calibrate", 1), ("train", 1), ("train", 15), (None, None)])
-def test_it_resumes_where_it_stopped_to_the_bit(networks, whole, tmp_path, stage, at):
+def test_healing_resumes_identically_to_the_bit(networks, whole, tmp_path, stage, at):
     original, other = networks
     (report, values), path = whole, tmp_path / "at.safetensors"
 
@@ -318,7 +318,7 @@ class _Clock:
 
 
 @pytest.mark.parametrize("later", [0.5, 2.0, 8.0])
-def test_minutes_are_kept_to_on_a_machine_that_gets_slower_or_faster(networks, monkeypatch, later):
+def test_the_budget_holds_on_a_machine_of_changing_speed(networks, monkeypatch, later):
     clock = _Clock(monkeypatch, 100, lambda step: 2.0 if step < 30 else later, 5)
     began = clock.now
 
@@ -335,13 +335,13 @@ def test_minutes_are_kept_to_on_a_machine_that_gets_slower_or_faster(networks, m
     assert len(report.checks) == 12
 
 
-def test_calibration_may_take_all_minutes(networks, monkeypatch):
+def test_calibration_may_use_the_whole_budget(networks, monkeypatch):
     _Clock(monkeypatch, 400, lambda step: 1.0, 1)
     report = normscope.heal(*networks, LEARN, HELD_OUT, minutes=6)
     assert report.steps == 0 and not report.checks and report.closed > 0
 
 
-def test_an_interrupted_healing_has_only_the_minutes_that_are_left(networks, tmp_path, monkeypatch):
+def test_a_resumed_healing_has_only_the_remaining_minutes(networks, tmp_path, monkeypatch):
     original, swapped = networks
     other, asked = copy.deepcopy(swapped), {"minutes": 6, "checkpoint": tmp_path / "at.safetensors"}
     clock = _Clock(monkeypatch, 100, lambda step: 1.0, 5)
@@ -361,7 +361,7 @@ def test_an_interrupted_healing_has_only_the_minutes_that_are_left(networks, tmp
 
 
 @pytest.mark.parametrize("train", ["norms", "neighbours", "all"])
-def test_only_what_is_trained_changes(networks, train):
+def test_only_trained_parameters_change(networks, train):
     original, swapped = networks
     swapped.extra = nn.Embedding(3, 2)
     original.extra = copy.deepcopy(swapped.extra)
@@ -406,7 +406,7 @@ def test_a_checkpoint_of_another_healing_is_refused(networks, tmp_path, changed,
 
 
 @pytest.mark.parametrize("damage", ["bytes", "course"])
-def test_a_damaged_checkpoint_is_told(networks, tmp_path, damage):
+def test_a_damaged_checkpoint_is_refused(networks, tmp_path, damage):
     path = tmp_path / "at.safetensors"
     if damage == "bytes":
         path.write_bytes(b"nothing")
@@ -418,7 +418,7 @@ def test_a_damaged_checkpoint_is_told(networks, tmp_path, damage):
         normscope.heal(*networks, LEARN, HELD_OUT, steps=6, checkpoint=path)
 
 
-def test_everything_lent_is_given_back(networks):
+def test_flags_modes_and_random_states_are_restored(networks):
     original, swapped = networks
     original.train()
     swapped.head.train()
@@ -454,7 +454,7 @@ def test_mistakes(networks):
             normscope.heal(**{**arguments, **wrong})
 
 
-def test_outputs_that_are_not_finite_are_no_drift_to_go_by(networks):
+def test_infinite_outputs_do_not_select_a_state(networks):
     original, swapped = networks
     with torch.no_grad():
         swapped.blocks[0][1].weight.fill_(torch.inf)
@@ -485,7 +485,7 @@ def functions(draw):
 
 
 @given(functions())
-def test_it_stays_the_same_function_to_rounding(function):
+def test_trained_parameters_are_the_same_function_up_to_rounding(function):
     x = torch.linspace(-4, 4, 30, dtype=torch.float64).reshape(10, 3)
     before, values = function(x).detach(), copy.deepcopy(function.state_dict())
     trained = TrainedParameters(function, list(values))
@@ -533,7 +533,7 @@ def test_a_step_moves_a_nearly_straight_function_as_far_as_a_bent_one(alpha):
     assert 0 < float((function(x).detach() - before).abs().max()) < 2e-3
 
 
-def test_an_alpha_of_nought_can_be_trained():
+def test_an_alpha_of_zero_can_be_trained():
     function = PointwiseFunction("tanh", CHANNELS, alpha=0.0)
     trained = TrainedParameters(function, ["weight", "alpha", "bias"])
     function(torch.ones(1, CHANNELS)).sum().backward()
@@ -544,7 +544,7 @@ def test_an_alpha_of_nought_can_be_trained():
     )
 
 
-def test_other_parameters_are_trained_as_they_are():
+def test_other_parameters_are_trained_directly():
     network = nn.Sequential(nn.Linear(2, CHANNELS), PointwiseFunction("tanh", CHANNELS))
     trained = TrainedParameters(network, ["0.weight", "1.alpha", "1.weight", "1.bias"])
     assert trained.tensors["0.weight"] is network[0].weight and trained.tensors["1.bias"] is network[1].bias

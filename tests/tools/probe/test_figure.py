@@ -120,7 +120,7 @@ def test_a_run_of_one_record_has_points_and_one_without_numbers_is_refused(tmp_p
     assert line.get_marker() == "o"
 
 
-def test_what_is_written_is_drawn_as_it_is_read(tmp_path):
+def test_a_timeline_is_drawn_identically_from_its_file(tmp_path):
     read = normscope.load_timeline(written(tmp_path / "run.jsonl"))
     ours, theirs = (panels(plot_timeline(each))["α of tanh"].images[0].get_array() for each in (timeline(), read))
     np.testing.assert_allclose(theirs, ours, rtol=5e-6)  # six digits

@@ -84,7 +84,7 @@ def test_weights_buffers_losses_and_random_numbers_are_those_without_a_probe(how
     assert sum(record is not None for record in probed[2]) == (6 if how.get("inside") else 3)
 
 
-def test_no_hook_flag_gradient_or_tensor_is_left():
+def test_no_hook_flag_gradient_or_tensor_remains():
     model = Mixed().train()
     model.drop.eval()
     model(inputs()).sum().backward()
@@ -95,7 +95,7 @@ def test_no_hook_flag_gradient_or_tensor_is_left():
     before.assert_same(model)
 
 
-def test_random_numbers_of_numpy_and_python_go_on_as_without_a_probe():
+def test_random_states_of_numpy_and_python_are_unchanged():
     def forward(network, x):
         return network.norm(x * random.random() * np.random.rand())  # noqa: S311
 
@@ -254,7 +254,7 @@ def test_every_n_th_step_is_recorded_on_the_same_inputs(tmp_path):
     assert read.steps.tolist() == [0, 3, 6, 1200] and (read.model, read.data) == ("net", "noise")
 
 
-def test_another_run_with_the_same_sites_goes_on_in_the_file(tmp_path):
+def test_another_run_with_the_same_sites_continues_the_file(tmp_path):
     path = tmp_path / "run.jsonl"
 
     def probe(**options):
@@ -295,7 +295,7 @@ def test_a_logger_gets_the_numbers():
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator().manual_seed(5)])
-def test_the_first_samples_of_a_loader_are_read_without_a_trace(generator):
+def test_reading_the_first_samples_leaves_the_loader_unchanged(generator):
     data, model = TensorDataset(inputs(40), torch.arange(40)), PreNorm(depth=1)
     loader = DataLoader(data, batch_size=16, shuffle=True, generator=generator)
     state = generator and generator.get_state()
@@ -309,7 +309,7 @@ def test_the_first_samples_of_a_loader_are_read_without_a_trace(generator):
     assert probe.run() and probe.capture.n_samples == 24
 
 
-def test_mistakes_are_refused_before_training(tmp_path):
+def test_invalid_arguments_are_refused_before_training(tmp_path):
     model = PreNorm(depth=1)
     file = tmp_path / "file"
     file.write_text("{}\n")

@@ -176,7 +176,7 @@ def test_ranks_of_one_network_record_it_once(two):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRAPPED)
-def test_ranks_train_the_same_to_the_bit_and_all_raise_what_rank_0_refuses(two, name):
+def test_ranks_train_identically_and_all_raise_errors_of_rank_0(two, name):
     for rank in range(2):
         of_rank = json.loads((two / f"{rank}.json").read_text())[name]
         assert of_rank["same"]

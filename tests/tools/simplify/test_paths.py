@@ -325,7 +325,7 @@ def routed(self, x):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_of_routed_experts_only_the_norms_around_them_are_folded(seed):
+def test_norms_around_routed_experts_are_folded(seed):
     """Not all experts get a token of the given inputs."""
     network = pre_norm(routed, {**BLOCK, **OTHER_NORM, "moe": Experts()}, seed)
     original = copy.deepcopy(network)
@@ -513,7 +513,7 @@ def without_numbers(self, x):
         (without_numbers, "the output of norm is not finite in float64"),
     ],
 )
-def test_what_cannot_be_proved_is_refused(forward, reason):
+def test_unprovable_rewrites_are_refused(forward, reason):
     network = pre_norm(forward, BLOCK)
     state = State(network)
     with pytest.raises(ModelError, match=reason):

@@ -266,7 +266,7 @@ def one_norm(forward, **parts):
 
 
 @pytest.mark.parametrize(("offset", "folded"), [(0.0, GAIN), (0.5, "")])
-def test_without_a_bias_behind_it_a_norm_keeps_its_offset(offset, folded):
+def test_a_norm_before_a_layer_without_bias_keeps_its_offset(offset, folded):
     """It keeps β/γ, unless γ is 0 where β is not."""
     network = one_norm(lambda self, x: self.head(self.norm(self.first(x))), head=nn.Linear(8, 3, bias=False))
     network.norm.weight.data[2], network.norm.bias.data[2] = 0, offset
@@ -277,7 +277,7 @@ def test_without_a_bias_behind_it_a_norm_keeps_its_offset(offset, folded):
 
 
 @pytest.mark.parametrize(("padding", "folded"), [(1, GAIN), (0, BOTH)])
-def test_an_offset_moves_into_no_convolution_that_pads(padding, folded):
+def test_no_offset_is_folded_into_a_padding_convolution(padding, folded):
     convolution = nn.Conv1d(8, 3, 3, padding=padding)
     network = one_norm(lambda self, x: self.head(self.norm(self.first(x)).mT), head=convolution)
     [norm] = checked(network, batch_of(values(2, 5, 4))).norms
@@ -465,7 +465,7 @@ def test_a_stream_that_another_reader_needs_stays_for_all_its_norms():
     assert [(norm.exact, norm.folded) for norm in report.norms] == [(False, ""), (False, BOTH)]
 
 
-def test_a_norm_whose_output_changes_is_left_with_the_number():
+def test_a_norm_whose_output_changes_stays_and_the_change_is_reported():
     """What a traced pass of one sample does not show, the proof on two samples does."""
 
     def forward(self, x):
@@ -500,7 +500,7 @@ class PreNormInFloat32(nn.Module):
         return self.head(self.last(h + self.layer(self.norm(h))))
 
 
-def test_a_norm_of_a_network_in_float64_that_computes_in_float32_is_left_with_the_number():
+def test_a_norm_that_computes_in_float32_within_float64_stays():
     def forward(self, x):
         return self.head(self.norm(h := self.first(x))) + self.other(h)[..., :3]
 
@@ -512,7 +512,7 @@ def test_a_norm_of_a_network_in_float64_that_computes_in_float32_is_left_with_th
         assert 1e-9 < float(number) < 1e-6
 
 
-def test_the_norm_before_one_that_changes_is_left_where_that_was_not_rewritten():
+def test_the_norm_before_one_that_changes_stays():
     """The layer behind the first norm reads something else, too, with more than one sample."""
 
     def forward(self, x):
@@ -528,7 +528,7 @@ def test_the_norm_before_one_that_changes_is_left_where_that_was_not_rewritten()
     )
 
 
-def test_a_network_that_gives_another_output_each_time_is_refused():
+def test_a_network_with_random_outputs_is_refused():
     calls = itertools.count(1)
 
     def forward(self, x):
@@ -538,7 +538,7 @@ def test_a_network_that_gives_another_output_each_time_is_refused():
         normscope.simplify(one_norm(forward), [batch_of(values(2, 5, 4))])
 
 
-def test_a_tied_head_stays_tied_where_nothing_changes_it():
+def test_a_tied_head_stays_tied_if_unchanged():
     parts = {"first": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)}
     network = one_norm(lambda self, x: self.norm(self.head(self.first(x)).tanh()), **parts)
     network.head.weight = network.first.weight
@@ -546,7 +546,7 @@ def test_a_tied_head_stays_tied_where_nothing_changes_it():
     assert not report.exact and report.untied == () and network.head.weight is network.first.weight
 
 
-def test_a_network_whose_output_changes_is_refused_and_stays():
+def test_a_network_whose_output_changes_is_refused_and_unchanged():
     """Only the second sample brings a reader of the stream that is no norm."""
     network = one_norm(lambda self, x: self.head(self.norm(h := self.first(x))) + (h[..., :3] if len(x) > 1 else 0))
     state = State(network)
