@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Words in the names of optional parameters that take a whole number per sample, which is therefore no label.
+_WHOLE_NUMBERS = ("label", "target", "class", "len", "time", "step", "ids", "index", "position", "size", "num")
+_COLOUR_CHANNELS = (1, 3, 4)
+
 # Remedy for entries that cannot become batches: lists of images, records, objects.
 BY_HAND = (
     "Pass a normscope.Batch, which names its samples. With one sample in it, its arguments can be anything: "
@@ -51,6 +55,9 @@ class Sample:
     label: int | float | str | None = None
 
 
+_UNNAMED = Sample("", -1, -1)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Arguments of one forward pass, and the samples along axis 0 of their tensors.
@@ -60,7 +67,7 @@ class Batch:
         kwargs: keyword arguments of ``module.forward``.
         samples: one :class:`Sample` for each entry of axis 0.
         valid: True at positions of data, False at padding: bool ``(samples, positions)``; None for data alone.
-        part: name under which a capture may keep the batch apart, ``timestep 980`` for example; may be empty.
+        part: name under which a capture may sum the batch separately, such as ``timestep 980``; may be empty.
         forward: runs the module on them, as ``forward(module, *args, **kwargs)``; None for ``module.forward`` itself.
         valid_within: ``valid`` of parts of the network with other positions, by the path of the module: of an audio
             encoder beside a text decoder.
@@ -116,9 +123,22 @@ class Batch:
         >>> lent.args[0].mul_(2), lent.args[1], x
         (tensor([2., 2.]), [tensor([2., 2.])], tensor([1., 1.]))
         """
-        memo: dict[int, Any] = {}
-        args = tuple(_copied(value, memo) for value in self.args)
-        return replace(self, args=args, kwargs={name: _copied(value, memo) for name, value in self.kwargs.items()})
+        # A deep copy of a tensor copies the whole storage that a slice of a larger batch is a view of.
+        memo: dict[int, Any] = {
+            id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for tensor in tensors_of([self.args, self.kwargs])
+        }
+        values = leaves((*self.args, self.kwargs), of_lists=True)
+        memo |= {id(value): value for value in values if hasattr(value, "state_dict")}
+
+        def copied(value: Any) -> Any:
+            try:
+                return copy.deepcopy(value, memo)
+            except Exception:  # of an object of the user's own: a lock, an open file
+                return value
+
+        kwargs = {name: copied(value) for name, value in self.kwargs.items()}
+        return replace(self, args=tuple(map(copied, self.args)), kwargs=kwargs)
 
     @property
     def padded(self) -> bool:
@@ -250,35 +270,6 @@ def _joined(values: Sequence[Any], batches: Sequence[Batch]) -> Any:
     raise ValueError
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a value once, by its identity; ``memo`` keeps what was copied, as :func:`copy.deepcopy` has it."""
-    import torch
-
-    if id(value) in memo:
-        return memo[id(value)]
-    copied: Any
-    if isinstance(value, torch.Tensor):
-        # A deep copy would copy all of the storage that a slice of a larger batch is a view of.
-        copied = value.detach().clone()
-        if value.requires_grad:
-            copied.requires_grad_()
-    elif isinstance(value, torch.nn.Module):
-        copied = value
-    elif type(value) is dict:
-        copied = {key: _copied(entry, memo) for key, entry in value.items()}
-    elif type(value) in (list, tuple):
-        copied = type(value)(_copied(entry, memo) for entry in value)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        copied = type(value)._make(_copied(entry, memo) for entry in value)  # type: ignore[attr-defined]
-    else:
-        try:
-            copied = copy.deepcopy(value, memo)
-        except Exception:  # of an object of the user's own: a lock, an open file
-            copied = value
-    memo[id(value)] = copied
-    return copied
-
-
 _T = TypeVar("_T")
 
 
@@ -301,35 +292,27 @@ class Halving:
     def __init__(self, verb: str) -> None:
         self._verb = verb
         self._at_most: int | None = None
-        self._left: list[tuple[Batch, Any]] = []
+        self._stack: list[tuple[Batch, Any]] = []
 
     def pieces(self, batch: Batch, note: _T) -> Iterator[tuple[Batch, _T]]:
         """Yield the pieces of a batch in order, each with a note of the caller's."""
-        self._left = [(batch, note)]  # the next one last
-        while self._left:
-            piece, note = self._left.pop()
-            number, step = len(piece.samples), self._at_most
-            if step is None or number <= step or not piece.divisible:
+        self._stack = [(batch, note)]
+        while self._stack:
+            piece, note = self._stack.pop()
+            number = len(piece.samples)
+            size = self._at_most or number
+            if number <= size or not piece.divisible:
                 yield piece, note
-                continue
-            cuts = reversed(range(0, number, step))
-            self._left += [(piece.take(range(cut, min(cut + step, number))), note) for cut in cuts]
+            else:
+                firsts = reversed(range(0, number, size))
+                self._stack += [(piece.take(range(first, min(first + size, number))), note) for first in firsts]
 
     def halve(self, piece: Batch, note: Any = None) -> None:
         """Repeat the last piece in halves; later pieces have that size too."""
-        self._at_most = len(piece.samples) // 2
-        self._left.append((piece, note))
-        logger.warning(
-            "Memory ended with %s in a batch; from here on they are %s %d at a time.",
-            count(len(piece.samples), "sample"),
-            self._verb,
-            self._at_most,
-        )
-
-
-# Words in the names of optional parameters that take a whole number for each sample: what looks like a label is none.
-_WHOLE_NUMBERS = ("label", "target", "class", "len", "time", "step", "ids", "index", "position", "size", "num")
-_COLOURS = (1, 3, 4)
+        self._at_most, number = len(piece.samples) // 2, count(len(piece.samples), "sample")
+        self._stack.append((piece, note))
+        form = "Memory ended with %s in a batch; from here on they are %s %d at a time."
+        logger.warning(form, number, self._verb, self._at_most)
 
 
 def as_batches(
@@ -387,18 +370,15 @@ def read(batches: Iterable[Any], signature: ForwardSignature, forward: Forward |
             yield batch
 
 
-_UNNAMED = Sample("", -1, -1)
-
-
 def check_several(batches: object) -> None:
-    """Refuse what is not several batches: a single one, whose rows or keys would be taken for them; UsageError."""
+    """Refuse a single batch, whose rows or keys would be taken for several; UsageError."""
     if isinstance(batches, (Batch, Mapping)) or hasattr(batches, "__array__"):  # of tensors and NumPy
         shape = "".join(f" {tuple(size)}" for size in [getattr(batches, "shape", ())] if size)
         batch = "torch.from_numpy(X)" if type(batches).__module__ == "numpy" else "X"
         raise UsageError(
             f"The batches are a single {type(batches).__name__}{shape}, X. Pass a list of them: [{batch}]."
         )
-    if _of_samples(batches):
+    if _has_single_samples(batches):
         raise UsageError(
             f"The batches are a {type(batches).__name__} of single samples. Pass torch.utils.data.DataLoader(dataset, "
             "batch_size=8), or, if its entries are batches, iter(…) of it."
@@ -407,7 +387,7 @@ def check_several(batches: object) -> None:
         raise UsageError(f"The batches are {batches!r:.60}. Pass an iterable of batches, [x] of a single one x.")
 
 
-def _of_samples(batches: Any) -> bool:
+def _has_single_samples(batches: Any) -> bool:
     """True for a data set of samples by number, or a DataLoader that does not batch them."""
     if getattr(batches, "batch_sampler", batches) is None and hasattr(batches, "dataset"):
         from torch.utils.data import BatchSampler, IterableDataset
@@ -450,31 +430,30 @@ class ForwardSignature:
         )
 
     def read(self, entry: Any, number: int) -> Iterable[Batch]:
-        """Return the batches that an entry holds, their samples without names."""
+        """Return the batches of an entry, their samples without names."""
         import torch
 
         if (images := _images(entry)) is not None:
             if len(entry) > 1 and entry is not images:
-                self._leave_out("what comes beside the images")
+                self._warn("what comes beside the images")
             return [Batch(([image],), samples=(_UNNAMED,)) for image in images]
         args: tuple[Any, ...] = ()
         kwargs: Mapping[str, Any] = {}
-        match entry:
-            case torch.Tensor():
-                args = (entry,)
-            case tuple() | list():
-                args = self._in_places(tuple(entry))
-            case Mapping():
-                args, kwargs = self._in_place(self._by_name(entry))
-            case _:
-                raise DataError(
-                    f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
-                    f"or a dict of keyword arguments. {BY_HAND}"
-                )
+        if isinstance(entry, torch.Tensor):
+            args = (entry,)
+        elif isinstance(entry, (tuple, list)):
+            args = self._in_order(tuple(entry))
+        elif isinstance(entry, Mapping):
+            args, kwargs = self._by_name(entry)
+        else:
+            raise DataError(
+                f"Batch {number} is a {type(entry).__name__}; a batch is a tensor, a tuple of arguments, "
+                f"or a dict of keyword arguments. {BY_HAND}"
+            )
         _refuse_nested(args, kwargs, number)
-        return [Batch(args, kwargs, (_UNNAMED,) * len(_counting(args, kwargs, number)))]
+        return [Batch(args, kwargs, (_UNNAMED,) * _count_samples(args, kwargs, number))]
 
-    def _in_places(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _in_order(self, entries: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the entries of a tuple for the parameters of forward, up to the first label that it does not take."""
         if self.positional is None or len(entries) <= self.required:
             return entries
@@ -484,34 +463,33 @@ class ForwardSignature:
                 break
             taken += 1
         if taken < len(entries):
-            self._leave_out(", ".join(f"entry {i} ({_kind(entries[i])})" for i in range(taken, len(entries))))
+            self._warn(", ".join(f"entry {i} ({_kind(entries[i])})" for i in range(taken, len(entries))))
         return entries[:taken]
 
-    def _by_name(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the entries of a dict without labels that forward has no name for."""
-        if self.named is None:
-            return entry
-        labels = [name for name, value in entry.items() if name not in self.named and _looks_like_labels(value)]
-        if labels:
-            self._leave_out(", ".join(map(repr, labels)))
-        return {name: value for name, value in entry.items() if name not in labels} if labels else entry
+    def _by_name(self, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the arguments of a dict, without labels that forward has no name for.
 
-    def _in_place(self, entry: Mapping[str, Any]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return the one entry that forward has no name for as its one argument, and the others by name."""
-        if self.named is None or self.required != 1 or self.positional is None or self.positional[0] in entry:
+        A single entry under another name is the single argument that forward requires.
+        """
+        if self.named is None:
             return (), entry
         unnamed = [name for name in entry if name not in self.named]
-        if len(unnamed) != 1:
-            return (), entry
-        return (entry[unnamed[0]],), {name: value for name, value in entry.items() if name != unnamed[0]}
+        labels = [name for name in unnamed if _looks_like_labels(entry[name])]
+        if labels:
+            self._warn(", ".join(map(repr, labels)))
+        kwargs = {name: value for name, value in entry.items() if name not in labels}
+        unnamed = [name for name in unnamed if name not in labels]
+        if self.required != 1 or self.positional is None or self.positional[0] in entry or len(unnamed) != 1:
+            return (), kwargs
+        return (kwargs.pop(unnamed[0]),), kwargs
 
-    def _leave_out(self, what: str) -> None:
+    def _warn(self, omitted: str) -> None:
         if not self.warned and self.name:
             takes = " and ".join(self.positional or sorted(self.named or ())[:3]) or "what it takes"
             logger.warning(
                 "Of each batch %s is left out: the forward of %s takes %s. To pass more, say how: "
                 "forward=lambda model, batch: model(…).",
-                what,
+                omitted,
                 self.name,
                 takes,
             )
@@ -522,15 +500,15 @@ def _images(entry: Any) -> Sequence[Tensor] | None:
     """Return the images of a list of them, by themselves or before their targets, as detection takes them."""
     if not isinstance(entry, (list, tuple)) or not entry:
         return None
-    if _all_images(entry[0]):
+    if _are_images(entry[0]):
         images: Sequence[Tensor] = entry[0]
         return images
-    # Of one size they are alike to arguments, which a list may hold as well.
-    several_sizes = isinstance(entry, list) and _all_images(entry) and len({image.shape[1:] for image in entry}) > 1
+    # Images of one size look like arguments, which a list may contain as well.
+    several_sizes = isinstance(entry, list) and _are_images(entry) and len({image.shape[1:] for image in entry}) > 1
     return entry if several_sizes and _have_colours(entry) else None
 
 
-def _all_images(values: Any) -> bool:
+def _are_images(values: Any) -> bool:
     import torch
 
     listed = isinstance(values, (list, tuple)) and len(values) > 0
@@ -538,7 +516,7 @@ def _all_images(values: Any) -> bool:
 
 
 def _have_colours(images: Sequence[Tensor]) -> bool:
-    return len({len(image) for image in images}) == 1 and len(images[0]) in _COLOURS
+    return len({len(image) for image in images}) == 1 and len(images[0]) in _COLOUR_CHANNELS
 
 
 def _looks_like_labels(value: Any) -> bool:
@@ -559,7 +537,7 @@ def _n_samples(entry: Any) -> int:
     """Return the number of samples of an entry of any kind: the size on which its tensors agree, else one."""
     import torch
 
-    if _all_images(entry) and _have_colours(entry):
+    if _are_images(entry) and _have_colours(entry):
         return 1
     sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves([entry], of_lists=True) if isinstance(leaf, torch.Tensor)}
     return sizes.pop() if len(sizes) == 1 and sizes != {0} else 1
@@ -576,8 +554,7 @@ def _refuse_nested(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int
         )
 
 
-def _counting(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> Tensor:
-    """Return the tensor whose axis 0 counts samples."""
+def _count_samples(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> int:
     import torch
 
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.ndim]
@@ -590,7 +567,7 @@ def _counting(args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int) -> 
             f"The tensors of batch {number} have {sizes} entries along axis 0, so that it cannot be told how many "
             f"samples it holds. {BY_HAND}"
         )
-    return counting[0]
+    return len(counting[0])
 
 
 def _digest(batch: Batch) -> str:

@@ -1,4 +1,4 @@
-"""Inputs of a network: read in chunks, and divided among processes."""
+"""Inputs of a network, read in chunks that ranks divide among them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,39 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample, as_batches
 from normscope.inputs.previews import Normalized, Preview, Words, preview_of
 
-if TYPE_CHECKING:
-    pass
-
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RankSampler:
+    """Sampler of the inputs that one rank reads: every ``ranks``-th group of those not yet captured, unpadded.
+
+    >>> [list(RankSampler(rank, 2, captured={0}).groups(range(6), 2)) for rank in range(2)]
+    [[[1, 2], [5]], [[3, 4]]]
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    captured: Container[int] = ()
+
+    def groups(self, numbers: Iterable[int], size: int) -> Iterator[list[int]]:
+        """Yield the numbers of this rank's inputs in groups of ``size``; the last has the rest."""
+        remaining = (number for number in numbers if number not in self.captured)
+        return islice(iter(lambda: list(islice(remaining, size)), []), self.rank, None, self.ranks)
+
+    def select(self, numbered: Iterable[tuple[int, _T]]) -> Iterator[tuple[int, _T]]:
+        """Yield this rank's entries of a stream that cannot be read by number."""
+        remaining = (entry for entry in numbered if entry[0] not in self.captured)
+        return islice(remaining, self.rank, None, self.ranks)
+
+
+ALL = RankSampler()
 
 
 @dataclass(frozen=True)
@@ -41,7 +64,7 @@ class Chunk:
 
 @dataclass
 class LeftOut:
-    """Unreadable and cut inputs so far, as in :class:`Chunk`.
+    """Unreadable and truncated inputs of several chunks.
 
     >>> left_out = LeftOut()
     >>> left_out.add(Chunk([3, 4], [], {4: "b.png: truncated"}))
@@ -62,75 +85,15 @@ class LeftOut:
         return [self.unreadable[number] for number in sorted(self.unreadable)]
 
 
-class Done:
-    """Numbers of the inputs already processed, at a byte per input.
-
-    >>> done = Done()
-    >>> done.add([0, 2])
-    >>> 2 in done, 1 in done, 7 in done, len(done)
-    (True, False, False, 2)
-    """
-
-    def __init__(self, flags: bytes = b"") -> None:
-        self._flags = bytearray(flags)
-
-    def add(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            if number >= len(self._flags):
-                self._flags.extend(bytes(number + 1 - len(self._flags)))
-            self._flags[number] = 1
-
-    def __contains__(self, number: object) -> bool:
-        return isinstance(number, int) and number < len(self._flags) and bool(self._flags[number])
-
-    def __len__(self) -> int:
-        return self._flags.count(1)
-
-    @property
-    def numbers(self) -> Iterator[int]:
-        """Numbers of the processed inputs, ascending."""
-        return (number for number, flag in enumerate(self._flags) if flag)
-
-    @property
-    def flags(self) -> bytes:
-        """One byte, 1 or 0, for each input up to the last processed one."""
-        return bytes(self._flags)
-
-
-@dataclass(frozen=True)
-class Share:
-    """One process's share of some inputs: every ``ranks``-th of the remaining chunks, from its own rank on, unpadded.
-
-    >>> [list(Share(rank, 2).of("abcde")) for rank in range(2)]
-    [['a', 'c', 'e'], ['b', 'd']]
-    """
-
-    rank: int = 0
-    ranks: int = 1
-    done: Container[int] = ()
-
-    def of(self, chunks: Iterable[_T]) -> Iterator[_T]:
-        return islice(chunks, self.rank, None, self.ranks)
-
-    def left(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Yield the inputs that have not been processed."""
-        return (number for number in numbers if number not in self.done)
-
-
-ALL = Share()
-
-
 class Inputs(ABC):
     """Batches to run a network on, on its device and in its dtype; iterating again yields the same batches.
 
     Attributes:
-        batch_size: largest number of inputs read together; 1 for a user's own batches.
-        left_out: unreadable and cut inputs of the latest iteration.
+        left_out: unreadable and truncated inputs of the latest iteration.
         normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
         words: from token ids to their texts; None if unknown.
     """
 
-    batch_size: int = 1
     left_out: LeftOut
     normalized_by: Normalized | None = None
     words: Words | None = None
@@ -141,8 +104,8 @@ class Inputs(ABC):
         """One line about the data."""
 
     @abstractmethod
-    def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield the chunks of one process's share, and note omissions in ``left_out``."""
+    def chunks(self, sampler: RankSampler) -> Iterator[Chunk]:
+        """Yield the chunks of one rank, and count omissions in ``left_out``."""
 
     @property
     def n_samples(self) -> int | None:
@@ -160,13 +123,13 @@ class Inputs(ABC):
             yield from chunk.batches
 
     def first_sample(self) -> Batch:
-        """Return the first sample that can be read, in any process's share; DataError if there is none."""
+        """Return the first sample that can be read, of any rank; DataError if there is none."""
         for batch in self:
             return batch.first_sample()
         raise DataError(f"No sample can be read of {self.description}.")
 
     def known_samples(self) -> Iterator[Sample]:
-        """Yield all samples in order, without reading them where they are known before."""
+        """Yield all samples in order, without reading them if they are known before."""
         return (sample for batch in self for sample in batch.samples)
 
     def preview(self, batch: Batch, place: int) -> Preview | None:
@@ -182,16 +145,9 @@ class Entries(Inputs):
     def __init__(self, entries: Iterable[Any]) -> None:
         self.left_out, self._entries = LeftOut(), entries
 
-    def chunks(self, share: Share) -> Iterator[Chunk]:
-        return self.apart(share)[1]
-
-    def apart(self, share: Share) -> tuple[Batch | None, Iterator[Chunk]]:
-        """Return the first batch, which an iterator yields only once, and the chunks of a share."""
-        stream = as_batches(self._entries)
-        first = next(stream, None)
-        batches = enumerate(chain([] if first is None else [first], stream))
-        left = (Chunk([number], [batch]) for number, batch in batches if number not in share.done)
-        return first, share.of(left)
+    def chunks(self, sampler: RankSampler) -> Iterator[Chunk]:
+        batches = enumerate(as_batches(self._entries))
+        return (Chunk([number], [batch]) for number, batch in sampler.select(batches))
 
 
 def as_inputs(batches: Iterable[Any]) -> Inputs:
@@ -200,17 +156,15 @@ def as_inputs(batches: Iterable[Any]) -> Inputs:
     return inputs if hasattr(inputs, "chunks") else Entries(batches)
 
 
-def shared(batches: Iterable[Any], share: Share, *, may_be_none: bool = False) -> tuple[Batch | Any, Iterator[Chunk]]:
-    """Return the first sample of all inputs, and the chunks of one process's share; DataError if there is no batch.
+def first_and_chunks(batches: Iterable[Any], sampler: RankSampler) -> tuple[Batch | None, Iterator[Chunk]]:
+    """Return the first sample of all inputs, None if there is no batch, and the chunks of one rank.
 
     ``batches`` are :class:`Inputs`, or any iterable that :func:`normscope.inputs.batch.as_batches` takes.
-    With ``may_be_none`` the first sample of no batch is None.
     """
     inputs = as_inputs(batches)
-    if isinstance(inputs, Entries):
-        first, chunks = inputs.apart(share)
-        if first is None and not may_be_none:
-            raise DataError("There is no batch to run the model on.")
-        return first and first.first_sample(), chunks
-    chunks = (replace(chunk, batches=as_batches(chunk.batches)) for chunk in inputs.chunks(share))
-    return next(as_batches([inputs.first_sample()])), chunks
+    if not isinstance(inputs, Entries):
+        return inputs.first_sample(), inputs.chunks(sampler)
+    stream = as_batches(batches)  # once: an iterator cannot be read again, and each start of a DataLoader is processes
+    first = next(stream, None)
+    entries = Entries(stream if first is None else chain([first], stream))
+    return first and first.first_sample(), entries.chunks(sampler)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Batch, Sample, as_batches, taken_once, tensor_bytes, tensors_of
-from normscope.inputs.chunks import ALL, Chunk, Inputs, LeftOut, Share, as_inputs
+from normscope.inputs.chunks import ALL, Chunk, Inputs, LeftOut, RankSampler, as_inputs
 from normscope.inputs.previews import Preview
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 2**30  # of inputs that are learned from
 _MOST_JUDGED = 100  # samples that decide what is kept
-_ONE_IN = 4  # consecutive sources is held out
+_BLOCK = 4  # consecutive sources, one of which is held out
+_MUCH_LONGER, _LONGER = 1.3, 16  # factor and positions by which samples of one pass may exceed the shortest
 
 _Key = tuple[str, str | int]
 
@@ -32,19 +33,14 @@ class Part(Inputs):
         by: unit of the division: ``source`` or ``sample``.
     """
 
+    description = ""
+    n_samples = 0
+
     def __init__(self, inputs: Inputs, samples: Sequence[Sample], by: str, keys: frozenset[_Key], which: str) -> None:
-        self.inputs, self.by, self._keys, self.batch_size = inputs, by, keys, inputs.batch_size
-        self._n_samples = sum(_key(sample, by) in keys for sample in samples)
-        of_one = "" if by == "source" else ", all of one source"
-        self._description = f"{inputs.description} · {self._n_samples} of {len(samples)} samples {which}{of_one}"
-
-    @property
-    def description(self) -> str:
-        return self._description
-
-    @property
-    def n_samples(self) -> int:
-        return self._n_samples
+        self.inputs, self.by, self._keys = inputs, by, keys
+        self.n_samples = sum(_key(sample, by) in keys for sample in samples)
+        one_source = "" if by == "source" else ", all of one source"
+        self.description = f"{inputs.description} · {self.n_samples} of {len(samples)} samples {which}{one_source}"
 
     @property
     def left_out(self) -> LeftOut:
@@ -56,12 +52,12 @@ class Part(Inputs):
         self.inputs.left_out = left_out
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._of_part(as_batches(self.inputs))
+        return self._select(self.inputs)
 
-    def chunks(self, share: Share) -> Iterator[Chunk]:
-        """Yield the chunks of one process's share, also those without a sample of this part."""
-        chunks = self.inputs.chunks(share)
-        return (replace(chunk, batches=self._of_part(chunk.batches)) for chunk in chunks)
+    def chunks(self, sampler: RankSampler) -> Iterator[Chunk]:
+        """Yield the chunks of one rank, also those without a sample of this part."""
+        chunks = self.inputs.chunks(sampler)
+        return (replace(chunk, batches=self._select(chunk.batches)) for chunk in chunks)
 
     def known_samples(self) -> Iterator[Sample]:
         return (sample for sample in self.inputs.known_samples() if _key(sample, self.by) in self._keys)
@@ -76,14 +72,14 @@ class Part(Inputs):
         if walk is None or self.by != "source":
             return None
 
-        def ends(share: Share = ALL) -> Iterator[tuple[Sequence[Sample], Tensor]]:
-            for samples, latents in walk(share):
+        def ends(sampler: RankSampler = ALL) -> Iterator[tuple[Sequence[Sample], Tensor]]:
+            for samples, latents in walk(sampler):
                 if rows := self._rows(samples):
                     yield [samples[i] for i in rows], latents[rows]
 
         return ends
 
-    def _of_part(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _select(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         for batch in batches:
             if rows := self._rows(batch.samples):
                 yield batch if len(rows) == len(batch.samples) else batch.take(rows)
@@ -125,8 +121,8 @@ def learned_and_held_out(inputs: Iterable[Any]) -> tuple[Part, Part]:
         raise DataError(
             f"The inputs hold {count(len(keys), 'sample')}; to learn from some and hold others out takes two at least."
         )
-    blocks = (keys[first : first + _ONE_IN] for first in range(0, len(keys) - _ONE_IN + 1, _ONE_IN))
-    held = frozenset([block[permutation(_ONE_IN, f"held out\0{n}")[0]] for n, block in enumerate(blocks)] or keys[-1:])
+    blocks = (keys[first : first + _BLOCK] for first in range(0, len(keys) - _BLOCK + 1, _BLOCK))
+    held = frozenset([block[permutation(_BLOCK, f"held out\0{n}")[0]] for n, block in enumerate(blocks)] or keys[-1:])
     everything = as_inputs(inputs)
     return (
         Part(everything, samples, by, frozenset(keys) - held, "to learn from"),
@@ -230,14 +226,10 @@ class Pool:
         return content.hexdigest()
 
 
-_MUCH_LONGER, _LONGER = 1.3, 16  # than the shortest sample of a pass, by which factor and so many positions besides
-
-
 def by_length(batch: Batch, most: int) -> list[Batch]:
-    """Divide a padded batch into several of samples of about one length, and cut off padding common to all of each.
+    """Divide a padded batch into parts of at most ``most`` samples of about one length, without their common padding.
 
-    Only if every tensor with several axes has the shape of ``valid``, as a tokenizer returns them; other batches stay
-    as they are. Parts have ``most`` samples or fewer.
+    Batches whose tensors with several axes do not all have the shape of ``valid`` stay as they are.
 
     >>> import torch
     >>> from normscope.inputs.batch import Sample
@@ -249,9 +241,9 @@ def by_length(batch: Batch, most: int) -> list[Batch]:
     valid = batch.valid
     if valid is None or batch.valid_within or batch.forward is not None:
         return [batch]
-    given = [tensor for tensor in tensors_of([batch.args, batch.kwargs]) if tensor.ndim > 1]
+    tensors = [tensor for tensor in tensors_of([batch.args, batch.kwargs]) if tensor.ndim > 1]
     nested = any(isinstance(value, (Mapping, tuple, list)) for value in (*batch.args, *batch.kwargs.values()))
-    if nested or not given or any(tensor.shape != valid.shape for tensor in given):
+    if nested or not tensors or any(tensor.shape != valid.shape for tensor in tensors):
         return [batch]
     lengths = valid.sum(1)
     most = math.ceil(len(lengths) / math.ceil(len(lengths) / most))  # so that parts are about equally large
@@ -262,17 +254,9 @@ def by_length(batch: Batch, most: int) -> list[Batch]:
             last.append(index)
         else:
             parts.append([index])
-    return [_cut(batch.take(part)) for part in parts]
 
+    def cut(part: list[int]) -> Batch:
+        positions, shape = valid[part].any(0).nonzero().flatten(), valid[part].shape
+        return batch.take(part).each(lambda x: x[:, positions.to(x.device)] if x.shape == shape else x)
 
-def _cut(batch: Batch) -> Batch:
-    """Leave out the positions that are padding in all samples."""
-    if batch.valid is None:
-        return batch
-    data, shape = batch.valid.any(0).nonzero().flatten(), batch.valid.shape
-
-    def cut(value: Any) -> Any:
-        return value[:, data.to(value.device)] if getattr(value, "shape", None) == shape else value
-
-    kwargs = {name: cut(value) for name, value in batch.kwargs.items()}
-    return replace(batch, args=tuple(map(cut, batch.args)), kwargs=kwargs, valid=cut(batch.valid))
+    return list(map(cut, parts))

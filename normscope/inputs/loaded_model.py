@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 Kind = Literal["classes", "tokens", "frames", "prediction", "tensor"]
 
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_HEADS: dict[Kind, tuple[str, ...]] = {
+    "tokens": (*_CAUSAL, "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification"),
+    "classes": ("Classification",),
+}
+_OF_LOGITS: dict[int, Kind] = {2: "classes", 3: "tokens"}  # by their number of axes
+
 
 def first_tensor(result: Any, batch: Batch) -> Tensor:
     """Return the first floating-point tensor of an output, which may be a tuple, a mapping or a record; or ModelError.
@@ -54,7 +61,7 @@ def without_variances(result: Any, batch: Batch) -> Tensor:
     return first_tensor(result, batch)[:, : batch.kwargs["hidden_states"].shape[1]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outputs:
     """Reader of the outputs of a forward pass.
 
@@ -185,14 +192,6 @@ def module_of(model: nn.Module | LoadedModel) -> nn.Module:
     return module
 
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")
-_HEADS: dict[Kind, tuple[str, ...]] = {
-    "tokens": (*_CAUSAL, "ForMaskedLM", "ForConditionalGeneration", "ForTokenClassification"),
-    "classes": ("Classification",),
-}
-_OF_LOGITS: dict[int, Kind] = {2: "classes", 3: "tokens"}  # by their number of axes
-
-
 def _has(model: nn.Module, heads: tuple[str, ...]) -> bool:
     return any(base.__name__.endswith(heads) for base in type(unwrapped(model)).__mro__)
 
@@ -212,19 +211,16 @@ class InferredOutputs(Outputs):
     ('tokens', torch.Size([3, 5, 9]))
     """
 
-    _problem: str | None
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__(next((kind for kind, heads in _HEADS.items() if _has(model, heads)), "tensor"), self._first)
-        vars(self)["_problem"] = getattr(getattr(unwrapped(model), "config", None), "problem_type", None)
+        self._problem = getattr(getattr(unwrapped(model), "config", None), "problem_type", None)
 
     def _first(self, result: Any, batch: Batch) -> Tensor:
-        tensor, kind = first_tensor(result, batch), self.kind
+        tensor = first_tensor(result, batch)
         if isinstance(result, Mapping) and tensor is result.get("logits"):
-            kind = _OF_LOGITS.get(tensor.ndim, "tensor")
+            self.kind = _OF_LOGITS.get(tensor.ndim, "tensor")
         if self._problem in ("regression", "multi_label_classification") or tensor.shape[-1] == 1:
-            kind = "tensor"
-        vars(self)["kind"] = kind
+            self.kind = "tensor"
         return tensor
 
 

@@ -48,16 +48,17 @@ class Preview:
 
     def __post_init__(self) -> None:
         """Refuse what the page could not draw."""
-        if (pixels := self.pixels) is not None:
-            whole = str(pixels.dtype) == "torch.uint8" and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
-            if not (whole and all(pixels.shape) and all(self.size)):
+        pixels, envelope = self.pixels, self.envelope
+        if pixels is not None:
+            is_image = str(pixels.dtype) == "torch.uint8" and pixels.ndim == 3 and pixels.shape[2] in (1, 3)
+            if not (is_image and all(pixels.shape) and all(self.size)):
                 raise DataError(
                     f"The pixels of a preview are {tuple(pixels.shape)} {pixels.dtype}, of a picture of size "
                     f"{self.size}; they have to be uint8 (height, width, 1 or 3), of a picture of some size."
                 )
-        if (envelope := self.envelope) is not None:
-            spans = envelope.is_floating_point() and envelope.ndim == 2 and len(envelope) == 2
-            if not (spans and 0 < envelope.shape[1] <= self.length):
+        if envelope is not None:
+            is_envelope = envelope.is_floating_point() and envelope.ndim == 2 and len(envelope) == 2
+            if not (is_envelope and 0 < envelope.shape[1] <= self.length):
                 raise DataError(
                     f"The envelope of a preview is {tuple(envelope.shape)} {envelope.dtype}, of {self.length} samples; "
                     "it has to be floats (2, spans), of at least as many samples."
@@ -104,30 +105,32 @@ def preview_of(
     for name, value in [*named, *batch.kwargs.items()]:
         if not isinstance(value, torch.Tensor) or value.ndim < 2 or len(value) != len(batch.samples):
             continue
-        contents = _of_ids(name, value[place], words) or _of_numbers(name, value[place].detach(), normalized_by)
+        contents = _text(name, value[place], words) or _picture_or_waveform(name, value[place].detach(), normalized_by)
         for part, content in contents.items():
             parts.setdefault(part, content)
     return Preview(**parts) if parts else None  # type: ignore[arg-type]
 
 
-def _of_ids(name: str, tensor: Tensor, words: Words | None) -> dict[str, object]:
-    """Return the words of a preview, where a tensor of one sample holds token ids."""
+def _text(name: str, tensor: Tensor, words: Words | None) -> dict[str, object]:
+    """Return the words of a preview, where a tensor of one sample contains token ids."""
     if tensor.ndim != 1 or name not in _IDS or tensor.is_complex() or tensor.is_floating_point():
         return {}
     ids = tensor.tolist()
     return {"words": tuple(f"#{number}" for number in ids) if words is None else tuple(words(ids))}
 
 
-def _of_numbers(name: str, given: Tensor, normalized_by: Normalized | None) -> dict[str, object]:
+def _picture_or_waveform(name: str, values: Tensor, normalized_by: Normalized | None) -> dict[str, object]:
     """Return the parts of a preview that a floating-point tensor of one sample makes."""
-    shape = given.shape
+    import torch
+
+    shape = values.shape
     picture = len(shape) == 3 and min(shape[1:]) > 1
     spectrogram = len(shape) == 2 and name in _SPECTROGRAMS and min(shape) > _MOST_CHANNELS
     waveform = len(shape) <= 2 and shape[-1] >= _SHORTEST_WAVEFORM and math.prod(shape[:-1]) <= _MOST_CHANNELS
     # By its shape first: other tensors are not fetched from a GPU.
-    if not given.is_floating_point() or not (picture or spectrogram or waveform):
+    if not values.is_floating_point() or not (picture or spectrogram or waveform):
         return {}
-    tensor = given.float().cpu()
+    tensor = values.float().cpu()
     if not tensor.isfinite().all():
         return {}
     if picture:
@@ -139,7 +142,9 @@ def _of_numbers(name: str, given: Tensor, normalized_by: Normalized | None) -> d
         pixels, note = _pixels(drawn[None], None)
         return {"pixels": pixels, "size": tuple(drawn.shape), "along_width": True, "note": note}
     mono = tensor.reshape(-1, shape[-1]).mean(0)
-    return {"envelope": _envelope(mono), "length": len(mono)}
+    spans = mono.tensor_split(min(SPANS, len(mono)))
+    envelope = torch.stack([torch.stack([reduce(span) for span in spans]) for reduce in (torch.amin, torch.amax)])
+    return {"envelope": envelope, "length": len(mono)}
 
 
 def _pixels(tensor: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, str]:
@@ -163,10 +168,3 @@ def _pixels(tensor: Tensor, normalized_by: Normalized | None) -> tuple[Tensor, s
         shown.clamp(0, 1), (max(round(height * shrink), 1), max(round(width * shrink), 1))
     )
     return (small * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous(), note
-
-
-def _envelope(waveform: Tensor) -> Tensor:
-    import torch
-
-    spans = waveform.tensor_split(min(SPANS, len(waveform)))
-    return torch.stack([torch.stack([span.amin() for span in spans]), torch.stack([span.amax() for span in spans])])

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, NormscopeError, UsageError, count, first_line, unknown
 from normscope.inputs.batch import Batch, as_batches
-from normscope.inputs.chunks import Chunk, Inputs, LeftOut, Share
+from normscope.inputs.chunks import Chunk, Inputs, LeftOut, RankSampler
 from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, LoadOptions, Provenance, inferred_task
-from normscope.models.inputs.numbered_inputs import drawn
+from normscope.models.inputs.dataset import drawn
 from normscope.models.weights.checkpoints import load_file, ready, seeded
 from normscope.runtime.files import sha256_of
 
@@ -115,9 +115,8 @@ class FactoryBatches(Inputs):
         total = None if self._sizes is None else sum(self._sizes)
         return min((number for number in (total, self._options.limit) if number is not None), default=None)
 
-    def chunks(self, share: Share) -> Iterator[Chunk]:
-        left = ((number, batch) for number, batch in self._selected() if number not in share.done)
-        for number, batch in share.of(left):
+    def chunks(self, sampler: RankSampler) -> Iterator[Chunk]:
+        for number, batch in sampler.select(self._selected()):
             yield Chunk([number], [self._placed(batch)])
 
     def first_sample(self) -> Batch:

@@ -20,14 +20,13 @@ from normscope.errors import MemoryEndedError, ModelError, NormscopeError, Usage
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
-from normscope.models.inputs.numbered_inputs import InputDataset
+from normscope.models.inputs.dataset import InputDataset, Item
 from normscope.models.inputs.trajectories import (
     STEPS,
     LatentSpace,
     NoisedLatents,
     from_noise,
     listed,
-    read_latents,
     select_timesteps,
 )
 from normscope.models.weights.checkpoints import (
@@ -151,7 +150,7 @@ def _inputs(
     space = LatentSpace(channels, size, classes)
     if options.data is None:
         return from_noise(space, scheduler, options, **default)
-    latents = read_latents(Path(options.data), space, scheduler, options)
+    latents = NoisedLatents(Path(options.data), space, scheduler, options)
     return lambda module: latents
 
 
@@ -240,7 +239,7 @@ class PipelineCalls(InputDataset):
         timesteps: rounded to integers, in the order of sampling.
     """
 
-    by_network = True
+    in_memory = True
 
     def __init__(self, pipeline: Any, options: LoadOptions) -> None:
         """Encode the first prompt, which sets the pipeline's timesteps, and choose among them.
@@ -279,13 +278,18 @@ class PipelineCalls(InputDataset):
         )
 
     def samples(self, number: int) -> list[Sample]:
-        return [sample for batch in self._calls(number) for sample in batch.samples]
+        return [sample for batch in self.load(number) for sample in batch.samples]
 
-    def read(self, numbers: Sequence[int]) -> Chunk:
-        (number,) = numbers
-        return Chunk(numbers, self._calls(number))
+    def __getitem__(self, number: int) -> Item:
+        return Item(number, self.load(number))  # errors of the pipeline are raised
 
-    def _calls(self, number: int) -> list[Batch]:
+    def batches(self, items: Sequence[Item]) -> list[Batch]:
+        return [batch for item in items for batch in item.content]
+
+    def placed(self, chunk: Chunk) -> Chunk:
+        return chunk  # the pipeline passes arguments in dtypes of its own
+
+    def load(self, number: int) -> list[Batch]:
         """Return the calls at the timesteps as the pipeline samples for a prompt, up to the last timestep."""
         if number not in self._kept:
             calls: dict[int, list[Batch]] = {self._visited.index(timestep): [] for timestep in self.timesteps}

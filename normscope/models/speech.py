@@ -22,7 +22,7 @@ from normscope.errors import ModelError, UsageError, first_line, unknown
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task
 from normscope.models.inputs.audio import AudioFormat, audio_inputs
-from normscope.models.inputs.numbered_inputs import InMemory
+from normscope.models.inputs.dataset import InMemory
 from normscope.models.weights.checkpoints import embedded_module, load_file, read_embedded, ready, with_weights
 from normscope.models.weights.repository import ways_on
 from normscope.runtime.files import sha256_of

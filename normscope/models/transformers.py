@@ -23,14 +23,14 @@ from normscope.inputs.loaded_model import Inputs, Kind, LoadedModel, LoadOptions
 from normscope.models.inputs.images import class_task, suffixes
 from normscope.models.inputs.processors import (
     has_processor,
-    heard_inputs,
     images_with_texts,
     load_processor,
     masks,
     processed_images,
+    processed_recordings,
     prompts,
 )
-from normscope.models.inputs.text import SentencePairs, Tokenization, load_tokenizer, pairs_or_texts, text_inputs
+from normscope.models.inputs.text import SentencePairs, Texts, Tokenization, load_tokenizer, pairs_or_texts
 from normscope.models.weights.checkpoints import (
     dtypes_by_name,
     dtypes_of_files,
@@ -151,11 +151,11 @@ def inputs_of(
     match takes:
         case "texts":
             embeds = not has_head(library, type(module).__name__)
-            return (pairs_or_texts if embeds else text_inputs)(Tokenization(module, config, tokenizer), options)
+            return (pairs_or_texts if embeds else Texts)(Tokenization(module, config, tokenizer), options)
         case "images":
             return processed_images(processor, module, config, options)
         case "recordings":
-            return heard_inputs(processor, tokenizer, module, config, options)
+            return processed_recordings(processor, tokenizer, module, config, options)
         case "images with texts":
             return images_with_texts(processor, module, config, options)
         case "prompts":

@@ -16,8 +16,8 @@ from torch import nn
 
 from normscope.errors import ModelError, unknown
 from normscope.inputs.loaded_model import LoadedModel, LoadOptions, Outputs, Provenance, Task
+from normscope.models.inputs.dataset import InputDataset
 from normscope.models.inputs.images import class_task, image_inputs
-from normscope.models.inputs.numbered_inputs import InputDataset
 from normscope.models.weights.checkpoints import ready, with_weights
 from normscope.models.weights.repository import Repository
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from normscope.errors import UsageError
 from normscope.inputs.batch import Batch
-from normscope.inputs.chunks import Done, LeftOut, Share, shared
+from normscope.inputs.chunks import LeftOut, RankSampler, first_and_chunks
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import class_of
@@ -154,9 +154,11 @@ def captured(
     if not isinstance(summing.skip, Integral) or summing.skip < 0:
         raise UsageError(f"skip is {summing.skip!r}: it is a number of positions, 0 to leave none out.")
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
-    taken = Done()  # by earlier runs: filled in once the sites are known, before the first chunk is requested
+    captured_inputs: set[int] = (
+        set()
+    )  # by earlier runs: filled in once the sites are known, before the first chunk is requested
     sharing = ALONE if ranks.own_batches else ranks
-    first, chunks = shared(batches, Share(sharing.rank, sharing.size, taken), may_be_none=ranks.own_batches)
+    first, chunks = first_and_chunks(batches, RankSampler(sharing.rank, sharing.size, captured_inputs))
     model = uncompiled(model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
@@ -168,14 +170,14 @@ def captured(
         settings = _settings(recorder, about) | ({} if ranks.own_batches else _inputs(batches, first, about))
         check_alike(ranks, settings)
         if checkpoints is not None:
-            taken.add(checkpoints.begin(recorder, ranks, settings).numbers)
+            captured_inputs |= checkpoints.begin(recorder, ranks, settings)
         samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), sharing.size)
         with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
             for chunk in chunks:
                 for batch in chunk.batches:
                     recorder.run(batch, chunk.numbers[0])
                     samples.add(len(batch.samples))
-                recorder.progress.done.add(chunk.numbers)
+                recorder.progress.done.update(chunk.numbers)
                 recorder.progress.left_out.add(chunk)
                 if checkpoints is not None:
                     checkpoints.after_chunk()

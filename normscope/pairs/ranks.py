@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from normscope.errors import DataError, RankLostError, StoppedError, UsageError, count
-from normscope.inputs.chunks import Done, LeftOut
+from normscope.inputs.chunks import LeftOut
 from normscope.norms.sites import NormSite, SkippedNorm
 from normscope.norms.trace import NormReport
 from normscope.pairs.captures import shared_input
@@ -135,6 +135,17 @@ def _tensor_of(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
+def _flags_of(done: set[int]) -> Tensor:
+    """Return a byte for each input up to the last captured one, 1 for the captured ones."""
+    flags = torch.zeros(1 + max(done, default=-1), dtype=torch.uint8)
+    flags[list(done)] = 1
+    return flags
+
+
+def _numbers_in(flags: Tensor) -> set[int]:
+    return set(flags.nonzero().flatten().tolist())
+
+
 ALONE = Ranks()
 
 
@@ -209,12 +220,12 @@ def _pack_progress(progress: Progress) -> tuple[dict[str, Any], dict[str, Tensor
     header, tensors = pack(progress.capture)
     unreadable = list(progress.left_out.unreadable.items())
     header |= {"first": progress.first, "unreadable": unreadable, "cut": progress.left_out.cut}
-    return header, tensors | {"done": _tensor_of(progress.done.flags)}
+    return header, tensors | {"done": _flags_of(progress.done)}
 
 
 def _unpack_progress(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Progress:
     stored = converted(_Stored, header, "progress")
-    done = Done(tensors["done"].numpy().tobytes())
+    done = _numbers_in(tensors["done"])
     return Progress(unpack(header, tensors), stored.first, done, LeftOut(dict(stored.unreadable), stored.cut))
 
 
@@ -263,7 +274,7 @@ class Checkpoints:
             )
         check_writable(self.folder / "0.safetensors")
 
-    def begin(self, recorder: Recorder, ranks: Ranks, settings: Mapping[str, Any]) -> Done:
+    def begin(self, recorder: Recorder, ranks: Ranks, settings: Mapping[str, Any]) -> set[int]:
         """Continue this rank's progress of an earlier run, and return the inputs that are in any rank's.
 
         Raises:
@@ -286,10 +297,8 @@ class Checkpoints:
                 f"{self.folder} is of another capture: its number of ranks is at least {n_ranks}, not {ranks.size}. Go "
                 f"on with as many, or remove it to begin anew."
             )
-        done = Done()
-        for flags in ranks.each(recorder.progress.done.flags):
-            done.add(Done(flags).numbers)
-        return done
+        flags = ranks.each(_flags_of(recorder.progress.done).numpy().tobytes())
+        return set().union(*(_numbers_in(_tensor_of(data)) for data in flags))
 
     @property
     def exist(self) -> bool:

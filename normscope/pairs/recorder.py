@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, count
 from normscope.inputs.batch import Batch, Halving
-from normscope.inputs.chunks import Done, LeftOut
+from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import submodule
 from normscope.norms.functional import Adder, ExpectedCalls
@@ -49,7 +49,7 @@ class Progress:
 
     capture: Capture
     first: dict[str, int] = field(default_factory=dict)
-    done: Done = field(default_factory=Done)
+    done: set[int] = field(default_factory=set)
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def part(self, name: str, number: int) -> Capture:
@@ -63,7 +63,7 @@ class Progress:
         least = {name: min(number, other.first.get(name, number)) for name, number in self.first.items()}
         merged = Progress(added(self.capture, other.capture), {**other.first, **least})
         for progress in (self, other):
-            merged.done.add(progress.done.numbers)
+            merged.done.update(progress.done)
             merged.left_out.add(progress.left_out)
         return merged
 

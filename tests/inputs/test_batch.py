@@ -5,7 +5,7 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Batch, Sample, as_batches
 
 
-def test_only_tensors_of_samples_are_narrowed():
+def test_first_sample_divides_only_tensors_of_samples():
     samples = tuple(Sample(f"s{i}", i, i) for i in range(3))
     batch = Batch((torch.arange(6).view(3, 2), 7), {"table": torch.zeros(5), "y": torch.arange(3)}, samples)
     first = batch.first_sample()
@@ -20,31 +20,19 @@ def test_an_axis_of_one_serves_every_sample():
     assert len(batch.samples) == 8
 
 
-def test_what_cannot_be_counted_is_refused():
+def test_entries_without_a_number_of_samples_are_refused():
     with pytest.raises(DataError, match="have 4 and 8 entries along axis 0"):
         list(as_batches([(torch.zeros(4, 2), torch.zeros(8, 2))]))
     with pytest.raises(DataError, match="holds no tensor whose axis 0 counts samples"):
         list(as_batches([(2, "text")]))
 
 
-def test_the_first_samples_of_nested_arguments():
+def test_first_divides_nested_arguments():
     (batch,) = as_batches([{"x": torch.arange(4), "more": {"y": torch.arange(4), "size": (2, 2)}}])
     first = batch.first(3)
     assert first.kwargs["more"]["y"].tolist() == first.kwargs["x"].tolist() == [0, 1, 2]
     assert first.kwargs["more"]["size"] == (2, 2)
     assert len(batch.first(9).samples) == 4
-
-
-def test_every_tensor_is_pinned(monkeypatch):
-    """Stand in for a GPU's driver, without which nothing can be pinned."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
-    batch = Batch((torch.zeros(2), "name"), {"x": torch.ones(2), "more": {"y": torch.ones(2)}}, valid=torch.tensor([2]))
-    pinned = batch.pin_memory()
-    assert pinned.args[0].tolist() == [1, 1]
-    assert pinned.args[1] == "name"
-    assert pinned.kwargs["x"].tolist() == pinned.kwargs["more"]["y"].tolist() == [2, 2]
-    assert pinned.valid.tolist() == [3]
-    assert batch.args[0].tolist() == [0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")

@@ -1,4 +1,4 @@
-"""What people's own loaders give, against the same tensors passed by hand."""
+"""Batches of users' own loaders, against the same tensors in a Batch."""
 
 import copy
 import logging
@@ -70,31 +70,28 @@ LABELLED = {
     "a dict with the network's name": (Named, [{"pixel_values": x, "target": y}]),
     "a dict with labels of the network's": (Named, [{"pixel_values": x, "labels": y}]),
     "a namedtuple in order": (OneNorm, [Pair(x, y)]),
-    "whatever a network takes": (Anything, [{"x": x, "label": y}]),
+    "a network of any arguments": (Anything, [{"x": x, "label": y}]),
     "compiled": (lambda: torch.compile(OneNorm(), backend="eager"), [(x, y)]),
 }
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_labels_beside_the_inputs_are_no_inputs(name):
+def test_labels_beside_the_inputs_are_omitted(name):
     make, batches = LABELLED[name]
     assert_as_by_hand(sums_of(make(), batches))
 
 
-def test_what_is_left_out_is_said_once(caplog):
+def test_one_warning_names_the_omitted_entries(caplog):
     with caplog.at_level(logging.WARNING):
         normscope.capture(Masked(), DataLoader(TensorDataset(x, y), batch_size=2))
-    # Once for the capture, and no more than once for the look at the first sample.
-    (said,) = {record.getMessage() for record in caplog.records}
-    assert said.startswith(
-        "Of each batch entry 1 (int64 (2,)) is left out: the forward of Masked takes x and attn_mask."
-    )
-    assert said.endswith("To pass more, say how: forward=lambda model, batch: model(…).")
-    assert len(caplog.records) == 1
+    (record,) = caplog.records
+    omitted = "Of each batch entry 1 (int64 (2,)) is left out: the forward of Masked takes x and attn_mask."
+    assert record.getMessage().startswith(omitted)
+    assert record.getMessage().endswith("To pass more, say how: forward=lambda model, batch: model(…).")
 
 
 @pytest.mark.slow
-def test_drift_and_healing_leave_labels_out_too_and_say_so_once_for_each_loader(caplog):
+def test_drift_and_healing_omit_labels_too_and_warn_once_for_each_loader(caplog):
     torch.manual_seed(0)
     model, loader = nn.Sequential(OneNorm(), nn.Linear(WIDTH, 2)), DataLoader(TensorDataset(x, y), batch_size=3)
     by_hand = [Batch((x,), samples=samples(len(x)))]
@@ -117,7 +114,7 @@ def test_drift_and_healing_leave_labels_out_too_and_say_so_once_for_each_loader(
     assert drifts[0] == drifts[1] > 0
 
 
-def test_what_a_network_asks_for_is_no_label():
+def test_lengths_and_masks_that_a_network_requires_are_no_labels():
     lengths = torch.full((6,), 5)
     assert_as_by_hand(sums_of(Lengths(), [(x, lengths)]), by_hand=x * lengths[:, None, None])
     mask = (torch.arange(5) < 3).float().expand(6, 5)
@@ -159,39 +156,38 @@ SINGLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def swap_of_one_norm():
+@pytest.mark.parametrize(("single", "error"), SINGLE)
+def test_a_single_batch_in_place_of_several_is_refused(single, error):
+    with pytest.raises(UsageError, match=error):
+        normscope.capture(OneNorm(), single)
+
+
+def test_every_step_refuses_a_single_batch():
     model = OneNorm()
     seen, swapped = normscope.capture(model, [x]), copy.deepcopy(model)
     normscope.swap(swapped, "dyt", seen)
-    return model, seen, swapped, normscope.replacements(model, "dyt", seen)
-
-
-@pytest.mark.parametrize(("single", "error"), SINGLE)
-def test_a_single_batch_in_place_of_several_is_refused(swap_of_one_norm, single, error):
-    model, seen, swapped, modules = swap_of_one_norm
+    modules = normscope.replacements(model, "dyt", seen)
     for call in (
-        lambda: normscope.capture(model, single),
-        lambda: normscope.capture(model, single, forward=lambda model, batch: model(batch)),
-        lambda: normscope.drift(model, single, modules),
-        lambda: normscope.simplify(model, single),
-        lambda: normscope.calibrate(model, swapped, single),
-        lambda: normscope.heal(model, swapped, [x], single),
-        lambda: normscope.keep(model, single, modules, max_drift=1.0),
-        lambda: normscope.norm_cards(seen, model, single),
-        lambda: normscope.Probe(model, single, samples=2),
-        lambda: learned_and_held_out(single),
+        lambda: normscope.capture(model, x, forward=lambda model, batch: model(batch)),
+        lambda: normscope.drift(model, x, modules),
+        lambda: normscope.simplify(model, x),
+        lambda: normscope.calibrate(model, swapped, x),
+        lambda: normscope.heal(model, swapped, [x], x),
+        lambda: normscope.keep(model, x, modules, max_drift=1.0),
+        lambda: normscope.norm_cards(seen, model, x),
+        lambda: normscope.Probe(model, x, samples=2),
+        lambda: learned_and_held_out(x),
     ):
-        with pytest.raises(UsageError, match=error):
+        with pytest.raises(UsageError, match=SINGLE[0][1]):
             call()
 
 
-def test_a_function_of_one_batch_takes_an_entry():
-    assert [site.name for site in normscope.find_norms(OneNorm(), x).sites] == ["norm"]
-    assert [site.name for site in normscope.find_norms(OneNorm(), {"x": x}).sites] == ["norm"]
+def test_find_norms_takes_an_entry():
+    for entry in (x, {"x": x}):
+        assert [site.name for site in normscope.find_norms(OneNorm(), entry).sites] == ["norm"]
 
 
-def test_lengths_are_no_labels():
+def test_optional_lengths_are_no_labels():
     def forward(self, x, x_lens=None):
         return self.norm(x)
 
@@ -199,7 +195,7 @@ def test_lengths_are_no_labels():
     assert sums_of(network_of(forward, norm=nn.LayerNorm(WIDTH)), [(x, lengths)]).n_tokens == int(lengths.sum())
 
 
-def test_what_a_network_has_no_name_for_is_not_left_out_in_silence():
+def test_a_mask_that_a_network_has_no_name_for_is_not_omitted():
     with pytest.raises(ModelError, match="unexpected keyword argument 'attention_mask'"):
         normscope.capture(OneNorm(), [{"x": x, "attention_mask": torch.ones(6, 5)}])
 
@@ -209,7 +205,7 @@ class Detector(OneNorm):
         return [self.norm(image) for image in images]
 
 
-def test_lists_of_images_are_taken_one_by_one():
+def test_images_of_a_list_run_one_by_one():
     images = [torch.rand(3, height, WIDTH) for height in (4, 5, 6)]
     targets = [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}] * 3
     truth = torch.cat([image.double().flatten() for image in images])
@@ -226,19 +222,19 @@ class Record:
         self.values = values
 
 
-def test_forward_takes_whatever_a_loader_gives():
+def test_forward_takes_entries_of_any_kind():
     records = [Record(x[:4]), Record(x[4:])]
     with pytest.raises(DataError, match=r"a batch is a tensor.* forward=lambda model, batch: …"):
         normscope.capture(OneNorm(), records)
     seen = normscope.capture(OneNorm(), records, forward=lambda model, batch: model(batch.values))
-    assert seen.n_samples == 2  # of which nobody says how many are in one
+    assert seen.n_samples == 2  # each record is one, as their sizes are unknown
     assert_as_by_hand(seen.stats["norm"])
 
 
 @pytest.mark.parametrize(
     "entry", [(x, y), {"x": x, "more": [y, {"z": x}]}, Pair(x, y), [x, y]], ids=lambda e: type(e).__name__
 )
-def test_forward_counts_samples_where_tensors_agree(entry):
+def test_samples_of_an_entry_are_counted_if_its_tensors_agree(entry):
     def forward(model, batch):
         return model(batch["x"] if isinstance(batch, dict) else batch[0])
 
@@ -247,7 +243,7 @@ def test_forward_counts_samples_where_tensors_agree(entry):
     assert_as_by_hand(seen.stats["norm"])
 
 
-def test_forward_knows_padding():
+def test_padding_in_entries_for_forward_is_excluded():
     mask = torch.arange(5) < torch.tensor([1, 2, 3, 4, 5, 5])[:, None]
     entry = {"x": x, "attention_mask": mask}
     seen = normscope.capture(OneNorm(), [entry], forward=lambda model, batch: model(batch["x"]))
@@ -255,8 +251,7 @@ def test_forward_knows_padding():
     assert_as_by_hand(seen.stats["norm"], by_hand=x[mask][:, None])
 
 
-def test_a_batch_says_itself_how_the_network_is_run():
-    """So that whatever takes batches takes those too: a swap's drift, for example."""
+def test_a_batch_may_contain_its_own_forward():
     network = nn.Sequential(OneNorm(), nn.Linear(WIDTH, 2))
     batch = Batch((Record(x[:1]),), samples=samples(1), forward=lambda model, batch: model(batch.values))
     seen = normscope.capture(network, [batch], by_gamma=True)
@@ -268,7 +263,7 @@ def test_a_batch_says_itself_how_the_network_is_run():
     assert report.all.relative_l2.p50 == pytest.approx(float((moved - original).norm() / original.norm()), rel=1e-5)
 
 
-def test_loaders_are_not_started_to_be_looked_at():
+def test_a_loader_is_started_once():
     class Started(list):
         times = 0
 
@@ -277,19 +272,17 @@ def test_loaders_are_not_started_to_be_looked_at():
             return super().__iter__()
 
     normscope.capture(OneNorm(), Started([(x, y)]))
-    assert Started.times == 1  # of a DataLoader with workers, each start is processes
+    assert Started.times == 1  # each start of a DataLoader with workers starts processes
 
 
 def test_a_factory_may_return_a_loader_with_labels(tmp_path):
     (tmp_path / "own.py").write_text(
-        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"
-        "def make():\n    x = torch.arange(96.0).view(6, 2, 8)\n"
-        "    return nn.Sequential(nn.LayerNorm(8)), DataLoader(TensorDataset(x, torch.arange(6)), batch_size=4)\n"
+        "import torch\nfrom torch import nn\n"
+        "def make(): return nn.Sequential(nn.LayerNorm(8)), [(torch.arange(96.0).view(6, 2, 8), torch.arange(6))]\n"
     )
-    network = normscope.load(f"py:{tmp_path / 'own.py'}:make", device="cpu")
-    assert normscope.capture(network).stats["0"].n_pairs == 96
+    assert normscope.capture(normscope.load(f"py:{tmp_path / 'own.py'}:make", device="cpu")).stats["0"].n_pairs == 96
 
 
-def test_nothing_is_left_out_where_no_network_is_known():
+def test_without_a_network_no_entry_is_omitted():
     (batch,) = as_batches([(x, y)])
     assert len(batch.args) == 2

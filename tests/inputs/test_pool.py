@@ -1,10 +1,10 @@
-"""Inputs to learn from in memory, and apart from them those that decide."""
+"""Inputs in memory: those to learn from, those to judge by, and batches of samples of one length."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from normscope.errors import DataError
@@ -29,31 +29,27 @@ def sources(part):
     return [sample.source for batch in part for sample in batch.samples]
 
 
-def test_what_decides_is_learned_from_by_nothing():
-    divided = Pool.of(batches(32))
-    learned, judged = set(sources(divided.learned)), set(sources(divided.judged))
-    assert not learned & judged and len(learned) + len(judged) == 256
+@pytest.mark.parametrize(("number", "n_judged"), [(32, 64), (100, 50)])  # of 800 sources, a fourth of a fourth
+def test_learned_and_judged_sources_differ(number, n_judged):
+    pool = Pool.of(batches(number))
+    learned, judged = set(sources(pool.learned)), set(sources(pool.judged))
+    assert not learned & judged and len(learned | judged) == 8 * number and len(judged) == n_judged
 
 
-def test_no_more_decide_than_are_needed():
-    divided = Pool.of(batches(100))  # 800 sources: 200 of them are more than it takes
-    assert len(sources(divided.judged)) == 50 and len(sources(divided.learned)) == 750
-
-
-def test_what_does_not_fit_into_memory_is_left_out_and_counted(monkeypatch):
+def test_samples_beyond_the_memory_limit_are_omitted_and_counted(monkeypatch):
     monkeypatch.setattr(held_out, "MOST_BYTES", 3 * 8 * 4 * 4)  # three batches of float32
     kept, left_out = kept_in_memory(batches(5))
     assert len(kept) == 3 and left_out == 16 and Pool.of(batches(5)).left_out == 16
 
 
-def test_the_digest_is_of_the_values_and_of_what_decides():
+def test_the_digest_depends_on_values_and_on_the_division():
     one, same = Pool.of(batches(8)), Pool.of(batches(8))
     assert one.digest == same.digest
     assert one.digest != Pool.of(batches(7)).digest
     assert one.digest != Pool(one.learned[1:], [one.learned[0], *one.judged], 0).digest
 
 
-def test_nothing_to_learn_from_is_refused():
+def test_a_pool_without_a_batch_is_refused():
     with pytest.raises(DataError, match="no batch to learn from"):
         Pool.of([])
 
@@ -70,7 +66,8 @@ def texts(lengths, **own):
 
 
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=9))
-def test_padded_texts_are_divided_by_length_and_none_of_them_is_lost(lengths):
+@settings(max_examples=30)
+def test_batches_by_length_contain_every_text_once(lengths):
     batch = texts(lengths)
     parts = by_length(batch, 3)
     assert max(len(part.samples) for part in parts) <= 3
@@ -86,27 +83,15 @@ def test_padded_texts_are_divided_by_length_and_none_of_them_is_lost(lengths):
 
 
 @pytest.mark.parametrize("other", [{"pixels": torch.zeros(4, 3, 2)}, {"more": [torch.zeros(4, 5)]}])
-def test_what_may_count_other_positions_is_not_divided(other):
+def test_tensors_of_other_positions_are_not_divided_by_length(other):
     batch = texts([1, 5, 2, 3], **other)
     assert by_length(batch, 8) == [batch]
     full = replace(texts([4, 4]), valid=None)
     assert by_length(full, 8) == [full]
 
 
-def test_a_pool_by_length_has_the_same_samples_on_the_same_side():
-    given_batches = []
-    for first in range(0, 32, 4):
-        samples = tuple(Sample(f"{n}", n, n) for n in range(first, first + 4))
-        given_batches.append(replace(texts([5, 90, 7, 60]), samples=samples))
-    whole = Pool.of(given_batches)
-    divided = whole.by_length()
-    assert len(divided.learned) == 2 * len(whole.learned)
-    for parts, batches_of_all in ((divided.learned, whole.learned), (divided.judged, whole.judged)):
-        assert sorted(sources(parts), key=int) == sorted(sources(batches_of_all), key=int)
-
-
 @pytest.mark.parametrize(("size", "number"), [(16, 20), (4, 100), (48, 1), (100, 3)])
-def test_the_few_come_from_every_length(size, number):
+def test_few_samples_come_from_every_length(size, number):
     """Files of texts are sorted by length, so that whole batches would be of a few lengths."""
     sorted_by_length = [
         Batch((torch.full((size, 3), float(n)),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(size)))
@@ -121,7 +106,7 @@ def test_the_few_come_from_every_length(size, number):
         assert [float(value) for value in batch.args[0][:, 0]] == [float(s.source.split()[0]) for s in batch.samples]
 
 
-def test_what_cannot_be_divided_is_taken_whole():
+def test_indivisible_batches_are_selected_whole():
     whole = [Batch((object(),), samples=tuple(Sample(f"{n} {i}", n, i) for i in range(4))) for n in range(60)]
     few = evenly(whole, MOST)
     assert all(any(one is batch for batch in whole) for one in few) and len(few) == 12

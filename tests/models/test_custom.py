@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from normscope.errors import DataError, ModelError, UsageError
-from normscope.inputs.chunks import ALL, Share
+from normscope.inputs.chunks import ALL, RankSampler
 from normscope.loading import load
 from normscope.pairs.capture import capture
 
@@ -276,10 +276,10 @@ def test_shares_are_the_same_batches_whatever_they_come_from(mine, function, lim
     assert list(whole) == list(range(4 if limit is None else 3))
     assert sum(map(len, whole.values())) == (12 if limit is None else 7), "the last one is cut"
     for ranks in (2, 5):
-        parts = [chunks(Share(rank, ranks)) for rank in range(ranks)]
+        parts = [chunks(RankSampler(rank, ranks)) for rank in range(ranks)]
         assert sorted(number for part in parts for number in part) == list(whole)
         assert all(torch.equal(batch, whole[number]) for part in parts for number, batch in part.items())
-    assert list(chunks(Share(0, 2, {0}))) == [1, *([3] if limit is None else [])]
+    assert list(chunks(RankSampler(0, 2, {0}))) == [1, *([3] if limit is None else [])]
 
 
 def test_a_list_can_be_shuffled_and_stays_what_it_is(mine):

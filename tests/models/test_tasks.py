@@ -16,7 +16,7 @@ from sklearn.metrics import accuracy_score
 
 import normscope
 from normscope.models.inputs.images import class_task
-from normscope.models.inputs.trajectories import LatentSpace, read_latents
+from normscope.models.inputs.trajectories import LatentSpace, NoisedLatents
 from normscope.swaps.pointwise import DyT
 
 
@@ -206,7 +206,7 @@ def test_what_noise_was_added_follows_from_the_latents_that_went_in(tmp_path, op
     clean = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     np.save(tmp_path / "latents.npy", clean.numpy())
     scheduler = DDIMScheduler(prediction_type=predicts)
-    latents = read_latents(tmp_path / "latents.npy", LatentSpace(1, 8, 10), scheduler, options(timesteps="980,500"))
+    latents = NoisedLatents(tmp_path / "latents.npy", LatentSpace(1, 8, 10), scheduler, options(timesteps="980,500"))
     for batch, timestep in zip(latents, (980, 500), strict=True):
         share = scheduler.alphas_cumprod[timestep].double()
         noise = (batch.kwargs["hidden_states"].double() - share.sqrt() * clean) / (1 - share).sqrt()

@@ -10,7 +10,6 @@ import normscope
 from normscope.errors import DataError, NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk, LeftOut
-from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs.capture import captured
 from normscope.pairs.kept_inputs import SIZE_GRID, KeptTokens, first_inputs, sizes_of
 from normscope.pairs.ranks import Checkpoints
@@ -67,8 +66,8 @@ class Pictures:
     def __init__(self, order=range(7), batch_size=3):
         self.order, self.batch_size, self.left_out, self.n_samples = order, batch_size, LeftOut(), len(order)
 
-    def chunks(self, share):
-        for numbers in share.of(in_pieces(share.left(self.order), self.batch_size)):
+    def chunks(self, sampler):
+        for numbers in sampler.groups(self.order, self.batch_size):
             yield Chunk(numbers, [self.batch(numbers)])
 
     def first_sample(self):

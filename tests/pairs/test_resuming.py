@@ -19,7 +19,6 @@ from torch import nn
 from normscope.errors import DataError, StoppedError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk, LeftOut
-from normscope.models.inputs.numbered_inputs import in_pieces
 from normscope.pairs import ranks as checkpoints_module
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks
@@ -55,8 +54,8 @@ class Inputs:
         out = f", {len(self.left_out.unreadable)} unreadable" if self.left_out.unreadable else ""
         return f"{self.n_samples} of {self.name}{out}" + (f", {self.left_out.cut} cut" if self.left_out.cut else "")
 
-    def chunks(self, share):
-        for numbers in share.of(in_pieces(share.left(range(self.n_samples)), self.batch_size)):
+    def chunks(self, sampler):
+        for numbers in sampler.groups(range(self.n_samples), self.batch_size):
             read = [number for number in numbers if number not in UNREADABLE]
             unreadable = {number: f"{number}.png: broken" for number in UNREADABLE.intersection(numbers)}
             yield Chunk(numbers, [self.batch(number) for number in read], unreadable, cut=int(7 in numbers))

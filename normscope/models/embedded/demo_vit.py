@@ -13,8 +13,8 @@ from torch.nn import functional
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Task
 from normscope.inputs.previews import Normalized
+from normscope.models.inputs.dataset import InMemory
 from normscope.models.inputs.images import class_task, image_inputs
-from normscope.models.inputs.numbered_inputs import InMemory
 from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
 
 _DIGITS = 10  # classes

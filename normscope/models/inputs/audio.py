@@ -16,7 +16,7 @@ from torch import Tensor
 from normscope.errors import DataError, count
 from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
-from normscope.models.inputs.numbered_inputs import Content, files_or
+from normscope.models.inputs.dataset import Files, InMemory
 
 # Suffixes that libsndfile opens, MP4 not among them. A single file may have any name.
 SUFFIXES = frozenset(
@@ -44,15 +44,10 @@ def audio_inputs(taken: AudioFormat, options: LoadOptions) -> Inputs:
     >>> audio_inputs(AudioFormat(16_000, shortest=400), options).description
     'the first 2 of 8 synthetic utterances (espeak-ng)'
     """
-
-    def synthetic() -> tuple[list[Tensor], list[Sample], str]:
+    if options.data is None:
         samples, waveforms, _, total = utterances(taken)
-        return waveforms, samples, total
-
-    def read_one(path: Path) -> Content:
-        return read(path, taken), 0
-
-    return files_or(synthetic, read_one, options, noun="recording", suffixes=SUFFIXES, one_by_one=True)
+        return InMemory(waveforms, samples, total, options, one_by_one=True)
+    return Files("recording", SUFFIXES, lambda path: read(path, taken), options, one_by_one=True)
 
 
 def utterances(taken: AudioFormat) -> tuple[list[Sample], list[Tensor], list[str], str]:

@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
 
 from normscope.errors import DataError, count, first_few
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions, Task
 from normscope.inputs.previews import Normalized
-from normscope.models.inputs.numbered_inputs import Content, Files, InputDataset, files_or, name_in
+from normscope.models.inputs.dataset import Content, Files, InMemory, InputDataset, name_in
 
 CROPS = 8
 SMALLEST_CROP = 0.4  # of a photograph's short edge: a face or a badge, not one button
@@ -28,10 +27,12 @@ _PHOTOGRAPHS = (
 )
 
 _WHITE_16 = 2**16 - 1
+_WORDNET_ID = re.compile(r"n\d{8}")
+_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 def image_inputs(
-    transform: Callable[[Image.Image], Tensor | Batch],
+    transform: Callable[[Image.Image], Content],
     options: LoadOptions,
     *,
     mode: str = "RGB",
@@ -47,16 +48,16 @@ def image_inputs(
         remarks: further remarks in the description of files.
         normalized_by: mean and standard deviation of each channel of pixels from 0 to 1; None if unknown.
     """
-
-    def read(path: Path) -> Content:
-        return transform(read_image(path, mode)), 0
-
-    def crops() -> tuple[list[Content], list[Sample], str]:
+    if options.data is None:
         images, samples, total = crops_of_photographs(mode, options)
-        return [(transform(image), 0) for image in images], samples, total
-
-    return files_or(
-        crops, read, options, noun="image", suffixes=suffixes(), remarks=remarks, normalized_by=normalized_by
+        return InMemory(list(map(transform, images)), samples, total, options, normalized_by=normalized_by)
+    return Files(
+        "image",
+        suffixes(),
+        lambda path: transform(read_image(path, mode)),
+        options,
+        remarks=remarks,
+        normalized_by=normalized_by,
     )
 
 
@@ -87,8 +88,13 @@ def crops_of_photographs(mode: str, options: LoadOptions) -> tuple[list[Image.Im
     paths, number = _photographs(), min(CROPS, options.limit or CROPS)
     taken = list(islice(cycle(enumerate(paths)), number))
     generator = torch.Generator().manual_seed(options.seed)
-    images = (read_image(path, mode) for _, path in taken)
-    crops = [image.crop(_square_in(image.size, generator)) for image in images]
+    crops = []
+    for _, path in taken:
+        image = read_image(path, mode)
+        scale, x, y = torch.rand(3, generator=generator).tolist()
+        side = round(min(image.size) * (SMALLEST_CROP + (1 - SMALLEST_CROP) * scale))
+        left, upper = round((image.width - side) * x), round((image.height - side) * y)
+        crops.append(image.crop((left, upper, left + side, upper + side)))
     samples = [Sample(path.name, source, index, f"of {len(paths)}") for index, (source, path) in enumerate(taken)]
     names = ", ".join(path.name for path in paths[:number])
     return crops, samples, f"{count(number, 'crop')} of {names} (seed {options.seed})"
@@ -103,13 +109,6 @@ def _photographs() -> list[Path]:
     if not paths:
         raise DataError("The default photograph of matplotlib is not installed. Name your own images with --data PATH.")
     return paths
-
-
-def _square_in(size: tuple[int, int], generator: torch.Generator) -> tuple[int, int, int, int]:
-    scale, x, y = torch.rand(3, generator=generator).tolist()
-    side = round(min(size) * (SMALLEST_CROP + (1 - SMALLEST_CROP) * scale))
-    left, upper = round((size[0] - side) * x), round((size[1] - side) * y)
-    return left, upper, left + side, upper + side
 
 
 def _formats() -> list[str]:
@@ -127,10 +126,6 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
         raise DataError("32-bit pixels have no defined white point")
     per_step = _WHITE_16 // 255
     return Image.fromarray(((pixels.astype(np.int64) + per_step // 2) // per_step).astype(np.uint8))
-
-
-_WORDNET_ID = re.compile(r"n\d{8}")
-_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 
 
 def class_task(inputs: Inputs, number: int, names: Sequence[str] = ()) -> Task:

@@ -16,20 +16,20 @@ from PIL import Image
 from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError, count
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Inputs, LoadOptions
 from normscope.inputs.previews import Normalized
 from normscope.models.inputs.audio import SUFFIXES, AudioFormat, read, utterances
+from normscope.models.inputs.dataset import Content, Files, InMemory, text_beside
 from normscope.models.inputs.images import crops_of_photographs, image_inputs, read_image, suffixes
-from normscope.models.inputs.numbered_inputs import Content, files_or, text_beside
 from normscope.models.inputs.text import LONGEST, check_tokens, lines_of_page, words_of
 from normscope.models.weights.repository import Repository, refuse_code
 
 Automatic = Literal["AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor"]
 
-_OWN = ("processor_config.json", "preprocessor_config.json")
-# What a whole processor may hold besides; each is fetched, so that all come from one commit.
-_BESIDES = (
+_CONFIGS = ("processor_config.json", "preprocessor_config.json")
+# Further files of a whole processor; each is fetched, so that all come from one commit.
+_FURTHER = (
     "tokenizer_config.json",
     "tokenizer.json",
     "special_tokens_map.json",
@@ -43,7 +43,7 @@ _READS = {"AutoImageProcessor": "image", "AutoFeatureExtractor": "recording", "A
 
 def has_processor(repository: Repository) -> bool:
     """True if a folder or a repository contains the configuration of a processor."""
-    return any(repository.file(filename) is not None for filename in _OWN)
+    return any(repository.file(filename) is not None for filename in _CONFIGS)
 
 
 def load_processor(library: Any, name: str, repository: Repository, automatic: Automatic) -> Any:
@@ -54,10 +54,10 @@ def load_processor(library: Any, name: str, repository: Repository, automatic: A
     whole = automatic == "AutoProcessor"
     if not has_processor(repository):
         raise ModelError(
-            f"{repository.name!r} holds no {_OWN[1]} and no {_OWN[0]}, so that no {_READS[automatic]} can be made "
-            f"ready for {name}. Save the processor beside the model: processor.save_pretrained(DIR)."
+            f"{repository.name!r} holds no {_CONFIGS[1]} and no {_CONFIGS[0]}, so that no {_READS[automatic]} can be "
+            f"made ready for {name}. Save the processor beside the model: processor.save_pretrained(DIR)."
         )
-    filenames = (*_OWN, *(_BESIDES if whole else ()))
+    filenames = (*_CONFIGS, *(_FURTHER if whole else ()))
     for filename in filenames:
         refuse_code(name, filename, repository.json(filename))
     if whole:
@@ -118,7 +118,7 @@ def _normalized_by(processor: Any) -> Normalized | None:
 
 
 def images_with_texts(processor: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
-    """Return images with texts for a network that looks at both apart: CLIP, SigLIP.
+    """Return images with texts for a network that encodes them separately: CLIP, SigLIP.
 
     Texts are cut at what the network reads. Only where it was trained on padded texts are they padded, and the padding
     is no data.
@@ -127,18 +127,18 @@ def images_with_texts(processor: Any, module: nn.Module, config: Any, options: L
     tokenizer = processor.tokenizer
     longest = min(LONGEST, text_config.max_position_embeddings, tokenizer.model_max_length)
     padding = "max_length" if "siglip" in config.model_type else False  # as the library's own pipeline has it
-    given = {"padding": padding, "truncation": True, "max_length": longest}
-    reading = next(
+    tokenizing = {"padding": padding, "truncation": True, "max_length": longest}
+    text_encoder = next(
         (name for name, part in module.named_modules() if type(getattr(part, "config", None)) is type(text_config)), ""
     )
 
     def prepared(image: Image.Image, text: str) -> Content:
-        kwargs = arguments(processor(images=image, text=[text], return_tensors="pt", **given), module)
+        kwargs = arguments(processor(images=image, text=[text], return_tensors="pt", **tokenizing), module)
         check_tokens(kwargs["input_ids"].flatten().tolist(), text_config.vocab_size)
-        mask = tokenizer([text], return_tensors="pt", return_attention_mask=True, **given)["attention_mask"].bool()
+        mask = tokenizer([text], return_tensors="pt", return_attention_mask=True, **tokenizing)["attention_mask"].bool()
         if bool(mask.all()):
             kwargs.pop("attention_mask", None)
-        within = {} if bool(mask.all()) else {reading: mask}
+        within = {} if bool(mask.all()) else {text_encoder: mask}
         cut = len(tokenizer(text, verbose=False)["input_ids"]) > longest
         return Batch(kwargs=kwargs, valid_within=within), cut
 
@@ -164,8 +164,8 @@ def prompts(processor: Any, module: nn.Module, config: Any, options: LoadOptions
     def prepared(image: Image.Image, text: str) -> Content:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         cut = len(tokens) > LONGEST
-        asked = prompt(tokenizer.decode(tokens[:LONGEST]) if cut else text)
-        kwargs = arguments(processor(images=[image], text=[asked], return_tensors="pt"), module)
+        prompted = prompt(tokenizer.decode(tokens[:LONGEST]) if cut else text)
+        kwargs = arguments(processor(images=[image], text=[prompted], return_tensors="pt"), module)
         check_tokens(kwargs["input_ids"].flatten().tolist(), config.get_text_config().vocab_size)
         return Batch(kwargs=kwargs | {"use_cache": False}), cut
 
@@ -181,36 +181,61 @@ def _pairs(
     one_by_one: bool = False,
 ) -> Inputs:
     """Return the images at ``options.data``, each with the text file of its name; or crops with lines of the page."""
-
-    def with_lines() -> tuple[list[Content], list[Sample], str]:
+    described: dict[str, Any] = {
+        "one_by_one": one_by_one,
+        "cut_to": cut_to,
+        "normalized_by": _normalized_by(getattr(processor, "image_processor", None)),
+        "words": partial(words_of, processor.tokenizer),
+    }
+    if options.data is None:
         crops, samples, total = crops_of_photographs("RGB", options)
-        pairs = [prepared(*pair) for pair in zip(crops, lines_of_page(len(crops)), strict=True)]
-        return pairs, samples, f"{total}, each with a line of normscope's page"
+        pairs = list(map(prepared, crops, lines_of_page(len(crops))))
+        return InMemory(pairs, samples, f"{total}, each with a line of normscope's page", options, **described)
 
-    def read(path: Path) -> Content:
+    def read_pair(path: Path) -> Content:
         text = text_beside(path)
         if not text:
             raise DataError(f"there is no text in {path.with_suffix('.txt').name} beside it")
         return prepared(read_image(path, "RGB"), text)
 
-    return files_or(
-        with_lines,
-        read,
+    described["remarks"] = ("each with the text in NAME.txt",)
+    return Files("image", suffixes(), read_pair, options, beside=".txt", **described)
+
+
+def processed_recordings(
+    extractor: Any, tokenizer: Any, module: nn.Module, config: Any, options: LoadOptions
+) -> Inputs:
+    """Return the recordings at ``options.data``, or the synthetic utterances, as a feature extractor makes them.
+
+    One recording a batch: padding would enter the statistics of norms along time. A decoder reads the text file of the
+    same name; ``tokenizer`` is None if the network has no decoder.
+    """
+    processor = RecordingProcessor(extractor, tokenizer, module, config)
+    audio_format, has_decoder = processor.audio_format, tokenizer is not None
+    silence = (f"silence in front, up to {processor.longest}, counts",) if processor.pads_in_front else ()
+    described: dict[str, Any] = {
+        "one_by_one": True,
+        "cut_to": processor.longest,
+        "words": partial(words_of, tokenizer) if has_decoder else None,
+    }
+    if options.data is None:
+        samples, waveforms, transcripts, total = utterances(audio_format)
+        of = ", ".join((total, *(("each with what it says",) if has_decoder else ()), *silence))
+        return InMemory(list(map(processor, waveforms, transcripts)), samples, of, options, **described)
+    return Files(
+        "recording",
+        SUFFIXES,
+        lambda path: processor(read(path, audio_format), text_beside(path) if has_decoder else None),
         options,
-        noun="image",
-        suffixes=suffixes(),
-        cut_to=cut_to,
-        beside=".txt",
-        remarks=("each with the text in NAME.txt",),
-        one_by_one=one_by_one,
-        normalized_by=_normalized_by(getattr(processor, "image_processor", None)),
-        words=partial(words_of, processor.tokenizer),
+        beside=".txt" if has_decoder else "",
+        remarks=(("the decoder reads NAME.txt, or without one the start alone",) if has_decoder else ()) + silence,
+        **described,
     )
 
 
 @dataclass(frozen=True)
-class Hearing:
-    """Preparation of recordings for a network of transformers; ``tokenizer`` is None where it has no decoder."""
+class RecordingProcessor:
+    """Conversion of recordings to batches of one, by a feature extractor and the tokenizer of a decoder, if any."""
 
     extractor: Any
     tokenizer: Any
@@ -218,87 +243,85 @@ class Hearing:
     config: Any
 
     @property
-    def taken(self) -> AudioFormat:
+    def audio_format(self) -> AudioFormat:
         """Return the rate of the recordings, and the fewest samples that make one frame."""
         rate = self.extractor.sampling_rate
         if self.module.main_input_name != "input_values" or not hasattr(self.module, _LENGTHS):
             return AudioFormat(rate, shortest=1)
-        shortest = 1 + bisect.bisect_left(range(1, rate), 1, key=self._frames_of)
-        return AudioFormat(rate, shortest)
+        return AudioFormat(rate, shortest=1 + bisect.bisect_left(range(1, rate), 1, key=self._n_frames))
 
     @property
     def longest(self) -> str:
         """Describe the part of a long recording that reaches the network; empty for all of it."""
-        if self._of_patches:
+        if self._has_patches:
             return count(self.extractor.max_length, "frame")
         samples = getattr(self.extractor, "n_samples", None)
         return f"{samples / self.extractor.sampling_rate:g} s" if samples else ""
 
-    def prepared(self, waveform: Tensor, transcript: str | None) -> Content:
-        """Make one recording ready, float32 ``(samples,)``; without a transcript a decoder reads its start alone."""
+    @property
+    def pads_in_front(self) -> bool:
+        """True if silence precedes the end of a recording, as in Smart Turn's training: all of it is data."""
+        return hasattr(self.extractor, "n_samples") and self.extractor.padding_side == "left"
+
+    def __call__(self, waveform: Tensor, transcript: str | None) -> Content:
+        """Process one recording, float32 ``(samples,)``; without a transcript a decoder reads its start alone."""
         features = self._extracted(self.extractor, waveform)
-        kwargs = arguments({name: value for name, value in features.items() if name != "attention_mask"}, self.module)
+        without_mask = {name: value for name, value in features.items() if name != "attention_mask"}
+        kwargs: dict[str, Any] = {**arguments(without_mask, self.module)}
         mask = features.get("attention_mask")
         cut = len(waveform) > getattr(self.extractor, "n_samples", len(waveform))
         valid = None
-        if self._of_patches:
-            valid, cut = self._patches(waveform)
+        if self._has_patches:
+            valid, cut = self._valid_patches(waveform)
         elif mask is not None and not bool(mask.all()):
-            valid = self._subsampled(mask)
+            valid = self._valid_frames(mask)
             if self.tokenizer is None and "attention_mask" in inspect.signature(self.module.forward).parameters:
                 kwargs["attention_mask"] = mask
         if self.tokenizer is None:
             return Batch(kwargs=kwargs, valid=valid), cut
-        written = {"decoder_input_ids": self._written(transcript), "use_cache": False}
+        kwargs |= {"decoder_input_ids": self._decoder_ids(transcript), "use_cache": False}
         encoder = self.module.get_encoder()
         path = next(name for name, part in self.module.named_modules() if part is encoder)
-        within = {} if valid is None else {path: valid}
-        return Batch(kwargs=kwargs | written, valid_within=within), cut
-
-    @property
-    def silence_in_front(self) -> bool:
-        """True if the end of a recording is heard behind silence, as in Smart Turn's training: all of it is data."""
-        return hasattr(self.extractor, "n_samples") and self.extractor.padding_side == "left"
+        return Batch(kwargs=kwargs, valid_within={} if valid is None else {path: valid}), cut
 
     def _extracted(self, extractor: Any, waveform: Tensor) -> Any:
-        asked = {"sampling_rate": extractor.sampling_rate, "return_tensors": "pt", "return_attention_mask": True}
-        if self.silence_in_front:
-            heard = waveform[-extractor.n_samples :]
-            waveform = nn.functional.pad(heard, (extractor.n_samples - len(heard), 0))
-            asked["do_normalize"] = getattr(extractor, "do_normalize", False)
-        return extractor(waveform.numpy(), **asked)
+        options = {"sampling_rate": extractor.sampling_rate, "return_tensors": "pt", "return_attention_mask": True}
+        if self.pads_in_front:
+            end = waveform[-extractor.n_samples :]
+            waveform = nn.functional.pad(end, (extractor.n_samples - len(end), 0))
+            options["do_normalize"] = getattr(extractor, "do_normalize", False)
+        return extractor(waveform.numpy(), **options)
 
-    def _frames_of(self, length: int) -> int:
+    def _n_frames(self, length: int) -> int:
         return int(getattr(self.module, _LENGTHS)(torch.tensor(length)))
 
-    def _subsampled(self, mask: Tensor) -> Tensor:
-        """Return which of the network's frames are data: it has fewer than the extractor, by its own function."""
+    def _valid_frames(self, mask: Tensor) -> Tensor:
+        """Mark the network's frames that are data: it has fewer than the extractor, by its own function."""
         if not hasattr(self.module, _LENGTHS):
             return mask.bool()
-        frames = self._frames_of(mask.shape[1])
-        return torch.arange(frames)[None] < self._frames_of(int(mask.sum()))
+        return torch.arange(self._n_frames(mask.shape[1]))[None] < self._n_frames(int(mask.sum()))
 
     @property
-    def _of_patches(self) -> bool:
-        """True if it reads patches of a spectrogram of fixed length, as AST does, whose extractor returns no mask."""
+    def _has_patches(self) -> bool:
+        """True for patches of a spectrogram of fixed length, as of AST, whose extractor returns no mask."""
         return hasattr(self.config, "time_stride") and hasattr(self.extractor, "max_length")
 
-    def _patches(self, waveform: Tensor) -> tuple[Tensor, bool]:
+    def _valid_patches(self, waveform: Tensor) -> tuple[Tensor, bool]:
         """Mark the tokens that see part of the recording, bool ``(1, tokens)``, and report truncation."""
         longer = copy.copy(self.extractor)
         longer.max_length += 1
         rows = self._extracted(longer, waveform)["input_values"][0]
-        nothing = torch.zeros(1, dtype=rows.dtype)
-        padding = longer.normalize(nothing.numpy()).item() if longer.do_normalize else 0.0
+        silence = torch.zeros(1, dtype=rows.dtype)
+        padding = longer.normalize(silence.numpy()).item() if longer.do_normalize else 0.0
         length = int((rows != padding).any(1).nonzero().max()) + 1
         network = getattr(self.module, self.module.base_model_prefix, self.module)
-        across, along = network.embeddings.get_shape(self.config)  # mel bins, time
-        seen = torch.arange(along) * self.config.time_stride < length
-        special = network.embeddings.position_embeddings.shape[1] - across * along
-        valid = torch.cat([torch.ones(special, dtype=torch.bool), seen.repeat(across)])
+        n_mel, n_time = network.embeddings.get_shape(self.config)
+        data = torch.arange(n_time) * self.config.time_stride < length
+        n_special = network.embeddings.position_embeddings.shape[1] - n_mel * n_time
+        valid = torch.cat([torch.ones(n_special, dtype=torch.bool), data.repeat(n_mel)])
         return valid[None], length > self.extractor.max_length
 
-    def _written(self, transcript: str | None) -> Tensor:
+    def _decoder_ids(self, transcript: str | None) -> Tensor:
         """Return what the decoder reads, int64 ``(1, tokens)``: its start, then the transcript without its end."""
         start = self.config.decoder_start_token_id
         tokens = self.tokenizer(transcript or "", verbose=False)["input_ids"]
@@ -310,35 +333,3 @@ class Hearing:
             raise DataError(f"its transcript has {len(tokens):,} tokens, and the model writes {longest:,} at most")
         check_tokens(tokens, self.config.vocab_size, "its transcript")
         return torch.tensor([tokens])
-
-
-def heard_inputs(extractor: Any, tokenizer: Any, module: nn.Module, config: Any, options: LoadOptions) -> Inputs:
-    """Return the recordings at ``options.data``, or the synthetic utterances, as a feature extractor makes them.
-
-    One recording a batch: padding would enter the statistics of norms along time. A decoder reads the text file of the
-    same name.
-    """
-    hearing = Hearing(extractor, tokenizer, module, config)
-    taken = hearing.taken
-    writes = tokenizer is not None
-    words = partial(words_of, tokenizer) if writes else None
-    silence = (f"silence in front, up to {hearing.longest}, counts",) if hearing.silence_in_front else ()
-    said = ("each with what it says",) if writes else ()
-
-    def synthetic() -> tuple[list[Content], list[Sample], str]:
-        samples, waveforms, transcripts, total = utterances(taken)
-        recordings = [hearing.prepared(*pair) for pair in zip(waveforms, transcripts, strict=True)]
-        return recordings, samples, ", ".join((total, *said, *silence))
-
-    return files_or(
-        synthetic,
-        lambda path: hearing.prepared(read(path, taken), text_beside(path) if writes else None),
-        options,
-        noun="recording",
-        suffixes=SUFFIXES,
-        cut_to=hearing.longest,
-        beside=".txt" if writes else "",
-        remarks=(("the decoder reads NAME.txt, or without one the start alone",) if writes else ()) + silence,
-        one_by_one=True,
-        words=words,
-    )

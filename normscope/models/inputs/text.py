@@ -6,7 +6,6 @@ import csv
 import inspect
 import math
 from abc import abstractmethod
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -14,17 +13,22 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from normscope.errors import DataError, ModelError, count
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Inputs, LoadOptions
-from normscope.models.inputs.numbered_inputs import InputDataset, Item, find_files, listing_digest, name_in, reason
+from normscope.models.inputs.dataset import InputDataset, Item, find_files, listing_digest, name_in, reason
 from normscope.models.weights.repository import Repository, refuse_code
 
 LONGEST = 512  # tokens of one text, at most
 _PAGE = files("normscope.models") / "embedded" / "page.txt"
+_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})
+_TABLES = (".tsv", ".csv")
+_COLUMNS = ("sentence1", "sentence2", "score")
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
 
 
 class Tokenization:
@@ -83,19 +87,19 @@ class Tokenization:
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)] = torch.tensor(tokens)
             mask[row, : len(tokens)] = 1
-        given = {"input_ids": ids, "attention_mask": mask, **self._options}
+        kwargs = {"input_ids": ids, "attention_mask": mask, **self._options}
         if self._encodes_and_decodes:
-            given |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
-        return Batch(kwargs=given, valid=mask.bool())
+            kwargs |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        return Batch(kwargs=kwargs, valid=mask.bool())
 
 
 class _Tokenized(InputDataset):
     """Inputs of one or more texts each."""
 
     def __init__(self, tokenization: Tokenization, total: int, options: LoadOptions, **described: Any) -> None:
-        self._tokenization, self.words = tokenization, tokenization.words
-        cut_to = count(tokenization.longest, "token")
-        super().__init__(total, options, remarks=tokenization.remarks, cut_to=cut_to, **described)
+        self._tokenization = tokenization
+        described |= {"remarks": tokenization.remarks, "cut_to": count(tokenization.longest, "token")}
+        super().__init__(total, options, words=tokenization.words, **described)
 
     def load(self, number: int) -> tuple[list[list[int]], int]:
         """Return the token ids of each text of an input, and how many were cut."""
@@ -114,37 +118,33 @@ class _Tokenized(InputDataset):
 
 
 class Texts(_Tokenized):
-    """The lines of some documents that are not blank, a text each; 24 bytes are kept of each."""
+    """The lines at ``options.data``, or of the embedded page, that are not blank, a text each.
 
-    def __init__(
-        self,
-        name: str,
-        documents: Sequence[tuple[str, Traversable]],
-        tokenization: Tokenization,
-        options: LoadOptions,
-        *,
-        data: str,
-        source_is_line: bool,
-        besides: Sequence[str] = (),
-    ) -> None:
-        """Find the beginning of each text; DataError if there is none.
+    A source is a line of a file, or a file of a folder. Each line takes 24 bytes of memory.
+    """
 
-        ``documents`` are names and UTF-8 files; ``data`` identifies them, see :class:`normscope.inputs.batch.Sample`.
-        Each document is a source, or each of its lines if ``source_is_line``.
-        """
-        self._documents, self._data, self._source_is_line = documents, data, source_is_line
-        self._where = array("q"), array("q"), array("q")  # document, offset in bytes, number of the line
-        for index, (_, document) in enumerate(documents):
-            for entry in _lines_of(document):
-                for kept, value in zip(self._where, (index, *entry), strict=True):
-                    kept.append(value)
-        total = len(self._where[0])
+    noun = "text"
+
+    def __init__(self, tokenization: Tokenization, options: LoadOptions) -> None:
+        """Find the beginning of each text; DataError if there is none."""
+        if options.data is None:
+            name, others, self._data, self._source_is_line = "normscope's page", 0, "page", True
+            self._documents: list[tuple[str, Traversable]] = [("page.txt", _PAGE)]
+        else:
+            root = Path(options.data)
+            paths, others = find_files(root, "text file", _SUFFIXES)
+            self._data, self._source_is_line = listing_digest(root, paths), not root.is_dir()
+            name, self._documents = str(root), [(name_in(root, path), path) for path in paths]
+        lines = ((i, *line) for i, (_, document) in enumerate(self._documents) for line in _lines_of(document))
+        # Document, offset in bytes and number of each line.
+        self._lines = np.fromiter(lines, np.dtype((np.int64, 3)))
+        total, n_files = len(self._lines), count(len(self._documents), "file")
         if not total:
-            raise DataError(f"{name} holds no text: {count(len(documents), 'file')} without a line that is not blank.")
-        super().__init__(tokenization, total, options, at=name, noun="text", of=count(total, "text"), besides=besides)
+            raise DataError(f"{name} holds no text: {n_files} without a line that is not blank.")
+        super().__init__(tokenization, total, options, name=name, of=count(total, "text"), others=others)
 
     def texts(self, number: int) -> Sequence[str]:
-        document, offset, line = (column[number] for column in self._where)
+        document, offset, line = self._lines[number].tolist()
         with cast(BinaryIO, self._documents[document][1].open("rb")) as file:
             file.seek(offset)
             text = _decoded(file.readline(), line)
@@ -153,17 +153,16 @@ class Texts(_Tokenized):
         return [text]
 
     def samples(self, number: int) -> list[Sample]:
-        index = self._where[0][number]
+        document, _, line = self._lines[number].tolist()
+        name = self._documents[document][0]
         if self._source_is_line:
-            return [Sample(self._place(number), number, number, self._data)]
-        return [Sample(self._documents[index][0], index, number, self._data)]
+            return [Sample(f"{name} line {line}", number, number, self._data)]
+        return [Sample(name, document, number, self._data)]
 
-    def _place(self, number: int) -> str:
-        document, _, line = (column[number] for column in self._where)
-        return f"{self._documents[document][0]} line {line}"
-
-    def name(self, number: int, error: Exception) -> str:
-        return self._documents[self._where[0][number]][0] if isinstance(error, OSError) else self._place(number)
+    def name_of(self, number: int, error: Exception) -> str:
+        document, _, line = self._lines[number].tolist()
+        name = self._documents[document][0]
+        return name if isinstance(error, OSError) else f"{name} line {line}"
 
 
 def _lines_of(document: Traversable) -> Iterator[tuple[int, int]]:
@@ -188,23 +187,6 @@ def _decoded(raw: bytes, number: int) -> str | None:
     return text.removeprefix("\ufeff") if number == 1 else text  # a byte order mark
 
 
-def text_inputs(tokenization: Tokenization, options: LoadOptions) -> Texts:
-    """Return texts at ``options.data`` or of the embedded page; a source is a line of a file, or a file of a folder."""
-    if options.data is None:
-        return Texts("normscope's page", [("page.txt", _PAGE)], tokenization, options, data="page", source_is_line=True)
-    root = Path(options.data)
-    paths, left_out = find_files(root, "text file", _SUFFIXES)
-    return Texts(
-        str(root),
-        [(name_in(root, path), path) for path in paths],
-        tokenization,
-        options,
-        data=listing_digest(root, paths),
-        source_is_line=not root.is_dir(),
-        besides=[f"{count(left_out, 'other file')} left out"] if left_out else [],
-    )
-
-
 def lines_of_page(number: int) -> list[str]:
     """Return the first ``number`` lines of the embedded page, repeated as needed.
 
@@ -215,14 +197,9 @@ def lines_of_page(number: int) -> list[str]:
     return [lines[index % len(lines)] for index in range(number)]
 
 
-_SUFFIXES = frozenset({".txt", ".text", ".md", ".rst"})
-
-_FILES = ("tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
-
-
 def load_tokenizer(library: Any, name: str, repository: Repository) -> Any:
     """Return the tokenizer beside a model; ModelError if there is none, or it asks for code of its own."""
-    paths = [repository.file(filename) for filename in _FILES]
+    paths = [repository.file(filename) for filename in _TOKENIZER_FILES]
     if paths[-1] is None:
         raise ModelError(f"{repository.name!r} holds no tokenizer.json, so that no text can be read for {name}.")
     refuse_code(name, "tokenizer_config.json", repository.json("tokenizer_config.json"))
@@ -255,18 +232,17 @@ def check_tokens(tokens: Sequence[int], vocabulary: int | None, what: str = "it"
         raise DataError(f"the tokenizer makes token {max(tokens)} of {what}, and the model knows {vocabulary}")
 
 
-_COLUMNS = ("sentence1", "sentence2", "score")
-_TABLES = (".tsv", ".csv")
-
-
 class SentencePairs(_Tokenized):
     """Pairs of sentences with scores: two samples each, of one source, with the pair's score as their label."""
+
+    noun = "pair"
 
     def __init__(self, path: Path, tokenization: Tokenization, options: LoadOptions) -> None:
         """Read the pairs of a file, see :func:`read_pairs`; ``options`` count pairs."""
         self._path, self._pairs, self._data = path, read_pairs(path), listing_digest(path, [path])
         of = f"{count(len(self._pairs), 'pair')} of sentences"
-        super().__init__(tokenization, len(self._pairs), options, at=str(path), noun="pair", of=of)
+        super().__init__(tokenization, len(self._pairs), options, name=str(path), of=of)
+        self.batch_size = max(1, options.batch_size // 2)  # both sentences of a pair are in one batch
 
     def texts(self, number: int) -> Sequence[str]:
         return self._pairs[number][:2]
@@ -275,11 +251,8 @@ class SentencePairs(_Tokenized):
         score = self._pairs[number][2]
         return [Sample(f"pair {number + 1}", number, 2 * number + side, self._data, score) for side in range(2)]
 
-    def name(self, number: int, error: Exception) -> str:
+    def name_of(self, number: int, error: Exception) -> str:
         return f"{self._path.name} pair {number + 1}"
-
-    def _at_once(self) -> int:
-        return max(1, self.batch_size // 2)  # both sentences of a pair are in one batch
 
 
 def pairs_or_texts(tokenization: Tokenization, options: LoadOptions) -> Inputs:
@@ -287,7 +260,7 @@ def pairs_or_texts(tokenization: Tokenization, options: LoadOptions) -> Inputs:
     path = Path(options.data or "")
     if path.suffix.lower() in _TABLES and path.is_file():
         return SentencePairs(path, tokenization, options)
-    return text_inputs(tokenization, options)
+    return Texts(tokenization, options)
 
 
 def read_pairs(path: Path) -> list[tuple[str, str, float]]:

@@ -19,16 +19,18 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, UsageError, count
 from normscope.inputs.batch import Batch, Sample
-from normscope.inputs.chunks import ALL, Chunk, Share
+from normscope.inputs.chunks import ALL, Chunk, RankSampler
 from normscope.inputs.loaded_model import LoadOptions
 from normscope.inputs.previews import Preview
-from normscope.models.inputs.numbered_inputs import InputDataset, Item, in_pieces, listing_digest
+from normscope.models.inputs.dataset import InputDataset, Item, listing_digest
 from normscope.runtime.network import run
 from normscope.runtime.progress import StageProgress, report
 
 TIMESTEPS = 4  # of a trajectory to run the model at, by default
 _STAGE = "steps of trajectories"
 _LISTED = 8  # timesteps that a description names one by one
+STEPS = 50  # of a trajectory, as DiTPipeline takes them
+_TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a single one of DiT-XL has them
 
 
 def select_timesteps(visited: Sequence[int], request: str | int | None = None) -> list[int]:
@@ -87,10 +89,6 @@ def _evenly(visited: Sequence[int], number: int) -> list[int]:
     return [visited[round(i * (len(visited) - 1) / (number - 1))] for i in range(number)]
 
 
-STEPS = 50  # of a trajectory, as DiTPipeline takes them
-_TOGETHER = 4 * 32 * 32  # numbers of latents that are walked as one batch: a single one of DiT-XL has them
-
-
 @dataclass(frozen=True)
 class LatentSpace:
     """The latents and classes that a class-conditional DiT takes."""
@@ -115,7 +113,7 @@ class Trajectories(InputDataset):
         timesteps: at which to run the module, in the order of the trajectory.
     """
 
-    by_network = True
+    in_memory = True
 
     def __init__(
         self,
@@ -134,18 +132,20 @@ class Trajectories(InputDataset):
         self.module, self.scheduler, self.noise, self.labels = module, scheduler, noise, labels
         self.timesteps, self._null_class, self._guidance, self._remark = timesteps, null_class, guidance, remark
         self._runs = 1 if guidance == 1 else 2  # of each latent
+        self.batch_size = max(1, options.batch_size // self._runs)  # both samples of a guided latent are in one batch
         self._visited: list[int] = scheduler.timesteps.tolist()
-        self._positions = {number: position for position, number in enumerate(self.order)}
-        self._latents: dict[int, Tensor] = {}  # of a trajectory at the timesteps
+        self._n_steps = self._visited.index(timesteps[-1])
+        self._latents: dict[int, Tensor] = {}  # of a trajectory: (timesteps, channels, height, width)
+        self._progress: StageProgress | None = None
 
     @property
     def description(self) -> str:
         guidance = "no guidance" if self._guidance == 1 else f"guidance {self._guidance:g}"
         shuffled = "shuffled" if self._options.shuffle else ""
-        about = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
+        remarks = ", ".join(filter(None, [f"seed {self._options.seed}", guidance, shuffled, self._remark]))
         trajectories = "trajectory" if len(self.order) == 1 else "trajectories"
         steps = count(len(self._visited), "step")
-        return f"{len(self.order)} DDIM {trajectories} of {steps} ({about}), {listed(self.timesteps)}"
+        return f"{len(self.order)} DDIM {trajectories} of {steps} ({remarks}), {listed(self.timesteps)}"
 
     def samples(self, number: int) -> list[Sample]:
         return [self._sample(number, timestep, half) for timestep in self.timesteps for half in range(self._runs)]
@@ -154,12 +154,12 @@ class Trajectories(InputDataset):
         """Return the latent of a sample; None of one that runs without its label, beside itself with it."""
         return None if batch.samples[place].index % 2 else super().preview(batch, place)
 
-    def ends(self, share: Share = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
-        """Walk the trajectories of a share to their ends, with the module as it is now, keeping nothing.
+    def ends(self, sampler: RankSampler = ALL) -> Iterator[tuple[tuple[Sample, ...], Tensor]]:
+        """Walk the trajectories of a rank to their ends, with the module as it is now, keeping nothing.
 
         Yields samples, one a trajectory, and clean latents: float32 ``(trajectories, channels, height, width)``.
         """
-        for numbers in share.of(in_pieces(share.left(self.order), self._walked_together())):
+        for numbers in sampler.groups(self.order, self._walked_together):
             latents = self.noise[numbers]
             for timestep in self._visited:
                 latents = self._denoised(latents, timestep, numbers)
@@ -167,56 +167,51 @@ class Trajectories(InputDataset):
 
     def first_sample(self) -> Batch:
         """Return the first sample; that of the first timestep takes no step."""
-        first = list(self.order[:1])
-        latents = self.noise[first] if self.timesteps[0] == self._visited[0] else self._at_timesteps(first)[0]
-        return self._batch(first, self.timesteps[0], latents).first_sample()
+        number, timestep = self.order[0], self.timesteps[0]
+        latents = self.noise[[number]] if timestep == self._visited[0] else self.load(number)[:1]
+        return self._batch([number], timestep, latents).first_sample()
 
-    def read(self, numbers: Sequence[int], progress: StageProgress | None = None) -> Chunk:
-        latents = self._at_timesteps(numbers, progress)
-        at_each = zip(self.timesteps, latents, strict=True)
-        return Chunk(numbers, [self._batch(numbers, timestep, at_one) for timestep, at_one in at_each])
+    def chunks(self, sampler: RankSampler) -> Iterator[Chunk]:
+        numbers = chain.from_iterable(sampler.groups(self.order, self.batch_size))
+        walks = {self._walked_with(number)[0] for number in numbers if number not in self._latents}
+        self._progress = StageProgress(report, _STAGE, self._n_steps * len(walks)) if self._n_steps and walks else None
+        yield from super().chunks(sampler)
 
-    def _loaded(self, plan: Iterator[list[int]]) -> Iterator[Chunk]:
-        chunks = list(plan)
-        steps = len(self._steps()) * len({self._walk_of(n)[0] for n in chain(*chunks) if n not in self._latents})
-        progress = StageProgress(report, _STAGE, steps) if steps else None
-        return (self.read(numbers, progress) for numbers in chunks)
+    def __getitem__(self, number: int) -> Item:
+        return Item(number, self.load(number))  # errors of the network are raised
 
-    def _at_timesteps(self, numbers: Sequence[int], progress: StageProgress | None = None) -> Tensor:
-        """Return latents, float32 ``(timesteps, trajectories, channels, height, width)``; walk where none are kept."""
-        for number in numbers:
-            if number not in self._latents:
-                walk = self._walk_of(number)
-                self._latents |= dict(zip(walk, self._walked(walk, progress).unbind(1), strict=True))
-        return torch.stack([self._latents[number] for number in numbers], dim=1)
+    def load(self, number: int) -> Tensor:
+        """Return the latents of a trajectory at the timesteps, and keep those of the trajectories walked with it."""
+        if number not in self._latents:
+            numbers = self._walked_with(number)
+            latents = self.noise[list(numbers)]
+            at_timesteps = [latents] if self._visited[0] in self.timesteps else []
+            for timestep, following in pairwise(self._visited[: self._n_steps + 1]):
+                latents = self._denoised(latents, timestep, numbers)
+                at_timesteps += [latents] if following in self.timesteps else []
+                if self._progress is not None:
+                    self._progress.add(1)
+            self._latents |= dict(zip(numbers, torch.stack(at_timesteps, dim=1), strict=True))
+        return self._latents[number]
 
-    def _walked(self, numbers: Sequence[int], progress: StageProgress | None) -> Tensor:
-        latents = {self._visited[0]: self.noise[list(numbers)]}
-        for timestep, following in pairwise(self._visited[: len(self._steps()) + 1]):
-            latents[following] = self._denoised(latents[timestep], timestep, numbers)
-            if progress is not None:
-                progress.add(1)
-        return torch.stack([latents[timestep] for timestep in self.timesteps])
+    def batches(self, items: Sequence[Item]) -> list[Batch]:
+        numbers, latents = [item.number for item in items], torch.stack([item.content for item in items], dim=1)
+        at_timesteps = zip(self.timesteps, latents, strict=True)
+        return [self._batch(numbers, timestep, at_timestep) for timestep, at_timestep in at_timesteps]
 
-    def _steps(self) -> Sequence[int]:
-        return self._visited[: self._visited.index(self.timesteps[-1])]
-
-    def _walk_of(self, number: int) -> Sequence[int]:
-        """Return the trajectories that are walked in one batch, the same in every share, with one among them.
+    def _walked_with(self, number: int) -> Sequence[int]:
+        """Return the trajectories that are walked in one batch, the same for every rank, with one among them.
 
         Matrix products of other shapes round differently.
         """
-        size = self._walked_together()
-        first = self._positions[number] // size * size
+        size = self._walked_together
+        first = self.order.index(number) // size * size
         return self.order[first : first + size]
 
+    @property
     def _walked_together(self) -> int:
-        """Return the number of trajectories walked in one batch: those of a chunk, or of several chunks if tiny."""
-        return max(self._at_once(), _TOGETHER // self.noise[0].numel() // self._at_once() * self._at_once())
-
-    def _at_once(self) -> int:
-        """Return the number of trajectories in a chunk; both samples of a guided latent are in one batch."""
-        return max(1, self.batch_size // self._runs)
+        """Number of trajectories walked in one batch: those of a chunk, or of several chunks if tiny."""
+        return max(self.batch_size, _TOGETHER // self.noise[0].numel() // self.batch_size * self.batch_size)
 
     @torch.inference_mode(False)  # what is kept may later be the input of a pass with gradients
     @torch.no_grad()
@@ -305,52 +300,60 @@ def chosen_timesteps(scheduler: DDIMScheduler, options: LoadOptions, steps: Sequ
 
 
 class NoisedLatents(InputDataset):
-    """Clean latents, each noised to several timesteps, as in training: √ᾱ·x₀ + √(1−ᾱ)·noise.
+    """Clean latents of a file, each noised to several timesteps, as in training: √ᾱ·x₀ + √(1−ᾱ)·noise.
 
-    Each latent has one noise for all timesteps, which follows from the seed and from the latent's number in its file.
+    Each latent runs once at each timestep, with its own class or the null class. It has one noise for all timesteps,
+    which follows from the seed and from the latent's number in its file.
     """
 
     in_memory = True
 
-    def __init__(
-        self,
-        path: Path,
-        latents: Tensor,
-        labels: Tensor,
-        scheduler: DDIMScheduler,
-        timesteps: Sequence[int],
-        options: LoadOptions,
-        remark: str,
-    ) -> None:
-        """Keep the latents of a file: floats ``(latents, channels, height, width)``, with labels ``(latents,)``.
+    def __init__(self, path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> None:
+        """Read a file.
+
+        A ``.npy`` file contains floats ``(latents, channels, height, width)``, already multiplied by the autoencoder's
+        scaling factor; a ``.safetensors`` file such a tensor ``latents``, and optionally integers ``class_labels``.
 
         Raises:
-            DataError: if a selected latent is not finite.
+            UsageError: if ``options.guidance`` is set, or ``options.timesteps`` is wrong.
+            DataError: if the file cannot be read, its content is not in ``space``, or a selected latent is not finite.
         """
+        if options.guidance is not None:
+            raise UsageError(
+                f"Guidance ({options.guidance:g}) steers the model's own trajectories, and latents from a file run "
+                "along none. Leave out either guidance or data."
+            )
+        self._path, self._scheduler, self._data = path, scheduler, listing_digest(path, [path])
+        self.timesteps = chosen_timesteps(scheduler, options)
+        tensors = _read(path)
+        if "latents" not in tensors:
+            names = ", ".join(sorted(tensors)) or "none at all"
+            raise DataError(f"{str(path)!r} holds no tensor 'latents', only {names}.")
+        self._latents = latents = _checked_shape(path, tensors["latents"], space)
+        self._labels, self._remark = torch.full((len(latents),), space.classes), "null class"
+        if "class_labels" in tensors:
+            self._labels = _checked_labels(path, tensors["class_labels"], len(latents), space.classes)
+            self._remark = "classes of the file"
         super().__init__(len(latents), options)
-        self._path, self._latents, self._labels, self._remark = path, latents, labels, remark
-        self._scheduler, self.timesteps = scheduler, timesteps
-        self._data = listing_digest(path, [path])
         for number in self.order:
             if not latents[number].float().isfinite().all():
                 raise DataError(f"Latent {number} in {str(path)!r} holds numbers that are infinite or not a number.")
 
     @property
     def description(self) -> str:
-        latents, seed = self._taken_of(count(self._total, "latent")), self._options.seed
+        latents, seed = self._selected_of(count(self._total, "latent")), self._options.seed
         return f"{self._path}: {latents} with noise (seed {seed}, {self._remark}), {listed(self.timesteps)}"
 
     def samples(self, number: int) -> list[Sample]:
         return [self._sample(number, timestep) for timestep in self.timesteps]
 
-    def load(self, number: int) -> tuple[tuple[Tensor, Tensor], int]:
-        """Return a clean latent and its noise."""
-        return (self._latents[number].float(), self._noise(number)), 0
+    def load(self, number: int) -> Tensor:
+        """Return a clean latent and its noise, ``(2, channels, height, width)``."""
+        return torch.stack([self._latents[number].float(), self._noise(number)])
 
     def batches(self, items: Sequence[Item]) -> list[Batch]:
-        clean, noise = (torch.stack(tensors) for tensors in zip(*(item.content for item in items), strict=True))
-        numbers = [item.number for item in items]
-        batches = []
+        clean, noise = torch.stack([item.content for item in items], dim=1)
+        numbers, batches = [item.number for item in items], []
         for timestep in self.timesteps:
             every = torch.full((len(clean),), timestep)
             noised = self._scheduler.add_noise(clean, noise, every)  # type: ignore[arg-type]  # all integers do
@@ -379,33 +382,6 @@ class NoisedLatents(InputDataset):
     def _sample(self, number: int, timestep: int) -> Sample:
         index = number * self._scheduler.config["num_train_timesteps"] + timestep
         return Sample(f"latent {number}", number, index, self._data)
-
-
-def read_latents(path: Path, space: LatentSpace, scheduler: DDIMScheduler, options: LoadOptions) -> NoisedLatents:
-    """Return the latents of a file, each to be run once at each timestep, with its own class or the null class.
-
-    A ``.npy`` file contains floats ``(latents, channels, height, width)``, already multiplied by the autoencoder's
-    scaling factor; a ``.safetensors`` file such a tensor ``latents``, and optionally integers ``class_labels``.
-
-    Raises:
-        UsageError: if ``options.guidance`` is set, or ``options.timesteps`` is wrong.
-        DataError: if the file cannot be read, or its content is not in ``space``.
-    """
-    if options.guidance is not None:
-        raise UsageError(
-            f"Guidance ({options.guidance:g}) steers the model's own trajectories, and latents from a file run "
-            "along none. Leave out either guidance or data."
-        )
-    timesteps = chosen_timesteps(scheduler, options)
-    tensors = _read(path)
-    if "latents" not in tensors:
-        raise DataError(f"{str(path)!r} holds no tensor 'latents', only {', '.join(sorted(tensors)) or 'none at all'}.")
-    latents = _checked_shape(path, tensors["latents"], space)
-    labels, remark = torch.full((len(latents),), space.classes), "null class"
-    if "class_labels" in tensors:
-        labels = _checked_labels(path, tensors["class_labels"], len(latents), space.classes)
-        remark = "classes of the file"
-    return NoisedLatents(path, latents, labels, scheduler, timesteps, options, remark)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

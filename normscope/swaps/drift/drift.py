@@ -66,7 +66,7 @@ def drift(
         outputs: how to read the network's output; by default as the loaded model states, or the first tensor.
         ends: yields samples and latents ``(samples, …)`` at the end of trajectories, by the network as it is at the
             moment of each; they are compared with all sites swapped. Each of several ranks calls it with its own
-            :class:`normscope.inputs.chunks.Share`. By default those of a loaded model that runs on trajectories.
+            :class:`normscope.inputs.chunks.RankSampler`. By default those of a loaded model that runs on trajectories.
         func: name of the curve in the norms' place, for the rows.
         init: name of the start values, for the rows; ``calibrated`` calibrates here.
         learn: for ``calibrated``: inputs to learn from, other than the batches, at most a gibibyte in memory. None for

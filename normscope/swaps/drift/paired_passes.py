@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, MemoryEndedError, ModelError
 from normscope.inputs.batch import Batch, Halving, Sample
-from normscope.inputs.chunks import LeftOut, Share, shared
+from normscope.inputs.chunks import LeftOut, RankSampler, first_and_chunks
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
@@ -39,17 +39,17 @@ class KeptEnds:
         self._ends = ends
         self._kept: list[tuple[Sequence[Sample], Tensor]] | None = None
 
-    def __call__(self, *share: Share) -> Iterable[tuple[Sequence[Sample], Tensor]]:
+    def __call__(self, *sampler: RankSampler) -> Iterable[tuple[Sequence[Sample], Tensor]]:
         """Run the network as it is at the moment of each end."""
-        return self._ends(*share)
+        return self._ends(*sampler)
 
-    def original(self, *share: Share) -> Iterator[tuple[Sequence[Sample], Tensor]]:
+    def original(self, *sampler: RankSampler) -> Iterator[tuple[Sequence[Sample], Tensor]]:
         """Ends of the unswapped network, kept from the first time."""
         if self._kept is not None:
             yield from self._kept
             return
         kept = []
-        for samples, latents in self._ends(*share):
+        for samples, latents in self._ends(*sampler):
             kept.append((samples, latents.clone()))
             yield samples, latents
         self._kept = kept
@@ -70,7 +70,7 @@ class PairedPasses:
     chosen: Container[tuple[str, int]] | None = None  # data set and index, for swaps of some sites; None for all
 
     def __post_init__(self) -> None:
-        self._share = Share(self.ranks.rank, self.ranks.size)
+        self._sampler = RankSampler(self.ranks.rank, self.ranks.size)
         self._holders = Holders(self.model)
         self._devices = cuda_devices(self.model)
         self._layouts: dict[tuple[str, int], SiteLayout] = {}
@@ -88,7 +88,9 @@ class PairedPasses:
         tallies, left_out = Tallies(configurations), LeftOut()
         rounds = [[done for done in configurations if (done.swapped == "all") is whole] for whole in (True, False)]
         with left_as_found(self.model) as self._buffers:
-            first, chunks = shared(self.batches, self._share)
+            first, chunks = first_and_chunks(self.batches, self._sampler)
+            if first is None:
+                raise DataError("There is no batch to run the model on.")
             check_alike(self.ranks, {**self.settings, "first sample": list(astuple(first.samples[0]))})
             if rounds[0]:
                 self._learn_layouts(first)
@@ -113,7 +115,7 @@ class PairedPasses:
 
     def _came(self, chunk: int, batch: int) -> tuple[int, int]:
         """Number a chunk of this rank's share among those of all ranks."""
-        return chunk * self._share.ranks + self._share.rank, batch
+        return chunk * self._sampler.ranks + self._sampler.rank, batch
 
     def _few(self, batch: Batch) -> Batch | None:
         """Return the chosen samples of a batch; the whole batch if it cannot be divided."""
@@ -168,13 +170,13 @@ class PairedPasses:
     def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, each computed while norms or swaps are in place."""
         everything = next(done for done in tallies.configurations if done.swapped == "all")
-        share = () if self.ranks.size == 1 else (self._share,)
+        sampler = () if self.ranks.size == 1 else (self._sampler,)
         with contextlib.ExitStack() as closing:
             self._buffers.put_back()
-            original = iter((ends.original if isinstance(ends, KeptEnds) else ends)(*share))
+            original = iter((ends.original if isinstance(ends, KeptEnds) else ends)(*sampler))
             with self.swapped(everything.paths):
                 self._buffers.put_back()
-                swapped = iter(ends(*share))
+                swapped = iter(ends(*sampler))
             for running in (original, swapped):
                 if isinstance(running, Generator):  # its context, such as a grad mode, must not outlive this one
                     closing.callback(running.close)

@@ -27,7 +27,7 @@ def tensors(inputs):
     return torch.cat([batch.args[0] for batch in inputs])
 
 
-def test_preprocessing_is_timms_own(pictures, tiny_vit):
+def test_preprocessing_is_that_of_timm(pictures, tiny_vit):
     transform = create_transform(**resolve_data_config({}, model=tiny_vit))
     expected = [transform(Image.open(pictures / name).convert("RGB")) for name in ("a.png", "b/c.JPG", "b/d.png")]
     assert torch.equal(tensors(_timm_inputs(tiny_vit, options_with(data=str(pictures)))), torch.stack(expected))
@@ -43,17 +43,14 @@ def test_a_folder_in_order_with_each_file_a_source(pictures):
     assert single.description == f"{pictures}/b/d.png: 1 image"
 
 
-def test_what_a_capture_keeps_in_the_folder_does_not_make_it_another_data_set(pictures):
-    """``normscope capture --data . -o seen.safetensors``: going on, it finds its checkpoint among the images."""
-    kept = pictures / "seen.safetensors.checkpoint"
-    kept.mkdir()
-    for path in (kept / "0.safetensors", pictures / ".seen.safetensors.abcdefgh.safetensors"):
+def test_checkpoints_and_temporary_files_are_no_data(pictures):
+    """``normscope capture --data . -o seen.safetensors --resume`` finds its checkpoint among the images."""
+    description = image_files(pictures).description
+    folder = pictures / "seen.safetensors.checkpoint"
+    folder.mkdir()
+    for path in (folder / "0.safetensors", pictures / ".seen.safetensors.abcdefgh.safetensors"):
         path.touch()
-    inputs = image_files(pictures)
-    (kept / "0.safetensors").unlink()
-    kept.rmdir()
-    (pictures / ".seen.safetensors.abcdefgh.safetensors").unlink()
-    assert inputs.description == image_files(pictures).description
+    assert image_files(pictures).description == description
 
 
 def test_unreadable_and_other_files_are_named_and_counted(pictures):
@@ -66,7 +63,7 @@ def test_unreadable_and_other_files_are_named_and_counted(pictures):
         assert inputs.description == f"{pictures}: 4 images (1 unreadable, 2 other files left out)"
 
 
-def test_links_to_nothing_are_unreadable(tmp_path):
+def test_broken_links_are_unreadable(tmp_path):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     (tmp_path / "b.png").symlink_to("gone.png")
     (tmp_path / "c.png").symlink_to("c.png")  # in a circle
@@ -76,24 +73,13 @@ def test_links_to_nothing_are_unreadable(tmp_path):
     assert inputs.description == f"{tmp_path}: 3 images (1 other file left out)"
     assert len(tensors(inputs)) == 1
     assert inputs.unreadable == [
-        "b.png: a link to gone.png, which does not exist",
+        "b.png: No such file or directory",
         "c.png: Too many levels of symbolic links",
     ]
     assert inputs.description == f"{tmp_path}: 3 images (2 unreadable, 1 other file left out)"
     (tmp_path / "a.png").unlink()
-    with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is b.png: a link to gone.png"):
+    with pytest.raises(DataError, match=r"None of the 2 files tried .* The first is b.png: No such file"):
         list(image_files(tmp_path))
-
-
-def test_images_are_opened_batch_by_batch(tmp_path, monkeypatch):
-    for number in range(10):
-        Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.png")
-    opened = []
-    real_open = Image.open
-    monkeypatch.setattr(Image, "open", lambda path, **kwargs: opened.append(path) or real_open(path, **kwargs))
-    batches = iter(image_files(tmp_path, batch_size=3))
-    next(batches)
-    assert len(opened) == 3
 
 
 def test_camera_orientation_is_applied(tmp_path):
@@ -157,7 +143,7 @@ def test_decompression_bombs_are_unreadable_and_postscript_is_not_run(tmp_path, 
         list(image_files(tmp_path / "program.png"))
 
 
-def test_nothing_that_could_be_an_image(tmp_path):
+def test_folders_without_an_image_are_refused(tmp_path):
     for number, others in enumerate((r"\.", r", only 1 other file\."), start=1):
         with pytest.raises(DataError, match=f"holds no image{others}"):
             image_files(tmp_path)
@@ -172,7 +158,7 @@ def sizes_of(inputs):
     return sizes[:, 0]
 
 
-def test_crops_are_squares_of_one_source_where_only_matplotlib_is_installed(options, monkeypatch):
+def test_crops_without_scikit_learn_are_squares_of_one_source(options, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "sklearn" else find_spec(name))
     inputs = image_inputs(lambda image: torch.tensor(image.size), options())
@@ -183,7 +169,7 @@ def test_crops_are_squares_of_one_source_where_only_matplotlib_is_installed(opti
     assert inputs.description == "8 crops of grace_hopper.jpg (seed 0)"
 
 
-def test_crops_take_turns_of_three_sources_beside_scikit_learn(options):
+def test_crops_alternate_between_three_sources(options):
     inputs = image_inputs(lambda image: torch.tensor(image.size), options())
     names, edges = ("grace_hopper.jpg", "china.jpg", "flower.jpg"), (512, 427, 427)
     samples = samples_of(inputs)
@@ -194,7 +180,7 @@ def test_crops_take_turns_of_three_sources_beside_scikit_learn(options):
     assert len({sample.data for sample in samples}) == 1
 
 
-def test_crops_follow_the_seed_and_fewer_are_the_first(tiny_vit, options):
+def test_the_seed_places_crops_and_a_limit_takes_the_first(tiny_vit, options):
     crops, few, many, others = (
         tensors(_timm_inputs(tiny_vit, options(**changes)))
         for changes in ({}, {"limit": 3}, {"limit": 100}, {"seed": 1})

@@ -1,4 +1,4 @@
-"""Latents of the user's own, in files that numpy and safetensors write."""
+"""Latents of users, in files that numpy and safetensors write."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,8 @@ from loads import samples_of
 from safetensors.torch import save_file
 
 from normscope.errors import DataError, UsageError
-from normscope.inputs.chunks import ALL, Share
-from normscope.models.inputs.trajectories import LatentSpace, read_latents
+from normscope.inputs.chunks import ALL, RankSampler
+from normscope.models.inputs.trajectories import LatentSpace, NoisedLatents
 
 SPACE = LatentSpace(channels=4, size=8, classes=5)
 LATENTS = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(2))
@@ -18,7 +18,7 @@ LATENTS = torch.randn(6, 4, 8, 8, generator=torch.Generator().manual_seed(2))
 @pytest.fixture
 def read(options):
     def make(path, **changes):
-        return read_latents(path, SPACE, DDIMScheduler(clip_sample=False), options(data=str(path), **changes))
+        return NoisedLatents(path, SPACE, DDIMScheduler(clip_sample=False), options(data=str(path), **changes))
 
     return make
 
@@ -81,63 +81,57 @@ def test_classes_of_the_file(read, labelled):
 
 
 @pytest.mark.parametrize(
-    ("value", "sentence"),
+    ("latents", "error"),
     [
         (np.zeros((2, 4, 8, 9), np.float32), r"are \(2, 4, 8, 9\); the model takes \(latents, 4, 8, 8\), at least one"),
-        (np.zeros((4, 8, 8), np.float32), r"are \(4, 8, 8\); the model takes"),
         (np.zeros((0, 4, 8, 8), np.float32), r"are \(0, 4, 8, 8\); the model takes"),
         (np.float32(1), r"are \(\); the model takes"),
         (np.zeros((2, 4, 8, 8), np.int64), "are int64; the model takes floating-point numbers"),
         (np.zeros((2, 4, 8, 8), "U3"), "cannot be read as a npy file of latents"),
         (np.array([{}]), "cannot be read as a npy file of latents: .*Python objects"),
         (np.stack([np.zeros((4, 8, 8)), np.full((4, 8, 8), np.nan)]), "Latent 1 in .* infinite or not a number"),
-    ],
-    ids=["size", "dimensions", "none", "scalar", "integers", "text", "pickle", "not a number"],
-)
-def test_arrays_that_are_no_latents(read, tmp_path, value, sentence):
-    np.save(tmp_path / "wrong.npy", value)
-    with pytest.raises(DataError, match=sentence):
-        read(tmp_path / "wrong.npy")
-
-
-@pytest.mark.parametrize(
-    ("labels", "sentence"),
-    [
         (torch.zeros(9, dtype=torch.long), "one for each of the 2 latents"),
         (torch.tensor([0, 6]), r"class_labels in .* go from 0 to 6; the model has classes from 0 to 4, and 5 for none"),
         (torch.tensor([-1, 0]), "class_labels in .* go from -1 to 0"),
         (torch.tensor([0.0, 1.0]), r"class_labels in .* are float32 of shape \(2,\); they have to be integers"),
         (torch.tensor([[0], [1]]), r"class_labels in .* are int64 of shape \(2, 1\)"),
-        (torch.tensor([0]), r"shape \(1,\); they have to be integers, one for each of the 2 latents"),
     ],
 )
-def test_labels_that_are_none(read, tmp_path, labels, sentence):
-    save_file({"latents": LATENTS[:2].clone(), "class_labels": labels}, tmp_path / "wrong.safetensors")
-    for limit in (None, 1):
-        with pytest.raises(DataError, match=sentence):
-            read(tmp_path / "wrong.safetensors", limit=limit)
+def test_wrong_latents_or_class_labels_are_refused(read, tmp_path, latents, error):
+    if isinstance(latents, torch.Tensor):
+        path = tmp_path / "wrong.safetensors"
+        save_file({"latents": LATENTS[:2].clone(), "class_labels": latents}, path)
+    else:
+        path = tmp_path / "wrong.npy"
+        np.save(path, latents)
+    with pytest.raises(DataError, match=error):
+        read(path)
 
 
-def test_files_that_are_none_of_latents(read, tmp_path):
-    save_file({"images": torch.zeros(2)}, tmp_path / "images.safetensors")
-    for name in ("broken.npy", "broken.safetensors", "latents.pt"):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("images.safetensors", "holds no tensor 'latents', only images"),
+        ("broken.npy", "cannot be read as a npy file of latents"),
+        ("broken.safetensors", "cannot be read as a safetensors file of latents"),
+        ("latents.pt", r"Latents are read from \.npy and \.safetensors files, not .*latents\.pt"),
+        ("", "is a folder; latents are read from one .npy or .safetensors file"),
+    ],
+)
+def test_files_without_latents_are_refused(read, tmp_path, name, error):
+    if name == "images.safetensors":
+        save_file({"images": torch.zeros(2)}, tmp_path / name)
+    elif name:
         (tmp_path / name).write_bytes(b"damaged")
-    for name, sentence in {
-        "images.safetensors": "holds no tensor 'latents', only images",
-        "broken.npy": "cannot be read as a npy file of latents",
-        "broken.safetensors": "cannot be read as a safetensors file of latents",
-        "latents.pt": r"Latents are read from \.npy and \.safetensors files, not .*latents\.pt",
-        "": "is a folder; latents are read from one .npy or .safetensors file",
-    }.items():
-        with pytest.raises(DataError, match=sentence):
-            read(tmp_path / name)
+    with pytest.raises(DataError, match=error):
+        read(tmp_path / name)
 
 
-def test_any_order_and_share_give_a_latent_the_same_noise(read, array):
-    def by_sample(*shares, **changes):
+def test_the_noise_of_a_latent_does_not_depend_on_order_and_rank(read, array):
+    def by_sample(*samplers, **changes):
         found = {}
-        for share in shares:
-            for chunk in read(array, timesteps="980,0", **changes).chunks(share):
+        for sampler in samplers:
+            for chunk in read(array, timesteps="980,0", **changes).chunks(sampler):
                 assert [batch.part for batch in chunk.batches] == ["timestep 980", "timestep 0"]
                 for batch in chunk.batches:
                     assert [sample.source_index for sample in batch.samples] == list(chunk.numbers)
@@ -146,7 +140,7 @@ def test_any_order_and_share_give_a_latent_the_same_noise(read, array):
 
     expected = by_sample(ALL, batch_size=6)
     assert len(expected) == 12
-    thirds = [Share(rank, 3) for rank in range(3)]
+    thirds = [RankSampler(rank, 3) for rank in range(3)]
     for found in (by_sample(*thirds, batch_size=1), by_sample(ALL, batch_size=4, shuffle=True, seed=0)):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[sample], latent) for sample, latent in expected.items())
@@ -155,7 +149,7 @@ def test_any_order_and_share_give_a_latent_the_same_noise(read, array):
     assert set(read(array, timesteps="980,0").known_samples()) == expected.keys()
 
 
-def test_a_latent_that_is_not_finite_matters_where_it_is_taken(read, tmp_path):
+def test_only_selected_latents_have_to_be_finite(read, tmp_path):
     latents = LATENTS.clone()
     latents[4, 0, 0, 0] = torch.inf
     np.save(tmp_path / "some.npy", latents.numpy())

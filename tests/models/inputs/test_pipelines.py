@@ -1,4 +1,4 @@
-"""A tiny PixArt pipeline in a folder that diffusers writes: its calls against those that a hook of ours sees."""
+"""A tiny PixArt pipeline in a folder: its calls against those that a hook records."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import normscope
 from normscope.errors import MemoryEndedError, ModelError, UsageError
 from normscope.inputs.batch import Batch
-from normscope.inputs.chunks import ALL, Share
+from normscope.inputs.chunks import ALL, RankSampler
 from normscope.loading import load
 from normscope.models.diffusion import OTHERWISE, PROMPTS
 
@@ -80,7 +80,7 @@ def test_each_prompt_is_a_source_and_each_timestep_a_part(saved):
     assert seen.stats["norm_out"].n_pairs == 8 * 64 * 24  # samples, patches, channels
 
 
-def test_no_step_is_taken_after_the_last_that_is_asked_for(saved):
+def test_no_step_follows_the_last_timestep(saved):
     model = loaded(saved, timesteps="950,700")
     calls = []
     model.module.norm_out.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -113,20 +113,20 @@ def test_weights_that_do_not_fit(pixart):
     "changes",
     [{"_class_name": ["pipeline", "My"]}, {"text_encoder": ["my_code", "My"]}, {"transformer": ["diffusers", "My"]}],
 )
-def test_code_that_comes_along_is_not_run(pixart, changes):
+def test_code_of_a_folder_is_not_run(pixart, changes):
     change_json(pixart / "model_index.json", **changes)
     with pytest.raises(ModelError, match="asks for code that is not diffusers' own"):
         loaded(pixart)
 
 
-def test_what_does_not_apply(saved, tmp_path):
+def test_options_that_do_not_apply_are_refused(saved, tmp_path):
     with pytest.raises(UsageError, match="reads no data"):
         loaded(saved, data=tmp_path)
     with pytest.raises(UsageError, match="does not visit the timestep 7"):
         loaded(saved, timesteps="7,")
 
 
-def test_its_output_is_read_without_the_variances(saved):
+def test_outputs_are_read_without_the_variances(saved):
     model = loaded(saved, timesteps="950,")
     (batch,) = model.inputs
     record = result_of(model.module, Batch(kwargs=batch.kwargs | {"return_dict": True}))
@@ -137,15 +137,15 @@ def test_its_output_is_read_without_the_variances(saved):
     assert torch.equal(model.outputs.read(record, batch), read)
 
 
-def test_a_prompt_is_a_chunk_of_its_own(saved):
+def test_each_prompt_is_a_chunk(saved):
     inputs = loaded(saved, limit=3, timesteps="950,").inputs
     whole = [[batch.samples for batch in chunk.batches] for chunk in inputs.chunks(ALL)]
-    assert [chunk.numbers for chunk in inputs.chunks(Share(1, 2, {0}))] == [[2]]
+    assert [chunk.numbers for chunk in inputs.chunks(RankSampler(1, 2, {0}))] == [[2]]
     assert [samples[0].source for (samples,) in whole] == ["prompt 0", "prompt 1", "prompt 2"]
     assert inputs.first_sample().samples == whole[0][0][:1]
 
 
-def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
+def test_a_spread_transformer_has_the_same_capture(saved, monkeypatch, tmp_path):
     whole = loaded(saved)
     free = modeling.get_max_memory
     monkeypatch.setattr(modeling, "get_max_memory", lambda given=None: free(given or {"cpu": 55_000}))
@@ -161,7 +161,7 @@ def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("at_call", "error", "kind", "sentence"),
+    ("at_call", "error", "kind", "error_words"),
     [
         (
             4,
@@ -173,7 +173,7 @@ def test_a_spread_transformer_sees_the_same(saved, monkeypatch, tmp_path):
         (2, torch.OutOfMemoryError("no memory"), MemoryEndedError, "takes more memory as it samples than there is"),
     ],
 )
-def test_an_error_in_the_middle_of_sampling_is_a_sentence(saved, at_call, error, kind, sentence):
+def test_an_error_during_sampling_is_reported(saved, at_call, error, kind, error_words):
     model, calls = loaded(saved, timesteps="950,700"), []
 
     def before(*_):
@@ -182,7 +182,7 @@ def test_an_error_in_the_middle_of_sampling_is_a_sentence(saved, at_call, error,
             raise error
 
     model.module.proj_out.register_forward_pre_hook(before)
-    with pytest.raises(kind, match=re.escape(sentence)) as caught:
+    with pytest.raises(kind, match=re.escape(error_words)) as caught:
         list(model.inputs)
     assert caught.value.__cause__ is error
 

@@ -1,4 +1,4 @@
-"""Pairs of sentences: files as others write them, both sentences in one batch, and sentences about what is wrong."""
+"""Pairs of sentences: file formats, both sentences in one batch, and refusals."""
 
 import csv
 
@@ -10,7 +10,7 @@ from normscope.errors import DataError
 from normscope.inputs.held_out import learned_and_held_out
 from normscope.models.inputs.text import SentencePairs, pairs_or_texts, read_pairs
 
-READING = Bytes(6, errors={"b!": ValueError("no shouting")})
+TOKENIZATION = Bytes(6, errors={"b!": ValueError("no shouting")})
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def written(tmp_path):
     return write
 
 
-def test_tabs_and_commas_with_and_without_a_header(written, tmp_path):
+def test_file_formats(written, tmp_path):
     plain = written("a.tsv", 'He said "no".\tNo, he said.\t4.25\n\n"Odd\tEven"\t-1\n')
     assert read_pairs(plain) == [('He said "no".', "No, he said.", 4.25), ('"Odd', 'Even"', -1.0)]
     headed = written("b.tsv", "Score\tsplit\tsentence2\tsentence1\n3\ttest\tb\ta\n", "utf-8-sig")
@@ -34,7 +34,7 @@ def test_tabs_and_commas_with_and_without_a_header(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "why"),
+    ("name", "text", "error"),
     [
         ("a.tsv", "a\tb\t1\nc\td\n", r"Line 2 of '.*a\.tsv' is no pair of sentences; a line is sentence1, sentence2"),
         ("a.tsv", "a\tb\tgood\n", "Line 1 of .* the last of them a number. To read lines as texts, name a .txt file"),
@@ -46,14 +46,14 @@ def test_tabs_and_commas_with_and_without_a_header(written, tmp_path):
         ("a.tsv", "Käse\tbrie\t1\n", r"a\.tsv' cannot be read as pairs of sentences: not UTF-8"),
     ],
 )
-def test_what_is_no_pair_is_named(written, name, text, why):
-    with pytest.raises(DataError, match=why):
+def test_refusals(written, name, text, error):
+    with pytest.raises(DataError, match=error):
         read_pairs(written(name, text, "latin-1"))
 
 
 def test_both_sentences_are_in_one_batch_and_one_part(written, options):
     path = written("a.tsv", "".join(f"{letter}\t{letter * 8}\t{n}\n" for n, letter in enumerate("abcdef")))
-    inputs = SentencePairs(path, READING, options(batch_size=5, limit=5))
+    inputs = SentencePairs(path, TOKENIZATION, options(batch_size=5, limit=5))
     batches = list(inputs)
     assert [len(batch.samples) for batch in batches] == [4, 4, 2] and inputs.n_samples == 10
     assert [sample.label for batch in batches for sample in batch.samples] == [n for n in range(5) for _ in range(2)]
@@ -63,18 +63,18 @@ def test_both_sentences_are_in_one_batch_and_one_part(written, options):
     _, held_out = learned_and_held_out(inputs)
     first, second = [sample.index for sample in samples_of(held_out)]
     assert first % 2 == 0 and second == first + 1  # a pair is held out whole
-    assert len(next(iter(SentencePairs(path, READING, options(batch_size=1)))).samples) == 2
+    assert len(next(iter(SentencePairs(path, TOKENIZATION, options(batch_size=1)))).samples) == 2
 
 
-def test_a_pair_goes_whole_where_one_sentence_cannot_be_read(written, options):
-    inputs = SentencePairs(written("a.tsv", "a\tb!\t1\nc\td\t2\n"), READING, options())
+def test_a_pair_with_an_unreadable_sentence_is_omitted(written, options):
+    inputs = SentencePairs(written("a.tsv", "a\tb!\t1\nc\td\t2\n"), TOKENIZATION, options())
     (batch,) = inputs
     assert [sample.source for sample in batch.samples] == ["pair 2", "pair 2"]
     assert inputs.unreadable == ["a.tsv pair 1: no shouting"]
     assert torch.equal(batch.valid, torch.ones(2, 1, dtype=torch.bool))
 
 
-def test_other_files_hold_texts(written, options):
-    texts = pairs_or_texts(READING, options(data=str(written("a.txt", "a\tb\t1\nc\n"))))
+def test_other_files_contain_texts(written, options):
+    texts = pairs_or_texts(TOKENIZATION, options(data=str(written("a.txt", "a\tb\t1\nc\n"))))
     assert not isinstance(texts, SentencePairs) and texts.n_samples == 2
-    assert isinstance(pairs_or_texts(READING, options(data=str(written("b.CSV", "a,b,1\n")))), SentencePairs)
+    assert isinstance(pairs_or_texts(TOKENIZATION, options(data=str(written("b.CSV", "a,b,1\n")))), SentencePairs)

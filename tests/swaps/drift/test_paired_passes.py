@@ -106,14 +106,14 @@ def test_the_report_does_not_depend_on_the_number_of_ranks(size):
     assert [row.part for row in known.by_part] == ["timestep 9", "timestep 5", "timestep 0"]
 
 
-def test_ends_are_walked_by_share():
+def test_each_rank_walks_its_own_trajectories():
     x, model = torch.cat(inputs()[:3]), Stack()
     walked = []
 
     def ends_of(own):
-        def ends(share=ALL):
-            walked.append(share)
-            for first in share.of(range(0, 10, 3)):
+        def ends(sampler=ALL):
+            walked.append(sampler)
+            for first, *_ in sampler.groups(range(10), 3):
                 samples = [Sample(f"s{n}", n, n) for n in range(10)][first : first + 3]
                 with torch.no_grad():
                     yield samples, own(x[first : first + 3])
@@ -127,7 +127,7 @@ def test_ends_are_walked_by_share():
     known = measured(Ranks())
     walked.clear()
     assert [report.as_dict() for report in together(3, measured)] == [known.as_dict()] * 3
-    assert known.end.inputs == 10 and {share.rank for share in walked} == {0, 1, 2}
+    assert known.end.inputs == 10 and {sampler.rank for sampler in walked} == {0, 1, 2}
 
 
 def test_ranks_decide_together_what_is_wrong():
