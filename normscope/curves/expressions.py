@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import math
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -140,9 +139,7 @@ class _Reader:
             power = "; a power is written **" if strange[0] == "^" else ""
             self.refuse(f"the sign {strange[0]!r} means nothing here{power}", strange.start())
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about Python code, such as 1or x
-                tree = ast.parse(self.formula, mode="eval").body
+            tree = ast.parse(self.formula, mode="eval").body
         except SyntaxError as error:
             self.refuse(f"it cannot be read ({error.msg})", max((error.offset or 1) - 1, 0))
         except (ValueError, MemoryError, RecursionError):
@@ -187,10 +184,7 @@ class _Reader:
     def constant(self, value: object, node: ast.expr) -> Term:
         if type(value) not in (int, float):
             self.refuse(f"{self.written(node)} is no real number", node.col_offset)
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except OverflowError:
-            number = math.inf
+        number = float(str(value))  # infinite for an integer beyond float64
         if not math.isfinite(number):
             self.refuse("this number is too large for float64", node.col_offset)
         # A tensor, as Python's own numbers raise errors at 1/0 and overflow.
@@ -202,9 +196,7 @@ class _Reader:
         if name not in _FUNCTIONS:
             self.refuse(f"{self.written(node.func)} is no function", node.col_offset)
         function, arguments = _FUNCTIONS[name]
-        if node.keywords:
-            self.refuse(f"the arguments of {name} have no names", node.col_offset)
-        if len(node.args) != arguments:
+        if node.keywords or len(node.args) != arguments:
             self.refuse(f"{name} takes {count(arguments, 'argument')}, not {len(node.args)}", node.col_offset)
         return function
 

@@ -11,34 +11,23 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from normscope.curves.properties import Function, autograd_of, grid, kinks_of, properties_of
 from normscope.errors import UsageError
-
-Function = Callable[[Tensor], Tensor]
 
 FREE, BEST = "free", "best"
 NO_CURVES = (FREE, BEST, "all")  # names that ``--func`` takes besides those of curves
-_NEAR_ORIGIN = 1e-8
-_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
-_DECADES = 6  # of |u|, on either side of 1
-_POINTS_A_DECADE = 256  # a maximum between two points is missed by 2e-5 of it
-_POINTS_TO_AN_END = 2**18 + 1
-_FINITE_UP_TO = 1e3  # |u| up to which values have to be finite
-_ROUNDING = 1e-12  # of f: smaller ups and downs, and smaller sums of f(u) and f(−u), are rounding
-_STRAIGHT = 0.01  # a power of u nearer to 1 is a straight line
-_STILL_GROWS = 0.5  # a bound is near if two decades add less than half of what the two before added
-_SAMPLING = 1e-3  # of the supremum: apparent growth of a function with a maximum between grid points
-_JUMP = 1e-4  # of the steepest slope up to there: a smaller jump of f′ is no kink
-_HALVINGS = 40
-_ORIGIN = 1e-100
 FLAT = 0.05  # of the largest |f′|: a flatter curve does not tell inputs apart
-_QUOTIENT = 1e-6  # of u: half the width of a difference quotient
-_LARGEST = torch.finfo(torch.float64).max
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,39}")
+_DYT = "DyT, arXiv 2503.10622"
+_TRIED = f"{_DYT}, which tries it in tanh's place"
+_DERF = "arXiv 2512.10938, ViT/other_functions"
+_ERF_SLOPE = 2 / math.sqrt(math.pi)
+_TANH_SLOPE = "4 * (t := torch.exp(-2 * u.abs())) / (1 + t).square()"  # does not cancel for large u
 
 
 @dataclass(frozen=True)
@@ -128,7 +117,7 @@ class Curve:
         """
         if not math.isfinite(self.peak):
             return None
-        u = torch.logspace(-_DECADES, _DECADES, _POINTS_TO_AN_END, dtype=torch.float64)
+        u = torch.logspace(-6, 6, 2**18 + 1, dtype=torch.float64)
         steep = (u[self.derivative(side * u).abs() >= FLAT * self.peak].tolist() for side in (-1, 1))
         low, high = (max(values, default=0.0) for values in steep)
         return -low if low < u[-1] else -math.inf, high if high < u[-1] else math.inf
@@ -142,152 +131,8 @@ class Curve:
         """
         if self.smooth:
             return ()
-        u = _grid(_POINTS_A_DECADE // 4)
-        return _kinks(self.derivative, u, self.function(u), self.derivative(u))
-
-
-def autograd_of(function: Function) -> Function:
-    """Derivative of an elementwise function by torch's autograd, in float64, also under ``no_grad``.
-
-    At the origin it is the slope to the right, at 1e-100, where torch takes that of abs for zero. If autograd makes NaN
-    of infinity times zero, as for 1/(1 + e^(−u)) at u = −1000, it is a difference quotient.
-
-    >>> autograd_of(torch.abs)(torch.tensor([-2.0, 0.0, 2.0])).tolist()
-    [-1.0, 1.0, 1.0]
-    """
-
-    def derivative(u: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.enable_grad():
-            at = torch.where(u == 0, _ORIGIN, u.detach().double()).clone().requires_grad_()
-            values = function(at)
-            (slope,) = torch.autograd.grad(values, at, torch.ones_like(values))
-        if not slope.isnan().any():
-            return slope
-        below, above = at.detach() * (1 - _QUOTIENT), at.detach() * (1 + _QUOTIENT)
-        return torch.where(slope.isnan(), (function(above) - function(below)) / (above - below), slope)
-
-    return derivative
-
-
-def properties_of(function: Function, derivative: Function, name: str) -> dict[str, Any]:
-    """Measure a function at ±1e-6 … ±1e6 and at 0, by the names of :class:`Curve`'s attributes.
-
-    Raises:
-        UsageError: as of :func:`curve_of`.
-    """
-    u = _grid(_POINTS_A_DECADE)
-    f = _values(function, u, name)
-    slope = _slopes(derivative, u, name)
-    scale = torch.maximum(f.abs(), f[u.abs() <= 1].abs().max())
-    steps, between = f.diff(), _ROUNDING * torch.maximum(scale[1:], scale[:-1])
-    at_origin, peak = _slope_at_origin(u, f), _supremum(u, slope)
-    return {
-        "limit": _supremum(u, f),
-        "zero_centred": bool(((f + f.flip(0)).abs() <= _ROUNDING * scale).all()),
-        "monotone": bool((steps >= -between).all() or (steps <= between).all()),
-        "slope_at_origin": at_origin,
-        "peak": math.inf if peak is None or math.isinf(at_origin) else peak,
-        "smooth": not (math.isinf(at_origin) or _kinks(derivative, u, f, slope)),
-    }
-
-
-def _grid(points_a_decade: int) -> Tensor:
-    half = torch.logspace(-_DECADES, _DECADES, 2 * _DECADES * points_a_decade + 1, dtype=torch.float64)
-    return torch.cat([-half.flip(0), torch.zeros(1, dtype=torch.float64), half])
-
-
-def _values(function: Function, u: Tensor, name: str) -> Tensor:
-    try:
-        f = function(u)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"The curve {name!r} cannot be evaluated on a float64 tensor: {error}") from error
-    if not isinstance(f, Tensor) or f.shape != u.shape or f.is_complex():
-        kind = f"{f.dtype} of shape {tuple(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
-        raise UsageError(
-            f"The curve {name!r} makes a {kind} of a float64 tensor of shape {tuple(u.shape)}; "
-            "a curve gives one real number for each u."
-        )
-    f = f.detach().double()
-    _refuse_first(name, "is", u, f)
-    f = f.clamp(-_LARGEST, _LARGEST)
-    if (f.max() - f.min()) <= _ROUNDING * f.abs().max():
-        raise UsageError(f"The curve {name!r} is {f[0].item() + 0:g} wherever u is; a constant cannot be fitted.")
-    return f
-
-
-def _slopes(derivative: Function, u: Tensor, name: str) -> Tensor:
-    try:
-        slope = derivative(u).detach().double()
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"torch cannot find the derivative of the curve {name!r} ({error}). Give it yourself, as derivative=…"
-        ) from error
-    if slope.shape != u.shape:
-        raise UsageError(
-            f"The derivative of the curve {name!r} gives {tuple(slope.shape)} for {tuple(u.shape)} numbers."
-        )
-    _refuse_first(name, "has the slope", u, slope)
-    return slope
-
-
-def _refuse_first(name: str, does: str, u: Tensor, values: Tensor) -> None:
-    bad = values.isnan() | (values.isinf() & (u.abs() <= _FINITE_UP_TO))
-    if bad.any():
-        at = int(torch.where(bad, u.abs(), math.inf).argmin())
-        raise UsageError(
-            f"The curve {name!r} {does} {values[at].item():g} at u = {u[at].item():g}; "
-            f"it has to be finite for every |u| up to {_FINITE_UP_TO:g}, and a number beyond."
-        )
-
-
-def _supremum(u: Tensor, values: Tensor) -> float | None:
-    """Largest magnitude, extrapolated from those up to |u| = 1e2, 1e4 and 1e6; None if these keep growing."""
-    magnitude = values.abs()
-    near, far, farthest = (float(magnitude[u.abs() <= 1.001 * bound].max()) for bound in (1e2, 1e4, 1e6))
-    before, last = far - near, farthest - far
-    if not math.isfinite(farthest) or last > max(_STILL_GROWS * before, _SAMPLING * farthest):
-        return None
-    return farthest + (last * last / (before - last) if before > last else 0.0)
-
-
-def _slope_at_origin(u: Tensor, f: Tensor) -> float:
-    """Return f′(0): infinite or zero by the leading power of |u|, and NaN if the sides differ."""
-    origin = len(u) // 2
-    powers, slopes = [], []
-    rounding = 1e-15 * max(float(f[u.abs() <= 1].abs().max()), abs(float(f[origin])))
-    for side in (-1, 1):
-        places = (origin + side * (1 + decade * _POINTS_A_DECADE) for decade in range(_DECADES))
-        rises = [float(f[place] - f[origin]) for place in places]
-        clear = [(near, far) for near, far in pairwise(rises) if abs(near) > rounding]
-        powers.append(math.log10(abs(clear[0][1] / clear[0][0])) if clear and clear[0][1] else math.inf)
-        slopes.append(0.0 if powers[-1] > 1 + _STRAIGHT else side * rises[0] / float(u[origin + 1]))
-    if min(powers) < 1 - _STRAIGHT:
-        return math.copysign(math.inf, slopes[1])
-    return sum(slopes) / 2 if math.isclose(*slopes, rel_tol=1e-3) else math.nan
-
-
-def _kinks(derivative: Function, u: Tensor, f: Tensor, slope: Tensor) -> tuple[float, ...]:
-    """Places where f′ jumps between two points of the grid: repeated halving of the gap leaves a jump."""
-    origin = len(u) // 2
-    outwards = slope.abs().clone()
-    outwards[origin:] = outwards[origin:].cummax(0).values
-    outwards[: origin + 1] = outwards[: origin + 1].flip(0).cummax(0).values.flip(0)
-    outwards = outwards.where(outwards < 1 / _NEAR_ORIGIN, f.abs() / u.abs())  # f is vertical further in
-    counts = _JUMP * torch.maximum(outwards[1:], outwards[:-1])
-    some = slope.diff().abs() > counts
-    left, right, at_left, at_right = u[:-1][some], u[1:][some], slope[:-1][some], slope[1:][some]
-    for _ in range(_HALVINGS):
-        middle = (left + right) / 2
-        here = derivative(middle)
-        to_the_left = (here - at_left).abs() > (at_right - here).abs()
-        left, at_left = torch.where(to_the_left, left, middle), torch.where(to_the_left, at_left, here)
-        right, at_right = torch.where(to_the_left, middle, right), torch.where(to_the_left, here, at_right)
-    return tuple(((left + right) / 2)[(at_right - at_left).abs() > counts[some]].tolist())
-
-
-_DYT = "DyT, arXiv 2503.10622"
-_TRIED = f"{_DYT}, which tries it in tanh's place"
-_DERF = "arXiv 2512.10938, ViT/other_functions"
+        u = grid(points_a_decade=64)
+        return kinks_of(self.derivative, u, self.function(u), self.derivative(u))
 
 
 class Functions:
@@ -295,14 +140,10 @@ class Functions:
 
 
 def _of(name: str, expression: str) -> Function:
-    function = eval(f"lambda u: {expression}", {"torch": torch, "math": math, "within": _within})  # noqa: S307
+    function = eval(f"lambda u: {expression}", {"torch": torch, "math": math})  # noqa: S307
     function.__module__, function.__name__, function.__qualname__ = __name__, name, f"{Functions.__name__}.{name}"
     setattr(Functions, name, staticmethod(function))
     return getattr(Functions, name)  # type: ignore[no-any-return]
-
-
-def _within(inside: Tensor, slope: Tensor) -> Tensor:
-    return slope * inside.to(slope.dtype)  # a fifth of the time of torch.where
 
 
 def _built_in(
@@ -332,9 +173,6 @@ def _built_in(
         **(usual | properties),
     )
 
-
-_ERF_SLOPE = 2 / math.sqrt(math.pi)
-_TANH_SLOPE = "4 * (t := torch.exp(-2 * u.abs())) / (1 + t).square()"  # does not cancel for large u
 
 # f and f′ keep their digits over all of float64, from denormal u to ±1e308: nothing overflows or cancels. At a jump f′
 # is that of the inner side.
@@ -429,7 +267,7 @@ BUILT_IN = (
         "sin(clip(u, −π/2, π/2))",
         r"\sin(\mathrm{clip}(u,\ {-}\pi/2,\ \pi/2))",
         f="torch.sin(u.clamp(-math.pi / 2, math.pi / 2))",
-        slope="within(u.abs() <= math.pi / 2, torch.cos(u.clamp(-math.pi / 2, math.pi / 2)))",
+        slope="torch.cos(u).where(u.abs() <= math.pi / 2, 0.0)",
         js="Math.sin(clipped(u, -Math.PI / 2, Math.PI / 2))",
     ),
     _built_in(
@@ -483,7 +321,7 @@ BUILT_IN = (
         "clip(sign(u)·ln(1 + u²), −1, 1)",
         r"\mathrm{clip}(\mathrm{sign}(u)\,\ln(1 + u^2),\ {-}1,\ 1)",
         f="torch.copysign(torch.log1p(u.square()).clamp(max=1), u)",
-        slope="within(torch.log1p(s := (m := u.abs().clamp(max=2)).square()) <= 1, 2 * m / (1 + s))",
+        slope="(2 * (m := u.abs().clamp(max=2)) / (1 + (s := m.square()))).where(torch.log1p(s) <= 1, 0.0)",
         js="Math.sign(u) * Math.min(Math.log1p(u * u), 1)",
         slope_at_origin=0.0,
         smooth=False,
@@ -493,7 +331,7 @@ BUILT_IN = (
         "clip(sign(u)·ln(1 + |u|), −1, 1)",
         r"\mathrm{clip}(\mathrm{sign}(u)\,\ln(1 + |u|),\ {-}1,\ 1)",
         f="torch.copysign(torch.log1p(u.abs()).clamp(max=1), u)",
-        slope="within(torch.log1p(m := u.abs()) <= 1, 1 / (1 + m))",
+        slope="(1 / (1 + (m := u.abs()))).where(torch.log1p(m) <= 1, 0.0)",
         js="Math.sign(u) * Math.min(Math.log1p(Math.abs(u)), 1)",
         smooth=False,
     ),

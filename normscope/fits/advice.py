@@ -14,7 +14,7 @@ from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.targets import as_capture
 from normscope.norms.sites import NormSite, kind_of_site
 from normscope.pairs.captures import Capture
-from normscope.pairs.sums.stats import PairStats, of_tokens
+from normscope.pairs.sums.stats import of_tokens
 from normscope.runtime.records import Record, Records, Tabled, as_json
 
 Feeds = Literal["attention", "other"]
@@ -27,6 +27,7 @@ NOTE_ON_START = (
 )
 NOTE_ON_PUBLISHED = f"The published α₀ are DyT's, with γ starting at 1 ({SOURCE}, section 7)."
 NOTE = f"{NOTE_ON_START} {NOTE_ON_PUBLISHED}"
+SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)  # of the quantiles of slopes
 _ELSEWHERE = 0.5  # the default of section 7, outside language models
 # Section 7, tables of α₀ of LLaMA: norms in attention blocks, and all others, by the width of the network.
 BY_WIDTH: dict[int, tuple[float, float]] = {
@@ -140,13 +141,13 @@ def advise(fits: Sequence[CurveFit], sites: Sequence[NormSite] = (), *, family: 
         if fit.channel is None and fit.curve != FREE and (fit.norm is None or fit.norm.pointwise is None):
             groups.setdefault((fit.model, kind_of_site(fit.site), fit.curve), []).append(fit)
     return Records(
-        _advice(kind, of_kind, [by_name[fit.site] for fit in of_kind if fit.site in by_name], family)
-        for (_, kind, _), of_kind in groups.items()
+        _advice(kind, group, [by_name[fit.site] for fit in group if fit.site in by_name], family)
+        for (_, kind, _), group in groups.items()
     )
 
 
 def _advice(kind: str, fits: Sequence[CurveFit], sites: Sequence[NormSite], family: str | None) -> Advice:
-    bent = [fit for fit in fits if fit.told_apart]
+    bent = [fit for fit in fits if fit.identified]
     feeds = feeds_of(kind, {site.placement for site in sites})
     return Advice(
         model=fits[0].model,
@@ -205,7 +206,7 @@ def published(family: str | None, widths: set[int], feeds: Feeds | None) -> Publ
     if feeds is None or len(widths) != 1:
         return None
     (width,) = widths
-    nearest = min(BY_WIDTH, key=lambda wide: abs(math.log(wide / width)))
+    nearest = min(BY_WIDTH, key=lambda tabulated: abs(math.log(tabulated / width)))
     attention, other = BY_WIDTH[nearest]
     which = "" if nearest == width else f", the nearest to {width}"
     return Published(attention if feeds == "attention" else other, f"LLaMA of width {nearest}{which}, {feeds}")
@@ -267,9 +268,6 @@ def layerwise(fits: Sequence[CurveFit]) -> Layerwise | None:
     return Layerwise(func, means[func], best, len(sites), len(curves[parameters]), parameters)
 
 
-SHARES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-
-
 @dataclass(frozen=True, repr=False)
 class TokenSlopes(SiteRecord):
     """The slopes of all tokens' lines y = (x − μ)/σ at one norm site.
@@ -316,19 +314,13 @@ def _slopes(capture: Capture, site: str) -> TokenSlopes:
     stats = capture.stats[site]
     scales = of_tokens(stats.token_scales)
     slopes = {share: 1 / scales.quantile(1 - share) if scales.count else math.nan for share in SHARES}
+    x, y, rstd = stats.tokens.x.double(), stats.tokens.y.double(), stats.tokens.rstd.double()
+    line = y.mean(-1, keepdim=True) + (x - x.mean(-1, keepdim=True)) * rstd[:, None]
     return TokenSlopes(
         **about_site(capture, site),
         n_tokens=stats.n_tokens,
         slopes=slopes,
         ratio=slopes[0.95] / slopes[0.05],
         drawn=len(stats.tokens.key),
-        largest_error=_largest_error(stats),
+        largest_error=float((y - line).abs().max()) if len(y) else math.nan,
     )
-
-
-def _largest_error(stats: PairStats) -> float:
-    if not len(stats.tokens.key):
-        return math.nan
-    x, y, rstd = stats.tokens.x.double(), stats.tokens.y.double(), stats.tokens.rstd.double()
-    line = y.mean(-1, keepdim=True) + (x - x.mean(-1, keepdim=True)) * rstd[:, None]
-    return float((y - line).abs().max())

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.fit import fit
 from normscope.fits.saturation import Saturation, site_saturation
-from normscope.fits.scale import chosen_channels
+from normscope.fits.scale import Scale, scale_of
 from normscope.fits.sinks import Sink
 from normscope.fits.targets import CONSTANT_OUTPUT, as_capture
 from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.norms.bound_inputs import unpacked
-from normscope.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE, FORMS
+from normscope.norms.formulas import FORMS
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import find_norms
 from normscope.pairs.captures import Capture
@@ -33,8 +33,8 @@ from normscope.runtime.records import Record, Records
 
 MASSIVE_SIZE, MASSIVE_RATIO = 100, 1000  # arXiv 2402.17762, section 2
 _CHANNELS_NAMED = 4
-_MOST_CHOSEN = 16  # channels that predict σ²
 _MOST_OF_OUTPUT = 0.9  # of a token's Σy²
+_LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes, sums: Toke
         number = round(magnitudes.count - magnitudes.below(value))
         return None if median <= 0 else max(number, 1) if largest > value else 0
 
+    elements, cosine = (None, None) if stats.grouped else _sparsity(stats)
     return Tails(
         kurtosis=_kurtosis(moments),
         median=median,
@@ -133,16 +134,18 @@ def _tails(stats: PairStats, moments: Tensor, magnitudes: Magnitudes, sums: Toke
         massive=beyond(max(MASSIVE_SIZE, MASSIVE_RATIO * median)),
         channels=_tail_channels(stats, sums),
         tokens=_tail_tokens(stats),
-        **({} if stats.grouped else _sparsity(stats)),
+        elements=elements,
+        cosine=cosine,
     )
 
 
-def _sparsity(stats: PairStats) -> dict[str, float]:
+def _sparsity(stats: PairStats) -> tuple[float, float]:
+    """Return ``elements`` and ``cosine`` of :class:`Tails`."""
     squares = stats.tokens.y.double().square().sort(1, descending=True).values
     needed = squares.cumsum(1) - squares < _MOST_OF_OUTPUT * squares.sum(1, keepdim=True)
     unit = nn.functional.normalize(stats.largest.y.double(), dim=1)
     cosine = (unit @ unit.mT)[~torch.eye(len(unit), dtype=torch.bool)].mean()  # NaN of a single token
-    return {"elements": float(needed.double().mean(1).quantile(0.5)), "cosine": float(cosine)}
+    return float(needed.double().mean(1).quantile(0.5)), float(cosine)
 
 
 def _kurtosis(moments: Tensor) -> float:
@@ -156,17 +159,17 @@ def _kurtosis(moments: Tensor) -> float:
 
 
 def _tail_channels(stats: PairStats, sums: TokenSums | None) -> tuple[TailChannel, ...]:
-    squares, parts = stats.channel_sums[1], list[Tensor]()
+    squares = stats.channel_sums[1]
+    columns = dict(zip(("low", "high"), stats.channel_extremes, strict=True))
     if sums is not None:
         y, gamma = sums.squares.cpu(), sums.gamma.double()
         output = gamma.square() * y
-        parts = [y / y.sum(), output / output.sum(), gamma / gamma.abs().quantile(0.5)]
-    low, high = stats.channel_extremes
+        columns |= {"of_y": y / y.sum(), "of_output": output / output.sum(), "gamma": gamma / gamma.abs().quantile(0.5)}
     shares, channels = (squares / squares.sum()).topk(min(_CHANNELS_NAMED, len(squares)))
     return tuple(
-        TailChannel(channel, share, *(float(each[channel]) for each in (low, high, *parts)))
+        TailChannel(channel, share, **{name: float(column[channel]) for name, column in columns.items()})
         for channel, share in zip(channels.tolist(), shares.tolist(), strict=True)
-        if low[channel] <= high[channel]  # a channel may be without pairs
+        if columns["low"][channel] <= columns["high"][channel]  # a channel may be without pairs
     )
 
 
@@ -178,10 +181,6 @@ def _tail_tokens(stats: PairStats) -> tuple[TailToken, ...]:
         TailToken(sample if sample >= 0 else None, position, None if stats.grouped else channel, float(x[channel]))
         for sample, position, channel, x in rows
     )
-
-
-NOTICED = 0.01  # relative change of y that counts
-LINEAR_UP_TO = 0.3994581122927263  # the u at which tanh u is 0.95 u
 
 
 @dataclass(frozen=True)
@@ -203,38 +202,6 @@ class Centring:
     change_without: float | None
 
 
-@dataclass(frozen=True)
-class Scale(Record):
-    """The σ that tokens are divided by, and the c for which eps still leaves y(c·x) = y(x); over all tokens.
-
-    Attributes:
-        sigma_p5, sigma_p50, sigma_p95: percentiles of σ = 1/rstd, about zero if the norm does not centre.
-        touched: share of tokens whose y eps makes smaller by more than 1 %. None, with the other two, if y does not
-            follow from the token alone.
-        holds_to: the c at which y(c·x) is smaller than y(x) by 1 % for one token in a hundred, and by less for the
-            others.
-        holds_to_p50: the c at which it is for half of the tokens.
-        channels: up to 16 channels that predict σ², chosen greedily, in that order; empty without a second pass.
-        r2: held-out R² of σ² with the first 1, 2, … of them.
-    """
-
-    sigma_p5: float
-    sigma_p50: float
-    sigma_p95: float
-    touched: float | None = None
-    holds_to: float | None = None
-    holds_to_p50: float | None = None
-    channels: tuple[int, ...] = ()
-    r2: tuple[float, ...] = ()
-
-    _properties = ("spread",)
-
-    @property
-    def spread(self) -> float:
-        """The 95th percentile of σ over the 5th."""
-        return self.sigma_p95 / self.sigma_p5 if self.sigma_p5 > 0 else math.inf
-
-
 @dataclass(frozen=True, repr=False)
 class NormCard(SiteRecord, Record):
     """One norm's effect on its tokens, at a glance; of a point-wise function, its saturation and its tails.
@@ -248,7 +215,7 @@ class NormCard(SiteRecord, Record):
         linear: share of pairs at which the site's own tanh, with its shift, is within 5 % of the tangent at its centre;
             1 if the pairs do not bend, None without a tanh.
         linear_up_to: the |x| beyond which no pair is; None if the pairs do not bend, or without a tanh.
-        straight: True if the pairs do not bend.
+        straight: True if the pairs do not tanh.
         tails: the large activations.
         sink: the position that carries more than half of Σx², if there is one, with tanh's R² without it.
         saturation: of a point-wise function, which has no centring, scale or linear range; None for a norm.
@@ -310,20 +277,20 @@ def norm_cards(
         report = find_norms(network, pool.learned[0].first_sample())
         sites = [site for site in report.sites if site.replaceable and site.form and not site.grouped]
         sums = token_sums(network, pool, report, [site for site in sites if site.name in capture.stats], progress)
-    of_sites = zip(capture.sites, fits, strict=True)
-    return Records(_card(capture, site, bend, sums.get(site.name)) for site, bend in of_sites)
+    rows = zip(capture.sites, fits, strict=True)
+    return Records(_card(capture, site, tanh, sums.get(site.name)) for site, tanh in rows)
 
 
-def _card(capture: Capture, site: NormSite, bend: CurveFit, sums: TokenSums | None) -> NormCard:
+def _card(capture: Capture, site: NormSite, tanh: CurveFit, sums: TokenSums | None) -> NormCard:
     stats = capture.stats[site.name]
     about = {
         **about_site(capture, site.name),
         **{"kind": site.kind, "placement": site.placement, "eps": site.eps},
         **{"n_pairs": stats.n_pairs, "n_tokens": stats.n_tokens},
         # Tokens that are all mean have a constant y, but also a σ and tails.
-        "degenerate": None if bend.nothing == CONSTANT_OUTPUT else bend.nothing,
+        "degenerate": None if tanh.nothing == CONSTANT_OUTPUT else tanh.nothing,
         "saturation": site_saturation(site, stats),
-        "sink": bend.sink,
+        "sink": tanh.sink,
     }
     if about["degenerate"]:
         return NormCard(**about)
@@ -331,11 +298,11 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit, sums: TokenSums | No
     magnitudes = of_pairs(moments)
     if site.pointwise:
         return NormCard(**about, tails=_tails(stats, moments, magnitudes))
-    linear, linear_up_to = 1.0 if bend.straight else None, None
-    if bend.told_apart:
-        ends = [(side * LINEAR_UP_TO - bend.shift) / bend.alpha for side in (-1, 1)]
+    linear, linear_up_to = 1.0 if tanh.straight else None, None
+    if tanh.identified:
+        ends = [(side * _LINEAR_UP_TO - tanh.shift) / tanh.alpha for side in (-1, 1)]
         n, x = moments[:2, moments[0] > 0]
-        inside = (bend.alpha * x / n + bend.shift).abs() <= LINEAR_UP_TO
+        inside = (tanh.alpha * x / n + tanh.shift).abs() <= _LINEAR_UP_TO
         linear, linear_up_to = float(n[inside].sum() / n.sum()), max(map(abs, ends))
     return NormCard(
         **about,
@@ -343,7 +310,7 @@ def _card(capture: Capture, site: NormSite, bend: CurveFit, sums: TokenSums | No
         scale=scale_of(site, of_tokens(stats.token_scales), sums),
         linear=linear,
         linear_up_to=linear_up_to,
-        straight=bend.straight,
+        straight=tanh.straight,
         tails=_tails(stats, moments, magnitudes, sums),
     )
 
@@ -365,42 +332,3 @@ def centring_of(site: NormSite, offsets: Magnitudes) -> Centring:
         mean_share=offsets.mean(lambda offset: 1 - 1 / (1 + squared(offset))),
         change_without=offsets.mean(lambda offset: 2 - 2 / np.sqrt(1 + squared(offset))) if site.centred else None,
     )
-
-
-def scale_of(site: NormSite, sigmas: Magnitudes, sums: TokenSums | None = None) -> Scale:
-    """Return the effect of σ from the tokens' counted σ, and with ``sums`` the channels that predict it."""
-    p1, p5, p50, p95 = (sigmas.quantile(share) for share in (0.01, 0.05, 0.5, 0.95))
-    if site.form is None:
-        return Scale(p5, p50, p95)
-    places, r2 = chosen_channels(sums, min(_MOST_CHOSEN, len(sums.channels))) if sums else ([], [])
-    channels = tuple(sums.channels[places].tolist()) if sums else ()
-    return Scale(p5, p50, p95, _touched(site, sigmas), _holds_to(site, p1), _holds_to(site, p50), channels, tuple(r2))
-
-
-def _touched(site: NormSite, sigmas: Magnitudes) -> float:
-    if (bound := _bound(site)) is not None:  # all tokens that eps bounds have the same σ, within one bin
-        return float(sigmas.n[sigmas.low <= bound].sum()) / sigmas.count
-    if FORMS[site.form or ""].eps_at == BESIDE_ROOT:
-        return sigmas.below(site.eps / NOTICED) / sigmas.count
-    return sigmas.below(math.sqrt(site.eps / (1 - (1 - NOTICED) ** 2))) / sigmas.count
-
-
-def _holds_to(site: NormSite, sigma: float) -> float:
-    """The c at which a token's y(c·x) is 0.99 y(x), from its σ² = v + eps, or σ = √v + eps.
-
-    If eps is added, y(c·x)² : y(x)² is (v + eps) : (v + eps/c²). If it bounds σ, y falls as c does below the bound.
-    """
-    if (bound := _bound(site)) is not None:
-        return (1 - NOTICED) * min(bound / sigma, 1) if sigma > 0 else 1 - NOTICED
-    if FORMS[site.form or ""].eps_at == BESIDE_ROOT:  # y(c·x) : y(x) is (√v + eps) : (√v + eps/c)
-        return site.eps / (site.eps + sigma * NOTICED / (1 - NOTICED)) if site.eps > 0 else 0.0
-    excess = sigma**2 * ((1 - NOTICED) ** -2 - 1)
-    return math.sqrt(site.eps / (site.eps + excess)) if site.eps > 0 else 0.0
-
-
-def _bound(site: NormSite) -> float | None:
-    """The σ that eps, a bound of ‖x‖ or of the mean square, is equivalent to; None if eps is no bound."""
-    eps_at = FORMS[site.form or ""].eps_at
-    if eps_at == BOUNDS_LENGTH:
-        return site.eps / math.sqrt(site.d)
-    return math.sqrt(site.eps) if eps_at == BOUNDS_SQUARE else None

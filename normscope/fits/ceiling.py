@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from normscope.curves.known import CURVES, FREE, Curve
+from normscope.fits.form import FitForm
 from normscope.fits.jackknife import Interval, interval_of_r2
-from normscope.fits.solver import FitForm, Solutions, roughly
-from normscope.fits.targets import FitBatch, Nodes, nodes_of
+from normscope.fits.nodes import FitBatch, Nodes, nodes_of
+from normscope.fits.solver import Solutions, roughly
 
 Array = NDArray[np.float64]
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
 _LEAST_COUNT = 64
 _ROUNDING = 1e-12  # of a sum
 _LEAST_COUNTS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 _WAYS = [(least_count, along_line) for least_count in _LEAST_COUNTS for along_line in (False, True)]
-# Extrapolation by a line has to save this share: it may miss all pairs of a source that reaches farther.
+# Choose linear extrapolation only if it lowers the held-out error by 0.1 %: it can be far off for a larger |x|.
 _HANDICAP = 1e-3
 _TIE = 1e-9  # of an error: ways that predict alike differ by rounding
 _SHIFTED = ("tanh", "isru", "erf")  # the published layers' functions
@@ -94,14 +95,15 @@ def ceilings(
 
 
 def best_held_out(
-    problems: FitBatch, of_curves: Tensor, unbounded: Sequence[bool], fitted: Sequence[Tensor] = ()
+    problems: FitBatch, curve_errors: Tensor, unbounded: Sequence[bool], fitted: Sequence[Tensor] = ()
 ) -> list[Ceiling | None]:
     """Select among E[y|x] and curves, as :func:`ceilings` does.
 
-    ``of_curves`` is Σ w (y − prediction)² of each held-out fold, ``(curves, problems, folds)``; ``unbounded`` marks the
-    curves without bounds.
+    ``curve_errors`` are Σ w (y − prediction)² of each held-out fold, ``(curves, problems, folds)``; ``unbounded`` marks
+    the curves without bounds.
     """
-    handicaps = 1 + _HANDICAP * np.array([*(along_line for _, along_line in _WAYS), *unbounded])
+    free_handicaps = 1 + _HANDICAP * np.array([along_line for _, along_line in _WAYS])
+    handicaps = np.concatenate([free_handicaps, 1 + _HANDICAP * np.array(unbounded, float)])
     total, without = problems.nodes().total.tolist(), problems.nodes("others").total.view(len(problems), -1).numpy()
     tops: list[Ceiling | None] = []
     for number, target in enumerate(problems.targets):
@@ -111,15 +113,15 @@ def best_held_out(
             continue
         filled = (target.counts > 0).any(0).nonzero()[:, 0]
         moments, counts = (sums[folds].index_select(-1, filled) for sums in (target.moments, target.counts))
-        of_free = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
-        errors = np.concatenate([of_free, of_curves[:, number, folds].numpy()])
-        about = total[number], without[number][folds], counts.numpy().sum(1)
-        of_all, free_alone = _chosen(errors, handicaps, *about), _chosen(of_free, handicaps[: len(_WAYS)], *about)
-        alone = [error[number, folds].numpy()[None] for error in fitted if error[number, folds].isfinite().all()]
-        tops_of = [of_all, free_alone, *(_chosen(error, np.ones(1), *about) for error in alone)]
-        best = int((of_free.sum(1) * handicaps[: len(_WAYS)]).argmin())
-        r2, bounds = max(tops_of, key=lambda top: top[0])
-        tops.append(Ceiling(r2, bounds, free_alone[0], *_WAYS[best]))
+        free_errors = _errors(moments.numpy(), counts.numpy(), nodes_of(moments))
+        errors = np.concatenate([free_errors, curve_errors[:, number, folds].numpy()])
+        scales = total[number], without[number][folds], counts.numpy().sum(1)
+        free_r2, _ = free_alone = _selected(free_errors, free_handicaps, *scales)
+        single = (curve[number, folds].numpy()[None] for curve in fitted if curve[number, folds].isfinite().all())
+        curves_alone = (_selected(curve, np.ones(1), *scales) for curve in single)
+        r2, bounds = max(_selected(errors, handicaps, *scales), free_alone, *curves_alone, key=lambda top: top[0])
+        best = int((free_errors.sum(1) * free_handicaps).argmin())
+        tops.append(Ceiling(r2, bounds, free_r2, *_WAYS[best]))
     return tops
 
 
@@ -132,10 +134,10 @@ def _without_folds(problems: FitBatch) -> Iterator[tuple[Curve, Solutions]]:
         yield curve, roughly(coarse, problems.nodes("rough others", odd=odd))
 
 
-def _chosen(
+def _selected(
     errors: Array, handicaps: Array, total: float, without: Array, pairs: Array
 ) -> tuple[float, Interval | None]:
-    """R² with each fold predicted by the way of least error on the others, and its 95 %.
+    """R² with each fold predicted by the way of least error on the other folds, and its 95 %.
 
     ``errors`` are ``(ways, folds)``, and ``handicaps`` their factors in the selection. ``total`` is Σ w (y − ȳ)² of all
     pairs, and ``without`` that of all but one fold's.
@@ -146,20 +148,21 @@ def _chosen(
     others = errors.sum(1, keepdims=True) - errors
     best = _first_of_least(others * handicaps[:, None])
     unexplained = errors[best, folds].sum() / total
-    # Without one more fold the selection for a fold may differ; of two folds none is left to select by.
-    left = np.repeat(best[:, None], len(folds), 1)
+    # For the jackknife, select for each fold without it and one other; with two folds nothing would remain, so use the
+    # common choice.
+    ways = np.repeat(best[:, None], len(folds), 1)
     if len(folds) > 2:
-        left = _first_of_least((others[:, :, None] - errors[:, None]) * handicaps[:, None, None])
-    kept = np.where(np.eye(len(folds), dtype=bool), 0.0, errors[left, folds[:, None]])
+        ways = _first_of_least((others[:, :, None] - errors[:, None]) * handicaps[:, None, None])
+    fold_errors = np.where(np.eye(len(folds), dtype=bool), 0.0, errors[ways, folds[:, None]])
     with np.errstate(divide="ignore", invalid="ignore"):
-        shares = (np.array([unexplained]), (kept.sum(0) / without)[None], pairs[None])
+        shares = (np.array([unexplained]), (fold_errors.sum(0) / without)[None], pairs[None])
     low, high = map(float, interval_of_r2(*map(torch.from_numpy, shares)))
     return float(1 - unexplained), (low, high) if math.isfinite(low + high) else None
 
 
-def _first_of_least(errors: Array) -> Places:
+def _first_of_least(errors: Array) -> Indices:
     """Number of the first way, along axis 0, of least error up to rounding."""
-    first: Places = (errors <= (1 + _TIE) * errors.min(0)).argmax(0)
+    first: Indices = (errors <= (1 + _TIE) * errors.min(0)).argmax(0)
     return first
 
 
@@ -238,11 +241,11 @@ def _errors(sums: Array, counts: Array, held: Nodes) -> Array:
             errors[2 * way, fold] = w @ (off * off)
             off += slope * (x - x.clip(at[0], at[-1]))
             errors[2 * way + 1, fold] = w @ (off * off)
-    of_ways: Array = errors + held.scatter.sum(1).numpy()
-    return of_ways
+    total: Array = errors + held.scatter.sum(1).numpy()
+    return total
 
 
-def _groups(n: Array, least_count: int) -> Places:
+def _groups(n: Array, least_count: int) -> Indices:
     """First bins of groups that contain a least number of pairs, or all of them, from the number of pairs in each bin.
 
     Groups begin where the number of pairs before a bin passes a multiple of the least count. A group that falls short

@@ -16,8 +16,9 @@ from normscope.errors import UsageError
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import check_fit, fit
 from normscope.fits.jackknife import Interval, interval, student
+from normscope.fits.nodes import nodes_of
 from normscope.fits.saturation import with_modules
-from normscope.fits.targets import FitTarget, as_capture, fit_targets, nodes_of
+from normscope.fits.targets import FitTarget, as_capture, fit_targets
 from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.stats import PairStats
@@ -163,8 +164,8 @@ class Comparison:
         """List every site without a counterpart: its capture, its module path, and the capture that lacks one."""
         return [
             {"capture": capture, "site": site, "lacking_in": lacking}
-            for number, each in enumerate(self.matches, 2)
-            for capture, lacking, sites in ((1, number, each.unmatched[0]), (number, 1, each.unmatched[1]))
+            for number, matching in enumerate(self.matches, 2)
+            for capture, lacking, sites in ((1, number, matching.unmatched[0]), (number, 1, matching.unmatched[1]))
             for site in sites
         ]
 
@@ -200,8 +201,8 @@ def compare(
     0.5
     """
     names = check_curves(curves)
-    each = captures if isinstance(captures, (list, tuple)) else [captures]
-    captures = [as_capture(capture, "compare") for capture in each]
+    several = captures if isinstance(captures, (list, tuple)) else [captures]
+    captures = [as_capture(capture, "compare") for capture in several]
     check_number(len(captures))
     return Records(compared(captures, [fit(capture, names, shift=shift) for capture in captures]).rows)
 
@@ -226,23 +227,22 @@ def check_number(captures: int) -> None:
 def compared(captures: Sequence[Capture], fits: Sequence[Sequence[CurveFit]]) -> Comparison:
     """Compare captures by the fits of the same curves to each, see :func:`compare`."""
     first = captures[0]
-    matches = [match(first.sites, other.sites) for other in captures[1:]]
-    if not any(each.counterparts for each in matches):
+    matches = [match(first.sites, capture.sites) for capture in captures[1:]]
+    if not any(matching.counterparts for matching in matches):
         raise UsageError(
             f"No norm site of {first.about['model']} has a counterpart: no two share their name or their placement."
         )
     base, *others = (
-        _observed(capture, with_modules(capture, of_capture))
-        for capture, of_capture in zip(captures, fits, strict=True)
+        _observed(capture, with_modules(capture, capture_fits))
+        for capture, capture_fits in zip(captures, fits, strict=True)
     )
     rows = []
     for (site, curve), here in base.items():
-        beside = [
-            _against(here, other[each.counterparts[site], curve], number, each.by)
-            for number, (other, each) in enumerate(zip(others, matches, strict=True), 2)
-            if site in each.counterparts and (each.counterparts[site], curve) in other
-        ]
-        rows += [Compared(1, site, here.d, None, here.fit), *beside] if beside else []
+        compared_rows = []
+        for number, (observed, matching) in enumerate(zip(others, matches, strict=True), 2):
+            there = observed.get((matching.counterparts.get(site, ""), curve))
+            compared_rows += [_against(here, there, number, matching.by)] if there else []
+        rows += [Compared(1, site, here.d, None, here.fit), *compared_rows] if compared_rows else []
     return Comparison(captures, fits, matches, rows)
 
 
@@ -274,36 +274,36 @@ def _observed(capture: Capture, fits: Sequence[CurveFit]) -> dict[tuple[str, str
     }
 
 
-def _against(first: _Observed, other: _Observed, number: int, by: Literal["name", "depth"]) -> Compared:
-    bend = first.fit.told_apart and other.fit.told_apart
+def _against(first: _Observed, second: _Observed, number: int, by: Literal["name", "depth"]) -> Compared:
+    bend = first.fit.identified and second.fit.identified
     return Compared(
         number=number,
         counterpart=first.fit.site,
-        d=other.d,
+        d=second.d,
         matched=by,
-        fit=other.fit,
-        alpha=_ratio("alpha", first, other) if bend else None,
-        slope=_ratio("slope", first, other) if first.fit.curve != FREE else None,
-        r2_of_first=_transferred(first.fit, other.target),
+        fit=second.fit,
+        alpha=_ratio("alpha", first, second) if bend else None,
+        slope=_ratio("slope", first, second) if first.fit.curve != FREE else None,
+        r2_of_first=_transferred(first.fit, second.target),
     )
 
 
-def _ratio(name: str, first: _Observed, other: _Observed) -> Ratio | None:
+def _ratio(name: str, first: _Observed, second: _Observed) -> Ratio | None:
     """Ratio of ``alpha`` or ``slope``; None if either is not finite."""
-    numbers = getattr(first.fit, name), getattr(other.fit, name)
+    numbers = getattr(first.fit, name), getattr(second.fit, name)
     if not all(map(math.isfinite, numbers)) or not numbers[0]:
         return None
     value = numbers[1] / numbers[0]
     if value <= 0:
         return Ratio(value, None)
-    if first.fit.refits and other.fit.refits and first.folds and other.folds and _same_inputs(first.stats, other.stats):
-        refits = (torch.tensor(each.fit.refits, dtype=torch.float64) for each in (first, other))
+    folds = torch.tensor([first.folds, second.folds])
+    if first.fit.refits and second.fit.refits and folds.all() and _same_inputs(first.stats, second.stats):
+        refits = (torch.tensor(observed.fit.refits, dtype=torch.float64) for observed in (first, second))
         here, there = (alpha_and_slope[:, int(name == "slope")] for alpha_and_slope in refits)
         whole = torch.tensor([value], dtype=torch.float64).log()
         low, high = (float(end.exp()) for end in interval(whole, (there / here).log()[None], first.pairs))
         return Ratio(value, (low, high) if math.isfinite(low + high) else None, paired=True)
-    folds = torch.tensor([first.folds, other.folds])
-    width = float(student(folds.min())) * math.hypot(_log_error(name, first), _log_error(name, other))
+    width = float(student(folds.min())) * math.hypot(_log_error(name, first), _log_error(name, second))
     return Ratio(value, (value * math.exp(-width), value * math.exp(width)) if math.isfinite(width) else None)
 
 

@@ -134,7 +134,7 @@ class CurveFit(SiteRecord):
         return "straight" if self.straight else "A and α not identified" if self.unidentified else None
 
     @property
-    def told_apart(self) -> bool:
+    def identified(self) -> bool:
         """True if the pairs identify A and α separately."""
         return not (self.doubt or self.degenerate or self.curve == FREE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,21 +17,11 @@ from normscope.curves.known import BEST, CURVES, FREE, Curve
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Ceiling, ceilings, free
 from normscope.fits.curve_fit import CurveFit, about_site
+from normscope.fits.form import FitForm
 from normscope.fits.jackknife import Attributes, fitted, inside_noise
+from normscope.fits.nodes import FitBatch, batches, goodness, nodes_of
 from normscope.fits.sinks import Sink, sink_of, without_first
-from normscope.fits.solver import FitForm
-from normscope.fits.targets import (
-    POINTWISE,
-    FitBatch,
-    FitTarget,
-    as_capture,
-    batches,
-    check_targets,
-    fit_targets,
-    goodness,
-    nodes_of,
-    tails,
-)
+from normscope.fits.targets import POINTWISE, FitTarget, as_capture, check_targets, fit_targets
 from normscope.pairs.captures import Capture
 from normscope.runtime.records import Records
 
@@ -90,37 +81,37 @@ def fit(
     form = FitForm(amplitude, theory, alpha, shift)
     requested = _requested(curves, form)
     targets = fit_targets(capture, per=per, pool=pool, weights_by=weights_by)
-    if form.needs_bound:
-        for target in targets:
-            target.nothing = target.nothing or (None if math.isfinite(target.bound) else "no bound on y")
-    if form.theory:
-        for target in targets:
-            target.nothing = target.nothing or (POINTWISE if math.isnan(target.slope) else None)
+    for target in targets:
+        if form.needs_bound and not math.isfinite(target.bound):
+            target.nothing = target.nothing or "no bound on y"
+        if form.theory and math.isnan(target.slope):
+            target.nothing = target.nothing or POINTWISE
     abouts = [_about(target, capture, weights_by) for target in targets]
-    fits = _of_targets(targets, requested, form, abouts)
+    fits = _fit_targets(targets, requested, form, abouts)
     if per == "site" and pool is None:
         sinks = [sink_of(capture.stats[target.site]) for target in targets]
         first = [n for n, sink in enumerate(sinks) if sink and sink.position == capture.skip and not targets[n].nothing]
         first = first if weights_by == "pairs" and not theory else []
         functions = {fit.curve: fit.function for n in first for fit in fits[n] if fit.curve != FREE}
         others = [without_first(targets[n], capture.stats[targets[n].site]) for n in first]
-        without = _of_targets(others, list(functions.values()), form, [abouts[n] for n in first])
-        r2 = {(fit.site, fit.curve): fit.r2 for of_target in without for fit in of_target if not fit.degenerate}
-        fits = [[_with_sink(fit, sink, r2) for fit in of_target] for of_target, sink in zip(fits, sinks, strict=True)]
-    return Records(each for of_target in fits for each in of_target)
+        refits = _fit_targets(others, list(functions.values()), form, [abouts[n] for n in first])
+        r2 = {(fit.site, fit.curve): fit.r2 for fit in itertools.chain(*refits) if not fit.degenerate}
+        for row, sink in zip(fits, sinks, strict=True):
+            row[:] = [_with_sink(fit, sink, r2) for fit in row] if sink else row
+    return Records(itertools.chain(*fits))
 
 
-def _with_sink(fit: CurveFit, sink: Sink | None, r2: Mapping[tuple[str, str], float]) -> CurveFit:
-    known = None if fit.degenerate else fit.r2
-    return replace(fit, sink=sink and Sink(sink.position, sink.share, fit.curve, known, r2.get((fit.site, fit.curve))))
+def _with_sink(fit: CurveFit, sink: Sink, r2_without: Mapping[tuple[str, str], float]) -> CurveFit:
+    r2 = None if fit.degenerate else fit.r2
+    return replace(fit, sink=replace(sink, curve=fit.curve, r2=r2, r2_without=r2_without.get((fit.site, fit.curve))))
 
 
-def _of_targets(
+def _fit_targets(
     targets: Sequence[FitTarget], requested: Sequence[str | Curve], form: FitForm, abouts: Sequence[Attributes]
 ) -> list[list[CurveFit]]:
     """Fit the requested curves to each target."""
     fits = {
-        number: [_nothing(target, each, form, abouts[number]) for each in requested]
+        number: [_nothing(target, curve, form, abouts[number]) for curve in requested]
         for number, target in enumerate(targets)
         if target.nothing is not None
     }
@@ -162,9 +153,9 @@ def _in_form(curves: Iterable[Curve], form: FitForm) -> dict[str, Curve]:
 def curves_in(curves: str | Curve | Sequence[str | Curve], form: FitForm) -> list[Curve]:
     """Return the named curves in a form; UsageError for ``free`` and ``best``, which are none."""
     requested = _requested(curves, form)
-    if words := [each for each in requested if not isinstance(each, Curve)]:
+    if words := [curve for curve in requested if not isinstance(curve, Curve)]:
         raise UsageError(f"{words[0]} is no curve with A and α. Name curves, such as tanh and isru.")
-    return [each for each in requested if isinstance(each, Curve)]
+    return [curve for curve in requested if isinstance(curve, Curve)]
 
 
 def _about(target: FitTarget, capture: Capture, weights_by: str) -> Attributes:
@@ -201,30 +192,31 @@ def _fits(
     rows, held_out = {}, {}
     for name, curve in curves.items():
         rows[name], held_out[name] = fitted(problems, curve, form)
-    for parameters in {of_curve[0]["parameters"] for of_curve in rows.values()}:
+    for parameters in {row["parameters"] for row, *_ in rows.values()}:
         # A shift for some curves only would decide the ranking.
-        alike = [name for name, of_curve in rows.items() if of_curve[0]["parameters"] == parameters]
+        alike = [name for name, (row, *_) in rows.items() if row["parameters"] == parameters]
         _rank(problems, [rows[name] for name in alike], torch.stack([held_out[name] for name in alike]))
-    of_targets = []
+    records = []
     tops = ceilings(problems, fitted=list(held_out.values()))
     for number, (shared, top) in enumerate(zip(abouts, tops, strict=True)):
+        target_rows = {name: column[number] for name, column in rows.items()}
         # The ceiling adds up the same errors in another order: to the last bit it is none of theirs.
-        scores = [r2 for of_curve in rows.values() if (r2 := of_curve[number]["r2_cv"]) is not None]
+        scores = [row["r2_cv"] for row in target_rows.values() if row["r2_cv"] is not None]
         about = shared | {"r2_ceiling": max(top.r2, *scores, -math.inf) if top else None}
-        of_top = {"r2_ceiling": top.interval} if top and top.interval else {}
-        fits = {}
-        for name, of_curve in rows.items():
-            intervals = of_curve[number].pop("intervals") | of_top
-            fits[name] = CurveFit(**about, **of_curve[number], intervals=intervals)
+        bounds = {"r2_ceiling": top.interval} if top and top.interval else {}
+        fits = {
+            name: CurveFit(**about | row | {"intervals": row["intervals"] | bounds})
+            for name, row in target_rows.items()
+        }
         if BEST in requested:
             parameters = len(form.parameters(CURVES["tanh"]))
-            best = next(each for each in fits.values() if each.rank == 1 and each.parameters == parameters)
+            best = next(fit for fit in fits.values() if fit.rank == 1 and fit.parameters == parameters)
             fits[best.curve] = fits[BEST] = replace(best, best=True)
         if FREE in requested:
-            fits[FREE] = _free(problems.targets[number], top, about | {"intervals": of_top})
-        chosen = [fits[each.name if isinstance(each, Curve) else each] for each in requested]
-        of_targets.append(list({each.curve: each for each in chosen}.values()))
-    return of_targets
+            fits[FREE] = _free(problems.targets[number], top, about | {"intervals": bounds})
+        selected = [fits[curve.name if isinstance(curve, Curve) else curve] for curve in requested]
+        records.append(list({fit.curve: fit for fit in selected}.values()))
+    return records
 
 
 def _rank(problems: FitBatch, rows: Sequence[Sequence[Attributes]], held_out: Tensor) -> None:
@@ -233,14 +225,14 @@ def _rank(problems: FitBatch, rows: Sequence[Sequence[Attributes]], held_out: Te
     The squared errors of held-out folds, ``(curves, problems, folds)``, decide; without folds R² does.
     """
     has_folds = problems.occupied.sum(-1) > 1
-    r2 = torch.tensor([[row["r2"] for row in of_curve] for of_curve in rows], dtype=torch.float64)
+    r2 = torch.tensor([[row["r2"] for row in curve_rows] for curve_rows in rows], dtype=torch.float64)
     errors = torch.where(has_folds, held_out.sum(-1) / problems.nodes().total, 1 - r2).nan_to_num(torch.inf)
     ranks = 1 + (errors[:, None] < errors - _TIE).sum(0)
     best = held_out[errors.argmin(0), torch.arange(len(problems))]
     pairs = problems.n_pairs.where(problems.occupied, 0.0)
-    for of_curve, of_ranks, errors_of_folds in zip(rows, ranks.tolist(), held_out, strict=True):
-        in_noise = inside_noise(errors_of_folds, best, pairs).tolist()
-        for row, rank, near, has in zip(of_curve, of_ranks, in_noise, has_folds.tolist(), strict=True):
+    for curve_rows, curve_ranks, fold_errors in zip(rows, ranks.tolist(), held_out, strict=True):
+        in_noise = inside_noise(fold_errors, best, pairs).tolist()
+        for row, rank, near, has in zip(curve_rows, curve_ranks, in_noise, has_folds.tolist(), strict=True):
             row |= {"rank": rank, "in_noise": near if has else None}
 
 
@@ -248,9 +240,8 @@ def _free(target: FitTarget, top: Ceiling | None, about: Attributes) -> CurveFit
     """Record of E[y|x] itself, scored on the bins that it was estimated from."""
     moments = target.moments.sum(0)
     curve = free(moments, target.counts.sum(0), top)
-    nodes = nodes_of(moments[None])
-    steepness = curve.derivative(nodes.x).abs() / curve.peak
-    errors = goodness(nodes, tails(nodes), curve.function(nodes.x), steepness)
+    one = torch.ones(1, dtype=torch.float64)
+    errors = goodness(nodes_of(moments[None]), curve, one, one, 0 * one)
     return CurveFit(
         **about | {name: float(values) for name, values in errors.items()},
         curve=FREE,

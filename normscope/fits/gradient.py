@@ -14,13 +14,19 @@ from torch import Tensor
 from normscope.fits.ceiling import ceilings, conditional_mean
 from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.jackknife import Interval, interval_of_r2
-from normscope.fits.targets import FitBatch, Nodes, as_capture, batches, fit_targets, joined, site_target, sums_of
+from normscope.fits.nodes import FitBatch, Nodes, batches, joined
+from normscope.fits.targets import as_capture, fit_targets, site_target, sums_of
 from normscope.norms.formulas import FORMS, Form
 from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.stats import Array, PairStats
 from normscope.runtime.records import Record, Records
+
+PARTS = ("all", "centre", "tail")
+TAIL_FROM = 0.99  # share of the drawn tokens' |x| below the tail
+_ALIKE = 0.05  # in the logarithm: spreads over a few dozen tokens that differ by less are alike
+_GROUPS_AN_OCTAVE = 8  # of the mean in figures
 
 
 @dataclass(frozen=True)
@@ -52,8 +58,8 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
     """Jacobians of tokens, ``(tokens, d)`` of any floating dtype.
 
     >>> from normscope.norms.formulas import rms_norm
-    >>> of_token = jacobians(rms_norm, torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
-    >>> [round(float(slope), 3) for slope in of_token.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
+    >>> token = jacobians(rms_norm, torch.tensor([[3.0, 4.0, 0.0, 0.0]]), 0.0)
+    >>> [round(float(slope), 3) for slope in token.diagonal[0]]  # (1 − y²/d)/ρ, with ρ = 2.5
     [0.256, 0.144, 0.4, 0.4]
     """
     x = rows.double()
@@ -71,10 +77,6 @@ def jacobians(form: Form, rows: Tensor, eps: float) -> Jacobians:
         scale=1 / rstd[:, 0],
         others=1 / form.slope(rest, d, eps),
     )
-
-
-PARTS = ("all", "centre", "tail")
-_ALIKE = 0.05  # in the logarithm: spreads over a few dozen tokens that differ by less are alike
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,6 @@ def _spread(values: Tensor) -> Spread:
         return Spread(math.nan, math.nan, math.nan)
     # Without interpolation, which is undefined between infinite values.
     return Spread(*np.quantile(values.numpy(), (0.16, 0.5, 0.84), method="inverted_cdf").tolist())
-
-
-TAIL_FROM = 0.99  # share of the drawn tokens' |x| below the tail
-_GROUPS_AN_OCTAVE = 8  # of the mean in figures
 
 
 @dataclass(frozen=True, repr=False)
@@ -230,7 +228,7 @@ def gradient(capture: Capture, fits: Sequence[CurveFit] = ()) -> Records[Gradien
     (64, 0.78, ['tanh', 'isru'])
     """
     capture = as_capture(capture, "gradient")
-    return Records(_view(capture, site, [each for each in fits if each.site == site.name]) for site in capture.sites)
+    return Records(_view(capture, site, [fit for fit in fits if fit.site == site.name]) for site in capture.sites)
 
 
 def drawn_jacobians(site: NormSite, stats: PairStats) -> DrawnJacobians | str:
@@ -284,7 +282,7 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
     both = (drawn.uniform, drawn.largest)
     # Bins are not joined: a derivative may jump, and there is no search that would take long.
     problems = FitBatch([target], 2**PAIR_GRID.mantissa_bits)
-    r2_by_name = {each.curve: _of_curve(each, problems) for each in fits} | {"of_x": _of_x(problems, capture)}
+    r2_by_name = {fit.curve: _curve_r2(fit, problems) for fit in fits} | {"of_x": _ceiling_r2(problems, capture)}
     return GradientView(
         **about,
         reason=None,
@@ -292,11 +290,11 @@ def _view(capture: Capture, site: NormSite, fits: Sequence[CurveFit]) -> Gradien
         n_largest=len(drawn.largest_x),
         folds=target.fold_by,
         share=float(drawn.uniform.share.mean()),
-        least_share=float(torch.cat([each.share for each in both]).amin()),
+        least_share=float(torch.cat([matrices.share for matrices in both]).amin()),
         tail_share=float(drawn.uniform.row_share[in_tail].mean()),
-        least_row_share=float(torch.cat([each.row_share for each in both]).amin()),
+        least_row_share=float(torch.cat([matrices.row_share for matrices in both]).amin()),
         r2_of_x=r2_by_name["of_x"][0],
-        r2={each.curve: r2_by_name[each.curve][0] for each in fits},
+        r2={fit.curve: r2_by_name[fit.curve][0] for fit in fits},
         intervals={name: bounds for name, (_, bounds) in r2_by_name.items() if bounds is not None},
         constants=constants_by_part(drawn.x, drawn.y, drawn.uniform, drawn.tail),
     )
@@ -306,7 +304,7 @@ def _diagonal_moments(site: NormSite, stats: PairStats) -> Tensor:
     return sums_of(stats.diagonal_moments, "of the diagonal of the Jacobian of", site, "diagonal")
 
 
-def _of_curve(fit: CurveFit, problems: FitBatch) -> tuple[float, Interval | None]:
+def _curve_r2(fit: CurveFit, problems: FitBatch) -> tuple[float, Interval | None]:
     """R² of a fixed curve's derivative, and its 95 %."""
     if fit.degenerate or problems.targets[0].nothing is not None:
         return math.nan, None
@@ -320,7 +318,7 @@ def _of_curve(fit: CurveFit, problems: FitBatch) -> tuple[float, Interval | None
     return float(1 - whole), (low, high) if math.isfinite(low + high) else None
 
 
-def _of_x(diagonal: FitBatch, capture: Capture) -> tuple[float, Interval | None]:
+def _ceiling_r2(diagonal: FitBatch, capture: Capture) -> tuple[float, Interval | None]:
     """Ceiling of the diagonal, and its 95 %; NaN without folds."""
     [target] = diagonal.targets
     if target.fold_by is None or target.nothing is not None:

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from normscope.curves.known import Curve
-from normscope.fits.solver import FitForm, Solutions, least_squares, refined
-from normscope.fits.targets import FitBatch, goodness
+from normscope.fits.form import FitForm
+from normscope.fits.nodes import FitBatch, goodness
+from normscope.fits.solver import Solutions, least_squares, refined
 
 Interval = tuple[float, float]
 Attributes = dict[str, Any]  # of a CurveFit, by their names
 
+_NOTHING_LEFT = 1e-4  # of Σ(y − ȳ)²: a smaller rest may come from a few tokens, and does not generalize
 # Student's t at 97.5 %, for 0, 1, 2, … degrees of freedom: there are at most eight folds.
 _STUDENT = torch.tensor([torch.nan, 12.70620, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624]).double()
 
@@ -50,9 +52,6 @@ def interval(whole: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Ten
     squares = torch.where(counts, (pseudo - centre[:, None]).square() / (share - 1).clamp_min(1e-300), 0.0)
     width = student(folds) * (squares.sum(-1) / folds).sqrt()
     return whole - width, whole + width
-
-
-_NOTHING_LEFT = 1e-4  # of Σ(y − ȳ)²: a smaller rest may come from a few tokens, and does not generalize
 
 
 def interval_of_r2(unexplained: Tensor, without: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,10 +92,7 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
     """
     nodes, odd = problems.nodes(), form.odd(curve)
     solutions = solved(problems, curve, form)
-    u = solutions.alpha[:, None] * nodes.x + solutions.shift[:, None]
-    slopes = curve.derivative(u).abs()
-    steepness = slopes / curve.peak if math.isfinite(curve.peak) else torch.full_like(slopes, torch.nan)
-    errors = goodness(nodes, problems.tails, solutions.amplitude[:, None] * curve.function(u), steepness)
+    errors = goodness(nodes, curve, solutions.amplitude, solutions.alpha, solutions.shift)
     held_out, intervals, refits = torch.zeros_like(problems.n_pairs), {}, torch.zeros(len(problems), 0, 2)
     r2_cv = torch.full_like(solutions.alpha, torch.nan)
     if problems.occupied.any():
@@ -105,8 +101,8 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         if not form.theory:
             objective = form.objective(problems.nodes(odd=odd), curve, problems.targets)
             others = refined(objective.on(without), others, problems.nodes("rough others", odd=odd))
-        left = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
-        held_out = torch.where(problems.occupied, left, 0.0)
+        fold_errors = held.residual(others.predicted(curve, held.x)).view(-1, problems.folds)
+        held_out = torch.where(problems.occupied, fold_errors, 0.0)
         r2_cv = (1 - held_out.sum(-1) / nodes.total).where(problems.occupied.any(-1), torch.nan)
         r2_without = 1 - without.residual(others.predicted(curve, without.x)) / without.total
         estimates = _estimates(curve, solutions, errors["r2"]), _estimates(curve, others, r2_without)
@@ -121,21 +117,17 @@ def fitted(problems: FitBatch, curve: Curve, form: FitForm) -> tuple[list[Attrib
         "refits": refits,
         **errors,
     }
-    shared = {"curve": curve.name, "function": curve, "form": form.words(curve)}
-    rows = _rows(numbers, intervals, {**shared, "parameters": len(form.parameters(curve))})
-    return rows, held_out
-
-
-def _rows(numbers: dict[str, Tensor], intervals: dict[str, Tensor], shared: Attributes) -> list[Attributes]:
-    columns = [values.tolist() for values in (*numbers.values(), *intervals.values())]
+    parameters = len(form.parameters(curve))
+    shared = {"curve": curve.name, "function": curve, "form": form.words(curve), "parameters": parameters}
+    columns, bounds = ({name: t.tolist() for name, t in table.items()} for table in (numbers, intervals))
     rows = []
-    for values in zip(*columns, strict=True):
-        row = {**shared, **dict(zip(numbers, values, strict=False))}
+    for number in range(len(problems)):
+        row: Attributes = shared | {name: column[number] for name, column in columns.items()}
         row["r2_cv"] = None if math.isnan(row["r2_cv"]) else row["r2_cv"]
-        ends = zip(intervals, values[len(numbers) :], strict=True)
-        row["intervals"] = {name: tuple(pair) for name, pair in ends if all(map(math.isfinite, pair))}
+        pairs = {name: tuple(column[number]) for name, column in bounds.items()}
+        row["intervals"] = {name: pair for name, pair in pairs.items() if all(map(math.isfinite, pair))}
         rows.append(row)
-    return rows
+    return rows, held_out
 
 
 def _estimates(curve: Curve, solutions: Solutions, r2: Tensor) -> dict[str, Tensor]:
@@ -161,15 +153,15 @@ def _intervals(
 ) -> dict[str, Tensor]:
     """Lower and upper 95 % of each number, ``(problems, 2)``; NaN if the pairs do not identify it."""
     pairs = torch.where(problems.occupied, problems.n_pairs, 0.0)
-    free, told_apart = form.parameters(curve), ~solutions.unbent & solutions.converged
+    free, bent = form.parameters(curve), ~solutions.unbent & solutions.converged
     has_slope = not (form.theory or curve.vertical_at_origin)
     identified = {
-        "amplitude": told_apart & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
-        "alpha": told_apart & ("α" in free),
-        "C": told_apart & (curve.name == "isru" and "α" in free),
-        "shift": told_apart & ("s" in free),
-        "slope": (told_apart | (solutions.unbent & curve.linear_at_origin)) & has_slope,
-        "r2": torch.ones_like(told_apart),
+        "amplitude": bent & ("A" in free or (curve.amplitude_is_inverse_scale and "α" in free)),
+        "alpha": bent & ("α" in free),
+        "C": bent & (curve.name == "isru" and "α" in free),
+        "shift": bent & ("s" in free),
+        "slope": (bent | (solutions.unbent & curve.linear_at_origin)) & has_slope,
+        "r2": torch.ones_like(bent),
     }
     bounds = {}
     for name, estimate in whole.items():

@@ -91,7 +91,9 @@ def site_saturation(site: NormSite, stats: PairStats) -> Saturation | None:
     """Return the record of one site; None for a norm."""
     if (function := site.pointwise) is None:
         return None
-    alpha, shift, weight = (torch.tensor(each).double() for each in (function.alpha, function.shift, function.weight))
+    alpha, shift, weight = (
+        torch.tensor(values).double() for values in (function.alpha, function.shift, function.weight)
+    )
     curve, std, alphas = BY_NAME.get(function.curve), spread(stats), _over_channels(alpha)
     ends = curve.ends if curve else None
     moments = stats.moments.sum(0)[:, None]  # (6, channels, bins); channels that are alike are one
@@ -158,5 +160,5 @@ def with_modules(capture: Capture, fits: Sequence[CurveFit]) -> list[CurveFit]:
         for site in capture.sites
         if (record := site_saturation(site, capture.stats[site.name])) and record.curve in BY_NAME
     ]
-    places = {site.name: place for place, site in enumerate(capture.sites)}
-    return sorted([*fits, *modules], key=lambda fit: places.get(fit.site, len(places)))
+    order = {site.name: index for index, site in enumerate(capture.sites)}
+    return sorted([*fits, *modules], key=lambda fit: order.get(fit.site, len(order)))

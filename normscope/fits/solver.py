@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from normscope.curves.known import CURVES, Curve
-from normscope.errors import UsageError, unknown
-from normscope.fits.targets import Batched, FitTarget, Nodes, dot
+from normscope.curves.known import Curve
+from normscope.fits.nodes import Batched, Nodes, dot
 
+_GRID_POINTS_A_DECADE = 5
+_GRID_POINTS_AT_KINKS = 32  # a kink just beyond the farthest pairs makes a far narrower minimum than a bend
+_STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
+_SMALLEST_COUNTS = 1e-3  # share of the pairs below the smallest |x| that counts
+_FLAT = 1e-9  # of Σy²: if no α explains more than another by that, x has no spread to identify it
+_STARTS = 5  # of a problem, of which the coarse nodes leave one or two
+_RIVAL = 1e-2  # of Σ(y − ȳ)²: of minima on the coarse nodes that differ less, any may be the least on all nodes
+_SAME = 0.05  # in log α and s: of two minima on the coarse nodes
+_BEND = 1e-3  # a bend has to save this share of the squared error of the curve's limits
+_EXACT = 1e-12  # of Σ(y − ȳ)²: a limit that leaves less is the curve
+_CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x to start the centre of a shifted curve at
+_VALUES_AT_ONCE = 2**18  # fit into a core's cache
+_DIFFERENCE = 1e-4  # in log α or s, of the difference quotients of gradients
+_CLOSE = 1e-7  # in log α and s: a step that leaves nothing to gain
+_ROUGHLY = 1e-2  # in log α and s: Newton's last step if only the squared error matters
+_OVERSHOT = 0.25  # share of the slope that is left behind a minimum, where Newton's method converges slowly
+_ROUNDING = 1e-15  # of Σ w y²: near a minimum only the slope of the error shows which way is down
+_STEPS = 80
 _DEPARTS = 2e-4  # relative departure of a curve from its limit at the origin, at the smallest α tried
 
 
@@ -54,14 +70,15 @@ class Evaluation(Batched):
     residual: Tensor  # Σ w (y − A·f(αx + s))² over all pairs, likewise
     gradient: Tensor  # of the residual by theta, (problems, 2); zero by s if s is not searched
 
-    def where(self, here: Tensor, other: Evaluation) -> Evaluation:
-        """Select this evaluation where ``here`` is true, bool ``(problems,)``, and otherwise ``other``."""
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Evaluation(*(torch.where(here.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
+    def where(self, condition: Tensor, alternative: Evaluation) -> Evaluation:
+        """Select this evaluation where the condition is true, bool ``(problems,)``, and otherwise the alternative."""
+        pairs = zip(vars(self).values(), vars(alternative).values(), strict=True)
+        return Evaluation(*(torch.where(condition.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in pairs))
 
-    def put(self, problems: Tensor, other: Evaluation) -> None:
-        for values, others in zip(vars(self).values(), vars(other).values(), strict=True):
-            values[problems] = others
+    def put(self, problems: Tensor, evaluation: Evaluation) -> None:
+        """Overwrite the rows of some problems."""
+        for rows, new in zip(vars(self).values(), vars(evaluation).values(), strict=True):
+            rows[problems] = new
 
     def solutions(self, unbent: Tensor, converged: Tensor) -> Solutions:
         alpha, shift = self.theta[:, 0].exp(), self.theta[:, 1]
@@ -94,29 +111,22 @@ class Objective:
         """Step in log α of the grid of starts."""
         return math.log(10) / (_GRID_POINTS_AT_KINKS if self.curve.kinks else _GRID_POINTS_A_DECADE)
 
-    @property
-    def may_be_unbent(self) -> bool:
-        """True if A and α both only scale the curve in the limit α → 0."""
-        free = self.fixed_amplitude is None and self.fixed_alpha is None
-        return free and self.curve.zero_at_origin and not self.curve.amplitude_is_inverse_scale
-
     @functools.cached_property
     def explainable(self) -> Tensor:
         """Σ w y² at the nodes, ``(problems,)``."""
         return dot(self.nodes.weight * self.nodes.y, self.nodes.y)
 
-    def of(self, problems: Tensor) -> Objective:
-        return self._with(self.nodes.of(problems), lambda fixed: fixed.index_select(0, problems))
+    def of(self, problems: Tensor, nodes: Nodes | None = None) -> Objective:
+        """Select problems by their numbers, with repetitions; with other nodes than their own if there are any."""
+        fixed = (self.fixed_amplitude, self.fixed_alpha)
+        amplitude, alpha = (None if values is None else values.index_select(0, problems) for values in fixed)
+        nodes = self.nodes.of(problems) if nodes is None else nodes
+        return Objective(nodes, self.curve, amplitude, alpha, self.shifted)
 
     def on(self, nodes: Nodes) -> Objective:
         """Replace the nodes by n variants of the first problem, n of the next, and so on."""
-        variants = len(nodes) // len(self.nodes)
-        return self._with(nodes, lambda fixed: fixed.repeat_interleave(variants))
-
-    def _with(self, nodes: Nodes, selected: Callable[[Tensor], Tensor]) -> Objective:
-        fixed = self.fixed_amplitude, self.fixed_alpha
-        amplitude, alpha = (None if value is None else selected(value) for value in fixed)
-        return Objective(nodes, self.curve, amplitude, alpha, self.shifted)
+        problems = torch.arange(len(self.nodes))
+        return self.of(problems.repeat_interleave(len(nodes) // len(self.nodes)), nodes)
 
     def amplitude(self, products: Tensor, squares: Tensor, alpha: Tensor) -> Tensor:
         """Return the fixed or the best A from Σ w·f·y, Σ w·f² and α, each ``(problems, …)``."""
@@ -178,136 +188,6 @@ def unbent_until(curve: Curve) -> float:
         return math.inf
     first = int(departs.nonzero()[0, 0])
     return float(u[max(first - 1, 0)]) / 2  # the nodes of the farthest pairs may lie beyond them
-
-
-AMPLITUDES = ("free", "theory")
-
-
-@dataclass(frozen=True)
-class FitForm:
-    """The free parameters of a fit.
-
-    Attributes:
-        amplitude: ``free``; or ``theory``, where A·f tends to the bound of |y|, √d or √(d−1).
-        theory: fit nothing: A as above, and the slope at the origin of the token of mean ρ. For constant ρ these are
-            the derivations of DyT (tanh) and of DyISRU (isru, arXiv 2503.21708).
-        alpha: fixed α; None if it is free.
-        shift: True if s is free. Theory has none, nor have softcap, which is t·tanh(x/t), and formulas that rise
-            vertically, as bins do not resolve theirs.
-    """
-
-    amplitude: str = "free"
-    theory: bool = False
-    alpha: float | None = None
-    shift: bool = True
-
-    def __post_init__(self) -> None:
-        if self.amplitude not in AMPLITUDES:
-            raise UsageError(unknown("amplitude", self.amplitude, AMPLITUDES))
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise UsageError(f"alpha is {self.alpha}; it is a positive number, in units of 1/x.")
-        if self.theory and (self.amplitude, self.alpha) != ("free", None):
-            raise UsageError("Theory determines A and α; leave amplitude and alpha out.")
-
-    @property
-    def needs_bound(self) -> bool:
-        """True if A follows from the bound of |y|."""
-        return self.theory or self.amplitude == "theory"
-
-    def refusal(self, curve: Curve) -> str | None:
-        """Reason why a curve does not support this form; None if it does."""
-        if self.needs_bound and (curve.limit is None or curve.amplitude_is_inverse_scale):
-            return (
-                f"{curve.name} is not bounded by an amplitude of its own, so that none follows from the bound of |y|."
-            )
-        if self.needs_bound and not curve.zero_centred:
-            return f"{curve.name} is not centred at zero, so that the bounds ±A of y are not those of its values."
-        if self.theory and not curve.linear_at_origin:
-            return f"{curve.name} has no slope at the origin, so that no α follows from the norm's."
-        return None
-
-    def called(self, curve: Curve) -> Curve:
-        """Return the curve under its name in this form: erf with a shift is derf, and derf without one erf.
-
-        >>> from normscope.curves.known import CURVES
-        >>> FitForm().called(CURVES["erf"]).name, FitForm(shift=False).called(CURVES["derf"]).name
-        ('derf', 'erf')
-        """
-        if curve.function_name != "erf":
-            return curve
-        return CURVES["derf" if self.shifted(curve) else "erf"]
-
-    def shifted(self, curve: Curve) -> bool:
-        """True if s of a curve is fitted."""
-        has_none = curve.amplitude_is_inverse_scale or curve.vertical_at_origin
-        return self.shift and not self.theory and not has_none
-
-    def odd(self, curve: Curve) -> bool:
-        """True if A·f(αx + s) is odd in x."""
-        return curve.zero_centred and not self.shifted(curve)
-
-    def objective(self, nodes: Nodes, curve: Curve, targets: Sequence[FitTarget]) -> Objective:
-        amplitude = self._amplitude(curve, targets) if self.needs_bound else None
-        alpha = torch.full((len(nodes),), self.alpha, dtype=torch.float64) if self.alpha is not None else None
-        return Objective(nodes, curve, amplitude, alpha, self.shifted(curve))
-
-    def in_theory(self, curve: Curve, targets: Sequence[FitTarget]) -> Solutions:
-        amplitude = self._amplitude(curve, targets)
-        at_origin = float(curve.derivative(torch.zeros(1, dtype=torch.float64)))
-        slope = torch.tensor([target.slope for target in targets], dtype=torch.float64)
-        alpha = slope / (amplitude * at_origin)
-        zero, never = torch.zeros_like(alpha), torch.zeros_like(alpha, dtype=torch.bool)
-        return Solutions(amplitude, alpha, zero, never, alpha.isfinite())
-
-    def _amplitude(self, curve: Curve, targets: Sequence[FitTarget]) -> Tensor:
-        return torch.tensor([target.bound / (curve.limit or 1) for target in targets], dtype=torch.float64)
-
-    def parameters(self, curve: Curve) -> list[str]:
-        """Names of the free parameters of a curve.
-
-        >>> from normscope.curves.known import CURVES
-        >>> FitForm().parameters(CURVES["tanh"]), FitForm(shift=False).parameters(CURVES["linear"])
-        (['A', 'α', 's'], ['A'])
-        """
-        free = {
-            "A": not self.needs_bound and not curve.amplitude_is_inverse_scale,
-            "α": not self.theory and self.alpha is None and unbent_until(curve) < math.inf,
-            "s": self.shifted(curve),
-        }
-        return [name for name, is_free in free.items() if is_free]
-
-    def words(self, curve: Curve) -> str:
-        """Describe the free and the fixed parameters.
-
-        >>> from normscope.curves.known import CURVES
-        >>> FitForm(amplitude="theory").words(CURVES["tanh"])
-        'α, s; A from theory'
-        """
-        fixed = [
-            *(["A, α from theory"] if self.theory else ["A from theory"] if self.needs_bound else []),
-            *([f"α = {self.alpha:g}"] if self.alpha is not None else []),
-        ]
-        return "; ".join(part for part in (", ".join(self.parameters(curve)), *fixed) if part)
-
-
-_GRID_POINTS_A_DECADE = 5
-_GRID_POINTS_AT_KINKS = 32  # a kink just beyond the farthest pairs makes a far narrower minimum than a bend
-_STEEPEST = 1e3  # α times the smallest |x| that counts, at which curves are step functions
-_SMALLEST_COUNTS = 1e-3  # share of the pairs below the smallest |x| that counts
-_FLAT = 1e-9  # of Σy²: if no α explains more than another by that, x has no spread to identify it
-_STARTS = 5  # of a problem, of which the coarse nodes leave one or two
-_RIVAL = 1e-2  # of Σ(y − ȳ)²: of minima on the coarse nodes that differ less, any may be the least on all nodes
-_SAME = 0.05  # in log α and s: of two minima on the coarse nodes
-_BEND = 1e-3  # a bend has to save this share of the squared error of the curve's limits
-_EXACT = 1e-12  # of Σ(y − ȳ)²: a limit that leaves less is the curve
-_CENTRES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)  # quantiles of x to start the centre of a shifted curve at
-_VALUES_AT_ONCE = 2**18  # fit into a core's cache
-_DIFFERENCE = 1e-4  # in log α or s, of the difference quotients of gradients
-_CLOSE = 1e-7  # in log α and s: a step that leaves nothing to gain
-_ROUGHLY = 1e-2  # in log α and s: Newton's last step if only the squared error matters
-_OVERSHOT = 0.25  # share of the slope that is left behind a minimum, where Newton's method converges slowly
-_ROUNDING = 1e-15  # of Σ w y²: near a minimum only the slope of the error shows which way is down
-_STEPS = 80
 
 
 def least_squares(objective: Objective, coarse: Nodes) -> Solutions:
@@ -414,8 +294,10 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
         centres = torch.cat([centres, inside, 2 * first - last, 2 * last - first], -1)
     shift = 0.0 - log_alpha[:, None].exp() * centres[..., None]  # and not −0, which reads as a shift
     theta = torch.stack([log_alpha[:, None].expand_as(shift), shift], -1).flatten(1, 2)
-    parts = _parts(len(low), theta.shape[1] * coarse.nodes.x.shape[1])
-    errors = torch.cat([coarse.of(part).errors(theta[part]) for part in parts]).view(shift.shape)
+    at_once = max(1, _VALUES_AT_ONCE // (theta.shape[1] * coarse.nodes.x.shape[1]))
+    numbers = torch.arange(len(low))
+    chunks = (numbers[first : first + at_once] for first in range(0, len(low), at_once))
+    errors = torch.cat([coarse.of(chunk).errors(theta[chunk]) for chunk in chunks]).view(shift.shape)
     errors = errors.where(~beyond[:, None], torch.inf)
     edge = torch.full_like(errors[..., :1], torch.inf)
     beside = torch.cat([edge, errors, edge], -1)
@@ -437,11 +319,6 @@ def _starts(coarse: Objective, low: Tensor, high: Tensor) -> tuple[Tensor, Tenso
     rivals = ~(ended.residual > least + _RIVAL * coarse.nodes.total[problem])
     rivals[1:] &= ~((problem.diff() == 0) & (ended.theta.diff(dim=0).abs() < _SAME).all(-1))
     return problem[rivals], ended.theta[rivals]
-
-
-def _parts(problems: int, values: int) -> list[Tensor]:
-    at_once = max(1, _VALUES_AT_ONCE // values)
-    return [torch.arange(first, min(first + at_once, problems)) for first in range(0, problems, at_once)]
 
 
 def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, within: float, close: float) -> Evaluation:
@@ -474,9 +351,8 @@ def _minimum(objective: Objective, start: Tensor, low: Tensor, high: Tensor, wit
         if not going.any():
             break
         if not going.all():
-            kept = going.nonzero()[:, 0]
-            todo, radius, remaining = todo[kept], radius[kept], remaining.of(kept)
-            here = here.of(kept)
+            active = going.nonzero()[:, 0]
+            todo, radius, remaining, here = todo[active], radius[active], remaining.of(active), here.of(active)
     return ended
 
 
@@ -506,8 +382,9 @@ def _solutions(objective: Objective, ended: Evaluation, low: Tensor, high: Tenso
     bends = (step.residual - ended.residual > _BEND * step.residual) & finite
     is_unbent = unbent.residual - ended.residual < _BEND * unbent.residual
     is_unbent |= unbent.residual < _EXACT * objective.nodes.total
-    if not objective.may_be_unbent:
-        return ended.solutions(never, identified & bends & ~is_unbent)
+    curve = objective.curve
+    if objective.fixed_amplitude is not None or curve.amplitude_is_inverse_scale or not curve.zero_at_origin:
+        return ended.solutions(never, identified & bends & ~is_unbent)  # A and α do not both only scale the limit
     return unbent.where(is_unbent, ended).solutions(is_unbent, identified & (bends | is_unbent))
 
 
@@ -523,8 +400,8 @@ def _unbent(objective: Objective, ended: Evaluation, low: Tensor) -> Evaluation:
     if not objective.curve.zero_at_origin:  # a constant
         return objective.at(theta)
     if not objective.curve.linear_at_origin:
-        held = replace(objective, fixed_alpha=low.exp())
-        return _minimum(held, theta, low, low, objective.spacing, _CLOSE)
+        fixed = replace(objective, fixed_alpha=low.exp())
+        return _minimum(fixed, theta, low, low, objective.spacing, _CLOSE)
     # A line may cross zero far from all pairs, farther than a search would go.
     nodes = objective.nodes
     total = nodes.weight.sum(-1)

@@ -16,7 +16,8 @@ from normscope.errors import UsageError
 from normscope.fits.card import norm_cards
 from normscope.fits.comparison import match
 from normscope.fits.curve_fit import CurveFit
-from normscope.fits.targets import Nodes, batches, fit_targets
+from normscope.fits.nodes import Nodes, batches
+from normscope.fits.targets import fit_targets
 from normscope.inputs.loaded_model import Provenance
 from normscope.norms.sites import short_names
 from normscope.page.site_data import LINE_POINTS, ROWS, inputs_data, packed, site_data, site_inputs

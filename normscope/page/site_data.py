@@ -17,7 +17,7 @@ from normscope.errors import DataError, count
 from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, NormCard
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.gradient import drawn_jacobians, mean_diagonal
-from normscope.fits.targets import Nodes
+from normscope.fits.nodes import Nodes
 from normscope.inputs.previews import Preview
 from normscope.norms.sites import NormSite
 from normscope.pairs.kept_inputs import KeptInput

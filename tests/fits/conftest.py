@@ -13,18 +13,15 @@ from scipy.optimize import curve_fit
 
 import normscope
 from normscope.curves.known import CURVES
+from normscope.fits.form import FitForm
 from normscope.fits.jackknife import fitted
-from normscope.fits.solver import FitForm
-from normscope.fits.targets import FitTarget, batches
+from normscope.fits.nodes import batches
+from normscope.fits.targets import FitTarget
 
 
 @pytest.fixture(scope="session")
 def by_scipy():
-    """Least squares of A·f(αx + s) by a library, which knows nothing of our optimum: from several places at once.
-
-    Returns:
-        A, α and, where it is asked for, s of the least (weighted) squared error that any of its starts led to.
-    """
+    """Return A, α and, if ``shifted``, s of least (weighted) squared error, by scipy from several starts."""
 
     def search(f, x, y, weight=None, shifted=False):
         sigma = None if weight is None else 1 / np.sqrt(weight)
@@ -52,10 +49,10 @@ def embedded(made_on_demand):
 
 
 @pytest.fixture(scope="session")
-def level_of():
-    """Make a level of raw pairs, which belong to no folds or to eight."""
+def target_of():
+    """Make a target of raw pairs, which belong to no folds or to eight."""
 
-    def level(x, y, folds=None, bound=math.inf, slope=math.nan):
+    def target(x, y, folds=None, bound=math.inf, slope=math.nan):
         x, y = np.ravel(x), np.ravel(y)
         numbers = np.zeros(x.size, int) if folds is None else np.ravel(folds)
         moments = torch.stack([moments_of(x[numbers == fold], y[numbers == fold]) for fold in range(8)])
@@ -70,16 +67,16 @@ def level_of():
             slope=slope,
         )
 
-    return level
+    return target
 
 
 @pytest.fixture(scope="session")
-def solved(level_of):
-    """Fit one curve to raw pairs; return what CurveFit says of it, and the squared error over all, as attributes."""
+def solved(target_of):
+    """Fit one curve to raw pairs; return CurveFit's attributes and the squared error over all pairs."""
 
-    def solve(x, y, curve="tanh", form=None, **level):
+    def solve(x, y, curve="tanh", form=None, **about):
         form = form or FitForm(shift=False)
-        [(_, problems)] = batches([level_of(x, y, **level)])
+        [(_, problems)] = batches([target_of(x, y, **about)])
         [row], _ = fitted(problems, CURVES.get(curve, curve) if isinstance(curve, str) else curve, form)
         return SimpleNamespace(**row, residual=row["rmse"] ** 2 * np.size(x))
 

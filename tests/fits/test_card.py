@@ -18,8 +18,8 @@ from torch import nn
 import normscope
 from normscope.errors import DataError
 from normscope.inputs.held_out import Pool
-from normscope.pairs.sums.binning import PAIR_GRID, TOKEN_GRID
-from normscope.pairs.sums.stats import Magnitudes, of_pairs, of_tokens
+from normscope.pairs.sums.binning import TOKEN_GRID
+from normscope.pairs.sums.stats import of_tokens
 
 D, EPS = 96, 1e-5
 ABOUT_THE_MEAN = ("ln", "quiet")
@@ -83,7 +83,7 @@ def test_offsets_are_those_of_the_raw_tokens(found, name):
     assert own.mean_share == pytest.approx(share, rel=5e-3)
 
 
-def test_what_is_lost_without_centring_is_what_torchs_rmsnorm_makes_of_it(found):
+def test_the_change_without_centring_is_that_of_torchs_rmsnorm(found):
     cards, raw = found
     x = raw["ln"][0]
     y = nn.LayerNorm(D, eps=0, dtype=torch.float64)(x)
@@ -94,8 +94,8 @@ def test_what_is_lost_without_centring_is_what_torchs_rmsnorm_makes_of_it(found)
     assert cards["rms"].centring.change_without is None
 
 
-@pytest.mark.parametrize("name", ["ln", "rms", "quiet", "quiet_rms"])
-def test_sigma_is_what_the_raw_tokens_are_divided_by(found, name):
+@pytest.mark.parametrize("name", ["ln", "quiet_rms"])
+def test_sigma_is_that_of_the_raw_tokens(found, name):
     cards, raw = found
     sigma = sigma_of(name, raw[name][0], cards[name].eps)
     own = cards[name].scale
@@ -105,7 +105,7 @@ def test_sigma_is_what_the_raw_tokens_are_divided_by(found, name):
 
 
 @pytest.mark.parametrize("name", ["quiet", "quiet_rms"])
-def test_eps_touches_the_tokens_whose_y_the_module_makes_smaller(found, norms, name):
+def test_tokens_touched_by_eps_are_those_with_a_smaller_y(found, norms, name):
     cards, raw = found
     x = raw[name][0]
     with_eps = type(norms[name])(D, eps=EPS, dtype=torch.float64)(x)
@@ -117,7 +117,7 @@ def test_eps_touches_the_tokens_whose_y_the_module_makes_smaller(found, norms, n
 
 
 @pytest.mark.parametrize("name", ["ln", "rms", "quiet", "quiet_rms"])
-def test_y_of_c_times_x_is_that_of_x_down_to_where_the_card_says(found, norms, name):
+def test_y_of_c_times_x_is_that_of_x_down_to_the_cards_c(found, norms, name):
     cards, raw = found
     x, scale = raw[name][0], cards[name].scale
     norm = type(norms[name])(D, eps=cards[name].eps, dtype=torch.float64)
@@ -173,15 +173,12 @@ def test_pairs_that_do_not_bend_are_linear_all_over():
     assert (cards["0"].straight, cards["0"].linear, cards["0"].linear_up_to) == (True, 1.0, None)
 
 
-@pytest.mark.parametrize("name", ["ln", "rms", "quiet", "quiet_rms"])
+@pytest.mark.parametrize("name", ["ln", "quiet_rms"])
 def test_tails_are_those_of_the_raw_pairs(found, name):
     cards, raw = found
     x, tails = raw[name][0], cards[name].tails
-    assert_tails(tails, x)
+    assert (cards[name].n_pairs, cards[name].n_tokens) == (x.numel(), len(x))
     assert {own.channel for own in tails.channels[:2]} == {7, 9}
-
-
-def assert_tails(tails, x):
     size = x.abs()
     assert tails.kurtosis == pytest.approx(scipy.stats.kurtosis(x.numpy(), axis=None, fisher=False), rel=1e-6)
     median = np.median(size)
@@ -198,23 +195,7 @@ def assert_tails(tails, x):
     reach, rows = size.amax(1).sort(descending=True)
     assert [abs(token.x) for token in tails.tokens] == reach[:16].tolist()
     assert [token.channel for token in tails.tokens] == size[rows[:16]].argmax(1).tolist()
-
-
-def test_the_demo_against_its_raw_pairs():
-    network = normscope.load("demo_vit")
-    cards, raw = cards_of(network.module, network.inputs, layers=[3, 12], about=network.about)
-    assert len(cards) == 2
-    for name, card in cards.items():
-        x, y = raw[name]
-        assert_tails(card.tails, x)
-        assert card.linear == pytest.approx(linear_range(x, y)[0], abs=1e-3)
-        assert card.scale.sigma_p50 == pytest.approx(x.std(1, unbiased=False).median().item(), rel=IN_A_BIN)
-        offsets = x.mean(1).abs() / x.std(1, unbiased=False)
-        assert card.centring.offset_p50 == pytest.approx(offsets.median().item(), rel=IN_A_BIN)
-        assert (card.n_pairs, card.n_tokens) == (x.numel(), len(x))
-        per_sample = len(x) // 64
-        for token in card.tails.tokens:  # samples come in order, and all are as long
-            assert x[token.sample * per_sample + token.position, token.channel].item() == token.x
+    assert all(x[token.sample * 60 + token.position, token.channel].item() == token.x for token in tails.tokens)
 
 
 def test_massive_activations_are_counted_where_they_were_planted():
@@ -232,7 +213,7 @@ def test_massive_activations_are_counted_where_they_were_planted():
     assert tails.positions[0] == (0, 6)
 
 
-def test_without_half_of_the_input_no_median_tells_what_is_massive():
+def test_massive_activations_are_not_counted_without_a_median():
     x = torch.randn(40, D).relu_()
     x[:, ::5] = 0
     tails = cards_of(nn.Sequential(nn.LayerNorm(D)), [x])[0]["0"].tails
@@ -250,19 +231,7 @@ def test_quantiles_and_shares_stay_within_a_bin(values, share, value):
     assert least - 1e-9 <= found.below(value) <= most + 1e-9
 
 
-def test_a_lone_pair_lies_at_its_own_x():
-    moments = torch.zeros(6, PAIR_GRID.size, dtype=torch.float64)
-    x = torch.tensor([-3.003, 1.001, 700.7])
-    moments[0, PAIR_GRID.index(x)] = 1
-    moments[1, PAIR_GRID.index(x)] = x.double()
-    moments[3, PAIR_GRID.index(x)] = x.double().square()
-    found = of_pairs(moments)
-    assert isinstance(found, Magnitudes)
-    for own in x.abs().double().tolist():
-        assert found.below(own * (1 + 1e-9)) - found.below(own * (1 - 1e-9)) == 1
-
-
-def test_norms_that_share_statistics_otherwise_are_asked_only_what_has_a_meaning():
+def test_norms_with_other_statistics_have_the_numbers_that_apply():
     x = torch.randn(10, 8, 30, generator=torch.Generator().manual_seed(0)) + 0.5
     x[4, 5, 17] = 80
     model = nn.ModuleDict({"group": nn.GroupNorm(2, 8), "batch": nn.BatchNorm1d(8)})
@@ -288,7 +257,7 @@ def test_norms_that_share_statistics_otherwise_are_asked_only_what_has_a_meaning
         (torch.arange(8.0)[None], "one token"),
     ],
 )
-def test_sites_with_nothing_to_say_say_so(x, why):
+def test_degenerate_sites_have_a_reason(x, why):
     (card,) = normscope.norm_cards(normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x]))
     assert card.degenerate == why
     assert [card.as_dict()[name] for name in ("centring", "scale", "linear", "tails")] == [None] * 4
@@ -299,17 +268,9 @@ def test_tokens_that_are_all_mean():
     cards, _ = cards_of(nn.RMSNorm(D, eps=0.0), [x])
     (card,) = cards.values()
     assert card.centring.mean_share == pytest.approx(1, rel=0.07)  # μ/√(mean of x²) is counted in bins
-    assert card.centring.offset_p50 == math.inf and card.as_dict()["centring"]["offset_p50"] is None
-
-
-def test_the_record_is_json_of_plain_numbers():
-    x = torch.randn(40, D)
-    x[0] = 0  # σ = 0 without eps
-    x = torch.cat([torch.zeros(10, D), x])
-    (card,) = normscope.norm_cards(normscope.capture(nn.Sequential(nn.RMSNorm(D, eps=1e-20)), [x]))
-    text = json.dumps(card.as_dict(), allow_nan=False)
-    assert json.loads(text) == card.as_dict()
-    assert card.as_dict()["scale"]["spread"] == card.scale.spread
+    row = json.loads(json.dumps(card.as_dict(), allow_nan=False))
+    assert card.centring.offset_p50 == math.inf and row["centring"]["offset_p50"] is None
+    assert row == card.as_dict() and row["scale"]["spread"] == card.scale.spread
 
 
 def test_sparsity_and_cosine_of_y_are_those_of_the_tokens():
@@ -320,15 +281,6 @@ def test_sparsity_and_cosine_of_y_are_those_of_the_tokens():
     assert tails.elements == pytest.approx(np.median(needed) / D)
     unit = y / np.linalg.norm(y, axis=1, keepdims=True)
     assert tails.cosine == pytest.approx((unit @ unit.T)[np.triu_indices(16, 1)].mean(), rel=1e-6)
-
-
-def test_ninety_percent_of_a_normal_distribution_lies_in_44_percent_of_it():
-    x = torch.randn(4, 16, 4000, generator=torch.Generator().manual_seed(0))
-    (card,) = normscope.norm_cards(normscope.capture(nn.Sequential(nn.LayerNorm(4000)), [x]))
-    edge = scipy.optimize.brentq(lambda z: scipy.stats.chi2.sf(z**2, 3) - 0.9, 0.1, 3)
-    assert card.tails.elements == pytest.approx(scipy.stats.chi2.sf(edge**2, 1), abs=0.005)
-    assert round(card.tails.elements, 2) == 0.44
-    assert abs(card.tails.cosine) < 0.01
 
 
 @pytest.fixture(scope="module")

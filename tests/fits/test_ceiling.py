@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 import normscope
 from normscope.curves.known import CURVES
-from normscope.fits.ceiling import best_held_out, ceilings, conditional_mean, free
+from normscope.fits.ceiling import best_held_out, ceilings, free
+from normscope.fits.form import FitForm
 from normscope.fits.jackknife import fitted
-from normscope.fits.solver import FitForm
-from normscope.fits.targets import FitTarget, batches
+from normscope.fits.nodes import batches
+from normscope.fits.targets import FitTarget
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -127,7 +128,7 @@ FOLDS = {
 
 @example("two scales", "even", 2, 0.01, 2019)  # the others' Σx² is lost in the whole's
 @example("heavy tails", "even", 40_000, 0.3, 0)  # groups of the largest count
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.sampled_from(sorted(FOLDS)),
@@ -166,27 +167,13 @@ def test_there_is_no_ceiling_without_two_folds_or_without_variance():
     assert ceiling(torch.stack([constant, constant])) is None
 
 
-def test_where_x_is_zero_there_is_no_line_to_follow():
+def test_the_ceiling_of_x_that_is_zero_is_zero():
     y = np.random.default_rng(0).standard_normal(400)
     moments = torch.stack([moments_of(np.zeros(200), half) for half in (y[:200], y[200:])])
     assert ceiling(moments) == pytest.approx(0, abs=0.05)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(KINDS)), st.integers(0, 500), st.integers(1, 80), st.integers(0, 10**6))
-def test_groups_are_those_of_plain_loops(kind, pairs, least_count, seed):
-    generator = np.random.default_rng(seed)
-    x = KINDS[kind](generator.standard_normal(pairs))
-    moments = moments_of(x, generator.standard_normal(pairs))
-    groups = np.array(groups_of([column[:3].tolist() for column in moments.numpy().T if column[0]], least_count))
-    at, mean, _ = conditional_mean(moments, least_count)
-    assert len(at) == len(groups)
-    if pairs:
-        np.testing.assert_allclose(at, groups[:, 1] / groups[:, 0], rtol=1e-12, atol=1e-300)
-        np.testing.assert_allclose(mean, groups[:, 2] / groups[:, 0], rtol=1e-11, atol=1e-12)
-
-
-def test_weights_weigh_errors_and_means_alike_and_do_not_make_groups():
+def test_weights_apply_to_errors_and_means_but_not_to_groups():
     """Pairs of weight two are as good as two pairs, but for how many a group holds."""
     generator = np.random.default_rng(0)
     x = generator.standard_normal(20_000)
@@ -273,38 +260,31 @@ def unlike_sources(law, sources, seed):
     return moments, 1 - np.sum(noise**2) / np.sum((y - y.mean()) ** 2)
 
 
-OFF_CENTRE = {
-    "tanh": np.tanh,
-    "isru": lambda u: u / np.sqrt(1 + u * u),
-    "erf": scipy.special.erf,
-}
-
-
-@pytest.mark.parametrize("law", OFF_CENTRE)
+@pytest.mark.parametrize("law", [np.tanh, scipy.special.erf])
 def test_off_centre_laws_of_the_published_layers_are_found(law):
     """The held-out R² of scipy's fit of the law itself, with a shift: no other curve and no E[y|x] comes as near."""
     generator = np.random.default_rng(0)
     x = (2 * generator.standard_normal((8, 100))).astype(np.float32).astype(float)
-    y = 3 * OFF_CENTRE[law](x - 1.5) + 0.003 * generator.standard_normal(x.shape)
+    y = 3 * law(x - 1.5) + 0.003 * generator.standard_normal(x.shape)
     y = y.astype(np.float32).astype(float)
     errors = 0.0
     for fold in range(8):
         others = np.arange(8) != fold
         best, _ = scipy.optimize.curve_fit(
-            lambda x, amplitude, alpha, shift: amplitude * OFF_CENTRE[law](alpha * x + shift),
+            lambda x, amplitude, alpha, shift: amplitude * law(alpha * x + shift),
             x[others].ravel(),
             y[others].ravel(),
             (1, 1, 0),
         )
-        errors += np.sum((y[fold] - best[0] * OFF_CENTRE[law](best[1] * x[fold] + best[2])) ** 2)
+        errors += np.sum((y[fold] - best[0] * law(best[1] * x[fold] + best[2])) ** 2)
     unexplained = errors / np.sum((y - y.mean()) ** 2)
     [top] = ceilings(problems_of(torch.stack([moments_of(*pair) for pair in zip(x, y, strict=True)])))
     assert 1 - top.r2 == pytest.approx(unexplained, rel=0.1)  # pairs of a bin are two points, and fits are coarse
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sources", [3, 8, 16])
-def test_with_few_sources_that_differ_the_interval_holds_the_law_and_hardly_a_curve_passes(sources):
+@pytest.mark.parametrize("sources", [3, 16])
+def test_with_few_sources_the_interval_contains_the_law_and_hardly_a_curve_is_better(sources):
     """Of E[y|x] alone, chosen on the folds that it is scored on, every sixth curve passed with three sources."""
     passing, curves, missed, n = 0, 0, 0, 0
     for law in LAWS:
@@ -326,10 +306,10 @@ def test_with_few_sources_that_differ_the_interval_holds_the_law_and_hardly_a_cu
 
 def test_only_a_better_curve_raises_the_ceiling(embedded):
     """It is the same whatever curves are asked for, and no curve that was fitted beside it predicts better."""
-    seen = embedded["demo_vit"].only(["blocks.0.norm1", "blocks.5.norm2", "norm"])
+    seen = embedded["demo_vit"].only(["blocks.0.norm1", "norm"])
     alone = normscope.fit(seen, "linear", shift=False)
     raised = set()
-    for asked in ("isru", "all", "mine=x/(1+abs(x)**3)**(1/3)", "free", "best", "derf"):
+    for asked in ("isru", "mine=x/(1+abs(x)**3)**(1/3)", "free", "best"):
         fits = normscope.fit(seen, asked)
         for site in (site.name for site in seen.sites):
             of_site, least = [found for found in fits if found.site == site], alone[site, "linear"].r2_ceiling
@@ -341,6 +321,26 @@ def test_only_a_better_curve_raises_the_ceiling(embedded):
             assert low < top < high
             raised |= {site} if top > least else set()
     assert raised == {"norm"}  # the last norm of a trained network is hardly more than a curve
+
+
+def test_a_curve_without_bounds_must_lead_by_a_thousandth():
+    """The line predicts seven sources near the origin better, by half of that, and misses the one that reaches far."""
+    generator = np.random.default_rng(6)
+    folds = np.repeat(np.arange(8), 500)
+    x = generator.uniform(-1, 1, folds.size)
+    far = folds == 7
+    x[far] = generator.choice([-40.0, 40.0], 500)
+    bent = np.tanh(0.3 * x) / 0.3
+    noise, bend = 0.5 * generator.standard_normal(x.size), np.where(far, 0, bent - x)
+    noise -= noise @ bend / (bend @ bend) * bend  # so that the bend costs what it is, whatever the noise
+    y = np.where(far, bent, x) + noise
+    squares = np.stack([(y - x) ** 2, (y - bent) ** 2])
+    line, tanh = squares[:, ~far].sum(1)
+    assert line < tanh < 1.001 * line
+    problems = problems_of(torch.stack([moments_of(x[folds == fold], y[folds == fold]) for fold in range(8)]))
+    errors = np.stack([squares[:, folds == fold].sum(1) for fold in range(8)], 1)[:, None]
+    [top] = best_held_out(problems, torch.from_numpy(errors), [True, False])
+    assert top.r2 == pytest.approx(1 - squares[1].sum() / np.sum((y - y.mean()) ** 2), abs=2e-3)
 
 
 def test_a_function_that_is_infinite_somewhere_is_not_chosen():

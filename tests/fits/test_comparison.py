@@ -77,7 +77,7 @@ def test_a_capture_differs_from_itself_in_nothing():
 
 
 @pytest.mark.parametrize("curve, function", [("tanh", np.tanh), ("isru", lambda u: u / np.sqrt(1 + u * u))])
-def test_the_first_curve_is_held_against_the_raw_pairs_of_the_second(curve, function):
+def test_r2_of_the_first_curve_is_that_on_the_second_raw_pairs(curve, function):
     x = 3 * noise(1, spread=1.2) + 0.2
     first, second = compare([captured(noise(0)), captured(x, data="other noise")], curve)
     own_x, own_y = raw(x)
@@ -127,18 +127,6 @@ def test_of_the_same_inputs_each_fold_is_left_out_of_both():
         assert np.log(found.interval) == pytest.approx((centre - width, centre + width), abs=1e-3 * width)
 
 
-def test_each_site_is_paired_with_itself_alone():
-    def seen(shape):
-        model = network("a", "b")
-        model.forward = lambda x: [model.a(shape(x)), model.b(2.0**11 * shape(x))]
-        return normscope.capture(model, [noise(2)], about=ABOUT)
-
-    a, b = compare([seen(lambda x: x), seen(lambda x: x * torch.exp(0.3 * x[..., :1].tanh()))], "tanh")[1::2]
-    # A power of two changes no mantissa, and so no bin; 1e-6: how near log α is searched.
-    assert b.alpha.interval == pytest.approx(a.alpha.interval, rel=1e-6)
-    assert b.fit.alpha == pytest.approx(a.fit.alpha * 2.0**-11, rel=1e-6)
-
-
 OTHER_INPUTS = {
     "other samples": lambda x: captured(noise(3)),
     "another seed": lambda x: normscope.capture(network("norm", before=twice), [x], about=ABOUT, seed=1),
@@ -160,25 +148,7 @@ def test_of_other_inputs_errors_add_up_as_squares_and_the_fewer_folds_count(othe
     assert rows[1].alpha.interval == pytest.approx((value * math.exp(-width), value * math.exp(width)), rel=1e-6)
 
 
-@pytest.mark.slow
-def test_noise_is_called_noise_and_a_difference_is_not():
-    sites = [f"n{number}" for number in range(60)]
-
-    def every(seed, scale):
-        model = network(*sites)
-        model.forward = lambda x: [norm(x[..., n, :]) for n, norm in enumerate(model.children())]
-        x = noise(seed, tokens=8 * len(sites)).unflatten(1, (8, len(sites))) * scale
-        return normscope.capture(model, [x], about={**ABOUT, "data": f"noise {seed}"})
-
-    base = every(0, 1)
-    alike = [row.alpha.in_noise for row in compare([base, every(1, 1)], "tanh")[1::2]]
-    larger = [row.alpha.in_noise for row in compare([base, every(2, 2.5)], "tanh")[1::2]]
-    # 95 % of 60, less three standard deviations of a binomial.
-    assert sum(alike) >= 52
-    assert sum(larger) <= 3
-
-
-def test_what_cannot_be_compared_is_none_and_says_why():
+def test_ratios_without_a_fit_are_none():
     x = noise(0)
     model = network("a", "b")
     model.forward = lambda x: [model.a(x), model.b(0 * x)]
@@ -192,7 +162,7 @@ def test_what_cannot_be_compared_is_none_and_says_why():
     assert json.loads(json.dumps(rows[2].as_dict(), allow_nan=False))["nothing"] == "all zero"
 
 
-def test_without_folds_nothing_is_told_from_noise():
+def test_without_folds_a_ratio_has_no_interval():
     second = compare([captured(noise(0)[:1]), captured(2 * noise(0)[:1])], "tanh")[1]
     assert second.alpha.value == pytest.approx(0.5, rel=1e-5)
     assert (second.alpha.interval, second.alpha.in_noise) == (None, None)
@@ -210,7 +180,7 @@ def test_rows_go_site_by_site_and_stand_alone():
     assert [rows[n]["matched"] for n in (0, 1)] == [None, "name"]
 
 
-def test_free_is_held_against_others_by_r2_alone():
+def test_free_is_compared_by_r2_alone():
     seen = [captured(noise(0)), captured(2 * noise(0))]
     second = compare(seen, "free")[1]
     assert (second.alpha, second.slope) == (None, None)
@@ -298,6 +268,6 @@ def test_sites_without_a_counterpart_are_listed_with_who_lacks_them():
         (["q_norm", "first"], "tanh", "No norm site of net has a counterpart"),
     ],
 )
-def test_mistakes_are_said(names, curves, sentence):
+def test_mistakes_are_refused(names, curves, sentence):
     with pytest.raises(UsageError, match=sentence):
         compare([captured(noise(0), name) for name in names], curves)

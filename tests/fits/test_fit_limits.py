@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from networks import network_of
 from torch import nn
 
 import normscope
@@ -56,7 +57,6 @@ def test_a_ceiling_that_is_too_low_as_x_repeats_is_marked():
 
 
 CONTINUOUS = {
-    "normal": drawn(),
     "of a ReLU, half of it zero": drawn().relu(),
     "of a network in half precision": drawn().half().float(),
     "of a network in bfloat16": drawn().bfloat16().float(),
@@ -84,20 +84,10 @@ def test_where_nothing_is_left_to_explain_there_is_no_interval():
         assert 0 < low < getattr(first, name) < high < 1
 
 
-class OfAllAndOfTwo(nn.Module):
-    """One norm of all tokens, and one of the first two."""
-
-    def __init__(self):
-        super().__init__()
-        self.all, self.two = nn.LayerNorm(8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        return self.all(x), self.two(x[:2])
-
-
 def test_a_site_without_folds_is_fitted_beside_one_with_folds():
     token = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
-    seen = normscope.capture(OfAllAndOfTwo(), [token.repeat(4, 1)])
+    network = network_of(lambda net, x: (net.all(x), net.two(x[:2])), all=nn.LayerNorm(8), two=nn.LayerNorm(8))
+    seen = normscope.capture(network, [token.repeat(4, 1)])
     with_folds, without = normscope.fit(seen, "tanh")
     assert with_folds.folds == "source" and with_folds.r2_cv is not None
     assert (without.folds, without.r2_cv, without.r2_ceiling, dict(without.intervals)) == (None, None, None, {})

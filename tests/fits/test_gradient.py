@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from networks import network_of
 from torch import nn
 from torch.autograd.functional import jacobian
 from torch.func import jacrev, vmap
@@ -18,7 +19,7 @@ from normscope.errors import DataError
 from normscope.fits.gradient import gradient, jacobians
 from normscope.fits.jackknife import interval
 from normscope.inputs.batch import Sample
-from normscope.norms.formulas import FORMS, root_mean_square, std_norm
+from normscope.norms.formulas import FORMS
 from normscope.show.figures.gradient import plot_gradient
 
 D = 24
@@ -32,7 +33,7 @@ def noise(tokens, d=D, seed=0, dtype=torch.float32):
 @given(
     st.integers(0, 1000), st.integers(2, 12), st.floats(-1, 1), st.floats(0, 30), st.sampled_from([1e-12, 0.1, 20.0])
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_jacobians_are_those_of_automatic_differentiation(form, seed, d, scale, massive, eps):
     """An eps of 20 clamps most tokens of the norm that is clamped."""
     rows = noise(3, d, seed, torch.float64) * 10**scale
@@ -101,20 +102,6 @@ def test_shares_are_those_of_the_raw_tokens(site):
     assert view.tail_share < view.share - 0.1  # so that the two cannot be taken for one another
 
 
-def test_r2_is_that_of_the_curves_derivative_by_automatic_differentiation(site):
-    view, fits, x, _, matrices = site
-    diagonals = matrices.diagonal(dim1=1, dim2=2)
-    for found in fits:
-        at = x.clone().requires_grad_()
-        (slopes,) = torch.autograd.grad(found(at).sum(), at)
-        torch.testing.assert_close(found.derivative(x), slopes, rtol=1e-10, atol=1e-12)
-        truth = 1 - (diagonals - slopes).square().mean() / diagonals.var(correction=0)
-        # A bin's pairs stand as two points of the same mean and variance of x: what is left is of third order in its
-        # width, a hundredth of x.
-        assert view.r2[found.curve] == pytest.approx(float(truth), abs=1e-7)
-    assert len({round(value, 6) for value in view.r2.values()}) == 2
-
-
 def test_constants_are_quantiles_over_the_raw_pairs(site):
     view, _, x, y, _ = site
     x, y = x.numpy(), y.numpy()
@@ -151,27 +138,23 @@ CURVES = ("tanh", "isru", "erf", "softsign", "hardtanh")
 
 @pytest.mark.parametrize("norm", [nn.functional.layer_norm, nn.functional.rms_norm], ids=["layer", "rms"])
 def test_r2_is_over_all_tokens_whichever_are_drawn(norm):
-    x = heavy_tailed(4000)
+    x = heavy_tailed(3000)
     module = nn.LayerNorm(D, eps=1e-2) if norm is nn.functional.layer_norm else nn.RMSNorm(D, eps=1e-2)
     diagonals = torchs_own(norm, x)
-    views, off = [], []
-    for seed in range(3):
+    views = []
+    for seed in range(2):
         seen = normscope.capture(nn.Sequential(module), x.split(500), seed=seed, diagonal=True)
         fits = normscope.fit(seen, CURVES)
         views += gradient(seen, fits)
         for found in fits:
             slopes = found.derivative(x.double())
             truth = about_the_mean(diagonals, slopes)
-            # As above; a derivative that jumps is taken wrongly of part of the bin in which it does, a hundredth of x
-            # wide: less than a thousandth of the pairs, half of them of either side, so that most of it cancels.
+            # A bin's pairs are two points of the same mean and variance of x: the error is of third order in its width,
+            # a hundredth of x. A derivative that jumps is wrong in a part of the bin where it does.
             tolerance = 1e-7 if found.function.smooth else 1e-4
             assert views[-1].r2[found.curve] == pytest.approx(truth, abs=tolerance)
-            drawn = seen.stats["0"].tokens.x
-            of_64 = about_the_mean(torchs_own(norm, drawn), found.derivative(drawn))
-            off.append(abs(of_64 - truth) / (views[-1].intervals[found.curve][1] - truth))
     assert all(view.r2 == views[0].r2 and view.intervals == views[0].intervals for view in views)
-    assert len({view.share for view in views}) == 3  # of the drawn tokens, which differ
-    assert max(off) > 2  # what 64 tokens say lies outside of what all of them do
+    assert len({view.share for view in views}) == 2  # of the drawn tokens, which differ
 
 
 def test_intervals_leave_one_fold_of_raw_tokens_out():
@@ -202,16 +185,6 @@ def test_intervals_leave_one_fold_of_raw_tokens_out():
     assert document["folds"] == "source"
 
 
-def test_a_derivative_that_is_huge_where_no_pair_lies_has_an_interval():
-    """Bins that one fold alone fills are empty without it, and an empty bin is no pair at x = 0."""
-    seen = normscope.capture(nn.Sequential(nn.RMSNorm(D)), [heavy_tailed(200)], diagonal=True)
-    fits = normscope.fit(seen, ["root=sign(x)*(1-exp(-sqrt(abs(x))))"])
-    assert float(fits[0].derivative(torch.zeros(1))) > 1e40
-    [view] = gradient(seen, fits)
-    low, high = view.intervals["root"]
-    assert low < view.r2["root"] < high
-
-
 def test_without_folds_there_is_no_interval_and_no_ceiling():
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(D)), [heavy_tailed(50)[None]], diagonal=True)
     [view] = gradient(seen, normscope.fit(seen))
@@ -220,20 +193,7 @@ def test_without_folds_there_is_no_interval_and_no_ceiling():
     assert view.as_dict()["r2_of_x"] is None
 
 
-DEMOS = {"demo_vit": {}, "demo_wav2vec2": {}, "demo_dit": {"limit": 8, "timesteps": "900,500,0"}}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEMOS)
-def test_no_curve_passes_the_best_function_of_x(name):
-    network = normscope.load(name, **DEMOS[name])
-    seen = normscope.capture(network.module, network.inputs, layers=6, about=network.about, diagonal=True)
-    fits = normscope.fit(seen, ["tanh", "isru", "erf"])
-    for view in gradient(seen, fits):
-        assert all(view.intervals[curve][0] < view.r2_of_x for curve in view.r2), view.site
-
-
-def test_a_capture_without_the_sums_says_how_to_take_them():
+def test_a_capture_without_the_sums_is_refused():
     model = nn.ModuleDict({"group": nn.GroupNorm(1, 4), "layer": nn.LayerNorm(D)})
     model.forward = lambda x: [norm(x) for norm in model.values()]
     seen = normscope.capture(model, [noise(12).view(3, 4, D)])
@@ -255,7 +215,7 @@ def massive(tokens=60, d=100):
     return x
 
 
-def test_the_tail_tells_the_assumptions_apart():
+def test_the_assumptions_differ_in_the_tail():
     """DyISRU is right there, and DyT is not."""
     seen, fits, _ = observed(nn.RMSNorm(100), massive())
     [view] = gradient(seen, fits)
@@ -276,50 +236,16 @@ def test_where_x_determines_the_diagonal_its_mean_predicts_it_and_only_there():
     assert gradient(seen, fits)[0].r2_of_x < 0.1
 
 
-def test_the_mean_of_the_diagonal_is_tried_on_other_tokens():
-    """Every token lies about a mean of its own: on the very tokens, x tells which it is, and so all of its slope."""
-    means = noise(64, 1, 5).argsort(0) + 1  # 1 to 64, in the same order in every run
-    x = noise(64, 64) * torch.exp(noise(64, 1, 4)) * 1e-3 + means
-    seen, fits, _ = observed(nn.LayerNorm(64), x)
-    assert gradient(seen, fits)[0].r2_of_x < 0.1
+def norm_by_largest():
+    """A registered norm that divides by the largest |x|."""
 
+    def normalize(rows, eps):
+        rstd = 1 / (rows.abs().amax(-1, keepdim=True) + eps)
+        return rows * rstd, rstd
 
-def module_of(normalize, eps, **options):
-    """A registered module that normalizes by a given function."""
-
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.eps = eps
-
-        def forward(self, x):
-            return normalize(x, self.eps)[0]
-
-    normscope.register_norm(Own, normalize=normalize, **options)
-    return Own()
-
-
-NORMS = {
-    "std_norm": lambda: (module_of(std_norm, 1e-5), noise(20) + 2, lambda x: std_norm(x, 1e-5)[0]),
-    # The slopes are those of a LayerNorm, and the Jacobian is not.
-    "rms_norm without a mean": lambda: (
-        nn.RMSNorm(D, eps=1e-6), noise(20) - noise(20).mean(1, keepdim=True), nn.RMSNorm(D, eps=1e-6).double()
-    ),
-    "clamped": lambda: (module_of(root_mean_square, 1e-12), heavy_tailed(), nn.RMSNorm(D, eps=1e-12).double()),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_the_share_is_that_of_the_norms_own_form(name):
-    module, x, plain = NORMS[name]()
-    seen, fits, (x, _) = observed(module, x)
-    truth = torch.stack([jacobian(lambda row: plain(row[None])[0], row) for row in x])
-    assert gradient(seen, fits)[0].share == pytest.approx(float(shares_of(truth).mean()), rel=1e-9)
-
-
-def by_largest(rows, eps):
-    rstd = 1 / (rows.abs().amax(-1, keepdim=True) + eps)
-    return rows * rstd, rstd
+    network = network_of(lambda net, x: normalize(x, net.eps)[0], kind="ByLargest", eps=1e-5)
+    normscope.register_norm(type(network), normalize=normalize, centred=False)
+    return network
 
 
 @pytest.mark.parametrize(
@@ -333,8 +259,8 @@ def by_largest(rows, eps):
     ],
     ids=["group", "batch", "one", "nan", "unknown"],
 )
-def test_what_is_not_covered_is_named(module, x, reason):
-    seen, fits, _ = observed(module or module_of(by_largest, 1e-5, centred=False), x)
+def test_sites_without_a_closed_form_have_a_reason(module, x, reason):
+    seen, fits, _ = observed(module or norm_by_largest(), x)
     [view] = gradient(seen, fits)
     assert reason in view.reason
     assert view.n_tokens == 0 and not view.constants and not view.r2

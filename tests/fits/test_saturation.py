@@ -11,7 +11,6 @@ from networks import network_of
 from torch import nn
 
 import normscope
-from normscope.errors import UsageError
 from normscope.fits.saturation import MODULE, with_modules
 from normscope.show.tables.card import card_table
 
@@ -219,12 +218,3 @@ def test_a_comparison_follows_the_modules_own_scale():
     assert own[0].fit.saturated < own[1].fit.saturated < own[2].fit.saturated
     assert own[2].as_dict()["saturated"] == own[2].fit.saturated
     assert [row.site for row in rows if row.curve == "tanh"] == ["sites.norm"] * 3 + ["sites.dyt"] * 3
-
-
-def test_a_network_swapped_between_two_captures_is_compared_where_both_have_a_function():
-    norms = captured({"a": nn.LayerNorm(D), "b": nn.LayerNorm(D)}, [heavy_tailed()])[0]
-    functions = captured({"a": normscope.DyT(D), "b": nn.LayerNorm(D)}, [heavy_tailed()])[0]
-    for pair in ((norms, functions), (functions, norms)):
-        assert MODULE not in {row.curve for row in normscope.compare(pair, "tanh")}
-    with pytest.raises(UsageError, match="takes a Capture"):
-        normscope.saturation(nn.LayerNorm(D))

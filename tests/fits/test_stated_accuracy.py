@@ -56,7 +56,7 @@ def test_fits_of_channels_are_as_right_as_the_docs_say(networks):
     for seen, raw in networks:
         for found in normscope.fit(seen, per="channel", shift=False):
             # α of a line is none to be right about; one channel in three is enough to tell.
-            if not found.told_apart or found.channel % 3 != CHANNELS:
+            if not found.identified or found.channel % 3 != CHANNELS:
                 continue
             x, y = (values[:, found.channel].numpy() for values in raw[found.site])
             if len(x) > MOST_TOKENS:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from captures import moments_of
 
-from normscope.fits.targets import joined, mirrored, nodes_of
+from normscope.fits.nodes import joined, mirrored, nodes_of
 from normscope.pairs.sums.binning import PAIR_GRID
 
 

@@ -163,7 +163,7 @@ def scales_of(
     widths = [] if linear else [reach_of(stats.moments.sum(0), _LINEAR_SHARE) for _, stats in filled]
     tops = [_top_of(site, stats, end) for site, stats in filled] or [1 / _MARGIN_Y]
     ends = torch.tensor([-end, end], dtype=torch.float64)
-    top = max([*tops, *(float(fit(ends).abs().max()) for fit in fits if fit.told_apart and fit.function.bounded)])
+    top = max([*tops, *(float(fit(ends).abs().max()) for fit in fits if fit.identified and fit.function.bounded)])
     sigmas = [sigma for _, stats in sites for sigma in _sigma_of(stats)]
     return Scales(
         XAxis((-end, end), min(filter(None, widths), default=None), xscale == SYMLOG),
@@ -176,7 +176,7 @@ def scales_of(
 def linear_end(stats: PairStats, fits: Sequence[CurveFit]) -> float:
     """Return the end of a linear axis, as :func:`scales_of` does: an edge of bins, unless it contains every pair."""
     every = _MARGIN_X * max(float(stats.reach.max()), 1e-30)
-    bent = [fit for fit in fits if fit.told_apart and fit.function.bounded and fit.alpha]
+    bent = [fit for fit in fits if fit.identified and fit.function.bounded and fit.alpha]
     if not bent:
         return every
     fit = next((fit for fit in bent if fit.curve == "tanh"), bent[0])

@@ -111,7 +111,7 @@ def plot_depth(capture: Capture, fits: Sequence[CurveFit], **options: Unpack[Fig
             axes[-1, column].set_xlabel(that_fits(("1 / std of the norm's input x", "1 / std of x"), room), labelpad=1)
             axes[0, column].set_title(curve, parse_math=False)
             stds = {fit.site: spread(capture.stats[fit.site]) for fit in of_curve}
-            points = [(1 / stds[fit.site], fit) for fit in of_curve if fit.told_apart and stds[fit.site] > 0]
+            points = [(1 / stds[fit.site], fit) for fit in of_curve if fit.identified and stds[fit.site] > 0]
             _draw_spread(axes[-1, column], [(x, fit.alpha, looks[kind_of[fit.site]]) for x, fit in points], theme)
         axes[-1, 0].set_ylabel("α")
         figure.align_ylabels(axes[:, 0])
@@ -132,8 +132,8 @@ class FitNumber:
     value: Callable[[CurveFit], float]
 
 
-AMPLITUDE = FitNumber("A", "amplitude", lambda fit: fit.amplitude if fit.told_apart else math.nan)
-ALPHA = FitNumber("α", "alpha", lambda fit: fit.alpha if fit.told_apart else math.nan)
+AMPLITUDE = FitNumber("A", "amplitude", lambda fit: fit.amplitude if fit.identified else math.nan)
+ALPHA = FitNumber("α", "alpha", lambda fit: fit.alpha if fit.identified else math.nan)
 SLOPE = FitNumber("slope at 0", "slope", lambda fit: math.nan if fit.curve == FREE else fit.slope)
 SATURATED = FitNumber("saturated", "saturated", lambda fit: fit.saturated)
 _R2 = FitNumber("R²", "r2", lambda fit: fit.r2)

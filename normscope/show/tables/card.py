@@ -21,9 +21,10 @@ from normscope.show.tables.table import (
 )
 
 if TYPE_CHECKING:
-    from normscope.fits.card import NormCard, Scale, Tails
+    from normscope.fits.card import NormCard, Tails
     from normscope.fits.gradient import Constants, GradientView
     from normscope.fits.saturation import OverChannels, Saturation
+    from normscope.fits.scale import Scale
 
 
 _NAMED = 3  # of a kind, on a whole card

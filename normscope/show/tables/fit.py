@@ -119,7 +119,7 @@ def _shifted(fits: Sequence[CurveFit]) -> bool:
 def _shape(fit: CurveFit) -> list[str]:
     """Number of parameters, A and α, or why there are none."""
     parameters = NONE if fit.parameters is None else str(fit.parameters)
-    alpha = _with_interval(fit, "alpha") if fit.told_apart else "" if fit.doubt else NONE
+    alpha = _with_interval(fit, "alpha") if fit.identified else "" if fit.doubt else NONE
     return [parameters, fit.doubt or _with_interval(fit, "amplitude"), alpha]
 
 
@@ -133,7 +133,7 @@ def _with_interval(fit: CurveFit, name: str, form: str = ".4g") -> str:
 
 def _over_channels(fits: Sequence[CurveFit]) -> list[str]:
     fitted = [fit for fit in fits if not fit.degenerate]
-    bend = [fit for fit in fitted if fit.told_apart]
+    bend = [fit for fit in fitted if fit.identified]
     alphas, r2 = [fit.alpha for fit in bend], [fit.r2 for fit in fitted]
     return [
         *(str(len(fits)), str(len(bend)), str(len(fits) - len(fitted))),

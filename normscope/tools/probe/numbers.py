@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from normscope.curves.known import Curve
-from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, centring_of, scale_of
+from normscope.fits.card import MASSIVE_RATIO, MASSIVE_SIZE, centring_of
+from normscope.fits.form import FitForm
 from normscope.fits.jackknife import solved
+from normscope.fits.nodes import FitBatch, batches
 from normscope.fits.saturation import share_beyond, site_saturation
-from normscope.fits.solver import FitForm
-from normscope.fits.targets import FitBatch, FitTarget, batches, site_target
+from normscope.fits.scale import scale_of
+from normscope.fits.targets import FitTarget, site_target
 from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.stats import PairStats, of_pairs, of_tokens

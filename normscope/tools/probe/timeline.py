@@ -201,9 +201,9 @@ class Timeline(TimelineHeader, Tabled):
             SimpleNamespace(index=number, name=site.name, kind=site.kind, placement=site.placement)
             for number, site in enumerate(self.sites)
         ]
-        places = [site.index for site in select(numbered, layers)]
-        sites = tuple(self.sites[place] for place in places)
-        return replace(self, sites=sites, numbers={name: values[:, places] for name, values in self.numbers.items()})
+        columns = [site.index for site in select(numbered, layers)]
+        sites = tuple(self.sites[column] for column in columns)
+        return replace(self, sites=sites, numbers={name: values[:, columns] for name, values in self.numbers.items()})
 
     def capture_of(self, record: int) -> Path | None:
         """Return the file of a record's capture; None if there is none."""
@@ -213,11 +213,11 @@ class Timeline(TimelineHeader, Tabled):
     def rows(self, records: Iterable[int]) -> Iterator[dict[str, Any]]:
         """Yield the rows of a CSV file: all numbers of a record at a site, by the names of metrics."""
         for record in records:
-            of_step = {"step": int(self.steps[record]), "time": self.times[record], "seconds": self.seconds[record]}
-            for place, site in enumerate(self.sites):
-                of_site = {"site": site.name, "kind": site.kind, "placement": site.placement}
-                numbers = {name: values[record, place] for name, values in self.numbers.items()}
-                yield as_json({**of_step, "loss": self.losses[record], **of_site, **numbers})
+            step = {"step": int(self.steps[record]), "time": self.times[record], "seconds": self.seconds[record]}
+            for index, site in enumerate(self.sites):
+                about = {"loss": self.losses[record], "site": site.name, "kind": site.kind, "placement": site.placement}
+                numbers = {name: values[record, index] for name, values in self.numbers.items()}
+                yield as_json({**step, **about, **numbers})
 
 
 def capture_name(step: int) -> str:

@@ -25,7 +25,10 @@ def written(path, *parts):
 
 
 def test_a_timeline_is_read_as_it_was_written(tmp_path):
-    read = load_timeline(written(tmp_path / "run.jsonl", record(0), record(50, 2.5)))
+    path = written(tmp_path / "run.jsonl", record(0), record(50, 2.5))
+    header, line, _ = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
+    assert header["normscope_timeline"] == 1 and line["numbers"]["r2/tanh"] == [0.123457, None, None]
+    read = load_timeline(path)
     assert (read.model, read.sites, read.curves) == (RUN.model, SITES, ("tanh",))
     assert read.steps.tolist() == [0, 50]
     # Six significant digits; what is not finite is None in the file and NaN in the array.
@@ -39,16 +42,8 @@ def test_a_timeline_is_read_as_it_was_written(tmp_path):
     }
 
 
-def test_lines_are_json_of_other_readers(tmp_path):
-    lines = written(tmp_path / "run.jsonl", record(50)).read_text().splitlines()
-    header, line = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert header["normscope_timeline"] == 1
-    assert [site["name"] for site in header["sites"]] == [site.name for site in SITES]
-    assert line["numbers"]["r2/tanh"] == [0.123457, None, None]
-
-
 @pytest.mark.parametrize("cut", [1, 40, -1])
-def test_a_line_that_a_killed_process_left_is_ignored(tmp_path, cut):
+def test_an_incomplete_last_line_is_ignored(tmp_path, cut):
     path = written(tmp_path / "run.jsonl", record(0), record(50).line()[:cut])
     assert load_timeline(path).steps.tolist() == [0]
 
@@ -61,33 +56,23 @@ def test_a_resumed_run_replaces_the_records_from_there_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("text", "sentence"),
     [
-        ('{"step":4}', "line 2: Object missing required field `time`"),
-        ("[]", "line 2: Expected `object`, got `array`"),
-        ('{"step":1,"time":1,"seconds":NaN,"numbers":{}}', "line 2: JSON is malformed"),
-        ('{"step":1,"time":1,"seconds":1,"numbers":{"a":[1]}}', "line 2: a has 1 numbers for 3 sites"),
-        (RUN.line().replace(":1,", ":9,", 1).strip(), "line 2: it has format 9, and this version reads 1"),
-        (RUN.line().replace("tanh", "isru").strip(), "line 2: another run, with other sites or curves, begins"),
+        (RUN.line() + '{"step":4}\n', "line 2: Object missing required field `time`"),
+        (RUN.line() + "[]\n", "line 2: Expected `object`, got `array`"),
+        (RUN.line() + '{"step":1,"time":1,"seconds":NaN,"numbers":{}}\n', "line 2: JSON is malformed"),
+        (RUN.line() + '{"step":1,"time":1,"seconds":1,"numbers":{"a":[1]}}\n', "line 2: a has 1 numbers for 3 sites"),
+        (RUN.line() + RUN.line().replace(":1,", ":9,", 1), "line 2: it has format 9, and this version reads 1"),
+        (RUN.line() + RUN.line().replace("tanh", "isru"), "line 2: another run, with other sites or curves, begins"),
+        *((text, "is no timeline of normscope") for text in ("{}\n", "[1]\n", "step,loss\n", "\x00\n")),
+        ("", "contains no record"),
+        (RUN.line(), "contains no record"),
+        (None, "Cannot read"),
     ],
 )
-def test_malformed_lines_are_refused(tmp_path, line, sentence):
+def test_other_files_are_refused(tmp_path, text, sentence):
+    path = tmp_path / "run.jsonl"
+    if text is not None:
+        path.write_text(text)
     with pytest.raises(DataError, match=sentence):
-        load_timeline(written(tmp_path / "run.jsonl", line + "\n"))
-
-
-@pytest.mark.parametrize("text", ["{}\n", "[1]\n", "step,loss\n", "\x00\n"])
-def test_other_files_are_refused(tmp_path, text):
-    path = tmp_path / "x.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match="is no timeline of normscope"):
         load_timeline(path)
-
-
-def test_files_without_a_record_and_missing_files_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
-    for path in (tmp_path / "empty.jsonl", written(tmp_path / "header.jsonl")):
-        with pytest.raises(DataError, match="contains no record"):
-            load_timeline(path)
-    with pytest.raises(DataError, match="Cannot read"):
-        load_timeline(tmp_path / "missing.jsonl")
