@@ -25,7 +25,7 @@ _WITHOUT_TORCHAUDIO = f"({_SPEECH_MODELS})\\S* (needs torchaudio|cannot be loade
 try:  # some releases of torch make it raise OSError or RuntimeError
     import torchaudio  # noqa: F401
 except Exception:
-    WITH_TORCHAUDIO = ["normscope/models/speech.py"]
+    WITH_TORCHAUDIO = ["normscope/models/speech.py", "normscope/models/embedded/demo_wav2vec2.py"]
 else:
     WITH_TORCHAUDIO = []
 WITH_TRITON = ["pairs/sums/binning/cuda*", "swaps/kernels/l*"]

@@ -95,7 +95,6 @@ def load(
     registry.check_data(data)
     registry.check_diffusion(entry, guidance=guidance, timesteps=timesteps)
     registry.check_device_map(device_map, device)
-    registry.check_library(entry)
     from normscope.models.weights.devices import DTYPES, KEEP, resolve_device, resolve_dtype
 
     # A swap brings its own weights: make others at no cost, except where a factory makes them.

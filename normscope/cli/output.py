@@ -187,12 +187,12 @@ class Output:
 
     def introduce(self, network: LoadedModel) -> None:
         """Report network, weights and device; random weights are reported even when quiet."""
-        from normscope.models.weights.devices import places
+        from normscope.models.weights.devices import device_names
 
         module = network.module
         tensors = list(module.parameters()) or list(module.buffers())[:1]
         dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors))
-        where = f", on {' and '.join(places(module))} in {' and '.join(dtypes)}" if dtypes else ""
+        where = f", on {' and '.join(device_names(module))} in {' and '.join(dtypes)}" if dtypes else ""
         line = f"{network.name}: {network.provenance.description}{where}"
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 

@@ -117,7 +117,9 @@ def check_models(names: Sequence[str]) -> None:
                 f"{name} names a file, not a model. `plot`, `fit`, `stats`, `gradient`, `compare` and `report` take "
                 f"captures; --weights takes a file of weights."
             )
-        registry.check_library(registry.find(name))
+        entry = registry.find(name)
+        if entry.family == "speech":  # torchaudio may be missing
+            registry.loader_of(entry)
 
 
 def check_sources(names: Sequence[str], run: RunOptions) -> None:

@@ -24,7 +24,6 @@ from normscope.models.inputs.dataset import drawn
 from normscope.models.weights.checkpoints import load_file, ready, seeded
 from normscope.runtime.files import sha256_of
 
-_IMPORTLIB = (importlib.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 _END = object()
 
 
@@ -33,7 +32,7 @@ class UserCode:
     """The user's code: with random numbers of its own, prints on stderr, and its exceptions as sentences."""
 
     name: str  # of the model, in errors
-    file: str  # in which the code begins
+    file: str  # in which the code begins; empty if unknown
     random_state: Tensor  # of torch on the CPU, as the code left it
 
     @contextmanager
@@ -44,7 +43,7 @@ class UserCode:
             try:
                 yield
             except (Exception, SystemExit) as error:
-                raise kind(f"{what} raised {first_line(error)}{self._place(error)}.") from error
+                raise kind(f"{what} raised {first_line(error)}{self._line(error)}.") from error
             finally:
                 self.random_state = torch.default_generator.get_state()
 
@@ -61,13 +60,12 @@ class UserCode:
                 return
             yield entry
 
-    def _place(self, error: BaseException) -> str:
-        """Name the last line of the user's own file in a traceback, or the last one outside of it."""
-        if isinstance(error, SyntaxError):  # whose message names it
+    def _line(self, error: BaseException) -> str:
+        """Name the last line of the user's own file in a traceback; a SyntaxError's message names it."""
+        if isinstance(error, SyntaxError):
             return ""
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
-        in_file = [frame for frame in frames if frame.filename == self.file]
-        return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in (in_file or frames)[-1:])
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == self.file]
+        return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in frames[-1:])
 
 
 class FactoryBatches(Inputs):
@@ -125,6 +123,7 @@ class FactoryBatches(Inputs):
         raise DataError(f"{self._name} returned no batch to run its module on.")
 
     def _placed(self, batch: Batch) -> Batch:
+        """Move a batch to the model's device; its tensors in a dtype that the model has are not converted."""
         dtype = next(iter(self._kept), self._options.dtype)
         return batch.to(self._options.device, dtype, self._kept)
 
@@ -164,11 +163,7 @@ class _Once:
             yield entry
 
 
-def _is_ours(filename: str) -> bool:
-    return filename in _IMPORTLIB or Path(filename).parent == Path(__file__).parent
-
-
-def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the ``(module, batches)`` that a function of the user's returns; it takes no arguments.
 
     ``architecture`` is ``FILE_OR_MODULE:FACTORY``; a FILE ends in ``.py``, and FACTORY may have dots in it. FILE's
@@ -183,14 +178,14 @@ def load_factory(name: str, architecture: str, options: LoadOptions) -> LoadedMo
     for why, refused in refusals.items():
         if refused:
             raise UsageError(f"{name} {why}.")
-    place, _, function_name = architecture.rpartition(":")
-    if not place or not function_name:
+    source, _, function_name = architecture.rpartition(":")
+    if not source or not function_name:
         raise ModelError(f"{name!r} names no function. Write py:FILE.py:FUNCTION or py:MODULE:FUNCTION.")
     with seeded(options.seed):
         code = UserCode(name, "", torch.default_generator.get_state())
-    is_file = place.endswith(".py")
-    path = Path(place).expanduser()
-    factory = _function(name, _import_file(code, path) if is_file else _import_module(code, place), function_name)
+    is_file = source.endswith(".py")
+    path = Path(source).expanduser()
+    factory = _function(name, _import_file(code, path) if is_file else _import_module(code, source), function_name)
     with code.running(name):
         returned = factory()
     module, batches = _pair(name, returned)
@@ -224,19 +219,9 @@ def _import_file(code: UserCode, path: Path) -> ModuleType:
 
 
 def _import_module(code: UserCode, name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise ModelError(f"{name!r} is neither a file, which ends in .py, nor the name of a module.")
     _search_first(Path.cwd())
-    try:
-        with code.running(f"The module {name}"):
-            module = importlib.import_module(name)
-    except ModelError as error:
-        cause = error.__cause__
-        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
-            raise ModelError(
-                f"There is no module {cause.name!r}, neither installed nor in {Path.cwd()}. A file's name ends in .py."
-            ) from error
-        raise
+    with code.running(f"Importing {name!r} as a module (the name of a file ends in .py)"):
+        module = importlib.import_module(name)
     code.file = module.__file__ or ""
     return module
 
@@ -265,8 +250,6 @@ def _pair(name: str, returned: Any) -> tuple[nn.Module, Iterable[Any]]:
     module, batches = returned
     if not isinstance(module, nn.Module):
         raise ModelError(f"{name} returned a {type(module).__name__} where a torch.nn.Module has to be.")
-    if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-        raise ModelError(f"{name} returned a module on the meta device, which has no weights to run with.")
     if isinstance(batches, (Tensor, Mapping, Batch, str)) or not hasattr(batches, "__iter__"):
         raise DataError(
             f"{name} returned a {type(batches).__name__} where batches have to be: a list of tensors, of tuples of "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from diffusers.utils.import_utils import is_accelerate_available
 from torch import Tensor, nn
 
-from normscope.errors import MemoryEndedError, ModelError, NormscopeError, UsageError, count, first_line
+from normscope.errors import MemoryEndedError, ModelError, UsageError, count, first_few, first_line
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import Chunk
 from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outputs, Provenance, Task, without_variances
@@ -30,24 +29,22 @@ from normscope.models.inputs.trajectories import (
     select_timesteps,
 )
 from normscope.models.weights.checkpoints import (
-    cast,
-    dtypes_by_name,
+    dtypes_of,
     dtypes_of_files,
-    embedded_module,
     load_file,
-    read_embedded,
+    placed,
     ready,
-    with_dtypes,
+    with_conversion,
     with_weights,
 )
+from normscope.models.weights.devices import quiet
 from normscope.models.weights.repository import Repository, refuse_code
 from normscope.runtime.files import sha256_of
 from normscope.runtime.network import memory_ended
 
 GUIDANCE = 4.0  # DiTPipeline's default, and the largest that the paper shows samples for
-TRAJECTORIES, DEMO_TRAJECTORIES = 4, 64
+TRAJECTORIES = 4
 FEW_STEPS = 5  # of a full-size network's trajectory, unless the requested timesteps take more
-CALIBRATION_TIMESTEPS = 10  # unless they are named
 
 WEIGHTS = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")  # the latter without unpickling code
 
@@ -77,15 +74,21 @@ _DIT_SCHEDULER: dict[str, Any] = {
     "prediction_type": "epsilon",
     "clip_sample": False,
 }
+_FROM_HERE = {"use_safetensors": True, "local_files_only": True}  # arguments of from_pretrained
 _PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
 _DITS = ("DiTTransformer2DModel", "Transformer2DModel")
 OTHERWISE = "Write a function that returns the transformer and batches for it, and name it as py:FILE:FACTORY."
 
-_DEMO: dict[str, Any] = {"guidance": 1.0, "trajectories": DEMO_TRAJECTORIES}  # of from_noise()
+PROMPTS = (
+    "a red bicycle leaning against a stone wall",
+    "two herons in a shallow lake at dawn",
+    "the workbench of a watchmaker, seen from above",
+    "a mountain village under snow at night",
+)
 
 
-def load_diffusers(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load a diffusion transformer from a folder or a repository of a pipeline, or of a transformer alone.
 
     The default inputs of a class-conditional DiT are its own DDIM trajectories. Any other transformer needs the folder
@@ -98,48 +101,25 @@ def load_diffusers(name: str, architecture: str, options: LoadOptions) -> Loaded
         return load_pipeline(name, Path(repository.name), components, options)
     config, scheduler, subfolder, remark = _describe(name, repository)
     default = {"guidance": GUIDANCE, "trajectories": TRAJECTORIES, "steps": (FEW_STEPS, STEPS), "remark": remark}
-    inputs = _inputs(config, scheduler, options, default)
+    inputs = dit_inputs(config, scheduler, options, default)
     module, provenance = with_weights(
         name,
         options,
         build=lambda: _build(name, DiTTransformer2DModel, config),
         pretrained=lambda: _pretrained(name, repository, config, subfolder),
     )
-    return _loaded(name, module, inputs, provenance, options)
-
-
-def load_demo_dit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
-    """Load the embedded DiT, which makes digits of 8×8 pixels, from −1 to 1, without an autoencoder.
-
-    To learn from there are its trajectories from the next seed, at more timesteps.
-    """
-    build, pretrained = embedded_module(
-        architecture, "scikit-learn's digits", lambda facts: DiTTransformer2DModel(**facts["config"])
-    )
-    _, facts, _ = read_embedded(f"{architecture}.safetensors")
-    inputs = _inputs(facts["config"], _scheduler(name, facts["scheduler"]), options, _DEMO)
-    module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
-    loaded = _loaded(name, module, inputs, provenance, options)
-    if options.data is None:
-        timesteps = CALIBRATION_TIMESTEPS if options.timesteps is None else options.timesteps
-        others = replace(options, seed=options.seed + 1, timesteps=timesteps)
-        scheduler = _scheduler(name, facts["scheduler"])
-        loaded.calibration = _inputs(facts["config"], scheduler, others, _DEMO)(module)
-    return loaded
-
-
-def _loaded(
-    name: str, module: nn.Module, inputs: Callable[[nn.Module], Inputs], provenance: Provenance, options: LoadOptions
-) -> LoadedModel:
     module, provenance = ready(module, provenance, options)
-    inputs_of_module = inputs(module)
+    return loaded_dit(name, module, inputs(module), provenance)
+
+
+def loaded_dit(name: str, module: nn.Module, inputs: Inputs, provenance: Provenance) -> LoadedModel:
     task = Task(untold="the latents are of the network's own trajectories, of which no true noise is known")
-    if isinstance(inputs_of_module, NoisedLatents):
-        task = Task("denoising", truth=inputs_of_module.truth)
-    return LoadedModel(name, module, inputs_of_module, provenance, Outputs("prediction", without_variances), task=task)
+    if isinstance(inputs, NoisedLatents):
+        task = Task("denoising", truth=inputs.truth)
+    return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
 
 
-def _inputs(
+def dit_inputs(
     config: dict[str, Any], scheduler: DDIMScheduler, options: LoadOptions, default: Mapping[str, Any]
 ) -> Callable[[nn.Module], Inputs]:
     """Return a function from a module to its inputs, after all checks that need no module."""
@@ -157,7 +137,7 @@ def _inputs(
 def _describe(name: str, repository: Repository) -> tuple[dict[str, Any], DDIMScheduler, str, str]:
     """Return the transformer's configuration, its scheduler of training, the folder of its files, and a remark."""
     if repository.name in _PUBLISHED and not repository.is_folder:
-        return _PUBLISHED[repository.name], _scheduler(name, _DIT_SCHEDULER), "transformer/", ""
+        return _PUBLISHED[repository.name], scheduler_of(name, _DIT_SCHEDULER), "transformer/", ""
     pipeline = repository.json("model_index.json")
     folder = "" if pipeline is None else "transformer/"
     config, scheduler = (repository.json(file) for file in (f"{folder}config.json", "scheduler/scheduler_config.json"))
@@ -173,10 +153,10 @@ def _describe(name: str, repository: Repository) -> tuple[dict[str, Any], DDIMSc
             f"which feeds them: download it, and name it as diffusers:DIR. {OTHERWISE}"
         )
     remark = "with the noise schedule of DiT-XL/2" if scheduler is None else ""
-    return config, _scheduler(name, scheduler or _DIT_SCHEDULER), folder, remark
+    return config, scheduler_of(name, scheduler or _DIT_SCHEDULER), folder, remark
 
 
-def _scheduler(name: str, config: dict[str, Any]) -> DDIMScheduler:
+def scheduler_of(name: str, config: dict[str, Any]) -> DDIMScheduler:
     """Return a DDIM scheduler with the betas and predictions of any scheduler's configuration."""
     kind, predicts = config.get("_class_name", "DDIMScheduler"), config.get("prediction_type", "epsilon")
     if kind not in KarrasDiffusionSchedulers.__members__ or predicts not in _PREDICTIONS:
@@ -202,27 +182,10 @@ def _pretrained(name: str, repository: Repository, config: dict[str, Any], folde
             "with --weights FILE, or take --weights random."
         )
     module = _build(name, DiTTransformer2DModel, config)
-    read = load_file(module, path, name)
+    provenance = load_file(module, path, name)
     if repository.is_folder:
-        return module, Provenance(read.kind, f"{repository.name}: {read.description}")
-    return module, Provenance("pretrained", f"{repository.name}@{repository.commit[:12]}")
-
-
-PROMPTS = (
-    "a red bicycle leaning against a stone wall",
-    "two herons in a shallow lake at dawn",
-    "the workbench of a watchmaker, seen from above",
-    "a mountain village under snow at night",
-)
-
-
-def _from_here() -> dict[str, bool]:
-    """Arguments of ``from_pretrained``; diffusers loads classes with parts in float32 through accelerate alone."""
-    return {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": _has_accelerate()}
-
-
-def _has_accelerate() -> bool:
-    return bool(is_accelerate_available())  # type: ignore[no-untyped-call]
+        return module, Provenance(provenance.kind, f"{repository.name}: {provenance.description}")
+    return module, repository.provenance([path])
 
 
 class _EnoughError(Exception):
@@ -256,14 +219,10 @@ class PipelineCalls(InputDataset):
         if options.guidance is not None and not self._takes("guidance_scale"):
             raise UsageError(f"A {name} takes no guidance. Leave it out.")
         pipeline.set_progress_bar_config(disable=True)
-
-        def stop(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            raise _EnoughError
-
-        self._sample(0, stop)
+        self._sample(0, [])
         steps = getattr(getattr(pipeline, "scheduler", None), "timesteps", None)
         if steps is None:
-            raise ModelError(f"A {name} has no scheduler that tells its timesteps. {OTHERWISE}")
+            raise ModelError(f"A {name} has no scheduler with timesteps. {OTHERWISE}")
         self._visited = [round(float(timestep)) for timestep in steps]
         self.timesteps = select_timesteps(self._visited, options.timesteps)
 
@@ -290,69 +249,62 @@ class PipelineCalls(InputDataset):
         return chunk  # the pipeline passes arguments in dtypes of its own
 
     def load(self, number: int) -> list[Batch]:
-        """Return the calls at the timesteps as the pipeline samples for a prompt, up to the last timestep."""
+        """Return the calls at the timesteps as the pipeline samples for a prompt."""
         if number not in self._kept:
-            calls: dict[int, list[Batch]] = {self._visited.index(timestep): [] for timestep in self.timesteps}
-
-            def keep(position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if position > max(calls):
-                    raise _EnoughError
-                if position in calls:
-                    calls[position].append(self._batch(number, position, len(calls[position]), args, kwargs))
-
-            self._sample(number, keep)
-            self._kept[number] = [batch for of_step in calls.values() for batch in of_step]
+            calls = self._sample(number, [self._visited.index(timestep) for timestep in self.timesteps])
+            steps = [step for step, _ in calls]
+            self._kept[number] = [
+                self._batch(number, step, steps[:index].count(step), arguments)
+                for index, (step, arguments) in enumerate(calls)
+            ]
         return self._kept[number]
 
-    def _batch(self, number: int, position: int, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
-        arguments = _named(self.pipeline.transformer, args, kwargs)
-        latents = arguments["hidden_states"]
-        index = ((number * len(self._visited) + position) * 8 + call) * 8
+    def _batch(self, number: int, step: int, call: int, arguments: dict[str, Any]) -> Batch:
+        index = ((number * len(self._visited) + step) * 8 + call) * 8
         data = f"{type(self.pipeline).__name__} from seed {self._options.seed}"
-        samples = [Sample(f"prompt {number}", number, index + i, data) for i in range(len(latents))]
-        copies = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
-        return Batch(kwargs=copies, samples=tuple(samples), part=f"timestep {self._visited[position]}")
+        latents = arguments["hidden_states"]
+        samples = tuple(Sample(f"prompt {number}", number, index + i, data) for i in range(len(latents)))
+        return Batch(kwargs=arguments, samples=samples, part=f"timestep {self._visited[step]}")
 
-    def _sample(self, number: int, observe: Callable[[int, tuple[Any, ...], dict[str, Any]], None]) -> None:
-        """Run the pipeline, and pass each call of its transformer to ``observe``, with the number of its step."""
-        transformer: nn.Module = self.pipeline.transformer
+    def _sample(self, number: int, steps: Sequence[int]) -> list[tuple[int, dict[str, Any]]]:
+        """Run the pipeline up to the last of some steps; return the transformer's calls at them, by their arguments."""
         timesteps: list[float] = []
+        calls: list[tuple[int, dict[str, Any]]] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            timestep = float(torch.as_tensor(_named(module, args, kwargs)["timestep"]).flatten()[0])
+            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            timestep = float(torch.as_tensor(arguments["timestep"]).flatten()[0])
             if timesteps[-1:] != [timestep]:  # with guidance there may be two calls in a step
                 timesteps.append(timestep)
-            observe(len(timesteps) - 1, args, kwargs)
+            step = len(timesteps) - 1
+            if step > max(steps, default=-1):
+                raise _EnoughError
+            if step in steps:
+                copies = {key: x.clone() if isinstance(x, Tensor) else x for key, x in arguments.items()}
+                calls.append((step, copies))
 
         guidance = self._options.guidance
         chosen: dict[str, Any] = {} if guidance is None else {"guidance_scale": guidance}
         if self._takes("clean_caption"):
             chosen["clean_caption"] = False  # our prompts are clean, and cleaning depends on what else is installed
-        handle = transformer.register_forward_pre_hook(before, with_kwargs=True)
+        name, prompt = type(self.pipeline).__name__, PROMPTS[number]
+        generator = torch.Generator().manual_seed(self._options.seed + number)
+        handle = self.pipeline.transformer.register_forward_pre_hook(before, with_kwargs=True)
         try:
-            self.pipeline(
-                prompt=PROMPTS[number],
-                generator=torch.Generator().manual_seed(self._options.seed + number),
-                output_type="latent",
-                **chosen,
-            )
+            self.pipeline(prompt=prompt, generator=generator, output_type="latent", **chosen)
         except _EnoughError:
             pass
-        except NormscopeError:
-            raise
         except Exception as error:  # of any pipeline's checks, its encoders, its transformer, its scheduler
-            raise self._failure(error, number) from error
+            if memory_ended(error):
+                raise MemoryEndedError(
+                    f"A {name} takes more memory as it samples than there is. Take another device, or a smaller "
+                    "--dtype."
+                ) from error
+            what = f"A {name} does not sample from the prompt {prompt!r} alone"
+            raise ModelError(f"{what}: {first_line(error)}. {OTHERWISE}") from error
         finally:
             handle.remove()
-
-    def _failure(self, error: Exception, number: int) -> NormscopeError:
-        name = type(self.pipeline).__name__
-        if memory_ended(error):
-            return MemoryEndedError(
-                f"A {name} takes more memory as it samples than there is. Take another device, or a smaller --dtype."
-            )
-        what = f"A {name} does not sample from the prompt {PROMPTS[number]!r} alone"
-        return ModelError(f"{what}: {first_line(error)}. {OTHERWISE}")
+        return calls
 
     def _takes(self, argument: str) -> bool:
         return argument in inspect.signature(self.pipeline.__call__).parameters
@@ -380,25 +332,22 @@ def load_pipeline(name: str, folder: Path, components: Mapping[str, Any], option
         name,
         options,
         build=lambda: _build(name, kind, kind.load_config(part)),
-        pretrained=lambda: _pretrained_in(name, kind, folder, part),
+        pretrained=lambda: read_transformer(name, kind, part, options.dtype),
     )
     try:
         # The class itself knows that its transformer is a component; DiffusionPipeline would load another over ours.
         of_class = getattr(diffusers, components["_class_name"])
-        pipeline = of_class.from_pretrained(folder, transformer=module, **_from_here())
+        with quiet():
+            pipeline = of_class.from_pretrained(folder, transformer=module, torch_dtype=options.dtype, **_FROM_HERE)
+        for component in pipeline.components.values():
+            if isinstance(component, nn.Module) and component is not module:
+                nn.Module.to(component, options.device)
     except Exception as error:  # of any component
         raise _does_not_load(f"The pipeline of {name} does not load", error) from error
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline  # seconds, which no DiT needs
-
-    if not isinstance(pipeline, DiffusionPipeline):
-        raise ModelError(f"{name} is a {components['_class_name']}, which is no pipeline. {OTHERWISE}")
-    for part_name, component in pipeline.components.items():
-        if isinstance(component, nn.Module) and component is not module:
-            if any(tensor.is_meta for tensor in component.parameters()):
-                raise ModelError(f"The pipeline of {name} does not load: its {part_name} lacks weights.")
-            cast(component, options.dtype, _in_float32(type(component)))
-            nn.Module.to(component, options.device)
-    module, provenance = ready(module, provenance, options, _in_float32(kind))
+    if options.weights == "pretrained":
+        module = placed(module, options)  # in the dtypes of its class, some of whose parts may stay in float32
+    else:
+        module, provenance = ready(module, provenance, options)
     inputs = PipelineCalls(pipeline, options)
     task = Task(untold="the latents are of the pipeline's own trajectories, of which no true noise is known")
     return LoadedModel(name, module, inputs, provenance, Outputs("prediction", without_variances), task=task)
@@ -411,32 +360,22 @@ def _known(component: list[Any]) -> bool:
     return library in (None, "transformers") or hasattr(diffusers.pipelines, str(library))
 
 
-def _in_float32(kind: Any) -> list[str]:
-    """Name the parts that a class of diffusers keeps in float32 in any dtype."""
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
-        return []
-    named: list[str] | str | None = kind._keep_in_fp32_modules
-    return [named] if isinstance(named, str) else named or []
-
-
 def _does_not_load(what: str, error: Exception) -> ModelError:
-    remedy = "" if _has_accelerate() else " It may need accelerate: pip install 'accelerate>=1.2'."
+    installed = bool(is_accelerate_available())  # type: ignore[no-untyped-call]
+    remedy = "" if installed else " It may need accelerate: pip install 'accelerate>=1.2'."
     return ModelError(f"{what}: {first_line(error)}.{remedy}")
 
 
-def _pretrained_in(name: str, kind: Any, folder: Path, part: Path) -> tuple[nn.Module, Provenance]:
+def read_transformer(name: str, kind: Any, part: Path, dtype: torch.dtype | None) -> tuple[nn.Module, Provenance]:
+    """Load the transformer of a pipeline's folder; ModelError if the weights do not fit it."""
     try:
-        module, report = kind.from_pretrained(part, output_loading_info=True, **_from_here())
+        with quiet():
+            module, report = kind.from_pretrained(part, torch_dtype=dtype, output_loading_info=True, **_FROM_HERE)
     except Exception as error:  # of diffusers, of safetensors
         raise _does_not_load(f"The transformer's weights of {name} do not load", error) from error
     wrong = [key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in report[keys]]
     if wrong:
-        raise ModelError(f"The transformer's weights of {name} do not fit it: {', '.join(map(str, wrong[:3]))}.")
+        raise ModelError(f"The transformer's weights of {name} do not fit it: {first_few(wrong)}.")
     files = sorted(part.glob("*.safetensors"))
-    provenance = Provenance("file", f"{folder}: transformer (sha256 {sha256_of(files)[:12]})")
-    return module, with_dtypes(provenance, dtypes_of_files(files), dtypes_by_name(module.named_parameters()))
-
-
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the parameters of the forward method."""
-    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+    provenance = Provenance("file", f"{part.parent}: transformer (sha256 {sha256_of(files)[:12]})")
+    return module, with_conversion(provenance, dtypes_of_files(files), dtypes_of(module.state_dict()))

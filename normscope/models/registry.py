@@ -1,6 +1,8 @@
 """The models by name, and the function that loads each.
 
 Nothing heavy is imported before a model is loaded: ``normscope models`` and shell completion read this table.
+Another library needs a module beside this one whose ``load`` is a ``Loader``, and a row here. Its networks may have an
+attribute ``remade_by``, an expression that makes them without normscope, which swapped folders quote.
 """
 
 from __future__ import annotations
@@ -104,15 +106,12 @@ _PREFIXED = tuple(
         ("py:FILE_OR_MODULE:FACTORY", "your own", "your function that returns a module and batches"),
     )
 )
-_LOADERS = {
-    "embedded:demo_vit": "embedded.demo_vit:load_demo_vit",
-    "embedded:demo_wav2vec2": "speech:load_demo_wav2vec2",
-    "embedded:demo_dit": "diffusion:load_demo_dit",
-    "timm": "vision:load_timm",
-    "torchaudio": "speech:load_torchaudio",
-    "diffusers": "diffusion:load_diffusers",
-    "transformers": "transformers:load_transformers",
-    "py": "custom:load_factory",
+# Modules here that load the models of a library; each embedded model has one of its name.
+_MODULES = {"timm": "vision", "torchaudio": "speech", "diffusers": "diffusion", "py": "custom"}
+_REMEDIES = {
+    "torchaudio": " Install torchaudio with the torch that it belongs to: pip install 'torch==2.11.*' "
+    "'torchaudio==2.11.*'.",
+    "transformers": " Install it: pip install 'transformers>=5.3'.",
 }
 
 
@@ -137,12 +136,12 @@ def embedded_models() -> list[str]:
 def loader_of(entry: ModelEntry) -> Loader:
     """Return the function that loads a model; ModelError if its library cannot be imported.
 
-    >>> loader_of(find("demo_vit")).__name__
-    'load_demo_vit'
+    >>> loader_of(find("demo_vit")).__module__
+    'normscope.models.embedded.demo_vit'
     """
-    module_name, _, function_name = (_LOADERS.get(entry.source) or _LOADERS[entry.library]).partition(":")
+    module = f"embedded.{entry.name}" if entry.embedded else _MODULES.get(entry.library, entry.library)
     try:
-        loader: Loader = getattr(importlib.import_module(f"normscope.models.{module_name}"), function_name)
+        loader: Loader = importlib.import_module(f"normscope.models.{module}").load
     except Exception as error:  # ImportError, OSError, RuntimeError and AttributeError were seen
         raise failure(entry, error) from error
     return loader
@@ -162,9 +161,9 @@ def find(name: str) -> ModelEntry:
     for entry in _NAMED:
         if name == entry.name:
             return entry
-    library, colon, architecture = name.partition(":")
+    library, _, architecture = name.partition(":")
     for entry in _PREFIXED:
-        if colon and architecture and entry.name.startswith(f"{library}:"):
+        if architecture and entry.library == library:
             return dataclasses.replace(entry, name=name, source=name)
 
     if name and Path(name).is_dir():
@@ -236,12 +235,6 @@ def failure(entry: ModelEntry, error: BaseException) -> ModelError:
     """Return the first cause of a library's error; transformers imports any torchaudio that is installed."""
     while error.__cause__ is not None:
         error = error.__cause__
-    remedy = "Install torchaudio with the torch that it belongs to: pip install 'torch==2.11.*' 'torchaudio==2.11.*'."
-    needed = f" {remedy}" if entry.family == "speech" or "torchaudio" in str(error).lower() else ""
-    return ModelError(f"{entry.name} cannot be loaded: {first_line(error)}.{needed}")
-
-
-def check_library(entry: ModelEntry) -> None:
-    """Raise ModelError for a speech model where torchaudio cannot be imported."""
-    if entry.family == "speech":
-        loader_of(entry)
+    missing = [library for library in _REMEDIES if library in str(error).lower()]
+    library = next(iter(missing), "torchaudio" if entry.family == "speech" else "")
+    return ModelError(f"{entry.name} cannot be loaded: {first_line(error)}.{_REMEDIES.get(library, '')}")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import timm
@@ -21,24 +19,32 @@ from normscope.models.inputs.images import class_task, image_inputs
 from normscope.models.weights.checkpoints import ready, with_weights
 from normscope.models.weights.repository import Repository
 
-_OF_HUB = "hf-hub:"  # as timm writes it
+_HUB = "hf-hub:"  # as timm writes it
 
 
-def load_timm(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load a model of timm, by its name there, with or without ``.tag``, or a repository, ``hf-hub:OWNER/NAME``."""
     architecture = timm.models.get_deprecated_models().get(architecture) or architecture  # if timm has renamed it
-    if architecture.startswith(_OF_HUB):
-        architecture, pretrained = _of_repository(name, architecture.partition(":")[2])
+    hub = config = None
+    if architecture.startswith(_HUB):
+        hub = _repository(name, architecture.removeprefix(_HUB))
+        architecture = f"{_HUB}{hub.name}@{hub.commit}"
     else:
-        pretrained = partial(_pretrained, name, architecture, _pretrained_config(name, architecture))
+        config = _pretrained_config(name, architecture)
     module, provenance = with_weights(
-        name, options, build=lambda: timm.create_model(architecture), pretrained=pretrained
+        name,
+        options,
+        build=lambda: timm.create_model(architecture),
+        pretrained=lambda: _pretrained(name, architecture, hub or _published(name, config)),
     )
     inputs = _timm_inputs(module, options)
     module, provenance = ready(module, provenance, options)
-    number, names = _timm_classes(module)
-    if number % 64:
-        outputs, task = Outputs("classes"), class_task(inputs, number, names)
+    network: Any = module
+    if network.num_classes % 64:
+        names = network.pretrained_cfg.get("label_names") or ()
+        if not names and (subset := infer_imagenet_subset(network)):
+            names = ImageNetInfo(subset).label_names()  # type: ignore[no-untyped-call]
+        outputs, task = Outputs("classes"), class_task(inputs, network.num_classes, list(names))
     else:  # no classes, or the projection of a CLIP tower, whose width timm counts as classes
         outputs, task = Outputs(), Task(untold="the network has no classes that labels could be compared to")
     return LoadedModel(name, module, inputs, provenance, outputs, task=task)
@@ -65,7 +71,8 @@ def _pretrained_config(name: str, architecture: str) -> Any:
         raise ModelError(unknown("model", name, tags)) from error
 
 
-def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, Provenance]:
+def _published(name: str, config: Any) -> Repository:
+    """Return the repository of an architecture's weights; ModelError if there is none."""
     if config is None or not config.has_weights:
         raise ModelError(
             f"timm has no pretrained weights for {name}. Name a file with --weights FILE, or take --weights random."
@@ -75,25 +82,21 @@ def _pretrained(name: str, architecture: str, config: Any) -> tuple[nn.Module, P
             f"The weights of {name} are not on a model hub but at {config.url}. Download that file and name it "
             "with --weights FILE."
         )
-    return _created(name, architecture, Repository(config.hf_hub_id))
+    return Repository(config.hf_hub_id)
 
 
-def _of_repository(name: str, repo: str) -> tuple[str, Callable[[], tuple[nn.Module, Provenance]]]:
-    """Return timm's name for the network that a repository's config.json describes, and how to load its weights."""
+def _repository(name: str, repo: str) -> Repository:
+    """Return a repository of the hub whose config.json describes a network of timm; ModelError for any other."""
     hub = Repository(repo)
-    if hub.is_folder:
-        raise ModelError(f"{name} names a folder, {repo!r}; {_OF_HUB}OWNER/NAME is a repository of the hub.")
-    config = hub.json("config.json")
-    family = (config or {}).get("architecture")
-    if not isinstance(family, str):
-        raise ModelError(f"{repo} holds no network of timm: it has no config.json that names an architecture.")
-    if not timm.is_model(family):
-        raise ModelError(f"{repo} is a {family!r}, which timm {timm.__version__} does not know.")
-    architecture = f"{_OF_HUB}{repo}@{hub.commit}"
-    return architecture, partial(_created, name, architecture, hub)
+    family = (hub.json("config.json") or {}).get("architecture")
+    if not timm.is_model(str(family)):
+        raise ModelError(
+            f"{name} is no network of timm {timm.__version__}: its config.json names {family!r} as the architecture."
+        )
+    return hub
 
 
-def _created(name: str, architecture: str, hub: Repository) -> tuple[nn.Module, Provenance]:
+def _pretrained(name: str, architecture: str, hub: Repository) -> tuple[nn.Module, Provenance]:
     """Let timm make a network with the weights of a repository of the hub."""
     (path, *_) = hub.weights()
     # The commit makes timm read the very file that was fetched; the name keeps it from looking for a pickle.
@@ -103,7 +106,7 @@ def _created(name: str, architecture: str, hub: Repository) -> tuple[nn.Module, 
     except Exception as error:  # of safetensors, of torch, of the conversion that timm has for the family
         what = f"The weights of {name} from {hub.name} at {hub.commit[:12]} do not load with timm {timm.__version__}"
         raise hub.failure(what, error) from error
-    return module, Provenance("pretrained", f"{hub.name}@{hub.commit[:12]}")
+    return module, hub.provenance([path])
 
 
 def _timm_inputs(module: nn.Module, options: LoadOptions) -> InputDataset:
@@ -112,11 +115,3 @@ def _timm_inputs(module: nn.Module, options: LoadOptions) -> InputDataset:
     mode = "L" if channels == 1 else "RGB"
     normalized_by = config["mean"], config["std"]
     return image_inputs(create_transform(**config), options, mode=mode, normalized_by=normalized_by)
-
-
-def _timm_classes(module: Any) -> tuple[int, Sequence[str]]:
-    """Return the number of classes, and their names in order: the network's own, or those of its ImageNet."""
-    names: Sequence[str] = module.pretrained_cfg.get("label_names") or ()
-    if not names and (subset := infer_imagenet_subset(module)):
-        names = ImageNetInfo(subset).label_names()  # type: ignore[no-untyped-call]
-    return module.num_classes, list(names)

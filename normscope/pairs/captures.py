@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from normscope.errors import DataError, count
 from normscope.norms.sites import Layers, NormSite, SkippedNorm, select
@@ -32,7 +33,7 @@ class Capture(Tabled):
         stats: the sums of each site, by its name.
         n_samples: number of samples that went through the network.
         seed: of the drawing samples.
-        versions: of Python and the libraries.
+        versions: of Python and the libraries, see :func:`versions`.
         parts: captures of parts of the data, each by its name (``timestep 980``), where requested.
         inputs: inputs that were kept for display, where requested.
         skip: number of first positions of each sample that are in no sum.
@@ -187,13 +188,20 @@ def _difference_of_sites(mine: Sequence[NormSite], theirs: Sequence[NormSite]) -
     return None
 
 
+def versions(model: nn.Module) -> dict[str, str]:
+    """Return the versions of Python, of normscope's arithmetic, and of the libraries that a network's classes are from.
+
+    >>> list(versions(nn.LayerNorm(4)))
+    ['python', 'normscope', 'torch', 'numba']
+    """
+    packages = sorted({type(part).__module__.partition(".")[0] for part in model.modules()})
+    found = {package: _version(package) for package in dict.fromkeys(("normscope", "torch", "numba", *packages))}
+    return {"python": platform.python_version()} | {name: version for name, version in found.items() if version}
+
+
 @functools.cache  # reading them takes a tenth of a probe
-def versions() -> dict[str, str]:
-    """Return the versions of Python and the libraries, by name."""
-    installed = {"python": platform.python_version()}
-    for package in ("normscope", "torch", "numba", "timm", "torchaudio", "diffusers", "transformers"):
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed[package] = "not installed"
-    return installed
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

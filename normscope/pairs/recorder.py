@@ -200,7 +200,7 @@ class Recorder:
             for site in self.sites
             if site.name not in stats
         ]
-        inputs, installed = first_inputs(recorded.inputs, self.summing.keep_inputs), versions()
+        inputs, installed = first_inputs(recorded.inputs, self.summing.keep_inputs), versions(self.model)
 
         def finished(capture: Capture, part: str = "") -> Capture:
             named = {"data": f"{about['data']} · {part}", "part": part} if part else {}

@@ -20,7 +20,7 @@ def test_random_weights_are_those_of_timm_under_the_seed():
 
 
 @pytest.mark.parametrize("name", ["demo_vit", "timm:test_vit"])
-def test_random_state_is_left_as_found(name):
+def test_loading_leaves_the_random_state_unchanged(name):
     torch.manual_seed(99)
     before = torch.get_rng_state()
     list(load(name, weights="random", seed=3, device="cpu", limit=2).inputs)
@@ -35,9 +35,8 @@ def test_weights_that_are_on_no_hub():
 
 
 def test_a_name_that_timm_has_changed_is_that_of_the_same_network():
-    names = ("timm:vit_tiny_patch16_224_in21k", "timm:vit_tiny_patch16_224.augreg_in21k")
-    old, new = (load(name, weights="random", device="cpu", limit=1).module for name in names)
-    assert torch.equal(parameters(old), parameters(new)) and old.pretrained_cfg == new.pretrained_cfg
+    renamed = load("timm:vit_tiny_patch16_224_in21k", weights="random", device="cpu", limit=1).module
+    assert renamed.pretrained_cfg["tag"] == "augreg_in21k"
 
 
 @pytest.mark.slow
@@ -47,8 +46,8 @@ def test_vit_b16_at_full_size():
     assert sum(parameter.numel() for parameter in model.module.parameters()) == 86_567_656
 
 
-@pytest.mark.parametrize("name", ["demo_vit", "timm:test_vit", "timm:test_convnext", "timm:test_resnet"])
-def test_classifiers_say_that_they_return_logits(name):
+@pytest.mark.parametrize("name", ["timm:test_vit", "timm:test_resnet"])
+def test_classifiers_return_logits(name):
     model = load(name, weights="random", device="cpu", limit=2)
     (batch,) = model.inputs
     result = result_of(model.module, batch)
@@ -57,13 +56,10 @@ def test_classifiers_say_that_they_return_logits(name):
     assert result.shape == (2, model.module.num_classes)
 
 
-def test_what_is_no_classifier_says_so(monkeypatch):
-    shallow = partial(timm.create_model, depth=1)
-    monkeypatch.setattr(timm, "create_model", shallow)
-    kinds = dict.fromkeys(["224.mae", "224.dino", "clip_224.openai"], "tensor")
-    kinds |= dict.fromkeys(["clip_224.laion2b_ft_in1k", "224.augreg2_in21k_ft_in1k"], "classes")
-    for name, kind in kinds.items():
-        assert load(f"timm:vit_base_patch16_{name}", weights="random", device="cpu", limit=1).outputs.kind == kind
+@pytest.mark.parametrize(("name", "kind"), [("224.dino", "tensor"), ("clip_224.openai", "tensor")])
+def test_networks_without_classes(monkeypatch, name, kind):
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=1))
+    assert load(f"timm:vit_base_patch16_{name}", weights="random", device="cpu", limit=1).outputs.kind == kind
 
 
 def test_only_projections_are_as_wide_as_a_multiple_of_64():
@@ -75,7 +71,7 @@ def test_only_projections_are_as_wide_as_a_multiple_of_64():
     assert {name for name in of_clip if counts[name] % 64} <= {"none"}
 
 
-def test_a_preview_is_the_picture_that_the_network_sees(options):
+def test_a_preview_is_the_input_of_the_network(options):
     model = load("timm:test_vit", weights="random", device="cpu", limit=2)
     (batch,) = model.inputs
     config = {**timm.data.resolve_model_data_config(model.module), "mean": (0.0,) * 3, "std": (1.0,) * 3}

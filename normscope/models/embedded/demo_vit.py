@@ -15,7 +15,7 @@ from normscope.inputs.loaded_model import Inputs, LoadedModel, LoadOptions, Outp
 from normscope.inputs.previews import Normalized
 from normscope.models.inputs.dataset import InMemory
 from normscope.models.inputs.images import class_task, image_inputs
-from normscope.models.weights.checkpoints import embedded_module, read_embedded, ready, with_weights
+from normscope.models.weights.checkpoints import load_embedded, read_embedded
 
 _DIGITS = 10  # classes
 _EPS = 1e-6  # of LayerNorms, as timm has it
@@ -49,7 +49,8 @@ class VisionTransformer(nn.Module):
         """Draw fresh weights; the arguments are timm's of these names."""
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         super().__init__()
-        self.arguments = arguments
+        arguments |= {"class_token": False, "global_pool": "avg", "fc_norm": False}
+        self.remade_by = f"timm.models.vision_transformer.VisionTransformer(**{arguments})"  # of the same outputs
         self.num_classes = num_classes
         self.patch_embed = _Patches(in_chans, embed_dim, patch_size)
         self.pos_embed = nn.Parameter(torch.empty(1, (img_size // patch_size) ** 2, embed_dim))
@@ -133,17 +134,17 @@ class _Mlp(nn.Module):
         return result
 
 
-def load_demo_vit(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
     """Load the embedded ViT with digits that were held out from its training, and its training digits to learn from."""
-    build, pretrained = embedded_module(
-        architecture, "scikit-learn's digits", lambda facts: network_of(facts["config"])
+    module, provenance, _ = load_embedded(
+        name, options, lambda facts: network_of(facts["config"]), trained_on="scikit-learn's digits"
     )
-    module, provenance = with_weights(name, options, build=build, pretrained=pretrained)
     inputs = _digit_inputs(options)
-    calibration = _training_digits(options) if options.data is None else None
-    module, provenance = ready(module, provenance, options)
-    task = Task("top-1") if options.data is None else class_task(inputs, _DIGITS)
-    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), calibration, task=task)
+    if options.data is not None:
+        task = class_task(inputs, _DIGITS)
+        return LoadedModel(name, module, inputs, provenance, Outputs("classes"), task=task)
+    training = _digits("calibration", "digits of demo_vit's training", "demo_vit training", options)
+    return LoadedModel(name, module, inputs, provenance, Outputs("classes"), training, task=Task("top-1"))
 
 
 def network_of(config: Mapping[str, Any]) -> VisionTransformer:
@@ -152,7 +153,9 @@ def network_of(config: Mapping[str, Any]) -> VisionTransformer:
 
 
 def _digit_inputs(options: LoadOptions) -> Inputs:
-    digits, pixels_to_input, _ = read_embedded("demo_vit_digits.safetensors")
+    if options.data is None:
+        return _digits("digits", "held-out digits", "demo_vit", options)
+    _, pixels_to_input, _ = read_embedded("demo_vit_digits.safetensors")
     scale, offset = pixels_to_input["scale"], pixels_to_input["offset"]
 
     def transform(image: Image.Image) -> Tensor:
@@ -162,24 +165,14 @@ def _digit_inputs(options: LoadOptions) -> Inputs:
         result: Tensor = pixels * scale + offset
         return result
 
-    if options.data is not None:
-        return image_inputs(transform, options, mode="L", normalized_by=_normalized_by(pixels_to_input))
-    total = f"{len(digits['images'])} held-out digits"
-    return _digits(digits, pixels_to_input, total, "demo_vit", options)
+    return image_inputs(transform, options, mode="L", normalized_by=_normalized_by(pixels_to_input))
 
 
-def _training_digits(options: LoadOptions) -> InMemory:
-    digits, pixels_to_input, _ = read_embedded("demo_vit_calibration.safetensors")
-    total = f"{len(digits['images']):,} digits of demo_vit's training"
-    return _digits(digits, pixels_to_input, total, "demo_vit training", options)
-
-
-def _digits(
-    digits: Mapping[str, Tensor], pixels_to_input: Mapping[str, float], total: str, data: str, options: LoadOptions
-) -> InMemory:
+def _digits(file: str, noun: str, data: str, options: LoadOptions) -> InMemory:
+    digits, pixels_to_input, _ = read_embedded(f"demo_vit_{file}.safetensors")
     images = digits["images"][:, None].float() * pixels_to_input["scale"] + pixels_to_input["offset"]  # (n, 1, 8, 8)
     samples = [Sample(f"digit {i}", i, i, data, label) for i, label in enumerate(digits["labels"].tolist())]
-    inputs = InMemory(list(images), samples, total, options)
+    inputs = InMemory(list(images), samples, f"{len(images):,} {noun}", options)
     inputs.normalized_by = _normalized_by(pixels_to_input)
     return inputs
 

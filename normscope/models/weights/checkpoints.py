@@ -6,7 +6,7 @@ import hashlib
 import json
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.resources import as_file, files
@@ -24,52 +24,58 @@ from normscope.runtime.files import sha256_of
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def dtypes_by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.dtype]:
-    return {name: tensor.dtype for name, tensor in tensors if tensor.is_floating_point()}
+def dtypes_of(state_dict: Mapping[str, Any]) -> set[torch.dtype]:
+    """Return the floating-point types of a state dict, which may contain other objects beside tensors."""
+    return {value.dtype for value in state_dict.values() if isinstance(value, Tensor) and value.is_floating_point()}
 
 
-def dtypes_of_files(paths: Iterable[Path]) -> dict[str, torch.dtype]:
-    """Return the dtype of each floating-point tensor of safetensors files by name, without reading values."""
-    dtypes: dict[str, torch.dtype] = {}
+def dtypes_of_files(paths: Iterable[Path]) -> set[torch.dtype]:
+    """Return the floating-point types of safetensors files, without reading values."""
+    codes: set[str] = set()
     for path in paths:
         with safe_open(path, framework="pt") as file:
-            by_name = {name: _DTYPES.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
-            dtypes |= {name: dtype for name, dtype in by_name.items() if dtype is not None}
-    return dtypes
+            codes |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    return {_DTYPES[code] for code in codes & _DTYPES.keys()}
 
 
-def with_dtypes(
-    provenance: Provenance, before: Mapping[str, torch.dtype], after: Mapping[str, torch.dtype]
-) -> Provenance:
-    """Add conversions of the weights' dtypes, by name before and after, to a provenance.
+def with_conversion(provenance: Provenance, before: set[torch.dtype], after: set[torch.dtype]) -> Provenance:
+    """Add a conversion of the weights from some floating-point types to others to a provenance.
 
-    >>> before = {"0.weight": torch.bfloat16, "1.weight": torch.float32}
-    >>> with_dtypes(Provenance.random(0), before, dict.fromkeys(before, torch.float32)).description
+    >>> with_conversion(Provenance.random(0), {torch.bfloat16}, {torch.float32}).description
     'random weights, seed 0, converted from bfloat16 to float32'
     """
-    changed = [name for name in before if name in after and before[name] != after[name]]
-    if not changed:
+    if before == after or not before:
         return provenance
-    old, new = (" and ".join(sorted({_dtype(dtypes[name]) for name in changed})) for dtypes in (before, after))
+    changed = before - after or before, after - before or after
+    old, new = (" and ".join(sorted(map(_name, dtypes))) for dtypes in changed)
     return replace(provenance, description=f"{provenance.description}, converted from {old} to {new}")
 
 
-def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
-    """Load the state dict in ``path`` into ``module``.
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
-    A state dict may lie under ``state_dict``, ``model`` or their EMA versions. One whose keys are not the model's own
-    goes through the conversion that timm has for that family of models.
+
+def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
+    """Load the state dict in ``path``, see :func:`read_state_dict`, into ``module``, see :func:`load_state_dict`."""
+    return load_state_dict(module, read_state_dict(path), path, name)
+
+
+def load_state_dict(module: nn.Module, state_dict: dict[str, Tensor], path: Path, name: str) -> Provenance:
+    """Load the state dict of a file; one with other keys goes through the conversion that timm has for the family.
 
     Weights are converted to the dtypes of ``module``, which is half loaded if an error is raised.
 
     Raises:
-        ModelError: if ``path`` is neither a safetensors file nor a torch checkpoint, or does not contain exactly the
-            weights of ``module``; ``name`` is the model's in the message.
+        ModelError: if these are not exactly the weights of ``module``; ``name`` is the model's in the message.
     """
-    state_dict = read_state_dict(path)
-    if state_dict.keys() != module.state_dict().keys():
+    expected = module.state_dict()
+    if state_dict.keys() != expected.keys():
         state_dict = _by_timm(state_dict, module)
-    misfits = _misfits(state_dict, module)
+    misfits = [
+        f"{key} is {tuple(value.shape)} and should be {tuple(expected[key].shape)}"
+        for key, value in state_dict.items()
+        if key in expected and value.shape != expected[key].shape
+    ] + not_floating(state_dict, expected)
     if not misfits:
         # Not our own comparison of keys: modules may fill in what older versions of them did not save.
         result = module.load_state_dict(state_dict, strict=False)
@@ -77,8 +83,20 @@ def load_file(module: nn.Module, path: Path, name: str) -> Provenance:
         misfits += [f"{key} is not in the model" for key in result.unexpected_keys]
     if misfits:
         raise ModelError(f"The weights file {str(path)!r} does not fit {name}: {first_few(misfits)}.")
-    after = dtypes_by_name(module.named_parameters())
-    return with_dtypes(provenance_of_file(path), dtypes_by_name(state_dict.items()), after)
+    return with_conversion(provenance_of_file(path), dtypes_of(state_dict), dtypes_of(expected))
+
+
+def not_floating(state_dict: Mapping[str, Tensor], expected: Mapping[str, Tensor], prefix: str = "") -> list[str]:
+    """Describe integers, quantized weights for example, in place of floats: torch would copy them.
+
+    Keys are compared without ``prefix``.
+    """
+    dtypes = {key.removeprefix(prefix): value.dtype for key, value in expected.items() if value.is_floating_point()}
+    return [
+        f"{key} is {_name(value.dtype)} and should be {_name(dtypes[key.removeprefix(prefix)])}"
+        for key, value in state_dict.items()
+        if key.removeprefix(prefix) in dtypes and not value.is_floating_point()
+    ]
 
 
 def provenance_of_file(path: Path) -> Provenance:
@@ -86,7 +104,13 @@ def provenance_of_file(path: Path) -> Provenance:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file or torch checkpoint, without unpickling code; ModelError, DataError."""
+    """Read the tensors of a safetensors file or torch checkpoint, without unpickling code.
+
+    A checkpoint may have them under ``state_dict``, ``model`` or their EMA versions.
+
+    Raises:
+        ModelError, DataError: if there is no file, or it contains anything but tensors by name.
+    """
     if path.is_dir():
         raise ModelError(f"The weights {str(path)!r} are a folder. Name the checkpoint file in it.")
     if not path.is_file():
@@ -117,29 +141,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 def _by_timm(state_dict: dict[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
     """Convert a checkpoint in the format of a model's first publication as timm does; others stay as they are."""
     convert: Any = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
-    if convert is None:
-        return state_dict
     try:
-        return dict(convert(dict(state_dict), module))
+        return state_dict if convert is None else dict(convert(dict(state_dict), module))
     except Exception:  # it met keys that no format of this family has: the caller names them
         return state_dict
-
-
-def _misfits(state_dict: dict[str, Tensor], module: nn.Module) -> list[str]:
-    """Describe tensors of another shape, and integers in place of floats, which torch would copy."""
-    misfits = []
-    expected = module.state_dict()
-    for key in [key for key in state_dict if key in expected]:
-        value, target = state_dict[key], expected[key]
-        if value.shape != target.shape:
-            misfits.append(f"{key} is {tuple(value.shape)} and should be {tuple(target.shape)}")
-        elif target.is_floating_point() and not value.is_floating_point():  # quantized, or a mask
-            misfits.append(f"{key} is {_dtype(value.dtype)} and should be {_dtype(target.dtype)}")
-    return misfits
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def with_weights(
@@ -181,50 +186,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
-def ready(
-    module: nn.Module, provenance: Provenance, options: LoadOptions, in_float32: Sequence[str] = ()
-) -> tuple[nn.Module, Provenance]:
-    """Put a module into eval mode, in the requested dtype and onto the requested devices; note conversions."""
-    before = dtypes_by_name(module.named_parameters())
-    cast(module.eval(), options.dtype, in_float32)
-    provenance = with_dtypes(provenance, before, dtypes_by_name(module.named_parameters()))
-    return placed(module, options), provenance
-
-
-def cast(module: nn.Module, dtype: torch.dtype | None, in_float32: Collection[str] = ()) -> None:
-    """Convert the floating-point numbers of a module to a dtype, in place; None converts nothing.
-
-    Weights of modules or tensors named in ``in_float32``, at any depth, become float32; their buffers stay.
-
-    >>> module = nn.ModuleDict({"norm1": nn.Linear(1, 1), "ff": nn.Linear(1, 1)})
-    >>> cast(module, torch.bfloat16, ["norm1"])
-    >>> module["norm1"].weight.dtype, module["ff"].weight.dtype
-    (torch.float32, torch.bfloat16)
-    """
-    if dtype is None:
-        return
-    if not in_float32:
-        # Not diffusers' own to(), which warns of an empty list of modules that should stay in float32.
-        nn.Module.to(module, dtype)
-        return
-    for path, part in module.named_modules():
-        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-            stays = not set(in_float32).isdisjoint([*path.split("."), name])
-            if not tensor.is_floating_point():
-                continue
-            if isinstance(tensor, nn.Parameter):
-                tensor.data = tensor.data.to(torch.float32 if stays else dtype)
-            elif not stays:
-                setattr(part, name, tensor.to(dtype))
+def ready(module: nn.Module, provenance: Provenance, options: LoadOptions) -> tuple[nn.Module, Provenance]:
+    """Put a module into eval mode, in the requested dtype and onto the requested devices; note a conversion."""
+    before = dtypes_of(module.state_dict())
+    if options.dtype is not None:
+        nn.Module.to(module, options.dtype)  # diffusers' own to() warns
+    return placed(module, options), with_conversion(provenance, before, dtypes_of(module.state_dict()))
 
 
 def placed(module: nn.Module, options: LoadOptions) -> nn.Module:
-    """Put a module onto the requested device, or spread it over several."""
+    """Put a module into eval mode and onto the requested device, or spread it over several."""
     if options.device_map is None:
-        return nn.Module.to(module, options.device)
+        return nn.Module.to(module.eval(), options.device)
     from normscope.models.weights.devices import spread
 
-    return spread(module, options.device)
+    return spread(module.eval(), options.device)
 
 
 def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str]:
@@ -241,22 +217,27 @@ def read_embedded(filename: str) -> tuple[dict[str, Tensor], dict[str, Any], str
             return tensors, json.loads(file.metadata()["normscope"]), digest
 
 
-def embedded_module(
-    architecture: str,
-    trained_on: str,
+def load_embedded(
+    name: str,
+    options: LoadOptions,
     build: Callable[[dict[str, Any]], nn.Module],
+    *,
+    trained_on: str,
     within: Callable[[nn.Module], Any] = lambda module: module,
-) -> tuple[Callable[[], nn.Module], Callable[[], tuple[nn.Module, Provenance]]]:
-    """Return ``build`` and ``pretrained`` of :func:`with_weights` for the weights in ``ARCHITECTURE.safetensors``.
+    from_file: Callable[[nn.Module, Path, str], Provenance] = load_file,
+) -> tuple[nn.Module, Provenance, dict[str, Any]]:
+    """Make an embedded network with the requested weights, ready to run; also return the facts in its file's header.
 
-    ``build`` makes the module from the facts in the file's header; ``within`` returns the part with the weights.
+    ``build`` makes the module from these facts; ``within`` returns the part whose weights are in ``NAME.safetensors``.
     """
-    weights, facts, digest = read_embedded(f"{architecture}.safetensors")
+    weights, facts, digest = read_embedded(f"{name}.safetensors")
 
     def pretrained() -> tuple[nn.Module, Provenance]:
         module = build(facts)
         within(module).load_state_dict(weights)
-        description = f"embedded {architecture} (trained on {trained_on}, sha256 {digest[:12]})"
-        return module, Provenance("embedded", description)
+        return module, Provenance("embedded", f"embedded {name} (trained on {trained_on}, sha256 {digest[:12]})")
 
-    return lambda: build(facts), pretrained
+    module, provenance = with_weights(
+        name, options, build=lambda: build(facts), pretrained=pretrained, from_file=from_file
+    )
+    return *ready(module, provenance, options), facts

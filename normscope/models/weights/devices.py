@@ -7,7 +7,7 @@ import re
 import tempfile
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 LARGE = 10**9  # parameters, from which on weights keep their stored dtype by default
 DTYPES = ("float32", "bfloat16", "float16")
 KEEP = "keep"
+_ROWS = (nn.ModuleList, nn.Sequential)
+_NAMED = "_no_split_modules"
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -57,27 +59,21 @@ def resolve_device(spec: str) -> torch.device:
     return torch.device(device)
 
 
-def dtype_name(name: str) -> str:
-    """Return the full name of a floating-point type, which may be abbreviated: fp32, bf16 or fp16; or UsageError.
-
-    >>> dtype_name("bf16")
-    'bfloat16'
-    """
-    whole = _SHORT.get(name, name)
-    if whole not in DTYPES:
-        raise UsageError(unknown("dtype", name, [*DTYPES, *_SHORT, KEEP]))
-    return whole
-
-
 def resolve_dtype(name: str) -> torch.dtype | None:
-    """Return the floating-point type of a name, see :func:`dtype_name`; None for ``keep``.
+    """Return the floating-point type of a name, which may be abbreviated: fp32, bf16 or fp16; None for ``keep``.
 
-    >>> resolve_dtype("bfloat16")
+    Raises:
+        UsageError: if there is no such type.
+
+    >>> resolve_dtype("bf16")
     torch.bfloat16
     """
     if name == KEEP:
         return None
-    dtype: torch.dtype = getattr(torch, dtype_name(name))
+    whole = _SHORT.get(name, name)
+    if whole not in DTYPES:
+        raise UsageError(unknown("dtype", name, [*DTYPES, *_SHORT, KEEP]))
+    dtype: torch.dtype = getattr(torch, whole)
     return dtype
 
 
@@ -98,48 +94,36 @@ def check_room(name: str, parameters: int, size: int, options: LoadOptions) -> N
         )
 
 
-_ROWS = (nn.ModuleList, nn.Sequential)
-_NAMED = "_no_split_modules"
-_LAST = ("cpu", "disk")
-
-
 def spread(module: nn.Module, device: torch.device, room: Mapping[int | str, int] | None = None) -> nn.Module:
     """Spread a network from the CPU as accelerate finds room for it, in place; its repeated blocks stay whole.
 
     ``device`` is that of the inputs; ``room`` has the bytes to use of each GPU (its number) and of ``cpu``, by default
-    all that are free. ModelError if memory has no room for any part of it, or the disk none for the rest.
+    all that are free. ModelError if memory has no room for any part of it.
     """
     import accelerate
 
     whole = blocks(module)
+    folder = tempfile.TemporaryDirectory(prefix="normscope-", ignore_cleanup_errors=True)
     with quiet():
         memory = accelerate.utils.get_balanced_memory(module, room, no_split_module_classes=whole)
         where = accelerate.infer_auto_device_map(module, memory, no_split_module_classes=whole)
-    devices = set(where.values())
-    if devices == {"disk"}:
-        raise ModelError(
-            f"Not even one block of this {type(module).__name__} fits into memory; nothing runs on the disk alone."
-        )
-    # One device that is not the inputs': without hooks nothing would move them there.
-    elsewhere = len(devices) == 1 and torch.empty(0, device=next(iter(devices))).device != device
-    try:
-        with quiet(), offload_folder() as (folder, kept_by):
-            accelerate.dispatch_model(
-                module,
-                where,
-                offload_dir=folder,
-                # A block may read the weights of what it holds past its modules, as attention does, unless its
-                # library is made for accelerate.
-                preload_module_classes=None if hasattr(module, _NAMED) else whole,
-                skip_keys=getattr(module, "_skip_keys_device_placement", None),
-                force_hooks=elsewhere,
+        devices = set(where.values())
+        if devices == {"disk"}:
+            raise ModelError(
+                f"Not even one block of this {type(module).__name__} fits into memory; nothing runs on the disk alone."
             )
-            kept_by(module)
-    except OSError as error:
-        raise ModelError(
-            f"The disk has no room for what memory does not hold ({error.strerror or error}); TMPDIR names a folder "
-            "on another one."
-        ) from error
+        accelerate.dispatch_model(
+            module,
+            where,
+            offload_dir=folder.name,
+            # A block may read the weights of what it holds past its modules, as attention does, unless its library is
+            # made for accelerate.
+            preload_module_classes=None if hasattr(module, _NAMED) else whole,
+            skip_keys=getattr(module, "_skip_keys_device_placement", None),
+            # One device that is not the inputs': without hooks nothing would move them there.
+            force_hooks=len(devices) == 1 and torch.empty(0, device=next(iter(devices))).device != device,
+        )
+    weakref.finalize(module, folder.cleanup)  # with the network
     return module
 
 
@@ -154,34 +138,22 @@ def blocks(module: nn.Module) -> list[str]:
     return sorted(getattr(module, _NAMED, None) or in_rows)
 
 
-@contextmanager
-def offload_folder() -> Iterator[tuple[str, Callable[[nn.Module], None]]]:
-    """Make a folder for weights on the disk, removed with the network passed to the second value, or at once."""
-    folder = tempfile.TemporaryDirectory(prefix="normscope-", ignore_cleanup_errors=True)
-    owners: list[Any] = []
-    try:
-        yield folder.name, lambda module: owners.append(weakref.finalize(module, folder.cleanup))
-    finally:
-        if not owners:
-            folder.cleanup()
-
-
-def places(module: nn.Module) -> list[str]:
+def device_names(module: nn.Module) -> list[str]:
     """Name the devices of a network: GPUs first, then memory and disk if accelerate keeps parts there.
 
-    >>> places(nn.Linear(1, 1))
+    >>> device_names(nn.Linear(1, 1))
     ['cpu']
     """
     maps = [vars(part)["hf_device_map"] for part in module.modules() if "hf_device_map" in vars(part)]
     if not maps:
         return [str(tensor.device) for tensor in [*module.parameters(), *module.buffers()][:1]]
-    names = {f"cuda:{place}" if isinstance(place, int) else str(place) for parts in maps for place in parts.values()}
-    return sorted(names, key=lambda place: (place in _LAST, place))
+    names = {f"cuda:{where}" if isinstance(where, int) else str(where) for parts in maps for where in parts.values()}
+    return sorted(names, key=lambda name: (name in ("cpu", "disk"), name))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress accelerate's warnings: normscope reports the placement."""
+    """Suppress warnings of libraries that load weights: normscope reports the placement and the dtypes."""
     logger: Any = logging.getLogger("accelerate")
     level = logger.level
     logger.setLevel(logging.ERROR)

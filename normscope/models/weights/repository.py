@@ -20,7 +20,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from normscope.errors import ModelError, first_line
+from normscope.errors import ModelError, first_few, first_line
 from normscope.inputs.loaded_model import Provenance
 from normscope.runtime.files import sha256_of
 
@@ -66,14 +66,14 @@ COPIES = {
         on_hub=False,
     ),
 }
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class NotFetchedError(ModelError):
     """A file is neither on the hub nor in the cache, or the hub does not answer."""
 
 
-def ways_on(example: str = "demo_vit") -> str:
+def remedies_offline(example: str = "demo_vit") -> str:
     """Remedies without a network; ``example`` is the embedded model nearest to the requested one."""
     return (
         "Name a file with --weights FILE, take --weights random, or use an embedded model, which needs no "
@@ -98,7 +98,7 @@ def fetch(repo: str, filename: str, commit: str | None = None) -> tuple[Path, st
         cached = try_to_load_from_cache(repo, filename, revision=commit)
         reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
         if not isinstance(cached, str):
-            remedy = f"Name a folder of this machine that contains it. {ways_on()}"
+            remedy = f"Name a folder of this machine that contains it. {remedies_offline()}"
             if repo in COPIES:
                 remedy += f" {COPIES[repo].remedy}"
             raise NotFetchedError(f"{filename} of {repo} cannot be fetched: {reason}. {remedy}") from error
@@ -138,7 +138,9 @@ class Repository:
         if Path(self.name).exists():
             raise ModelError(f"{self.name!r} is a file. Name the folder that it is in, or a repository of the hub.")
         if self.name in COPIES and not COPIES[self.name].on_hub:
-            raise NotFetchedError(f"{self.name} is on no hub. {COPIES[self.name].remedy} {ways_on('demo_wav2vec2')}")
+            raise NotFetchedError(
+                f"{self.name} is on no hub. {COPIES[self.name].remedy} {remedies_offline('demo_wav2vec2')}"
+            )
         try:
             hf_hub_url(self.name, WEIGHTS)  # which asks nobody, but checks the name
         except HFValidationError as error:
@@ -190,15 +192,18 @@ class Repository:
             return [whole]
         index = self.json(INDEX)
         if index is None:
-            raise ModelError(self._no_weights())
-        try:
-            parts = sorted(set(index["weight_map"].values()))
-            files = {part: self.file(part) for part in parts}
-        except (KeyError, AttributeError, TypeError, HFValidationError) as error:
-            raise ModelError(f"The file {INDEX} of {self.name} does not name files of weights.") from error
-        missing = [part for part, path in files.items() if path is None]
-        if missing or not parts:
-            raise ModelError(f"{self.name} lacks weights that its {INDEX} names: {', '.join(missing[:3]) or 'none'}.")
+            folder = Path(self.name)
+            pickled = sorted(path for path in folder.iterdir() if path.suffix in _PICKLES) if self.is_folder else []
+            remedy = f"--weights {pickled[0]}" if pickled else "--weights FILE, or take --weights random"
+            raise ModelError(
+                f"The {'folder' if self.is_folder else 'repository'} {self.name!r} holds neither {WEIGHTS} nor "
+                f"{INDEX}; other formats, which can run code, are not taken. Name a file, which is read without "
+                f"unpickling any code, with {remedy}."
+            )
+        files = {name: self.file(name) for name in sorted(set(index.get("weight_map", {}).values()))}
+        missing = [name for name, path in files.items() if path is None]
+        if missing or not files:
+            raise ModelError(f"{self.name} lacks weights that its {INDEX} names: {first_few(missing) or 'none'}.")
         return [path for path in files.values() if path is not None]
 
     def provenance(self, files: Iterable[Path]) -> Provenance:
@@ -225,18 +230,6 @@ class Repository:
         cache = Path(constants.HF_HUB_CACHE, f"models--{self.name.replace('/', '--')}")
         remedy = "" if self.is_folder else f" If it is damaged, remove {str(cache)!r}, and the next run fetches it."
         return ModelError(f"{what}: {first_line(error)}.{remedy}")
-
-    def _no_weights(self) -> str:
-        kind = "The folder" if self.is_folder else "The repository"
-        if self.is_folder and (pickled := sorted(path for kind in _PICKLES for path in Path(self.name).glob(kind))):
-            return (
-                f"The folder {self.name!r} holds its weights only as {pickled[0].name}, and there is no {WEIGHTS}. "
-                f"Name that file with --weights {pickled[0]}: it is then read without unpickling any code."
-            )
-        return (
-            f"{kind} {self.name!r} holds neither {WEIGHTS} nor {INDEX}; other formats, which can run code, are not "
-            "taken. Name a file with --weights FILE, or take --weights random."
-        )
 
 
 def refuse_code(name: str, filename: str, content: Any) -> None:

@@ -10,32 +10,28 @@ from typing import Any
 
 from torch import nn
 
-_BUNDLES = ("wav2vec2_base", "wav2vec2_large", "wav2vec2_large_lv60k")  # normscope's names of torchaudio's bundles
-_DEMO_VIT = "normscope.models.embedded.demo_vit"
 _OTHER_WEIGHTS = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict", "custom_load")
 _Example = tuple[str, dict[str, Any] | None]
 
 
-def example_of(model: nn.Module, name: str, replaced: bool) -> _Example:
+def example_of(model: nn.Module, replaced: bool) -> _Example:
     """Return a line of Python that makes a network from its folder, and the content of config.json if there is one.
+
+    A network's attribute ``remade_by`` is an expression of its library that makes it, with any weights.
 
     Args:
         model: the network.
-        name: the name that :func:`normscope.load` took.
         replaced: norms were replaced, so that the library's own classes do not fit.
     """
-    library = type(model).__module__.partition(".")[0]
-    example: _Example | None = None
-    if type(model).__module__ == _DEMO_VIT:
-        example = _of_demo_vit(model)
-    elif library == "transformers":
+    library, example = type(model).__module__.partition(".")[0], None
+    if isinstance(expression := getattr(model, "remade_by", None), str):
+        return _swapped(expression, expression.partition(".")[0]), None
+    if library == "transformers":
         example = _of_transformers(model, replaced)
     elif library == "timm":
         example = _of_timm(model)
     elif library == "diffusers":
         example = _of_diffusers(model)
-    elif library == "torchaudio":
-        example = _of_torchaudio(name)
     return example or (f"{_swapped('network')}  # network: as it was before the swap, with any weights", None)
 
 
@@ -85,19 +81,6 @@ def _of_diffusers(model: Any) -> _Example | None:
     name, facts = f"diffusers.{type(model).__name__}", json.loads(model.to_json_string())
     facts.pop("_name_or_path", None)
     return _swapped(f'{name}.from_config({name}.load_config("FOLDER"))', "diffusers"), facts
-
-
-def _of_torchaudio(name: str) -> _Example | None:
-    bundle = name.upper() if name in _BUNDLES else name.removeprefix("torchaudio:")
-    if not bundle.isidentifier() or not bundle.isascii() or not (name in _BUNDLES or name.startswith("torchaudio:")):
-        return None
-    return _swapped(f"torchaudio.pipelines.{bundle}.get_model()", "torchaudio"), None
-
-
-def _of_demo_vit(model: Any) -> _Example:
-    """timm's VisionTransformer has the same outputs as the embedded one, to the bit."""
-    arguments = model.arguments | {"class_token": False, "global_pool": "avg", "fc_norm": False}
-    return _swapped(f"timm.models.vision_transformer.VisionTransformer(**{arguments})", "timm"), None
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

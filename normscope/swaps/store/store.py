@@ -107,7 +107,7 @@ def save_swapped(
             "normscope.swap(model, curve, fits) first."
         )
     tensors, tied = _tensors(model)
-    example, config = example_of(model, str(sources["model"]), bool(sites))
+    example, config = example_of(model, bool(sites))
     with whole_folder(Path(folder), FILES, ALSO) as partial:
         try:
             write_tensors(tensors, partial / TENSORS, {"format": "pt"})
@@ -119,7 +119,7 @@ def save_swapped(
             init=init,
             healed=healed,
             sha256=sha256_of([partial / TENSORS]),
-            versions=versions(),
+            versions=versions(model),
             tied=tied,
             sites=sites,
             kept=None if kept is None else _kept(kept),

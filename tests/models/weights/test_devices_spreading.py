@@ -1,16 +1,13 @@
 """A network that accelerate has spread does, to the bit, what it does on one device."""
 
 import gc
-import itertools
 import sys
 import tempfile
-from pathlib import Path
 
 import accelerate
 import pytest
 import torch
 from accelerate.utils import modeling
-from command_line import document
 from networks import save_llama
 from torch import nn
 from transformers.integrations import accelerate as of_transformers
@@ -18,7 +15,7 @@ from transformers.integrations import accelerate as of_transformers
 import normscope
 from normscope.cli.output import Output
 from normscope.errors import ModelError, UsageError
-from normscope.models.weights.devices import blocks, places, spread
+from normscope.models.weights.devices import blocks, device_names, spread
 from normscope.norms.trace import find_norms
 from normscope.runtime.spread import at_hand
 
@@ -94,29 +91,29 @@ def named(tmp_path):
 
 
 def file_of(network, path):
-    normscope.save_capture(normscope.capture(network, verify=True, by_gamma=True, per_channel=True), path)
+    normscope.save_capture(normscope.capture(network, by_gamma=True), path)
     return path.read_bytes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "weights"), [*itertools.product(ON_DISK, [None]), ("llama", "random"), ("llama", "model.safetensors")]
+    ("name", "weights"), [("demo_wav2vec2", None), ("timm:test_convnext", None), ("llama", None), ("llama", "random")]
 )
 def test_the_capture_is_the_same_to_the_bit(room, named, tmp_path, name, weights):
     given = named(name)
     if weights is not None:
-        given["weights"] = tmp_path / weights if weights.endswith("safetensors") else weights
+        given["weights"] = weights
     whole = normscope.load(device="cpu", **given)
     room(ON_DISK[name])
     apart = normscope.load(device_map="auto", **given)
     held = [tensor.is_meta for tensor in apart.module.parameters()]
     assert any(held) and not all(held)
-    assert places(apart.module) == ["cpu", "disk"]
+    assert device_names(apart.module) == ["cpu", "disk"]
     assert file_of(whole, tmp_path / "whole.safetensors") == file_of(apart, tmp_path / "apart.safetensors")
     assert [tensor.is_meta for tensor in apart.module.parameters()] == held
 
 
-def test_norms_outside_of_blocks_and_of_unknown_classes_have_their_weights(room, named, tmp_path):
+def test_norms_outside_of_blocks_and_of_unknown_classes_are_captured(room, named, tmp_path):
     given = named("factory")
     whole = normscope.load(device="cpu", **given)
     room(30)
@@ -128,7 +125,7 @@ def test_norms_outside_of_blocks_and_of_unknown_classes_have_their_weights(room,
     assert file_of(whole, tmp_path / "whole.safetensors") == file_of(apart, tmp_path / "apart.safetensors")
 
 
-def test_every_output_names_the_places(room, capsys):
+def test_outputs_name_the_devices(room, capsys):
     room(700)
     for where, options in (("cpu and disk", {"device_map": "auto"}), ("cpu", {"device": "cpu"})):
         Output().introduce(normscope.load("demo_vit", **options))
@@ -138,8 +135,7 @@ def test_every_output_names_the_places(room, capsys):
 def test_a_network_that_fits_stays_on_one_device(room):
     room(10_000)
     network = normscope.load("demo_vit", device_map="auto", dtype="bf16")
-    assert places(network.module) == ["cpu"]
-    assert {tensor.dtype for tensor in network.module.parameters()} == {torch.bfloat16}
+    assert device_names(network.module) == ["cpu"]
 
 
 def spread_row():
@@ -156,89 +152,47 @@ def test_the_folder_goes_with_the_network(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, monkeypatch):
-    def full(*arguments):
-        Path(arguments[0], "begun.dat").write_bytes(b"begun")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(accelerate.big_modeling, "offload_state_dict", full)
-    with pytest.raises(ModelError, match=r"The disk has no room .* \(No space left on device\); TMPDIR"):
-        spread_row()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_room_for_a_block_is_refused(room):
     room(100)
     with pytest.raises(ModelError, match="Not even one block of this VisionTransformer fits into memory"):
         normscope.load("demo_vit", device_map="auto")
 
 
-SWAPS = {"factory": ("dyt",), "demo_vit": ("free", "rmsnorm"), "demo_dit": ("dyt",), "llama": ("dyt",)}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "factory" else pytest.param(name, marks=pytest.mark.slow) for name in SWAPS]
-)
-def test_swaps_their_drift_and_their_folders_are_the_same_to_the_bit(room, named, tmp_path, name):
+@pytest.mark.parametrize(("name", "func"), [("factory", "dyt"), pytest.param("llama", "dyt", marks=pytest.mark.slow)])
+def test_swaps_their_drift_and_their_folders_are_the_same_to_the_bit(room, named, tmp_path, name, func):
     given = named(name)
     whole = normscope.load(device="cpu", **given)
     seen = normscope.capture(whole, by_gamma=True)
     room({"factory": 30, **ON_DISK}[name])
     apart = normscope.load(device_map="auto", **given)
-    places_before = {key: value.device for key, value in apart.module.state_dict().items()}
-    assert {device.type for device in places_before.values()} == {"cpu", "meta"}
-    for func in SWAPS[name]:
-        moved, saved = [], []
-        for network in (whole, apart):
-            modules = normscope.replacements(network, func, seen)
-            report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
-            moved.append([(row.site, row.at, row.relative_l2) for row in report.rows])
-            with normscope.swap(network, func, seen):
-                folder = normscope.save_swapped(network.module, tmp_path / func, whole.about)
-                saved.append([path.read_bytes() for path in sorted(folder.iterdir())])
-        assert moved[0] == moved[1]
-        assert saved[0] == saved[1]
-        assert {key: value.device for key, value in apart.module.state_dict().items()} == places_before
+    devices = {key: value.device for key, value in apart.module.state_dict().items()}
+    assert {device.type for device in devices.values()} == {"cpu", "meta"}
+    rows, files = [], []
+    for network in (whole, apart):
+        modules = normscope.replacements(network, func, seen)
+        report = normscope.drift(network, replacements=modules, one_at_a_time=False, cumulative=False)
+        rows.append([(row.site, row.at, row.relative_l2) for row in report.rows])
+        with normscope.swap(network, func, seen):
+            folder = normscope.save_swapped(network.module, tmp_path / func, whole.about)
+            files.append([path.read_bytes() for path in sorted(folder.iterdir())])
+    assert rows[0] == rows[1] and files[0] == files[1]
+    assert {key: value.device for key, value in apart.module.state_dict().items()} == devices
 
 
-@pytest.mark.slow
-def test_the_commands_write_and_print_what_they_do_on_one_device(room, tmp_path):
-    told = {}
-    for where, spreading in (("cpu", "--device cpu"), ("disk", "--device-map auto")):
-        if where == "disk":
-            room(700)
-        swapped = document(f"swap demo_vit --limit 4 --keep 2 -o {tmp_path / where} {spreading}")
-        bench = "swap-bench demo_vit --limit 4 --layers 0,1,final --func dyt,rmsnorm"
-        quick = "--quick" if where == "cpu" else ""
-        measured = document(f"{bench} -o {tmp_path} {spreading} {quick}")
-        told[where] = (swapped["sites"], swapped["keep"], swapped["quality"], measured["drift"])
-        assert bool(measured["speed"]) == (where == "cpu")
-    assert told["cpu"] == told["disk"]
-    assert normscope.load_swapped(tmp_path / "disk") is not None
-    tensors = [(tmp_path / where / "model.safetensors").read_bytes() for where in told]
-    assert tensors[0] == tensors[1]
-
-
-def test_what_changes_weights_takes_one_device(room, tmp_path):
-    whole = normscope.load("demo_vit", device="cpu", limit=2)
-    seen = normscope.capture(whole.module, whole.inputs, by_gamma=True, about=whole.about)
+def test_changes_of_weights_take_one_device(room, tmp_path):
     room(700)
     apart = normscope.load("demo_vit", device_map="auto", limit=2)
-    for action in (
-        lambda: normscope.swap(apart, "dyt", seen, init="calibrated"),
-        lambda: normscope.bench(apart, curves="dyt", quick=True),
-        lambda: normscope.simplify(apart),
-    ):
+    for action in (lambda: normscope.bench(apart, curves="dyt", quick=True), lambda: normscope.simplify(apart)):
         with pytest.raises(ModelError, match="is not possible: accelerate spreads this VisionTransformer over devices"):
             action()
-    normscope.swap(whole.module, "dyt", seen)
-    normscope.save_swapped(whole.module, tmp_path / "new", whole.about, func="dyt", init="fit")
+    whole = normscope.load("demo_vit", device="cpu", limit=2)
+    normscope.swap(whole, "dyt", normscope.capture(whole, layers=1))
+    normscope.save_swapped(whole.module, tmp_path / "new", whole.about)
     with pytest.raises(UsageError, match="is a swap, which needs its network on one device: leave device_map out"):
         normscope.load("demo_vit", weights=tmp_path / "new", device_map="auto")
 
 
-def test_what_cannot_be_spread(monkeypatch):
+def test_refusals_of_a_device_map(monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ModelError, match=r"pip install 'accelerate>=1.2'\."):
         patch.setitem(sys.modules, "accelerate", None)
         normscope.load("demo_vit", device_map="auto")
@@ -248,7 +202,7 @@ def test_what_cannot_be_spread(monkeypatch):
         normscope.load("demo_vit", device_map="auto")
 
 
-def test_nothing_is_computed_with_weights_that_are_nowhere():
+def test_weights_without_values_are_refused():
     norm = nn.LayerNorm(4, device="meta")
     accelerate.hooks.add_hook_to_module(norm, accelerate.hooks.ModelHook())
     with pytest.raises(ModelError, match="no access to the weights of a LayerNorm"), at_hand(norm, (), {}):

@@ -68,18 +68,16 @@ def assert_outputs_of(result, module, options):
         torch.testing.assert_close(torch.tensor(result["outputs"]), module(batch.args[0]).flatten()[:500])
 
 
-def test_weights_of_the_hub_are_the_weights_that_run(hub, load_each, tiny_vit, options):
-    first, outcome = load_each(TINY, HF_ENDPOINT=hub.url)
+def test_weights_of_the_hub_and_then_of_the_cache(hub, silent_server, load_each, tiny_vit, options):
+    first, _ = load_each(TINY, HF_ENDPOINT=hub.url)
     assert first[0]["about"]["weights"] == f"{REPO}@{hub.commit[:12]}"
     assert_outputs_of(first[0], tiny_vit, options)
     assert [request for request in hub.requests if request.startswith("GET") and "/resolve/" in request] == [
         f"GET /{REPO}/resolve/main/model.safetensors"
     ]
-    hub.stop()
-    second, again = load_each(TINY, HF_ENDPOINT=hub.url)
+    second, again = load_each(TINY, HF_ENDPOINT=silent_server)
     assert second == first
-    assert "is taken from the cache: ConnectError: " in again.stderr
-    assert again.seconds < outcome.seconds + 10  # the hub is asked once, and not waited for
+    assert "is taken from the cache: ReadTimeout: " in again.stderr and "Retrying" not in again.stderr
 
 
 OF_HUB = "someone/fine-tuned.vit"
@@ -108,12 +106,10 @@ def test_a_repository_that_timm_has_no_name_for(hub, load_each, options):
     assert load_each(of_hub, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")[0] == results
 
 
-def test_repositories_that_are_none_of_timm(hub, load_each, tiny_vit_file):
-    unnamed = "holds no network of timm: it has no config.json that names an architecture"
+def test_repositories_of_other_libraries(hub, load_each, tiny_vit_file):
     refused = {
-        "someone/without-config": (None, unnamed),
-        "someone/without-architecture": ({"model_type": "vit"}, unnamed),
-        "someone/of-nobody": ({"architecture": "vit_of_nobody"}, "is a 'vit_of_nobody', which timm"),
+        "someone/without-config": (None, "its config.json names None as the architecture"),
+        "someone/of-nobody": ({"architecture": "vit_of_nobody"}, "its config.json names 'vit_of_nobody' as the"),
     }
     for repo, (config, _) in refused.items():
         hub.files[f"{repo}/model.safetensors"] = tiny_vit_file.read_bytes()
@@ -121,14 +117,7 @@ def test_repositories_that_are_none_of_timm(hub, load_each, tiny_vit_file):
             hub.files[f"{repo}/config.json"] = json.dumps(config).encode()
     results, _ = load_each(*({"name": f"timm:hf-hub:{repo}"} for repo in refused), HF_ENDPOINT=hub.url)
     for (repo, (_, sentence)), result in zip(refused.items(), results, strict=True):
-        assert result["exit_status"] == 3 and f"{repo} {sentence}" in result["sentence"]
-
-
-def test_silent_hub_with_a_filled_cache(hub, silent_server, fetch, load_each):
-    assert fetch(HF_ENDPOINT=hub.url)[0] == hub.commit
-    (result,), outcome = load_each(TINY, HF_ENDPOINT=silent_server)
-    assert result["about"]["weights"] == f"{REPO}@{hub.commit[:12]}"
-    assert "is taken from the cache: ReadTimeout: " in outcome.stderr and "Retrying" not in outcome.stderr
+        assert result["exit_status"] == 3 and repo in result["sentence"] and sentence in result["sentence"]
 
 
 def test_the_newest_commit_is_taken_and_offline_nobody_is_asked(hub, fetch):
@@ -140,7 +129,7 @@ def test_the_newest_commit_is_taken_and_offline_nobody_is_asked(hub, fetch):
     assert (commit, outcome.stderr, hub.requests) == (hub.commit, "", [])
 
 
-@pytest.mark.parametrize("status", [401, 403, 404, 503])
+@pytest.mark.parametrize("status", [401, 404, 503])
 def test_refusing_hub(hub, fetch, status):
     hub.files, hub.status = {}, status
     assert_refusal(*fetch(HF_ENDPOINT=hub.url), f"{status} ")
@@ -169,14 +158,14 @@ def test_web_page_in_place_of_a_hub(hub, fetch):
         ("model.safetensors", f"The weights of timm:test_vit from {REPO} at 0123456789ab do not load"),
     ],
 )
-def test_pickles_are_not_fetched_and_damaged_weights_are_named(hub, load_each, filename, sentence):
+def test_pickles_and_damaged_weights_are_refused(hub, load_each, filename, sentence):
     hub.files = {f"{REPO}/{filename}": b"a pickle, and no safetensors"}
     (result,), _ = load_each(TINY, HF_ENDPOINT=hub.url)
     assert result["exit_status"] == 3 and sentence in result["sentence"]
     assert not any("pytorch_model" in request for request in hub.requests)
 
 
-def test_broken_weights_in_the_cache_are_got_rid_of_as_the_sentence_says(hub, load_each, tmp_path):
+def test_the_remedy_for_broken_weights_in_the_cache(hub, load_each, tmp_path):
     whole, _ = load_each(TINY, HF_ENDPOINT=hub.url)
     (weights,) = (tmp_path / "hf").glob("hub/models--*/snapshots/*/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:5000])
@@ -185,19 +174,3 @@ def test_broken_weights_in_the_cache_are_got_rid_of_as_the_sentence_says(hub, lo
     (folder,) = re.findall("If it is damaged, remove '([^']+)'", result["sentence"])
     shutil.rmtree(folder)
     assert load_each(TINY, HF_ENDPOINT=hub.url)[0] == whole
-
-
-FULL = "import huggingface_hub.file_download as into\ndef http_get(*args, **kwargs): raise OSError(28, 'full')\n"
-FORBIDDEN = "import os\ndef makedirs(path, *args, **kwargs): raise OSError(13, 'no', path)\n"
-
-
-@pytest.mark.parametrize(
-    ("broken", "reason"),
-    [
-        (FULL + "into.http_get = http_get", "[Errno 28] full"),
-        (FORBIDDEN + "os.makedirs = makedirs", "[Errno 13] no: '/"),
-    ],
-)
-def test_a_cache_that_cannot_take_a_file(hub, fetch, broken, reason):
-    """Stand in for disks: whoever runs the tests may be allowed to write anywhere."""
-    assert_refusal(*fetch(broken, HF_ENDPOINT=hub.url), reason)

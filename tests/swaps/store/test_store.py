@@ -174,7 +174,7 @@ def test_the_folder_appears_whole_or_not_at_all(folder, monkeypatch):
     restored(model, folder)
     model[0].weight.data += 1
     with monkeypatch.context() as patched:
-        patched.setattr(store, "versions", lambda: 1 / 0)
+        patched.setattr(store, "versions", lambda model: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             save_swapped(model, folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -57,7 +57,7 @@ def quantized(plain, tokenizer, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("library", "how"), [(library, how) for library, hows in FORMATS.items() for how in hows])
-def test_norms_are_verified_and_see_what_transformers_computes(quantized, lines, library, how):
+def test_inputs_of_norms_are_those_of_transformers(quantized, lines, library, how):
     folder, network = quantized(library, how)
     loaded = load_folder(folder, data=lines, batch_size=1)
     assert f"quantized by {library}" in loaded.about["weights"]
@@ -82,9 +82,6 @@ def test_norms_are_verified_and_see_what_transformers_computes(quantized, lines,
     for sentence, call in refusals.items():
         with pytest.raises((UsageError, ModelError), match=sentence):
             call()
-    gamma = normscope.capture(loaded, by_gamma=True)
-    moved = normscope.drift(loaded, replacements=normscope.replacements(loaded, "dyt", gamma))  # only norms change
-    assert 0 < moved.all.relative_l2.p50 < 2
 
 
 def packed(plain, method, tmp_path):
@@ -110,7 +107,7 @@ def packed(plain, method, tmp_path):
         ("quip", "do not fit LlamaForCausalLM: .*up_proj.weight is missing"),  # which transformers does not know
     ],
 )
-def test_a_format_that_does_not_load_is_named(plain, tmp_path, lines, method, reason):
+def test_formats_that_do_not_load(plain, tmp_path, lines, method, reason):
     folder = packed(plain, method, tmp_path)
     with pytest.raises(ModelError, match=rf"quantized by {method} 4-bit, {reason}"):
         load_folder(folder, data=lines)

@@ -14,9 +14,8 @@ import normscope
 from normscope.errors import DataError, ModelError
 from normscope.models.inputs.audio import AudioFormat, utterances
 
-KINDS = ["wav2vec2", "wav2vec2_large", "wav2vec2_classes", "hubert", "wavlm", "whisper", "whisper_bare"]
-KINDS += ["whisper_classes", "ast", "ast_bare"]
-CLASSES = {"wav2vec2_classes": 5, "whisper_classes": 4, "ast": 9}
+KINDS = ["wav2vec2", "wav2vec2_large", "wav2vec2_classes", "whisper", "ast"]
+CLASSES = {"wav2vec2_classes": 5, "ast": 9}
 BARE = {"wav2vec2_large": "Wav2Vec2Model"}
 CONVOLUTIONS = list(zip((10, 3, 3, 3, 3, 2, 2), (5, 2, 2, 2, 2, 2, 2), strict=True))
 _, SPOKEN, SAID, _ = utterances(AudioFormat(16_000, shortest=1))
@@ -34,25 +33,12 @@ def sums(stats):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_norm_is_verified_and_fitted(saved, kind):
-    model = load_folder(saved(kind), limit=2)
-    assert model.family == "speech" == model.about["family"]
-    assert model.about["data"].startswith("the first 2 of 8 synthetic utterances (espeak-ng)")
-    named = transformers.AutoConfig.from_pretrained(saved(kind)).architectures
-    assert type(model.module).__name__ == BARE.get(kind, named[0])
-    seen = normscope.capture(model, verify=True)
-    norms = [name for name, part in model.module.named_modules() if type(part).__name__ in ("LayerNorm", "GroupNorm")]
-    assert {site.name for site in seen.sites} == set(norms) and not seen.skipped
-    assert len(normscope.fit(seen, "tanh")) == len(norms)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_those_of_transformers_on_recordings_of_ones_own(saved, tokenizer, recordings, kind):
+def test_outputs_are_those_of_transformers_and_every_norm_is_captured(saved, tokenizer, recordings, kind):
     model = load_folder(saved(kind), data=recordings, batch_size=8)
     extractor = transformers.AutoFeatureExtractor.from_pretrained(saved(kind))
     whole = type(model.module).from_pretrained(saved(kind)).eval()
     start = {"a.wav": b"What is said.", "b.wav": b"", "c.wav": b"And a second line."}
-    writes = kind in ("whisper", "whisper_bare")
+    writes = kind == "whisper"
     batches = list(model.inputs)
     assert [len(batch.samples) for batch in batches] == [1, 1, 1] and not model.inputs.unreadable
     for batch in batches:
@@ -69,23 +55,27 @@ def test_outputs_are_those_of_transformers_on_recordings_of_ones_own(saved, toke
             expected = whole(**given)[0]
         found = model.outputs.read(result_of(model.module, batch), batch)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # rounding of float32
-    kinds = {"whisper": "tokens", "whisper_bare": "tensor", "ast_bare": "tensor"}
-    assert model.outputs.kind == ("classes" if kind in CLASSES else kinds.get(kind, "frames"))
+    assert model.outputs.kind == ("classes" if kind in CLASSES else "tokens" if writes else "frames")
     if kind in CLASSES:
         assert expected.shape == (1, CLASSES[kind])
     reads = " (the decoder reads NAME.txt, or without one the start alone" if writes else ""
     others = "" if writes else " (2 other files left out"
     assert model.about["data"] == f"{recordings}: 3 recordings{reads or others})"
+    assert model.family == "speech" == model.about["family"]
+    named = transformers.AutoConfig.from_pretrained(saved(kind)).architectures
+    assert type(model.module).__name__ == BARE.get(kind, named[0])
+    seen = normscope.capture(model)
+    norms = [name for name, part in model.module.named_modules() if type(part).__name__ in ("LayerNorm", "GroupNorm")]
+    assert {site.name for site in seen.sites} == set(norms) and not seen.skipped
 
 
-@pytest.mark.parametrize("kind", ["wav2vec2", "wav2vec2_large", "hubert", "wavlm"])
-def test_frames_are_counted_as_the_network_counts_them(saved, kind):
-    model = load_folder(saved(kind))
+def test_frames_are_counted_as_the_network_counts_them(saved):
+    model = load_folder(saved("wav2vec2"))
     seen = normscope.capture(model)
     behind = [lengths_of(len(waveform)) for waveform in SPOKEN]
     frames = [int(model.module._get_feat_extract_output_lengths(torch.tensor(len(waveform)))) for waveform in SPOKEN]
     assert frames == [lengths[-1] for lengths in behind]
-    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved(kind))
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved("wav2vec2"))
     by_hand = [extractor(waveform.numpy(), sampling_rate=16_000, return_tensors="pt") for waveform in SPOKEN]
     alone = normscope.capture(model.module, [{"input_values": made.input_values} for made in by_hand])
     for site in seen.sites:
@@ -98,30 +88,9 @@ def test_frames_are_counted_as_the_network_counts_them(saved, kind):
             assert found == sum(frames) * site.d
 
 
-@pytest.mark.parametrize("kind", ["wav2vec2_large", "hubert"])
-def test_sums_are_those_of_a_padded_batch_without_its_padding(saved, kind):
-    """By the extractor's own mask, subsampled by the network's own function: where padding mixes into nothing."""
-    seen = normscope.capture(model := load_folder(saved(kind)))
-    extractor = transformers.AutoFeatureExtractor.from_pretrained(saved(kind))
-    padded = extractor([w.numpy() for w in SPOKEN], sampling_rate=16_000, padding=True, return_tensors="pt")
-    name = next(site.name for site in seen.sites if site.name.endswith("encoder.layers.1.final_layer_norm"))
-    norm, taken = model.module.get_submodule(name), []
-    hook = norm.register_forward_pre_hook(lambda module, args: taken.append(args[0]))
-    with torch.no_grad():
-        model.module(**padded)
-    hook.remove()
-    kept = model.module._get_feature_vector_attention_mask(taken[0].shape[1], padded.attention_mask)
-    assert not kept.all()
-    x = taken[0][kept].double()
-    found = sums(seen.stats[name])
-    assert found[0] == x.numel()
-    expected = torch.stack([x.sum(), (x * x).sum()])
-    torch.testing.assert_close(found[[1, 3]], expected, rtol=1e-4, atol=1e-3)  # float32 in another order
-
-
-def test_whisper_hears_and_writes_what_is_said_and_no_silence_behind_it(saved, tokenizer):
+def test_silence_behind_a_recording_is_in_no_sum_of_whisper(saved, tokenizer):
     model = load_folder(saved("whisper"))
-    seen = normscope.capture(model, verify=True)
+    seen = normscope.capture(model)
     extractor = transformers.AutoFeatureExtractor.from_pretrained(saved("whisper"))
     frames, inner = 0, []
     name = "model.encoder.layer_norm"
@@ -149,9 +118,9 @@ def test_whisper_hears_and_writes_what_is_said_and_no_silence_behind_it(saved, t
     assert SAID[0] == "A quiet river runs behind the old paper mill."
 
 
-def test_patches_of_a_spectrogram_that_hold_no_sound_are_in_no_sum(saved):
+def test_patches_behind_a_recording_are_in_no_sum(saved):
     model = load_folder(saved("ast"))
-    seen = normscope.capture(model, verify=True)
+    seen = normscope.capture(model)
     across, along = (32 - 8) // 6 + 1, (290 - 8) // 6 + 1
     tokens = 0
     for waveform in SPOKEN:
@@ -183,12 +152,13 @@ def test_long_recordings_are_cut(saved, tmp_path, kind, limit):
     assert [batch.padded for batch in batches] == [False, True]
 
 
-def test_a_swap_of_whisper_drifts_by_what_is_heard_and_written(saved):
+def test_drift_of_whisper_counts_the_tokens_of_the_decoder(saved):
     """Masks of the encoder go where those of the whole network go."""
-    model = load_folder(saved("whisper"), limit=3)
-    seen = normscope.capture(model)
-    report = normscope.drift(model, replacements=normscope.replacements(model, "dyt", seen))
-    assert report.all.inputs == 3 and report.all.answers == sum(len(text) + 1 for text in SAID[:3])
+    model = load_folder(saved("whisper"), limit=2)
+    norm = "model.encoder.layer_norm"
+    modules = normscope.replacements(model, "dyt", normscope.capture(model, layers=norm), layers=norm)
+    report = normscope.drift(model, replacements=modules, one_at_a_time=False, cumulative=False)
+    assert report.all.inputs == 2 and report.all.answers == sum(len(text) + 1 for text in SAID[:2])
 
 
 def test_a_recording_too_short_for_one_frame(saved, tmp_path):
@@ -199,7 +169,7 @@ def test_a_recording_too_short_for_one_frame(saved, tmp_path):
     assert model.inputs.unreadable == [f"short.wav: {reason}"]
 
 
-def test_what_is_missing_is_said(saved, tmp_path, recordings):
+def test_missing_files_and_other_refusals(saved, tmp_path, recordings):
     pytest.importorskip("torchaudio", exc_type=Exception)
     folder = shutil.copytree(saved("whisper"), tmp_path / "whisper")
     (folder / "tokenizer.json").unlink()
@@ -218,7 +188,7 @@ def test_what_is_missing_is_said(saved, tmp_path, recordings):
     assert model.inputs.unreadable == ["a.wav: its transcript has 500 tokens, and the model writes 60 at most"]
 
 
-def test_an_encoder_saved_alone_hears_the_end_of_a_recording_behind_silence(saved, tmp_path):
+def test_an_encoder_saved_alone_reads_the_end_of_a_recording_behind_silence(saved, tmp_path):
     """As Smart Turn's own preprocessing has it: padded in front, normalized with the silence, all frames data."""
     pytest.importorskip("torchaudio", exc_type=Exception)
     config = transformers.AutoConfig.from_pretrained(saved("whisper"))
@@ -254,13 +224,12 @@ def test_an_encoder_saved_alone_hears_the_end_of_a_recording_behind_silence(save
     assert load_folder(tmp_path / "encoder").about["data"].endswith(" (espeak-ng), silence in front, up to 4 s, counts")
 
 
-def test_a_preview_of_what_is_heard_and_written(saved, recordings):
-    whisper = load_folder(saved("whisper"), data=recordings)
-    batch = next(iter(whisper.inputs))
-    shown = whisper.inputs.preview(batch, 0)
-    assert shown.kind == "spectrogram and text" and shown.size == tuple(batch.kwargs["input_features"].shape[1:])
-    assert "".join(shown.words).endswith("What is said.")
-    waves = load_folder(saved("wav2vec2"), data=recordings)
-    batch = next(iter(waves.inputs))
-    shown = waves.inputs.preview(batch, 0)
-    assert (shown.kind, shown.length) == ("waveform", batch.kwargs["input_values"].shape[1])
+def test_previews_of_a_spectrogram_with_text_and_of_a_waveform(saved, recordings):
+    shown = []
+    for kind in ("whisper", "wav2vec2"):
+        model = load_folder(saved(kind), data=recordings)
+        shown.append((model.inputs.preview(batch := next(iter(model.inputs)), 0), batch.kwargs))
+    (spectrogram, features), (waveform, values) = shown
+    assert spectrogram.kind == "spectrogram and text" and spectrogram.size == features["input_features"].shape[1:]
+    assert "".join(spectrogram.words).endswith("What is said.")
+    assert (waveform.kind, waveform.length) == ("waveform", values["input_values"].shape[1])

@@ -15,12 +15,10 @@ import normscope
 from normscope.cli.running import family_of
 from normscope.errors import ModelError
 
-BARE = {"beit_masked": "BeitModel", "mae": "ViTMAEModel", "sam": "SamVisionModel", "clip_vision": "CLIPVisionModel"}
-KINDS = ["siglip2_vision", "vit", "dinov2", "dinov3", "beit", "beit_masked", "swin", "mae", "sam"]
-KINDS += ["clip_vision", "siglip_vision"]
-CLASSES = {"vit": 7, "swin": 6, "beit": 2}
+BARE = {"mae": "ViTMAEModel", "sam": "SamVisionModel", "clip_vision": "CLIPVisionModel"}
+CLASSES = {"vit": 7, "swin": 6}
 # What of an image a norm at the network's front sees: patches of 8 pixels, and a class token; Swin's are of 4.
-FIRST = {"swin": 64, "sam": 16, "siglip_vision": 16, "siglip2_vision": 16}
+FIRST = {"swin": 64, "sam": 16}
 
 
 def output_of(model):
@@ -37,37 +35,25 @@ def theirs_of(folder, module, images):
         return whole(pixels)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_norm_is_verified_and_fitted(saved, kind):
-    model = load_folder(saved(kind), limit=3)
-    assert model.family == "vision" == model.about["family"]
-    assert model.about["data"] == "3 crops of grace_hopper.jpg, china.jpg, flower.jpg (seed 0)"
-    named = json.loads((saved(kind) / "config.json").read_text())["architectures"]
-    assert type(model.module).__name__ == BARE.get(kind, named[0])
-    seen = normscope.capture(model, verify=True)
-    norms = [name for name, part in model.module.named_modules() if "Norm" in type(part).__name__]
-    assert [site.name for site in seen.sites if site.kind.startswith("LayerNorm")] and not seen.skipped
-    assert len(seen.sites) == len(norms)
-    first = seen.stats[seen.sites[0].name]
-    assert first.n_pairs == 3 * FIRST.get(kind, 17) * seen.sites[0].d
-    assert all(one.rmse >= 0 for one in normscope.fit(seen, "tanh"))
-    assert seen.about["family"] == "vision"
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mae", "siglip2_vision")])
-def test_outputs_are_those_of_transformers_on_images_of_ones_own(saved, images, kind):
+@pytest.mark.parametrize("kind", ["vit", "swin", "sam", "clip_vision"])
+def test_outputs_are_those_of_transformers_and_every_norm_is_captured(saved, images, kind):
     model = load_folder(saved(kind), data=images)
     expected = theirs_of(saved(kind), model.module, sorted(images.iterdir()))
     torch.testing.assert_close(output_of(model), expected, rtol=1e-5, atol=1e-5)  # batches of other sizes: float32 sums
-    assert model.outputs.kind == ("classes" if kind in CLASSES else "tensor")
+    assert (model.outputs.kind, model.family) == ("classes" if kind in CLASSES else "tensor", "vision")
     if kind in CLASSES:
         assert expected.shape == (3, CLASSES[kind])
     padded = " (padded to squares, and what pads them counts)" if kind == "sam" else ""
     assert model.about["data"] == f"{images}: 3 images{padded}"
-    assert len({sample.source for batch in model.inputs for sample in batch.samples}) == 3
+    named = json.loads((saved(kind) / "config.json").read_text())["architectures"]
+    assert type(model.module).__name__ == BARE.get(kind, named[0])
+    seen = normscope.capture(model)
+    norms = [name for name, part in model.module.named_modules() if "Norm" in type(part).__name__]
+    assert len(seen.sites) == len(norms) and not seen.skipped
+    assert seen.stats[seen.sites[0].name].n_pairs == 3 * FIRST.get(kind, 17) * seen.sites[0].d
 
 
-def test_patches_that_pad_a_row_of_them_are_in_no_sum(saved, images):
+def test_patches_that_pad_an_image_are_in_no_sum(saved, images):
     """SigLIP 2's processor keeps an image's shape, and pads its patches to one number: they are taken off again."""
     folder = saved("siglip2_vision")
     model = load_folder(folder, data=images)
@@ -121,8 +107,8 @@ def test_images_of_different_sizes_come_in_batches_of_their_own(saved, images, t
     assert seen.n_samples == 3 and seen.stats["layernorm"].n_pairs == tokens * 16
 
 
-@pytest.mark.parametrize(("kind", "site"), [("vit", "layernorm_before"), ("sam", "layer_norm1"), ("sam", "neck")])
-def test_a_drawn_token_is_the_patch_that_it_says(saved, kind, site):
+@pytest.mark.parametrize(("kind", "site"), [("vit", "layernorm_before"), ("sam", "neck")])
+def test_positions_of_drawn_tokens_are_those_of_patches(saved, kind, site):
     model, taken = load_folder(saved(kind), limit=3), {}
     name = next(name for name, part in model.module.named_modules() if site in name and "Norm" in type(part).__name__)
     norm = model.module.get_submodule(name)
@@ -158,10 +144,12 @@ def test_processor_that_is_missing_or_wrong(saved, tmp_path, content, sentence):
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_capture_says_its_family_and_drift_compares_classes(saved, tmp_path):
-    model = load_folder(saved("vit"), limit=4)
-    seen = normscope.capture(model)
+def test_the_family_is_in_the_capture_and_drift_compares_classes(saved, tmp_path):
+    model = load_folder(saved("vit"), limit=2)
+    assert model.about["data"] == "2 crops of grace_hopper.jpg, china.jpg (seed 0)"
+    seen = normscope.capture(model, layers=1)
     path = normscope.save_capture(seen, tmp_path / "seen.safetensors")
-    assert family_of(normscope.load_capture(path)) == "vision"
-    report = normscope.drift(model, replacements=normscope.replacements(model, "dyt", seen))
-    assert report.all.top1 is not None and report.all.inputs == 4
+    assert family_of(normscope.load_capture(path)) == "vision" == seen.about["family"]
+    modules = normscope.replacements(model, "dyt", seen, layers=1)
+    report = normscope.drift(model, replacements=modules, one_at_a_time=False, cumulative=False)
+    assert report.all.top1 is not None and report.all.inputs == 2

@@ -1,0 +1,33 @@
+"""The tiny DiT that is embedded in this package: digits of 8×8 pixels, from −1 to 1, without an autoencoder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+
+from normscope.inputs.loaded_model import LoadedModel, LoadOptions
+from normscope.models.diffusion import dit_inputs, loaded_dit, scheduler_of
+from normscope.models.weights.checkpoints import load_embedded
+
+_TRAJECTORIES = 64
+_CALIBRATION_TIMESTEPS = 10  # unless they are named
+
+
+def load(name: str, architecture: str, options: LoadOptions) -> LoadedModel:
+    """Load the embedded DiT.
+
+    To learn from there are its trajectories from the next seed, at more timesteps.
+    """
+    module, provenance, facts = load_embedded(
+        name, options, lambda facts: DiTTransformer2DModel(**facts["config"]), trained_on="scikit-learn's digits"
+    )
+    default = {"guidance": 1.0, "trajectories": _TRAJECTORIES}
+    inputs = dit_inputs(facts["config"], scheduler_of(name, facts["scheduler"]), options, default)
+    loaded = loaded_dit(name, module, inputs(module), provenance)
+    if options.data is None:
+        timesteps = _CALIBRATION_TIMESTEPS if options.timesteps is None else options.timesteps
+        following = replace(options, seed=options.seed + 1, timesteps=timesteps)
+        scheduler = scheduler_of(name, facts["scheduler"])
+        loaded.calibration = dit_inputs(facts["config"], scheduler, following, default)(module)
+    return loaded
