@@ -1,5 +1,5 @@
 """Runs the command line from a checkout: ``python cli.py plot``."""
 
-from normscope.__main__ import main
+from normscope.cli import main
 
 main()

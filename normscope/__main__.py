@@ -1,17 +1,6 @@
 """Entry point of ``python -m normscope`` and of the script ``normscope``."""
 
-import sys
-
-
-def main() -> None:
-    """Run the command line and exit with its status, also if it is interrupted while being imported."""
-    try:
-        from normscope.cli import main as run
-
-        run()
-    except KeyboardInterrupt:
-        sys.exit(130)
-
+from normscope.cli import main
 
 if __name__ == "__main__":
     main()

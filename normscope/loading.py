@@ -99,10 +99,11 @@ def load(
 
     # A swap brings its own weights: make others at no cost, except where a factory makes them.
     unread = "pretrained" if entry.library == _CODE else "random"
+    default = KEEP if entry.library == _CODE else DTYPES[0]
     given |= {
         "weights": weights if record is None else unread,
         "data": None if data is None else str(data),
-        "dtype": resolve_dtype(str(dtype or (KEEP if entry.library == _CODE else DTYPES[0])).removeprefix("torch.")),
+        "dtype": resolve_dtype(str(default if dtype is None else dtype).removeprefix("torch.")),
         "default_dtype": dtype is None,
         "device": resolve_device(device),
     }

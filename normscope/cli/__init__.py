@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,13 +28,13 @@ from normscope.cli.commands.swap_bench import swap_bench
 from normscope.cli.commands.timeline import timeline
 from normscope.cli.options import CAPTURES, DIFFUSION, OUTPUT, PANELS
 from normscope.cli.output import print_error, print_stop
-from normscope.cli.running import OF_CAPTURE
+from normscope.cli.running import CAPTURE_ONLY
 from normscope.errors import NormscopeError, StoppedError, UsageError
 from normscope.models.registry import is_diffusion
 
-_USAGE, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
-_OF_CAPTURE = {f"--{name.replace('_', '-')}" for name in OF_CAPTURE}
-_OF_TYPER = 1  # exit status of Typer and rich where the reader of the output has gone
+_FULL_DISK, _INTERRUPTED, _CLOSED_PIPE = 2, 130, 141  # the last as a shell reports a program that SIGPIPE ended
+_CAPTURE_ONLY = {f"--{name.replace('_', '-')}" for name in CAPTURE_ONLY}
+_TYPER_CLOSED_PIPE = 1  # exit status of Typer and rich where the reader of the output has gone
 
 
 def _without_types(params: list[Any]) -> list[Any]:
@@ -65,7 +64,7 @@ class _InPanels(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[DIFFUSION] = any(map(is_diffusion, args))
         options = {name for param in self.params for name in param.opts}
-        left_out = {arg.partition("=")[0] for arg in args} & _OF_CAPTURE - options
+        left_out = {arg.partition("=")[0] for arg in args} & _CAPTURE_ONLY - options
         if left_out and any(param.metavar == CAPTURES for param in self.params):
             named = " and ".join(sorted(left_out))
             raise UsageError(
@@ -133,10 +132,6 @@ def main() -> None:
     # Idle OpenMP threads that spin slow a busy machine down 40-fold; torch reads this variable when imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["MPLBACKEND"] = "agg"  # figures go to files, whatever backend a notebook or a shell has set
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115 - open until the process ends
-    if sys.stdout is None:  # a command's results would be lost
-        print_error("Standard output is closed; give it a file or a pipe.")
-        sys.exit(_USAGE)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr] # α, where the encoding is not UTF-8
     status: int | str | None = None
@@ -144,23 +139,17 @@ def main() -> None:
         try:
             app()
         except SystemExit as done:
-            status = _CLOSED_PIPE if done.code == _OF_TYPER else done.code
+            status = _CLOSED_PIPE if done.code == _TYPER_CLOSED_PIPE else done.code
         sys.stdout.flush()
         sys.stderr.flush()
     except OSError as error:
         if error.filename is not None:
             raise
-        _drop_output()
-        status = _CLOSED_PIPE if isinstance(error, BrokenPipeError) else _USAGE
-        if status == _USAGE:
+        # The interpreter writes the rest of the buffer at its end, and would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = _CLOSED_PIPE if isinstance(error, BrokenPipeError) else _FULL_DISK
+        if status == _FULL_DISK:
             print_error(f"Cannot write to standard output: {error.strerror or error}.")
     except KeyboardInterrupt:  # before a command was entered, or while its last output was written
         status = _INTERRUPTED
     sys.exit(status)
-
-
-def _drop_output() -> None:
-    """Discard what the buffer still contains, as writing it would fail again when the interpreter exits."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)

@@ -15,7 +15,7 @@ from normscope.runtime.files import check_writable, file_stem
 if TYPE_CHECKING:
     from normscope.cli.output import Output
 
-OF_PLOT = ("dpi", "style", "labels", "font", "caption")  # options that `normscope plot` alone has
+PLOT_ONLY = ("dpi", "style", "labels", "font", "caption")  # options that `normscope plot` alone has
 _FORMATS = ("png", "svg", "pdf")
 
 
@@ -33,7 +33,7 @@ class Look:
     title: options.Title = None
 
     @property
-    def of_figure(self) -> dict[str, Any]:
+    def figure_options(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("figure_format", "dpi")}
 
 
@@ -57,18 +57,18 @@ class FigureFiles:
     def __post_init__(self) -> None:
         from normscope.show.figures.style import theme_of
 
-        theme_of(self.look.of_figure)
+        theme_of(self.look.figure_options)
         self.suffix = self._suffix()
         for title in self.titles:
             for view in self.views:
                 check_writable(self.path(title, view))
 
-    def save(self, figure: Any, title: str, view: str, shown: Any, say: Output) -> str:
+    def save(self, figure: Any, title: str, view: str, shown: Any, out: Output) -> str:
         """Write a figure, report its file and return its name; two of one title do not overwrite each other."""
         path = self.path(title, view)
         normscope.figures.save_figure(figure, path, shown, self.look.dpi)
         self.written.append(str(path))
-        say.result(str(path))
+        out.result(str(path))
         return str(path)
 
     def path(self, title: str, view: str) -> Path:

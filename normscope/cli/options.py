@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, get_origin
@@ -53,7 +54,7 @@ def with_groups(
                 given[name] = group(**{member: given.pop(member) for member in members})
             if "run" in groups:  # before torch is imported, which takes seconds
                 chosen = given.get("models") or [given.get("model") or "the embedded models"]
-                given["say"].remark(f"loading {', '.join(chosen)} …")
+                given["out"].remark(f"loading {', '.join(chosen)} …")
             command(**given)
 
         in_order = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters.values()]
@@ -75,9 +76,8 @@ def _number(
         try:
             number = kind(text)
         except ValueError:
-            of_unit = f" of {unit}" if unit else ""
-            whole = "whole " if kind is int else ""
-            raise typer.BadParameter(f"{text!r} is not a {whole}number{of_unit}.") from None
+            noun = "whole number" if kind is int else "number"
+            raise typer.BadParameter(f"{text!r} is not a {noun}{unit and f' of {unit}'}.") from None
         if least is None or least <= number <= most:
             return number
         allowed = f"at least {least}" if most >= _LARGEST and not number > least else f"from {least} to {most}"
@@ -87,13 +87,13 @@ def _number(
 
 
 _LARGEST = 2**63 - 1
-_FLOAT, _INTEGER = _number(float), _number(int)
+_FLOAT = _number(float)
 _COUNT, _POSITIVE = _number(int, 0, _LARGEST), _number(int, 1, _LARGEST)
 
 
-def _path(text: str) -> Path:
-    if not text:  # pathlib takes it for the current folder
-        raise UsageError("--data is empty; name a file or a folder.")
+def _path(text: Any) -> Path:
+    if text == "":  # pathlib takes it for the current folder
+        raise typer.BadParameter("it is empty; name a file or a folder.")
     return Path(text)
 
 
@@ -103,6 +103,12 @@ def _columns(context: typer.Context, text: str | None) -> str | None:
     if (wrong := unknown_column(command, [*filter(None, names)] or names)) is not None:
         raise typer.BadParameter(unknown("column", typed(wrong), map(typed, headings(command))))
     return text
+
+
+def _check_least(layers: str) -> str:
+    if layers.startswith(LEAST) and not re.fullmatch(LEAST + r"[1-9]\d{0,5}", layers):
+        raise UsageError(f"--layers {layers} is not understood; least:8 takes the eight least harmful.")
+    return layers
 
 
 def _check_names(names: str | list[str] | None) -> str | list[str] | None:
@@ -127,6 +133,7 @@ def _models_like(incomplete: str) -> list[tuple[str, str]]:
     return [(name, help_) for name, help_ in [*entries, *files] if name.startswith(incomplete)]
 
 
+LEAST = "least:"  # before the number of norms of --layers that harm least
 CAPTURES = "MODEL|FILE"  # of the commands that take captures in place of models
 _ModelArgument = functools.partial(Argument, callback=_check_names, autocompletion=_models_like)
 Models = Annotated[
@@ -140,7 +147,7 @@ OnlyModels = Annotated[
     _ModelArgument(metavar="MODEL", help="Models (`normscope models` lists them); by default the embedded ones."),
 ]
 Model = Annotated[str, _ModelArgument(metavar="MODEL", help="A model; `normscope models` lists them.")]
-RunFile = Annotated[Path, Argument(metavar="RUN.jsonl", help="The file that a `normscope.Probe` wrote.")]
+RunFile = Annotated[Path, Argument(metavar="RUN.jsonl", parser=_path, help="The file that a `normscope.Probe` wrote.")]
 Captures = Annotated[list[str], Argument(metavar="FILE", help="Captures of one model, of different inputs.")]
 
 # The panels of a command's help, in order.
@@ -158,7 +165,8 @@ DrawnLayers = Annotated[
     str | None, _LayersOption(help=f"N sites, evenly over the depth, by default at most 4; or {_SITES}.")
 ]
 SwappedLayers = Annotated[
-    str, _LayersOption(help=f"N norms, evenly over the depth; or {_SITES}; or least:8 (by harm).")
+    str,
+    _LayersOption(callback=_check_least, help=f"N norms, evenly over the depth; or {_SITES}; or least:8 (by harm)."),
 ]
 _WeightsOption = functools.partial(_model, "--weights", metavar="NAME|FILE|DIR")
 Weights = Annotated[
@@ -270,12 +278,15 @@ Inits = Annotated[
 Refit = Annotated[str, _swap("--refit", metavar="WHAT", help=f"What calibrated may change: {_REFITTED}.")]
 Keep = Annotated[
     int | None,
-    _swap("--keep", metavar="N", parser=_INTEGER, help="Leave N norms in place: the most valuable in a partial swap."),
+    _swap("--keep", metavar="N", parser=_POSITIVE, help="Leave N norms in place: the most valuable in a partial swap."),
 ]
 MaxDrift = Annotated[
     float | None,
     _swap(
-        "--max-drift", metavar="D", parser=_FLOAT, help="Leave the fewest norms that keep the median error at most D."
+        "--max-drift",
+        metavar="D",
+        parser=_number(float, 0),
+        help="Leave the fewest norms that keep the median error at most D.",
     ),
 ]
 SwapPer = Annotated[str, _swap("--per", metavar="LEVEL", help="One A and α per site, or per channel.")]
@@ -362,7 +373,8 @@ Dpi = Annotated[
 ]
 Style = Annotated[str, _figure("--style", metavar="light|dark", help="Of the figure.")]
 Plot = Annotated[
-    Path | None, _figure("--plot", metavar="PATH", help="Draw it into this .png, .svg or .pdf, or into a folder.")
+    Path | None,
+    _figure("--plot", metavar="PATH", parser=_path, help="Draw it into this .png, .svg or .pdf, or into a folder."),
 ]
 Compact = Annotated[
     bool, _figure("--compact", help="Draw panels alone, in one figure: rows of four norms for each model.")
@@ -397,7 +409,7 @@ Title = Annotated[
 
 _OF_TABLES = "a file of the tables (.tex, .md) or of their rows (.csv, .json)"
 
-_output_to = functools.partial(_output, "--output", "-o")
+_output_to = functools.partial(_output, "--output", "-o", parser=_path)
 TablesFile = Annotated[Path | None, _output_to(metavar="FILE", help=f"In place of the terminal, {_OF_TABLES}.")]
 PlotOutput = Annotated[Path, _output_to(metavar="PATH", help="A folder; or, for one model, the figure's file.")]
 GradientOutput = Annotated[
@@ -425,11 +437,21 @@ ShownInputs = Annotated[
 ]
 SwapResults = Annotated[
     Path | None,
-    _output("--swap-bench", metavar="FILE", help="Also show drift and speed, as `swap-bench --json` printed them."),
+    _output(
+        "--swap-bench",
+        metavar="FILE",
+        parser=_path,
+        help="Also show drift and speed, as `swap-bench --json` printed them.",
+    ),
 ]
 TimelineFile = Annotated[
     Path | None,
-    _output("--timeline", metavar="RUN.jsonl", help="Also show the timeline of a training, from a `normscope.Probe`."),
+    _output(
+        "--timeline",
+        metavar="RUN.jsonl",
+        parser=_path,
+        help="Also show the timeline of a training, from a `normscope.Probe`.",
+    ),
 ]
 Force = Annotated[bool, _output("--force", help="Replace the output file even if it is not a capture.")]
 ByGamma = Annotated[bool, _output("--by-gamma", help="Also keep sums weighted by γ², for `fit --weights-by gamma`.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import os
 import sys
@@ -36,16 +37,16 @@ if TYPE_CHECKING:
 
 Row: TypeAlias = Mapping[str, Any]
 _SUFFIXES = (".csv", ".tex", ".md", ".json", "")
-_WIDTH_OF_A_PIPE = 1000  # a table that goes to a file or a program is as wide as it needs to be
+_PIPE_WIDTH = 1000  # a table that goes to a file or a program is as wide as it needs to be
 FIGURES = "outputs"  # folder of figures
 _MOST_NAMED = 4  # inputs that are kept, in a remark
 _SECONDS_TO_A_LINE, _SECONDS_BETWEEN_LINES = 10.0, 30.0
 
 
-def _console(stderr: bool) -> Console:
+def _console(stderr: bool, shown: bool = True) -> Console:
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_A_PIPE
-    return Console(stderr=stderr, width=width, highlight=False)
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, quiet=not shown)
 
 
 def print_error(sentence: str) -> None:
@@ -83,8 +84,6 @@ class Output:
         columns: headings of the tables' columns, separated by commas; None for all.
     """
 
-    _tables: list[tuple[str, TextTable]]
-
     def __init__(
         self,
         output: options.TablesFile = None,
@@ -95,14 +94,17 @@ class Output:
         """Check the file before anything is run; UsageError if it cannot be written, or has another suffix."""
         self.as_json, self.quiet = as_json, quiet
         self.columns = None if columns is None else [typed(name.strip()) for name in columns.split(",")]
-        self._headings: dict[str, None] = {}  # in order
-        self._above, self._tables = "", []
+        self._left_out: list[TextTable] = []  # tables without any of the columns
+        self._title = ""
+        self._tables: list[tuple[str, TextTable]] = []
+        self._warnings: set[str] = set()
         self._speaks = Place.from_environment().speaks
-        self._results, self._remarks = _console(stderr=False), _console(stderr=True)
+        self._results = _console(stderr=False, shown=self._speaks and not as_json)
+        self._remarks = _console(stderr=True, shown=self._speaks)
         self._lines = ProgressLines(self.remark)
         self._write_to(output)
 
-    def place_of_figures(self, output: Path) -> Path:
+    def figures_path(self, output: Path) -> Path:
         """Return the place for figures that an ``--output`` names; a file of another kind is that of the tables."""
         if output.suffix.lower() not in _SUFFIXES[:-1] or output.is_dir():
             return output
@@ -118,35 +120,35 @@ class Output:
             )
         if output is not None:
             check_writable(output)
-        self._shows_tables = self._speaks and output is None and not self.as_json
 
     def remark(self, text: str) -> None:
         """Print a remark on stderr, unless quiet."""
-        if self._speaks and not self.quiet:
+        if not self.quiet:
             _print_words(self._remarks, text)
 
     def warn(self, text: str) -> None:
-        """Print a warning on stderr, also when quiet."""
-        if self._speaks:
+        """Print a warning on stderr, also when quiet, once in a command."""
+        if text not in self._warnings:
+            self._warnings.add(text)
             _print_words(self._remarks, text, "yellow")
 
     def result(self, text: str) -> None:
-        if self._speaks and not self.as_json:
-            self._results.print(_harmless(text), soft_wrap=True)
+        self._results.print(_harmless(text), soft_wrap=True)
 
     def table(self, table: TextTable) -> None:
         """Show a table to a person, or keep it for the file."""
         if self.columns is not None and any(table.headings):
-            self._headings |= dict.fromkeys(map(typed, filter(None, table.headings)))
-            table = table.only(self.columns)
-            if len(table.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
+            chosen = table.only(self.columns)
+            if len(chosen.columns) <= (len(self.columns) > 1):  # no column, or only that of the sites
+                self._left_out.append(table)
                 return
-        self._tables.append((self._above, table))
-        if self._shows_tables:
+            table = chosen
+        self._tables.append((self._title, table))
+        if self.file is None:
             self._results.print(table, crop=False)
 
     def sentences(self, text: str) -> None:
-        if self._shows_tables:
+        if self.file is None:
             _print_words(self._results, text)
 
     def heading(self, about: Mapping[str, str]) -> None:
@@ -154,7 +156,7 @@ class Output:
         self.title("{model} · {weights} · {data}".format(**about))
 
     def title(self, text: str) -> None:
-        self._above = text
+        self._title = text
         self.sentences(text)
 
     def document(self, document: dict[str, Any], rows: Sequence[Row] | None = None) -> None:
@@ -169,7 +171,11 @@ class Output:
         if self.as_json:
             sys.stdout.write(text)
         if self.columns is not None and not self._tables:
-            raise UsageError(unknown("column", self.columns[0], self._headings))
+            headings = dict.fromkeys(typed(name) for table in self._left_out for name in filter(None, table.headings))
+            self.warn(f"{unknown('column', self.columns[0], headings)} All columns are shown.")
+            self.columns = None
+            for table in self._left_out:
+                self.table(table)
         if self.file is None:
             return
         if self._suffix == ".csv" and rows is not None:
@@ -197,12 +203,7 @@ class Output:
         (self.warn if network.provenance.kind == "random" else self.remark)(line)
 
     def account(self, capture: Capture, layers: str | None = "all", unreadable: Sequence[str] = ()) -> None:
-        self.observed(capture, unreadable)
-        self.skipped(capture.skipped)
-        self.chosen(capture.sites, layers)
-
-    def observed(self, capture: Capture, unreadable: Sequence[str] = ()) -> None:
-        """Report the samples of a capture, and the inputs and tokens that were left out."""
+        """Report samples, sites, and the inputs, tokens and norms that a capture left out; DataError if all were."""
         self.remark(f"{capture.about['model']}: {count(capture.n_samples, 'sample')}, {capture.about['data']}")
         for line in unreadable:
             self.warn(f"unreadable, left out: {line}")
@@ -217,24 +218,26 @@ class Output:
             if left_out := int(stats.nonfinite_tokens):
                 tokens = f"{left_out:,} of {stats.n_tokens + left_out:,} tokens"
                 self.warn(f"{site.name}: {tokens} hold a NaN or an infinity, and are in no sum")
-
-    def chosen(self, sites: Sequence[NormSite], asked: str | None) -> None:
-        """Report the sites that a number of sites stands for."""
-        from normscope.norms.sites import is_number
-
-        if asked is None or is_number(asked):
-            named = ", ".join(f"{site.index} {site.name}" for site in sites)
-            self.remark(f"--layers {asked or len(sites)} selects, evenly over the depth: {named}")
-
-    def kept_inputs(self, capture: Capture) -> None:
-        shown = [f"the {kept.preview.kind} of {kept.name}" for kept in capture.inputs[:_MOST_NAMED]]
-        more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
-        if shown:
-            self.remark(f"kept to be looked at: {', '.join(shown + more)}")
+        self.skipped(capture.skipped)
+        self.chosen(capture.sites, layers)
 
     def skipped(self, norms: Iterable[SkippedNorm]) -> None:
         for norm in norms:
             self.warn(f"skipped {norm.name} ({norm.kind}): {norm.reason}")
+
+    def chosen(self, sites: Sequence[NormSite], layers: str | None) -> None:
+        """Report the sites that a number of layers selects."""
+        from normscope.norms.sites import is_number
+
+        if layers is None or is_number(layers):
+            named = ", ".join(f"{site.index} {site.name}" for site in sites)
+            self.remark(f"--layers {layers or len(sites)} selects, evenly over the depth: {named}")
+
+    def kept_inputs(self, capture: Capture) -> None:
+        if capture.inputs:
+            shown = [f"the {kept.preview.kind} of {kept.name}" for kept in capture.inputs[:_MOST_NAMED]]
+            more = [f"{len(capture.inputs) - _MOST_NAMED:,} more"] if len(capture.inputs) > _MOST_NAMED else []
+            self.remark(f"kept to be looked at: {', '.join(shown + more)}")
 
     @contextlib.contextmanager
     def bars(self) -> Iterator[Progress]:
@@ -301,26 +304,21 @@ def skipped_as_json(captures: Iterable[Capture]) -> list[dict[str, str]]:
     return [{"model": capture.about["model"], **norm.as_dict()} for capture in captures for norm in capture.skipped]
 
 
-def _cell(value: Any) -> Any:
-    return str(value).lower() if isinstance(value, bool) else value
-
-
-class _Lines(list[str]):
-    write = list.append
-
-
 def as_csv(rows: Sequence[Row]) -> str:
     r"""Return rows as CSV, quoted as in RFC 4180, with lines that end in \n.
 
-    The columns are those of all rows, in the order in which they first appear; a missing cell or None is empty. Numbers
-    read back exactly. Names stay exact even if a spreadsheet takes them for formulas (``=``, ``+``, ``-``, ``@``).
+    Columns are in the order in which rows first have them; a missing cell or None is empty. Numbers read back exactly.
+    Names stay exact, even if a spreadsheet takes them for formulas (``=``, ``+``, ``-``, ``@``).
 
     >>> as_csv([{"site": "a,b", "alpha": 0.1}, {"site": "norm", "straight": True}])
     'site,alpha,straight\n"a,b",0.1,\nnorm,,true\n'
     """
     table = [flat(row) for row in rows]
-    columns = {name: [row.get(name) for row in table] for name in dict.fromkeys(name for row in table for name in row)}
-    cells = zip(*(map(_cell, values) for values in columns.values()), strict=True)
-    lines = _Lines()
-    csv.writer(lines).writerows([columns, *cells] if columns else [])  # quotes a lone \r only where lines end in \r\n
-    return "".join(f"{line[:-2]}\n" for line in lines)
+    columns = dict.fromkeys(name for row in table for name in row)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)  # quotes a lone \r, as its lines end in \r\n
+    if columns:
+        writer.writeheader()
+    for row in table:
+        writer.writerow({name: str(cell).lower() if isinstance(cell, bool) else cell for name, cell in row.items()})
+    return text.getvalue().replace("\r\n", "\n")

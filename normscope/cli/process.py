@@ -11,13 +11,11 @@ from normscope.runtime.processes import Place
 
 
 @contextlib.contextmanager
-def stopping_between_chunks(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once a signal has asked to stop; a second signal interrupts at once.
+def stopping_between_chunks(warn: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns True once a signal has asked to stop, which ``warn`` reports.
 
-    Under torchrun a second signal changes nothing: torchrun repeats the signal that the terminal has already sent to
-    all processes, and kills them after half a minute.
-
-    At the first signal, ``say`` is called with a sentence for the user.
+    A second signal interrupts at once. Under torchrun it changes nothing: torchrun repeats the signal that the terminal
+    has already sent to all processes, and kills them after half a minute.
     """
     asked, launched = False, Place.from_environment().launched
 
@@ -28,7 +26,7 @@ def stopping_between_chunks(say: Callable[[str], None]) -> Iterator[Callable[[],
         if not asked:
             asked = True
             with contextlib.suppress(Exception):  # the reader of stderr, such as tee, may have ended by the signal too
-                say("Finishing the batch." if launched else "Finishing the batch; once more to stop at once.")
+                warn("Finishing the batch." if launched else "Finishing the batch; once more to stop at once.")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from normscope.pairs.ranks import Checkpoints, Ranks
 
 # Options that `normscope capture` alone has; commands that take captures do without them.
-OF_CAPTURE = ("shuffle", "sample", "device_map", "workers", "verify")
-_OF_SUMS = ("sample", "skip", "verify")  # options that normscope.load does not take
+CAPTURE_ONLY = ("shuffle", "sample", "device_map", "workers", "verify")
+_SUM_OPTIONS = ("sample", "skip", "verify")  # options that normscope.load does not take
 _BY = ("timestep",)
 
 
@@ -49,7 +49,7 @@ class RunOptions:
     verify: options.Verify = False
 
     def load(self, name: str, output: Output) -> LoadedModel:
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_SUMS}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _SUM_OPTIONS}
         network = normscope.load(name, **given)
         output.introduce(network)
         return network
@@ -79,9 +79,6 @@ class RunOptions:
 
         return joined(Place.from_environment())
 
-    def changed(self) -> list[str]:
-        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) != f.default]
-
 
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     """Return the given names; without any, report and return the embedded models that can be loaded."""
@@ -91,13 +88,11 @@ def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
     for name in registry.embedded_models():
         try:
             registry.loader_of(registry.find(name))
-        except ModelError as error:
-            left_out.append(str(error))
-        else:
             loadable.append(name)
-    output.remark(f"no model named: taking what is embedded, {', '.join(loadable)}")
-    for reason in left_out:
-        output.remark(f"left out: {reason}")
+        except ModelError as error:
+            left_out.append(f"left out: {error}")
+    for line in (f"no model named: taking what is embedded, {', '.join(loadable)}", *left_out):
+        output.remark(line)
     return loadable
 
 
@@ -123,20 +118,18 @@ def check_models(names: Sequence[str]) -> None:
 
 
 def check_sources(names: Sequence[str], run: RunOptions) -> None:
-    """Refuse names of neither a model nor a capture file, and options that a file ignores, before the first is run.
-
-    Raises ModelError, DataError and UsageError.
-    """
-    for name in filter(options.is_file, names):
-        if changed := run.changed():
-            named = ", ".join(changed)
-            raise UsageError(f"{name} is a capture file: nothing is run, so that {named} can have no effect.")
-        if not Path(name).is_file():
+    """Refuse names of neither a model nor a capture file, and options that a file ignores, before the first is run."""
+    changed = [f"--{f.name.replace('_', '-')}" for f in fields(run) if getattr(run, f.name) != f.default]
+    for name in names:
+        if not options.is_file(name):
+            check_models([name])
+            registry.check_diffusion(registry.find(name), guidance=run.guidance, timesteps=run.timesteps)
+        elif changed:
+            raise UsageError(
+                f"{name} is a capture file: nothing is run, so that {', '.join(changed)} can have no effect."
+            )
+        elif not Path(name).is_file():
             raise DataError(f"There is no capture file {name}; `normscope capture MODEL -o {name}` writes one.")
-    models = [name for name in names if not options.is_file(name)]
-    check_models(models)
-    for name in models:
-        registry.check_diffusion(registry.find(name), guidance=run.guidance, timesteps=run.timesteps)
 
 
 def check_by(by: str | None, names: Sequence[str]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import normscope
+from normscope.cli import options
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.held_out import divided
 from normscope.runtime.processes import Place
@@ -26,31 +25,29 @@ if TYPE_CHECKING:
     from normscope.norms.sites import NormSite
     from normscope.pairs.captures import Capture
     from normscope.pairs.ranks import Ranks
-    from normscope.swaps.drift.keep import After
     from normscope.swaps.drift.reports import KeepReport
     from normscope.swaps.reports import Quality
 
     SiteFits = list[CurveFit] | list[NormSite]
 
-_LEAST = re.compile(r"least:([1-9]\d{0,5})")
 _LEVELS = ("site", "channel")
 
 
 @dataclass(frozen=True)
 class SwapChoice:
-    """A replacement for norms and its initialization; UsageError where options contradict.
+    """A replacement for norms and its initialization.
 
     Attributes:
         func: as given by the user.
-        asked: the curve, or ``free``, ``best`` or ``rmsnorm``.
-        init: name in the table of initializations; ``fit`` if it is calibrated.
+        curve: the curve, or ``free``, ``best`` or ``rmsnorm``.
+        init: name in the table of initializations, ``fit`` if calibrated; empty for an RMSNorm, which has none.
         per: ``site`` or ``channel``.
-        shift: whether s is fitted; None for the default.
+        shift: True if s is fitted; None for the default.
         calibrated: True if the fitted replacement is calibrated.
     """
 
     func: str
-    asked: Curve | str
+    curve: Curve | str
     init: str
     per: str
     shift: bool | None
@@ -58,49 +55,42 @@ class SwapChoice:
 
     @classmethod
     def of(cls, func: str, init: str, per: str, shift: bool | None) -> SwapChoice:
-        """Look up the curve and check the options."""
+        """Look up the curve; UsageError where options contradict."""
         from normscope.curves.known import Curve
         from normscope.swaps.start import RMS_NORM, asked_for
 
         if init not in INITS:
             raise UsageError(unknown("init", init, INITS))
         start = "fit" if INITS[init].calibrated else init
-        asked = asked_for(func, start)
+        curve = asked_for(func, start)
         if per not in _LEVELS:
             raise UsageError(unknown("level", per, _LEVELS))
-        if not isinstance(asked, Curve) or not INITS[start].fits:
-            what = f"--func {asked}" if INITS[start].fits else f"--init {start}"
+        if not isinstance(curve, Curve) or not INITS[start].fits:
+            what = f"--func {curve}" if INITS[start].fits else f"--init {start}"
             if per != "site":
                 raise UsageError(f"--per channel fits one curve in each channel: it can have no effect with {what}.")
             if shift is not None:
                 raise UsageError(
                     f"Nothing is fitted with an s of its own with {what}; leave --shift and --no-shift out."
                 )
-        if asked == RMS_NORM:
-            return cls(RMS_NORM, asked, start, per, shift)
-        return cls(func, asked, start, per, shift, INITS[init].calibrated)
+        if curve == RMS_NORM:
+            return cls(RMS_NORM, curve, "", per, shift)
+        return cls(func, curve, start, per, shift, INITS[init].calibrated)
 
     @property
     def needs_pairs(self) -> bool:
         """True if start values are computed from pairs."""
-        return bool(self.start) and INITS[self.init].constants is None
+        return bool(self.init) and INITS[self.init].constants is None
 
     @property
     def start(self) -> str:
-        """The initialization as reports name it; empty for an RMSNorm, which has no start values."""
-        return CALIBRATED if self.calibrated else self.uncalibrated
-
-    @property
-    def uncalibrated(self) -> str:
-        """The initialization before any calibration."""
-        from normscope.swaps.start import RMS_NORM
-
-        return "" if self.asked == RMS_NORM else self.init
+        """The initialization as reports name it."""
+        return CALIBRATED if self.calibrated else self.init
 
     @property
     def begin(self) -> str:
-        """Initialization passed to ``replacements``; fits by theory already contain A and α."""
-        return "fit" if self.needs_pairs else self.init
+        """The initialization for :func:`normscope.replacements`; fits by theory already contain A and α."""
+        return self.init if self.init and not self.needs_pairs else "fit"
 
 
 def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[SwapChoice]:
@@ -127,24 +117,6 @@ def check_alone(what: str, more: str = "") -> None:
         raise UsageError(f"{what} in one process, and torchrun started {place.ranks}. Start it without torchrun{more}.")
 
 
-def check_kernels(choices: Sequence[SwapChoice], device: str) -> None:
-    """Refuse, before any work, kernels of ``NORMSCOPE_KERNELS`` that the device does not have; UsageError.
-
-    The curves of ``best`` follow from the fits; their kernels are checked with the modules.
-    """
-    import torch
-
-    from normscope.curves.known import BEST
-    from normscope.models.weights.devices import resolve_device
-    from normscope.swaps.kernels.choice import by_kernels
-    from normscope.swaps.start import RMS_NORM
-
-    for choice in choices:
-        name = choice.asked if isinstance(choice.asked, str) else choice.asked.function_name
-        stand_in = "linear" if name == RMS_NORM else "tanh" if name == BEST else name
-        by_kernels(stand_in, resolve_device(device), torch.float32)
-
-
 def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], device_map: str | None = None) -> None:
     """Refuse, before any work, a calibration that is not possible; UsageError."""
     from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS
@@ -153,7 +125,7 @@ def check_calibrated(init: str, refit: str, choices: Sequence[SwapChoice], devic
     if refit not in REFITS:
         raise UsageError(unknown("refit", refit, REFITS))
     if not asked and refit != NEIGHBOURS:
-        raise UsageError(f"--refit {refit} says what --init calibrated may change; add that, or leave it out.")
+        raise UsageError(f"--refit {refit} is what --init calibrated may change; add that, or leave it out.")
     if asked and not any(choice.calibrated for choice in choices):
         func = choices[0].func
         raise UsageError(f"There is no calibrated start of {func}: point-wise functions alone are calibrated.")
@@ -169,13 +141,9 @@ def check_keep(keep: int | None, max_drift: float | None, layers: str) -> None:
         return
     if keep is not None and max_drift is not None:
         raise UsageError(
-            "--keep says how many norms to leave, and --max-drift lets the drift say it; give one of them."
+            "--keep is a number of norms to leave, and --max-drift lets the drift decide; give one of them."
         )
-    if keep is not None and keep < 1:
-        raise UsageError(f"--keep {keep} leaves no norm: take 1 or more, or leave it out.")
-    if max_drift is not None and not 0 <= max_drift < math.inf:
-        raise UsageError(f"--max-drift is {max_drift:g}; it is an error at the output, 0 or more.")
-    if layers.strip().startswith("least"):
+    if layers.startswith(options.LEAST):
         raise UsageError(
             f"--layers {layers} and {'--keep' if keep else '--max-drift'} both choose norms; give one of them."
         )
@@ -193,34 +161,31 @@ class SwapSource:
         held_out: inputs to measure on.
     """
 
-    def __init__(self, network: LoadedModel, layers: str, run: RunOptions, say: Output, ranks: Ranks) -> None:
+    def __init__(self, network: LoadedModel, layers: str, run: RunOptions, out: Output, ranks: Ranks) -> None:
         """Find the norms and choose the sites; UsageError if there are none.
 
         Ranks divide captures and drift among them, and arrive at the same start values.
         """
         from normscope.swaps.start import replaceable, why_not_replaced
 
-        least = _LEAST.fullmatch(layers.strip())
-        if layers.strip().startswith("least") and not least:
-            raise UsageError(f"--layers {layers} is not understood; least:8 takes the eight least harmful.")
-        self.network, self.ranks, self._run, self._say = network, ranks, run, say
+        self.network, self.ranks, self._run, self._out = network, ranks, run, out
+        self.least = int(layers.partition(":")[2]) if layers.startswith(options.LEAST) else None
         report = normscope.find_norms(network, network.inputs.first_sample())
         self.skipped = report.skipped
-        say.skipped(report.skipped)
-        self.norms = replaceable(report.sites, "all" if least else layers)
-        if stay := why_not_replaced(report.sites):
-            say.remark(stay)
-        say.chosen(self.norms, layers)
-        if least and int(least[1]) > len(self.norms):
+        out.skipped(report.skipped)
+        self.norms = replaceable(report.sites, layers if self.least is None else "all")
+        if left := why_not_replaced(report.sites):
+            out.remark(left)
+        out.chosen(self.norms, layers)
+        if self.least is not None and self.least > len(self.norms):
             raise UsageError(f"--layers {layers} asks for more norms than there are: {len(self.norms)}.")
-        self.least = int(least[1]) if least else None
         self.learned, self.held_out = divided(network.inputs, network.calibration)
-        self._seen: dict[str, Capture] = {}
+        self._captures: dict[str, Capture] = {}
 
     @property
     def about(self) -> dict[str, str]:
         """Model, weights, and the data that start values were fitted to."""
-        data = next((seen.about["data"] for seen in self._seen.values()), "no data, as nothing was fitted")
+        data = next((seen.about["data"] for seen in self._captures.values()), "no data, as nothing was fitted")
         return {**self.network.about, "data": data}
 
     def fits(self, choice: SwapChoice) -> SiteFits:
@@ -232,93 +197,88 @@ class SwapSource:
         if not choice.needs_pairs:
             return self.norms
         per, network = choice.per, self.network
-        if per not in self._seen:
+        if per not in self._captures:
             layers = [norm.name for norm in self.norms]
             summing = Summing(self._run.seed, by_gamma=per == "site", per_channel=per == "channel", skip=self._run.skip)
-            with self._say.bars() as progress:
-                self._seen[per] = captured(
-                    network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks
-                )
-            self._say.observed(self._seen[per], (network.calibration or network.inputs).unreadable)
-        return fitted(self._seen[per], choice.asked, choice.init, per=per, shift=choice.shift is not False)
+            with self._out.bars() as progress:
+                seen = captured(network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks)
+            self._out.account(seen, unreadable=(network.calibration or network.inputs).unreadable)
+            self._captures[per] = seen
+        return fitted(self._captures[per], choice.curve, choice.init, per=per, shift=choice.shift is not False)
 
     def replacements(self, choice: SwapChoice, fits: SiteFits) -> dict[str, nn.Module]:
-        """Make each norm's replacement, by module path; the learning inputs decide which are least harmful."""
+        """Return each norm's replacement, by module path; the learning inputs decide which are least harmful."""
         from normscope.swaps import pointwise
 
-        modules = normscope.replacements(self.network, choice.asked, fits, init=choice.begin)
+        modules = normscope.replacements(self.network, choice.curve, fits, init=choice.begin)
         pointwise.check_kernels(modules.values())
         if self.least is None:
             return modules
-        with self._say.bars() as progress:
-            outputs, ranks = self.network.outputs, self.ranks
+        with self._out.bars() as progress:
             alone = normscope.drift(
                 self.network.module,
                 self.learned,
                 modules,
-                outputs=outputs,
+                outputs=self.network.outputs,
                 cumulative=False,
                 progress=progress,
-                ranks=ranks,
+                ranks=self.ranks,
             )
-        paths = alone.least_harmful(self.least)
-        return {path: module for path, module in modules.items() if path in paths}
+        return {path: modules[path] for path in modules if path in alone.least_harmful(self.least)}
 
-    def keep(
-        self, modules: Mapping[str, nn.Module], *, number: int | None, after: After | None = None, **options: Any
-    ) -> KeepReport:
-        """Choose the norms to keep, on the inputs to learn from; options are those of :func:`normscope.keep`."""
+    def keep(self, modules: Mapping[str, nn.Module], number: int | None, **settings: Any) -> KeepReport:
+        """Choose the norms to keep, on the inputs to learn from; settings are those of :func:`normscope.keep`."""
         from normscope.swaps.drift.keep import MOST_SAMPLES
 
         if number is not None and number >= len(modules):
             raise UsageError(f"--keep {number} leaves nothing to swap: there are {count(len(modules), 'norm')}.")
-        trials = "" if after is None else ", and each number of norms that is tried a calibration"
+        trials = ", and each number of norms that is tried a calibration" if settings.get("after") else ""
         passes = f"up to {len(modules)} passes over at most {MOST_SAMPLES} samples"
-        self._say.remark(f"every norm kept takes {passes}{trials}")
-        options |= {"number": number, "after": after, "held_out": self.held_out, "about": self.about}
-        with self._say.bars() as progress:
-            return normscope.keep(self.network, self.learned, modules, progress=progress, **options)
+        self._out.remark(f"every norm kept takes {passes}{trials}")
+        settings |= {"number": number, "held_out": self.held_out, "about": self.about}
+        with self._out.bars() as progress:
+            return normscope.keep(self.network, self.learned, modules, progress=progress, **settings)
 
 
-def figure_of_choice(folder: Path) -> Path:
+def kept_norms_figure(folder: Path) -> Path:
     """Return the path of the figure of the kept norms, beside the folder of the swap."""
     return folder.parent / f"{folder.name}-keep.png"
 
 
-def tell_choice(choice: KeepReport, title: str, file: Path, say: Output) -> None:
+def print_kept_norms(choice: KeepReport, title: str, file: Path, out: Output) -> None:
     """Print the table of the norms kept, and draw it."""
     from normscope.show.tables.drift import keep_table
 
-    say.table(keep_table(choice))
+    out.table(keep_table(choice))
     if not choice.kept:
-        say.remark("all norms could be swapped: none had to be kept")
+        out.remark("all norms could be swapped: none had to be kept")
     figure = normscope.figures.plot_keep(choice, title)
     normscope.figures.save_figure(figure, file, {**choice.about, "func": choice.func})
 
 
-def tell_what_stayed(left: Mapping[str, str], left_out: int, say: Output) -> None:
+def print_left_out(left: Mapping[str, str], left_out: int, out: Output) -> None:
     """Report the layers and samples that a calibration left out."""
     if left:
         path, reason = next(iter(left.items()))
         others = f", and {count(len(left) - 1, 'other')}" if len(left) > 1 else ""
-        say.remark(f"not refitted: {path} ({reason}){others}")
+        out.remark(f"not refitted: {path} ({reason}){others}")
     if left_out:
-        say.warn(f"{count(left_out, 'sample')} did not fit into memory, and nothing was learned from them")
+        out.warn(f"{count(left_out, 'sample')} did not fit into memory, and nothing was learned from them")
 
 
-def tell_quality(quality: Quality | None, untold: str, func: str, init: str, say: Output) -> None:
+def print_quality(quality: Quality | None, reason: str, func: str, init: str, out: Output) -> None:
     """Print the quality of the original and of the swapped network, or the reason why there is none."""
     from normscope.show.tables.drift import quality_table
 
     if quality:
-        say.table(quality_table({(func, init): quality}))
+        out.table(quality_table({(func, init): quality}))
     else:
-        say.result(f"No quality: {untold}.")
+        out.result(f"No quality: {reason}.")
 
 
-def remark_on_loading(model: str, folder: Path, say: Output) -> None:
+def print_loading(model: str, folder: Path, out: Output) -> None:
     """Print the call that loads the folder; py: networks are loaded by name."""
     by_name = model.startswith("py:")
     text = str(folder)
     call = f"normscope.load({model!r}, weights={text!r})" if by_name else f"normscope.load_swapped({text!r})"
-    say.remark(f"--weights {folder} takes it in every command; in Python, {call}")
+    out.remark(f"--weights {folder} takes it in every command; in Python, {call}")

@@ -22,7 +22,7 @@ from normscope.norms.trace import NormReport, find_norms
 from normscope.pairs.captures import Capture, joined_names
 from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, check_alike, merge_progress
 from normscope.pairs.recorder import Recorder, Summing
-from normscope.runtime.network import captured_once, left_as_found, memory_for, uncompiled
+from normscope.runtime.network import left_as_found, memory_for, uncompiled
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
 if TYPE_CHECKING:
@@ -163,24 +163,23 @@ def captured(
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
     about = {"model": class_of(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
-    with captured_once(model):
-        report = ranks.norms(find_norms(model, first) if report is None and first else report)
-        sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)
-        recorder = Recorder(model, summing, report, sites, previews)
-        settings = _settings(recorder, about) | ({} if ranks.own_batches else _inputs(batches, first, about))
-        check_alike(ranks, settings)
-        if checkpoints is not None:
-            captured_inputs |= checkpoints.begin(recorder, ranks, settings)
-        samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), sharing.size)
-        with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
-            for chunk in chunks:
-                for batch in chunk.batches:
-                    recorder.run(batch, chunk.numbers[0])
-                    samples.add(len(batch.samples))
-                recorder.progress.done.update(chunk.numbers)
-                recorder.progress.left_out.add(chunk)
-                if checkpoints is not None:
-                    checkpoints.after_chunk()
+    report = ranks.norms(find_norms(model, first) if report is None and first else report)
+    sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)
+    recorder = Recorder(model, summing, report, sites, previews)
+    settings = _settings(recorder, about) | ({} if ranks.own_batches else _inputs(batches, first, about))
+    check_alike(ranks, settings)
+    if checkpoints is not None:
+        captured_inputs |= checkpoints.begin(recorder, ranks, settings)
+    samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), sharing.size)
+    with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
+        for chunk in chunks:
+            for batch in chunk.batches:
+                recorder.run(batch, chunk.numbers[0])
+                samples.add(len(batch.samples))
+            recorder.progress.done.update(chunk.numbers)
+            recorder.progress.left_out.add(chunk)
+            if checkpoints is not None:
+                checkpoints.after_chunk()
     if checkpoints is not None:
         checkpoints.after_share()
     merge_progress(recorder, ranks)

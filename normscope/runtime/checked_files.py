@@ -82,7 +82,5 @@ def refusing_damage(path: Path, form: str, again: str = _AGAIN) -> Iterator[None
 
 def _checksums(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the CRC32 of the bytes of each tensor, and under the empty name of the header's JSON."""
-    of_tensors = {
-        name: zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data) for name in sorted(tensors)
-    }
-    return {"": zlib.crc32(json.dumps(header).encode()), **of_tensors}
+    data = {name: tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in sorted(tensors)}
+    return {"": zlib.crc32(json.dumps(header).encode()), **{name: zlib.crc32(bits) for name, bits in data.items()}}

@@ -16,7 +16,7 @@ from numba.core import event
 
 from normscope.runtime.progress import report
 
-_ours: set[str] = set()  # modules of this package with loops
+_modules: set[str] = set()  # of this package, with loops
 
 
 def compiled(fastmath: set[str] | bool = False, *, within: bool = False) -> Any:
@@ -24,15 +24,15 @@ def compiled(fastmath: set[str] | bool = False, *, within: bool = False) -> Any:
 
     Args:
         fastmath: assumptions of the compiler about float arithmetic, by LLVM's names; none by default.
-        within: whether only compiled functions call it. It then needs no wrapper for Python, which would take a fifth
-            of the compilation, and is cached with its callers.
+        within: True if only compiled functions call it. It then needs no wrapper for Python, which takes a fifth of
+            the compilation, and is cached with its callers.
     """
     options: Any = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
     if within:
         options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
     def decorate(function: Any) -> Any:
-        _ours.add(function.__module__)
+        _modules.add(function.__module__)
         if within:
             return njit(**options)(function)
         try:
@@ -49,29 +49,29 @@ class _Compiling(event.Listener):
     _depth = 0  # of nested compilations, as of the functions that a loop calls
 
     def on_start(self, happened: event.Event) -> None:
-        if self._is_of_ours(happened):
+        if self._is_ours(happened):
             if not self._depth:
                 self._stage = _compiling(happened.data["dispatcher"])
                 report(self._stage, 0, 1)
             self._depth += 1
 
     def on_end(self, happened: event.Event) -> None:
-        if self._is_of_ours(happened):
+        if self._is_ours(happened):
             self._depth -= 1
             if not self._depth:
                 report(self._stage, 1, 1)
 
-    def _is_of_ours(self, happened: event.Event) -> bool:
+    def _is_ours(self, happened: event.Event) -> bool:
         function = getattr(happened.data.get("dispatcher"), "py_func", None)
-        return getattr(function, "__module__", "") in _ours
+        return getattr(function, "__module__", "") in _modules
 
 
 event.register("numba:compile", _Compiling())  # type: ignore[no-untyped-call]
 
 
 def _compiling(loop: Any) -> str:
-    kept = loop.stats.cache_path is not None
-    how_often = "once on this machine" if kept else "in every process, as there is no folder to keep them in"
+    cached = loop.stats.cache_path is not None
+    how_often = "once on this machine" if cached else "in every process, as there is no folder to keep them in"
     return f"compiling loops for this CPU ({how_often}, a few seconds) …"
 
 

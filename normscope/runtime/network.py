@@ -6,7 +6,6 @@ import contextlib
 import random
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ _ALLOCATORS = (
     *("DefaultCPUAllocator", "MPS backend out of memory", "CUDA out of memory", "CUDA error: out of memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"),
 )
+_one_thread = threading.RLock()  # torch's settings, and hooks on a network, are of the whole process
 _COMPILE_NOTHING = ("torch.nn.", "torchaudio.", "normscope.")
 
 
@@ -29,10 +29,10 @@ _COMPILE_NOTHING = ("torch.nn.", "torchaudio.", "normscope.")
 def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuffers]:
     """Run the block in eval mode without gradients, then restore training flags, grad mode, RNG states and buffers.
 
-    Torch compiles and fuses nothing, see :func:`module_by_module`, unless ``timed``. Yields the original buffers, which
-    independent passes restore in between.
+    Torch compiles and fuses nothing, see :func:`module_by_module`, unless ``timed``. Other threads wait to enter such a
+    block. Yields the original buffers, which independent passes restore in between.
     """
-    with contextlib.ExitStack() as restored:
+    with _one_thread, contextlib.ExitStack() as restored:
         for module in model.modules():
             restored.callback(setattr, module, "training", module.training)
         model.eval()
@@ -77,58 +77,20 @@ def module_by_module(model: nn.Module) -> Iterator[None]:
     ...     compiled(torch.zeros(1, 4))
     tensor([[0., 0., 0., 0.]], grad_fn=<NativeLayerNormBackward0>)
     """
-    # torch.compiler is an import of a second.
-    eager = "torch._dynamo" in sys.modules or not all(
-        type(module).__module__.startswith(_COMPILE_NOTHING) for module in model.modules()
-    )
-    with _UNFUSED, _UNCOMPILED if eager else contextlib.nullcontext():
+    with contextlib.ExitStack() as restored:
+        restored.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        modules = (type(module).__module__ for module in model.modules())
+        if "torch._dynamo" in sys.modules or not all(name.startswith(_COMPILE_NOTHING) for name in modules):
+            restored.enter_context(torch.compiler.set_stance("force_eager"))  # an import of a second
         yield
-
-
-def _unfused() -> Callable[[], None]:
-    mha = torch.backends.mha
-    before = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    return lambda: mha.set_fastpath_enabled(before)
-
-
-def _uncompiled() -> Callable[[], None]:
-    stance = contextlib.ExitStack()
-    stance.enter_context(torch.compiler.set_stance("force_eager"))
-    return stance.close
-
-
-class _SwitchOfProcess:
-    """A setting of the whole process, changed while any thread is in a block."""
-
-    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
-        self._change, self._lock, self._blocks = change, threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._blocks == 0:
-                self._restore = self._change()
-            self._blocks += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if self._blocks == 0:
-                self._restore()
-
-
-_UNFUSED, _UNCOMPILED = _SwitchOfProcess(_unfused), _SwitchOfProcess(_uncompiled)
-
-
-class _OfThread(threading.local):
-    paused = False
 
 
 class PassHooks:
     """Hooks that run during the passes of one capture, in all threads of a pass, one at a time."""
 
     def __init__(self) -> None:
-        self._lock, self._running, self._here = threading.RLock(), False, _OfThread()
+        self._lock, self._running, self._thread = threading.RLock(), False, threading.local()
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -142,32 +104,22 @@ class PassHooks:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Ignore calls by this thread in the block."""
-        before, self._here.paused = self._here.paused, True
+        before, self._thread.paused = getattr(self._thread, "paused", False), True
         try:
             yield
         finally:
-            self._here.paused = before
+            self._thread.paused = before
 
     def limited(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that ignores calls outside of passes."""
 
         def limited(*call: Any) -> Any:
-            if not self._running or self._here.paused:
+            if not self._running or getattr(self._thread, "paused", False):
                 return None
             with self._lock:
                 return hook(*call)
 
         return limited
-
-
-_capturing: Any = weakref.WeakKeyDictionary()  # from networks to their locks
-
-
-@contextlib.contextmanager
-def captured_once(model: nn.Module) -> Iterator[None]:
-    """Wait until no other thread captures the network."""
-    with _capturing.setdefault(model, threading.RLock()):
-        yield
 
 
 class KeptBuffers:
@@ -189,17 +141,17 @@ class KeptBuffers:
     def __init__(self, model: nn.Module) -> None:
         # The tensors of a script module have a new wrapper at each access.
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-        self._held = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
+        self._modules = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
         self._values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if _has_values(buffer)]
 
     @property
     def changed(self) -> bool:
-        same = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._held)
+        same = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._modules)
         return not (same and all(_same_values(buffer, value) for buffer, value in self._values))
 
     def put_back(self) -> None:
         """Restore the modules' buffers and their values; unchanged ones are not written."""
-        for module, buffers, attributes in self._held:
+        for module, buffers, attributes in self._modules:
             if not _same_objects(module._buffers, buffers):
                 module._buffers.clear()
                 module._buffers.update(buffers)
@@ -219,8 +171,8 @@ def _has_values(buffer: Tensor) -> bool:
     return plain and not (buffer.is_meta or buffer.is_quantized)
 
 
-def _same_objects(some: Mapping[str, object], others: Mapping[str, object]) -> bool:
-    return len(some) == len(others) and all(value is others.get(name) for name, value in some.items())
+def _same_objects(first: Mapping[str, object], second: Mapping[str, object]) -> bool:
+    return len(first) == len(second) and all(value is second.get(name) for name, value in first.items())
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -266,7 +218,7 @@ def run(model: nn.Module, batch: Batch, watch: contextlib.AbstractContextManager
 
 
 def _failure(model: nn.Module, batch: Batch, error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0].rstrip(".") or "without saying why"
+    line = str(error).strip().partition("\n")[0].rstrip(".") or "without a message"
     tensors = [value for value in (*batch.args, *batch.kwargs.values()) if isinstance(value, Tensor)]
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "(none)"
     about_arguments = (

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Place:
-    """Rank of this process among those that torchrun started.
-
-    >>> Place.from_environment({})
-    Place(rank=0, ranks=1, local_rank=0, restarts=0, launched=False)
-    """
+    """Rank of this process among those that torchrun started."""
 
     rank: int = 0
     ranks: int = 1
@@ -22,13 +17,12 @@ class Place:
     launched: bool = False  # torchrun started this process, alone or with others
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Place:
+    def from_environment(cls) -> Place:
         """Read torchrun's variables; a process that it did not start is the only one."""
-        variables = os.environ if environment is None else environment
-        if "TORCHELASTIC_RUN_ID" not in variables:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 0}
-        rank, ranks, local_rank, restarts = (int(variables.get(name, value)) for name, value in defaults.items())
+        rank, ranks, local_rank, restarts = (int(os.environ.get(name, value)) for name, value in defaults.items())
         return cls(rank, ranks, local_rank, restarts, launched=True)
 
     @property

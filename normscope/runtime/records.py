@@ -19,12 +19,12 @@ R = TypeVar("R")
 
 
 class Record:
-    """A dataclass that JSON holds: its fields by their names, then the properties that ``_properties`` names."""
+    """A dataclass as JSON: its fields by their names, then the properties that ``_properties`` names."""
 
     _properties: ClassVar[tuple[str, ...]] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what JSON holds; a number that is not finite is None."""
+        """Return a JSON object; a number that is not finite is None."""
         names = [field.name for field in fields(self)]  # type: ignore[arg-type]
         return {name: as_json(getattr(self, name)) for name in (*names, *self._properties)}
 

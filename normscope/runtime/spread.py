@@ -1,4 +1,4 @@
-"""Networks that are spread over ranks (DTensors) or over devices (accelerate): their weights at hand, and swaps."""
+"""Networks that are spread over ranks (DTensors) or over devices (accelerate): gathered weights, and swaps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_whole(model: nn.Module, action: str, but: Collection[str] = ()) -> Non
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor, even if each rank holds all of it."""
+    """True for a DTensor, even if each rank has all of it."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -72,8 +72,8 @@ def whole(tensor: Tensor, like: Tensor | None = None) -> Tensor:
             sharded = DTensor.from_local(
                 tensor, layout.device_mesh, layout.placements, shape=like.shape, stride=layout.stride()
             )
-    gathered: Tensor = sharded.full_tensor() if is_sharded(sharded) else tensor
-    return gathered
+    full: Tensor = sharded.full_tensor() if is_sharded(sharded) else tensor
+    return full
 
 
 def sharded_as(tensor: Tensor, like: Tensor, *, on_all: bool = False) -> Tensor:
@@ -81,7 +81,7 @@ def sharded_as(tensor: Tensor, like: Tensor, *, on_all: bool = False) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     layout: Any = like
-    placements = [each if each.is_shard() and not on_all else Replicate() for each in layout.placements]
+    placements = [p if p.is_shard() and not on_all else Replicate() for p in layout.placements]
     plain = DTensor.from_local(tensor, layout.device_mesh, [Replicate()] * len(placements), run_check=False)
     return plain.redistribute(placements=placements)
 
@@ -119,25 +119,27 @@ def at_hand(
         if any(tensor.is_meta for tensor in weights):
             raise ModelError(f"accelerate gives no access to the weights of a {type(module).__name__} it has put away.")
 
-        def brought(value: Any) -> Any:
+        def gather(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return whole(value).to(weights[0].device) if weights else whole(value)
 
-        yield tuple(map(brought, args)), {key: brought(value) for key, value in (kwargs or {}).items()}
+        yield tuple(map(gather, args)), {key: gather(value) for key, value in (kwargs or {}).items()}
 
 
 def hooked(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
     """Return the innermost module around a path that accelerate moves, or the one there, and its path; None if none."""
     names = path.split(".")
-    prefixes = (".".join(names[:n]) for n in range(len(names), -1, -1))
-    parts = ((submodule(model, prefix), prefix) for prefix in prefixes)
-    return next((each for each in parts if hasattr(each[0], _HOOK)), None)
+    for n in range(len(names), -1, -1):
+        prefix = ".".join(names[:n])
+        if hasattr(module := submodule(model, prefix), _HOOK):
+            return module, prefix
+    return None
 
 
 @contextlib.contextmanager
 def norm_at_hand(model: nn.Module, path: str) -> Iterator[torch.device | None]:
-    """Keep the weights of a norm :func:`at_hand` between passes; yield the device where accelerate runs it, if it does.
+    """Keep the weights of a norm :func:`at_hand` between passes; yield the device where accelerate runs it, or None.
 
     >>> with norm_at_hand(nn.Sequential(nn.LayerNorm(4)), "0") as device:
     ...     print(device)
@@ -158,8 +160,8 @@ def state_at_hand(model: nn.Module) -> dict[str, Any]:
         for path, part in model.named_modules():
             if has_offloaded_params(part):
                 with align_module_device(part, torch.device("cpu")):
-                    own = part.state_dict(prefix=f"{path}." if path else "")
-                    state |= {name: value for name, value in own.items() if not value.is_meta}
+                    tensors = part.state_dict(prefix=f"{path}." if path else "")
+                    state |= {name: value for name, value in tensors.items() if not value.is_meta}
     return state
 
 
@@ -197,13 +199,13 @@ def move_like(model: nn.Module, path: str, module: nn.Module) -> Callable[[], ob
     hook.weights_map.update({name: value.detach() for name, value in named})
     parameters = [(part, dict(part._parameters)) for part in module.modules()]
 
-    def back() -> None:
+    def undo() -> None:
         for name, _ in named:
             del hook.weights_map[name]
-        for part, own in parameters:
-            part._parameters.update(own)
+        for part, tensors in parameters:
+            part._parameters.update(tensors)
 
-    return back
+    return undo
 
 
 def copied(module: nn.Module) -> nn.Module:
@@ -211,12 +213,12 @@ def copied(module: nn.Module) -> nn.Module:
     twin = nn.Module.__new__(class_of(module))  # fully_shard's class refuses copies
     nn.Module.__init__(twin)
     hooks = [getattr(part, _HOOK) for part in module.modules() if hasattr(part, _HOOK)]
-    # Each of these holds the weights of the whole network, and those of fully_shard hold all of its group.
+    # Accelerate's hooks refer to the weights of the whole network, and those of fully_shard to all of its group.
     memo: dict[int, Any] = {id(module): twin, **{id(hook): None for hook in hooks}}
     tables = [table for part in module.modules() for name, table in vars(part).items() if "_hooks" in name]
     memo |= {id(table): type(table)() for table in tables if isinstance(table, dict)}
-    own = {name: value for name, value in vars(module).items() if "_hooks" not in name and "composable" not in name}
-    vars(twin).update(copy.deepcopy(own, memo))
+    attributes = {n: value for n, value in vars(module).items() if "_hooks" not in n and "composable" not in n}
+    vars(twin).update(copy.deepcopy(attributes, memo))
     for part in twin.modules():
         if part.__dict__.pop(_HOOK, hooks) is not hooks:
             for name in ("forward", "_old_forward"):

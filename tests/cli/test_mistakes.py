@@ -1,4 +1,4 @@
-"""Mistakes of a user: a status, a sentence with the remedy, and nothing run or written for nothing."""
+"""Mistakes of a user: a status, a sentence with the remedy, and nothing run or written."""
 
 import shlex
 from pathlib import Path
@@ -22,18 +22,20 @@ MISTAKES = [
     ("plot --limit 0", 2, "0 is not at least 1."),
     ("plot --dpi 19", 2, "19 is not from 20 to 1200."),
     ("plot --seed 9223372036854775808", 2, "9223372036854775808 is not from -9223372036854775808"),
-    ("plot --batch-size 0", 2, "'--batch-size': 0 is not at least 1."),
     ("plot --batch-size many", 2, "'--batch-size': 'many' is not a whole number."),
     ("plot --width 14cm", 2, "'--width': '14cm' is not a number of inches."),
     ("heal demo_vit -o new --minutes five", 2, "'five' is not a number."),
-    ("fit --alpha one", 2, "'one' is not a number."),
     ("plot --sample 3 --workers=2", 2, "plot has no --sample and --workers; `normscope capture` has"),
     (
         "fit demo_vit --device-map auto",
         2,
         "fit has no --device-map; `normscope capture` has, and writes a file that fit",
     ),
-    ("plot --data ''", 2, "--data is empty; name a file or a folder."),
+    ("plot --data ''", 2, "'--data': it is empty; name a file or a folder."),
+    ("plot -o ''", 2, "'--output' / '-o': it is empty; name a file or a folder."),
+    ("plot demo_vit --dtype ''", 2, "There is no dtype ''."),
+    ("heal demo_vit -o new --columns kurtosis", 2, "There is no column 'kurtosis'."),
+    ("swap demo_vit -o new --columns kurtosis", 2, "There is no column 'kurtosis'."),
     ("capture demo_vit -o new --checkpoint-every nan", 2, "nan is not at least 0 seconds."),
     *((f"{command} --width 1", 2, "1.0 is not from 2 to 100 inches") for command in DRAWING),
     # models, data and devices
@@ -41,15 +43,10 @@ MISTAKES = [
     ("plot --data nowhere", 4, "There is no file or folder 'nowhere'"),
     ("plot --data empty", 4, "holds no image"),
     ("plot --data broken", 4, "can be read as an image"),
-    ("plot --weights nowhere.safetensors", 4, "There is no weights file"),
     ("plot py:nowhere.py:make", 4, "There is no file 'nowhere.py' to take a function from"),
     ("timeline nowhere.jsonl", 4, "Cannot read nowhere.jsonl"),
-    ("plot google/vit-base-patch16-224", 3, "goes by its library: transformers:google/vit-base-patch16-224"),
     ("plot empty", 3, "'empty' is a folder. Name the library of its model, transformers:empty"),
-    *(
-        (f"{command} py:{FACTORIES}:overflowing", 4, "All tokens at 1 norm site")
-        for command in ("plot", "fit", "stats")
-    ),
+    (f"plot py:{FACTORIES}:overflowing", 4, "All tokens at 1 norm site"),
     ("plot --device cuda:7", 5, "The device 'cuda:7' is not available: "),
     ("plot --device tpu", 2, "There is no device 'tpu'"),
     ("plot demo_vit --guidance 4", 2, "demo_vit is no diffusion model: guidance can have no effect on it."),
@@ -64,7 +61,6 @@ MISTAKES = [
     ("layers demo_vit notes.txt", 2, "`compare` and `report` take captures"),
     ("swap demo_vit.safetensors -o new", 2, "names a file, not a model"),
     ("compare seen.safetensors", 2, "two or more captures"),
-    ("merge seen.safetensors -o new", 2, "Merging takes two captures or more; there is one."),
     (
         "merge seen.safetensors ./seen.safetensors -o new",
         4,
@@ -74,33 +70,22 @@ MISTAKES = [
     # what is written
     ("capture demo_vit", 2, "--output"),
     ("capture demo_vit -o notes.txt", 2, "Cannot write notes.txt: it exists, and is not a capture."),
-    ("merge seen.safetensors copy.safetensors -o notes.txt", 2, "Cannot write notes.txt: it exists, and is not a cap"),
     ("heal demo_vit -o new --device-map auto", 2, "heal takes a network on one device; leave --device-map out"),
     ("swap-bench demo_vit --device-map auto --quick", 2, "Under --device-map nothing is timed: leave --quick out."),
     ("swap demo_vit -o new --init calibrated --device-map auto", 2, "--init calibrated takes a network on one device;"),
     ("fit demo_vit --columns ''", 2, "There is no column ''. There are: "),
     ("fit demo_vit --layers least:3", 2, "least:3 is for `normscope swap` and `swap-bench`"),
     ("fit mynets.py", 2, "py:mynets.py:FUNCTION names a function in it"),
-    ("merge no.safetensors -o new", 4, "Cannot read the capture no.safetensors: No such file or"),
     ("capture demo_vit -o new.csv", 2, "new.csv ends in .csv, but a capture's file ends in .safetensors"),
     ("fit demo_vit --columns site,alhpa", 2, "There is no column 'alhpa'. Did you mean 'alpha'?"),
+    ("fit demo_vit -o notes.txt/below.csv", 2, "Cannot write notes.txt/below.csv"),
     *(
-        (f"fit demo_vit -o notes.txt/below{suffix}", 2, f"Cannot write notes.txt/below{suffix}")
-        for suffix in (".json", ".csv")
+        (f"{command} -o t.txt", 2, "--output t.txt ends in .txt, but a result's")
+        for command in ("fit demo_vit", "models")
     ),
     *(
-        (f"{command} -o {name}", 2, f"--output {name} ends in .{name.split('.')[1]}, but a result's file ends in .csv")
-        for command in ("fit demo_vit", "stats demo_vit", "layers demo_vit", "models")
-        for name in ("t.txt", "new/t.html")
-    ),
-    *(
-        (
-            f"{command} -o {name}",
-            2,
-            f"--output {name} ends in .{name.split('.')[1]}, but a figure's file ends in one of",
-        )
+        (f"{command} -o new/a.gif", 2, "--output new/a.gif ends in .gif, but a figure's file ends in one of")
         for command in ("plot demo_vit", "gradient demo_vit", "swap-bench demo_vit", "compare demo_vit demo_dit")
-        for name in ("x.html", "new/a.gif", "notes.txt")
     ),
     ("plot demo_vit -o notes", 2, "Cannot write notes/demo_vit-scurves.png: Not a directory"),
     ("plot --format gif", 2, "There is no figure format 'gif'."),
@@ -118,15 +103,10 @@ MISTAKES = [
     ("report demo_vit --swap-bench missing.json", 4, "Cannot read missing.json"),
     # sites and fits
     ("plot --layers blocks.0.norm3", 2, "There is no norm site 'blocks.0.norm3'. Did you mean"),
-    *(
-        (f"{command} 0", 2, "at least 1, not 0. The norm site with the number 0 is '0-0'")
-        for command in ("fit demo_vit --layers", "swap demo_vit -o swapped --layers")
-    ),
+    ("fit demo_vit --layers 0", 2, "at least 1, not 0. The norm site with the number 0 is '0-0'"),
     ("fit demo_vit --layers 99", 2, "The number of layers is 99, but there are 17 norm sites; 'all' takes all."),
     ("stats demo_vit --layers qk", 2, "No norm here is qk; there are final, pre-norm."),
     ("plot --func 'x/(1+abs(y))'", 2, "A formula needs a name, such as 'mine=x/(1+abs(y))'. The formula"),
-    ("plot --func thanh", 2, "There is no curve 'thanh'. Did you mean 'tanh'"),
-    ("report demo_vit --func nothing", 2, "nothing"),
     ("compare seen.safetensors seen.safetensors --func best", 2, "another at every site"),
     ("fit --per tokens", 2, "There is no level 'tokens'. Did you mean 'token'?"),
     *(
@@ -134,7 +114,6 @@ MISTAKES = [
         for option in ("--func isru", "--pool all", "--weights-by x", "--amplitude theory", "--theory", "--alpha 1")
     ),
     ("fit seen.safetensors --weights-by gamma", 4, "by_gamma=True"),
-    ("fit seen.safetensors --per channel", 4, "per_channel=True"),
     ("gradient seen.safetensors", 4, "normscope capture --diagonal"),
     # swaps
     ("swap demo_vit -o new --func dytt", 2, "There is no curve 'dytt'. Did you mean 'dyt'"),
@@ -143,20 +122,16 @@ MISTAKES = [
     ("swap demo_vit -o new --shift --init theory", 2, "leave --shift and --no-shift out"),
     ("swap demo_vit -o full", 2, "the folder exists, and mine in it would be lost"),
     ("swap demo_vit -o .", 2, "the folder that this runs in"),
-    ("heal demo_vit -o .", 2, "the folder that this runs in"),
-    ("swap demo_vit -o new --layers qk", 2, "No norm here is qk; there are final, pre-norm"),
     ("swap-bench demo_vit --sites=least:many", 2, "least:8 takes the eight least harmful"),
     ("swap-bench demo_vit --sites least:18", 2, "asks for more norms than there are: 17"),
     (f"swap-bench py:{FACTORIES}:groups --func rmsnorm --device cpu", 3, "rmsnorm cannot take the place of"),
     ("swap-bench demo_vit --init best", 2, "There is no init 'best'"),
     ("swap demo_vit -o new --func rmsnorm --init calibrated", 2, "There is no calibrated start of rmsnorm"),
-    ("swap demo_vit -o new --func frozen", 2, "There is no curve 'frozen'"),
-    ("swap demo_vit -o new --init calibrated --refit all", 2, "There is no refit 'all'"),
-    ("swap demo_vit -o new --refit norms", 2, "--refit norms says what --init calibrated may change"),
+    ("swap demo_vit -o new --refit norms", 2, "--refit norms is what --init calibrated may change"),
     ("swap demo_vit -o new --keep 2 --max-drift 0.1", 2, "give one of them"),
-    ("swap demo_vit -o new --keep 0", 2, "--keep 0 leaves no norm"),
+    ("swap demo_vit -o new --keep 0", 2, "'--keep': 0 is not at least 1."),
     ("swap demo_vit -o new --keep 17 --limit 8", 2, "--keep 17 leaves nothing to swap: there are 17 norms"),
-    ("swap demo_vit -o new --max-drift -1", 2, "--max-drift is -1; it is an error"),
+    ("swap demo_vit -o new --max-drift -1", 2, "'--max-drift': -1.0 is not at least 0."),
     ("swap demo_vit -o new --keep 2 --layers least:4", 2, "--layers least:4 and --keep both choose norms"),
     ("swap-bench demo_vit --quick --full", 2, "leave --full out"),
     ("swap-bench demo_vit --weights swapped", 2, "a swap leaves 17 point-wise functions"),
@@ -170,9 +145,7 @@ MISTAKES = [
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.randn(4, 8)])
-    for name, weights in (("seen", "made"), ("copy", "made")):
-        seen.about["weights"] = weights
-        normscope.save_capture(seen, folder / f"{name}.safetensors")
+    normscope.save_capture(seen, folder / "seen.safetensors")
     (folder / "cut.safetensors").write_bytes((folder / "seen.safetensors").read_bytes()[:4000])
     for name in ("empty", "broken", "full"):
         (folder / name).mkdir()
@@ -186,7 +159,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("command", "status", "sentence"), MISTAKES, ids=lambda value: str(value)[:60])
-def test_mistakes_give_their_status_and_a_sentence(folder, monkeypatch, command, status, sentence):
+def test_mistakes_end_with_a_sentence_and_a_status(folder, monkeypatch, command, status, sentence):
     monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     done = CliRunner().invoke(app, shlex.split(command))  # in this process: starting so many takes minutes
@@ -207,7 +180,7 @@ def test_mistakes_give_their_status_and_a_sentence(folder, monkeypatch, command,
         ("heal demo_vit -o new", "torchrun started 2"),
     ],
 )
-def test_what_needs_one_process_is_refused_under_torchrun(tmp_path, command, sentence):
+def test_work_that_ranks_cannot_divide_is_refused(tmp_path, command, sentence):
     ranks = {"TORCHELASTIC_RUN_ID": "a", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     done = invoke(command, status=2, cwd=tmp_path, **ranks)
     assert sentence in words(done.stderr)

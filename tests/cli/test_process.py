@@ -1,4 +1,4 @@
-"""Runs that are stopped, interrupted and killed: real processes and signals; and what they leave to go on from."""
+"""Captures that are stopped, interrupted and killed by signals, and resumed."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from normscope.errors import UsageError
 IMAGES = 300
 OPTIONS = ("--batch-size", "2", "--layers", "2", "--checkpoint-every", "0")
 STOPPED = "is kept in {}; the same command with --resume goes on."
-# A network that works for ever on whatever comes after the first batch.
+# A network that takes minutes for every batch but the first.
 SLOW = """
 import time, torch
 from torch import nn
@@ -47,7 +47,7 @@ def one_thread():
 
 
 def stopped_by(run, number, *more):
-    """Send a signal once another checkpoint is there; return how it ended, and what it said."""
+    """Send a signal once there is another checkpoint; return exit status and output."""
     path = run.checkpoints / "0.safetensors"
     before = path.stat().st_mtime_ns if path.exists() else 0
     process = run.start(*more)
@@ -59,16 +59,15 @@ def stopped_by(run, number, *more):
 
 
 @pytest.mark.slow
-def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
-    """Each run goes on from what the one before it left; in the end every image has counted once."""
+def test_each_run_resumes_the_one_before_and_every_image_counts_once(tmp_path, one_thread):
     data = write_images(tmp_path / "images", IMAGES, corrupt_every=100)
     options = ("--data", str(data), *OPTIONS)
     run = CaptureRun("demo_vit", tmp_path / "seen.safetensors", options)
     for more, number in (((), signal.SIGINT), (("--resume",), signal.SIGTERM)):
-        status, said = stopped_by(run, number, *more)
-        assert status == 130 and said.count("Finishing the batch; once more to stop at once.") == 1
-        assert STOPPED.format(run.checkpoints) in said and "Traceback" not in said and "Error" not in said
-        assert (f"going on from {run.checkpoints}" in said) == bool(more)
+        status, output = stopped_by(run, number, *more)
+        assert status == 130 and output.count("Finishing the batch; once more to stop at once.") == 1
+        assert STOPPED.format(run.checkpoints) in output and "Traceback" not in output and "Error" not in output
+        assert (f"going on from {run.checkpoints}" in output) == bool(more)
         assert run.kept and not run.output.exists()
     assert stopped_by(run, signal.SIGKILL, "--resume")[0] == -signal.SIGKILL
     assert run.kept and not run.output.exists()
@@ -92,53 +91,57 @@ def test_stopped_interrupted_killed_and_gone_on_with(tmp_path, one_thread):
 
 
 @pytest.mark.slow
-def test_once_more_stops_at_once(tmp_path):
-    """A batch may take minutes; what was kept before stays."""
+def test_a_second_signal_stops_at_once_and_keeps_the_checkpoint(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     run = CaptureRun(f"py:{tmp_path / 'slow.py'}:make", tmp_path / "seen.safetensors", ("--checkpoint-every", "0"))
     process = run.start()
-    while "working" not in run.said():
-        assert process.poll() is None, run.said()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    while "Finishing the batch" not in run.said():
-        assert process.poll() is None, run.said()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    begun = time.monotonic()
-    assert process.wait(60) == 130
-    assert time.monotonic() - begun < 30  # of 300 s that the batch takes
+    for line in ("working", "Finishing the batch"):
+        while line not in run.said():
+            assert process.poll() is None, run.said()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130  # the batch takes 300 s
     assert "Interrupted; no file was left half written." in run.said() and "Traceback" not in run.said()
     assert [path.name for path in run.checkpoints.iterdir()] == ["0.safetensors"] and not run.output.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_noted_and_the_second_interrupts(number):
-    said, before = [], signal.getsignal(number)
-    with stopping_between_chunks(said.append) as stopping:
-        assert not stopping() and said == []
+    warnings, before = [], signal.getsignal(number)
+    with stopping_between_chunks(warnings.append) as stopping:
+        assert not stopping() and warnings == []
         os.kill(os.getpid(), number)
-        assert stopping() and said == ["Finishing the batch; once more to stop at once."]
+        assert stopping() and warnings == ["Finishing the batch; once more to stop at once."]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-        assert len(said) == 1
+        assert len(warnings) == 1
     assert signal.getsignal(number) is before
 
 
-def test_under_torchrun_a_second_signal_is_an_echo(monkeypatch):
-    """A terminal tells torchrun and its processes; torchrun then tells them once more."""
+def test_torchrun_may_repeat_the_signal_of_the_terminal(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    said = []
-    with stopping_between_chunks(said.append) as stopping:
+    warnings = []
+    with stopping_between_chunks(warnings.append) as stopping:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-        assert stopping() and said == ["Finishing the batch."]
+        assert stopping() and warnings == ["Finishing the batch."]
+
+
+def test_a_closed_stderr_does_not_interrupt_the_batch():
+    """Ctrl-C also ends the tee of ``normscope capture … 2>&1 | tee log``."""
+
+    def warn(sentence):
+        raise BrokenPipeError
+
+    with stopping_between_chunks(warn) as stopping:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopping()
 
 
 CAPTURED = "capture demo_vit --limit 3 --layers 1 -o seen.safetensors"
 
 
-def test_nothing_to_resume(tmp_path):
+def test_resuming_without_a_checkpoint_starts_from_the_beginning(tmp_path):
     done = invoke(f"{CAPTURED} --resume", cwd=tmp_path)
     assert "nothing to resume; starting from the beginning" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["seen.safetensors"]
@@ -157,14 +160,3 @@ def test_a_capture_that_cannot_be_written_leaves_the_checkpoint(tmp_path, monkey
     assert kept.is_dir() and not file.exists()
     assert f"going on from {kept.name}" in invoke(f"{CAPTURED} --resume", cwd=tmp_path).stderr
     assert normscope.load_capture(file).n_samples == 3 and not kept.exists()
-
-
-def test_a_reader_that_the_signal_ended_as_well_does_not_break_the_batch():
-    """``normscope capture … 2>&1 | tee log``: Ctrl-C goes to both, and the tee is gone first."""
-
-    def say(sentence):
-        raise RuntimeError("closed pipe")
-
-    with stopping_between_chunks(say) as stopping:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stopping()

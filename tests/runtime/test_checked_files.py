@@ -1,4 +1,4 @@
-"""Files with checksums that something changed after they were written: the very same content, or a sentence."""
+"""Files with checksums: exact content, or a refusal if they were changed after they were written."""
 
 import json
 import zlib
@@ -26,15 +26,15 @@ def file(tmp_path):
     return normscope.save_capture(seen, tmp_path / "seen.safetensors")
 
 
-@pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.faults)])
-def test_no_mutated_capture_is_another_capture(number):
+@pytest.mark.parametrize("number", [100, pytest.param(10_000, marks=pytest.mark.faults)])
+def test_mutated_captures_are_refused_or_unchanged(number):
     counts = mutations.mutated_captures(number, seed=7)
     assert counts.keys() <= mutations.FINE, counts
     assert sum(counts.values()) == number
     assert counts[mutations.REFUSED] > 0.9 * number
 
 
-def parts(file):
+def content(file):
     with safe_open(file, framework="pt") as opened:
         return opened.metadata(), load_file(file)
 
@@ -43,8 +43,8 @@ def without_checksums(metadata):
     return metadata["normscope"].partition(', "crc32"')[0]
 
 
-def exchanged(tensors, one, other):
-    return {**tensors, one: tensors[other], other: tensors[one]}
+def exchanged(tensors, first, second):
+    return {**tensors, first: tensors[second], second: tensors[first]}
 
 
 CHANGES = {
@@ -68,20 +68,20 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_that_safetensors_takes(file, name):
-    metadata, tensors = CHANGES[name](*parts(file))
+def test_changes_that_safetensors_accepts_are_refused(file, name):
+    metadata, tensors = CHANGES[name](*content(file))
     save_file(tensors, file, metadata=metadata)
     with pytest.raises(DataError, match="is damaged: "):
         normscope.load_capture(file)
 
 
-def test_the_same_capture_is_the_same_bytes(file):
+def test_equal_captures_are_equal_bytes(file):
     """safetensors writes several keys of metadata in an order that differs from call to call."""
     seen = normscope.load_capture(file)
     assert {normscope.save_capture(seen, file).read_bytes() for _ in range(8)} == {file.read_bytes()}
 
 
-def test_other_readers_see_arrays_and_checksums(tmp_path):
+def test_other_libraries_read_arrays_and_checksums(tmp_path):
     """As docs/file-formats.md has it, by safetensors and numpy alone."""
     path = tmp_path / "x.safetensors"
     header = {"format": "normscope-test", "version": 1}
@@ -98,28 +98,37 @@ def test_other_readers_see_arrays_and_checksums(tmp_path):
     assert document == header
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64, torch.uint8, torch.float64])
-@pytest.mark.parametrize("shape", [(), (0,), (2, 3), (40, 3)])
-def test_tensors_of_any_kind_come_back(tmp_path, dtype, shape):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors_and_headers_read_back_exactly(tmp_path, dtype, shape):
     header = {"format": "normscope-test", "version": 1, "text": "é\n", "number": 0.1}
-    tensors = {"x": torch.ones(shape, dtype=dtype)}
-    write_checked(tmp_path / "x.safetensors", header, tensors)
-    again, read = read_checked(tmp_path / "x.safetensors", "normscope-test", 1)
+    x = torch.ones(shape, dtype=dtype)
+    write_checked(tmp_path / "x.safetensors", header, {"x": x})
+    again, tensors = read_checked(tmp_path / "x.safetensors", "normscope-test", 1)
     assert again == header
-    assert torch.equal(read["x"], tensors["x"]) and read["x"].dtype == dtype
-    with pytest.raises(DataError, match="but no other"):
-        read_checked(tmp_path / "x.safetensors", "normscope-other", 1)
-    with pytest.raises(DataError, match="test format version 1; this normscope reads version 2"):
-        read_checked(tmp_path / "x.safetensors", "normscope-test", 2)
+    assert torch.equal(tensors["x"], x) and tensors["x"].dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("form", "version", "words"),
+    [
+        ("normscope-other", 1, "but no other"),
+        ("normscope-test", 2, "test format version 1; this normscope reads version 2"),
+    ],
+)
+def test_other_formats_are_refused(tmp_path, form, version, words):
+    write_checked(tmp_path / "x.safetensors", {"format": "normscope-test", "version": 1}, {"x": torch.ones(2)})
+    with pytest.raises(DataError, match=words):
+        read_checked(tmp_path / "x.safetensors", form, version)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 @given(content=st.binary(max_size=400))
-def test_any_bits_come_back(tmp_path_factory, dtype, content):
-    """NaNs of any payload, infinities, the zero below zero and subnormal numbers among them."""
+def test_all_bit_patterns_read_back(tmp_path_factory, dtype, content):
+    """NaN payloads, infinities, negative zero and subnormal numbers among them."""
     path = tmp_path_factory.mktemp("bits") / "x.safetensors"
     whole = bytearray(content * 8)
     x = torch.frombuffer(whole, dtype=torch.uint8).view(dtype) if whole else torch.zeros(0, dtype=dtype)
     write_checked(path, {"format": "normscope-test", "version": 1}, {"x": x})
-    _, read = read_checked(path, "normscope-test", 1)
-    assert read["x"].dtype == dtype and read["x"].numpy().tobytes() == bytes(whole)
+    _, tensors = read_checked(path, "normscope-test", 1)
+    assert tensors["x"].dtype == dtype and tensors["x"].numpy().tobytes() == bytes(whole)

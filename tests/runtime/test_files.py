@@ -1,13 +1,28 @@
+"""Files and folders that appear whole or not at all."""
+
+import contextlib
 import os
+import resource
 import socket
 import stat
+import sys
+from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import normscope
 from normscope.errors import UsageError
-from normscope.runtime.files import check_folder_writable, check_writable, file_stem, whole_file, whole_folder
+from normscope.runtime.files import (
+    check_folder_writable,
+    check_writable,
+    file_stem,
+    whole_file,
+    whole_folder,
+    write_tensors,
+)
 
 
 def test_a_file_appears_once_it_is_whole(tmp_path):
@@ -20,15 +35,48 @@ def test_a_file_appears_once_it_is_whole(tmp_path):
     assert stat.S_IMODE(target.stat().st_mode) & 0o444 == 0o444 & ~os.umask(os.umask(0o022))
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
-def test_an_interrupted_file_never_appears(tmp_path, error):
-    with pytest.raises(type(error)), whole_file(tmp_path / "file.txt") as partial:
+def test_an_interrupted_file_never_appears(tmp_path):
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "file.txt") as partial:
         partial.write_text("half")
-        raise error
+        raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_places_that_cannot_be_written(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def full_disk():
+    """Let no file grow beyond 512 bytes: filling a disk takes rights.
+
+    Python would cut the bytecode of modules that are imported meanwhile, and read it in later processes.
+    """
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with mock.patch.object(sys, "dont_write_bytecode", True):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, old[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_text("x" * 1000),
+        lambda path: write_tensors({"x": torch.zeros(1000)}, path, {}),
+        lambda path: normscope.figures.plot_curves("tanh").savefig(path, format="png"),
+    ],
+    ids=["text", "tensors", "figure"],
+)
+def test_a_full_disk_is_reported_and_the_previous_file_stays(tmp_path, write):
+    path = tmp_path / "file"
+    path.write_text("previous")
+    write(tmp_path / "first")  # imports what it needs
+    with full_disk(), pytest.raises(UsageError) as error, whole_file(path) as partial:
+        write(partial)
+    assert str(error.value) == f"Cannot write {path}: File too large."
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "first"] and path.read_text() == "previous"
+
+
+def test_paths_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the name of a socket has to be short
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
@@ -52,7 +100,7 @@ def test_places_that_cannot_be_written(tmp_path, monkeypatch):
     listener.close()
 
 
-def test_what_a_link_points_at_is_replaced_and_the_link_stays(tmp_path):
+def test_the_target_of_a_link_is_replaced_and_the_link_stays(tmp_path):
     (tmp_path / "kept").mkdir()
     for name, there in (("old", True), ("new", False)):
         target, link = tmp_path / "kept" / name, tmp_path / f"link-to-{name}"
@@ -79,7 +127,7 @@ def write(path, text):
         assert not path.exists() or (path / "a").read_text() != text
 
 
-def test_a_folder_appears_once_it_is_whole_and_takes_the_place_of_its_like(tmp_path):
+def test_a_folder_appears_once_it_is_whole_and_replaces_the_previous_one(tmp_path):
     target = tmp_path / "new" / "folder"
     check_folder_writable(target, ["a"])
     assert not target.parent.exists()
@@ -101,18 +149,17 @@ def test_bytecode_of_an_imported_file_goes_with_its_folder(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
-def test_an_interrupted_folder_never_appears(tmp_path, error):
+def test_an_interrupted_folder_never_appears(tmp_path):
     write(tmp_path / "old", "whole")
     for name in ("new", "old"):
-        with pytest.raises(type(error)), whole_folder(tmp_path / name, ["a"]) as partial:
+        with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / name, ["a"]) as partial:
             (partial / "a").write_text("half")
-            raise error
+            raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old" / "a").read_text() == "whole"
 
 
-def test_folders_that_hold_something_else_are_kept(tmp_path, monkeypatch):
+def test_folders_with_other_files_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("others", "nested"):
         (tmp_path / name).mkdir()
@@ -135,7 +182,7 @@ def test_folders_that_hold_something_else_are_kept(tmp_path, monkeypatch):
                 attempt(type(tmp_path)(name))
 
 
-def test_a_part_of_the_files_is_somebody_elses(tmp_path):
+def test_folders_with_some_of_the_files_are_kept(tmp_path):
     (tmp_path / "downloaded").mkdir()
     (tmp_path / "downloaded" / "a").write_text("weights")
     for attempt in (check_folder_writable, lambda at, files: whole_folder(at, files).__enter__()):
@@ -149,7 +196,7 @@ def test_a_part_of_the_files_is_somebody_elses(tmp_path):
 
 
 @pytest.mark.parametrize("moment", [1, 2])
-def test_an_interruption_between_the_two_renames_loses_nothing(tmp_path, monkeypatch, moment):
+def test_an_interruption_between_the_renames_loses_nothing(tmp_path, monkeypatch, moment):
     write(tmp_path / "old", "whole")
     rename, done = type(tmp_path).rename, []
 

@@ -1,4 +1,4 @@
-"""The place among processes, as torchrun tells it."""
+"""Rank of this process, from torchrun's environment variables."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from normscope.runtime.processes import Place
 
-OF_TORCHRUN = {
+TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -20,15 +20,14 @@ OF_TORCHRUN = {
     ("environment", "place"),
     [
         ({}, Place(0, 1, 0, 0)),
-        (OF_TORCHRUN, Place(5, 8, 1, 2, launched=True)),
+        (TORCHRUN, Place(5, 8, 1, 2, launched=True)),
         ({"TORCHELASTIC_RUN_ID": "none"}, Place(0, 1, 0, 0, launched=True)),
         # A shell inside a Slurm job, say: names that others set too, without torchrun.
-        ({name: value for name, value in OF_TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}, Place(0, 1, 0, 0)),
+        ({name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}, Place(0, 1, 0, 0)),
     ],
 )
-def test_what_torchrun_says(environment, place, monkeypatch):
-    assert Place.from_environment(environment) == place
-    for name in OF_TORCHRUN:
+def test_ranks_are_those_of_torchrun(environment, place, monkeypatch):
+    for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -36,6 +35,6 @@ def test_what_torchrun_says(environment, place, monkeypatch):
     assert (place.alone, place.speaks) == (place.ranks == 1, place.rank == 0)
 
 
-def test_it_takes_no_torch_to_know():
-    said = "import sys, normscope.runtime.processes, normscope.inputs.chunks; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", said], text=True) == "False\n"
+def test_ranks_are_known_without_torch():
+    code = "import sys, normscope.runtime.processes, normscope.inputs.chunks; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

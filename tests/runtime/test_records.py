@@ -1,3 +1,5 @@
+"""Records as JSON, and back."""
+
 import dataclasses
 import json
 import math
@@ -37,7 +39,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, VALUES)
-def test_what_json_takes_and_gives_back_is_the_same(first, second):
+def test_json_reads_back_what_as_dict_returns(first, second):
     """Against dataclasses.asdict and Python's json, which writes NaN and infinities as words of its own."""
     outer = Outer(first, second)
     document = outer.as_dict()
@@ -45,7 +47,7 @@ def test_what_json_takes_and_gives_back_is_the_same(first, second):
     assert document == json.loads(json.dumps(dataclasses.asdict(outer)), parse_constant=lambda _: None)
 
 
-def test_a_record_in_another_names_its_fields_itself():
+def test_nested_records_choose_their_own_form():
     assert Outer((Renamed(math.inf),), {"x": Renamed(1)}).as_dict() == {
         "first": [{"renamed": None}],
         "second": {"x": {"renamed": 1}},
@@ -82,7 +84,7 @@ def test_json_is_converted_strictly():
         ({"inner": {}}, "missing required field `value` - at `$.inner`"),
     ],
 )
-def test_what_is_of_another_type_is_named(change, words):
+def test_values_of_another_type_are_refused(change, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         converted(Stored, {"size": 1, **change}, "file")
 
@@ -97,6 +99,6 @@ class Square(Record):
         return self.side**2
 
 
-def test_properties_that_are_told_stand_behind_the_fields():
+def test_properties_follow_the_fields():
     assert list(Square(3.0).as_dict().items()) == [("side", 3.0), ("area", 9.0)]
     assert as_json([Square(math.inf)]) == [{"side": None, "area": None}]

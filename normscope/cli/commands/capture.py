@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
 
 
-_OF_RESULTS = (".csv", ".json", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
+_RESULT_SUFFIXES = (".csv", ".json", ".md", ".tex", ".html", ".png", ".pdf", ".svg")
 
 
 @options.with_groups(
@@ -42,7 +42,7 @@ def capture(
     diagonal: options.Diagonal = False,
     keep_inputs: options.KeepInputs = 0,
     by: options.By = None,
-    say: Output,
+    out: Output,
 ) -> None:
     """Run a model and sum up all pairs of its norms in a file, which other commands accept in place of a model.
 
@@ -54,31 +54,37 @@ def capture(
     place = Place.from_environment()
     from normscope.pairs.ranks import Checkpoints
 
-    kept = Checkpoints(output.with_name(f"{output.name}{CHECKPOINT}"), checkpoint_every, resume or place.restarts > 0)
+    folder = output.with_name(f"{output.name}{CHECKPOINT}")
+    checkpoints = Checkpoints(folder, checkpoint_every, resume or place.restarts > 0)
     if place.speaks:
-        kept.check()
-        if kept.resume:
-            start = f"going on from {kept.folder}" if kept.exist else "nothing to resume; starting from the beginning"
-            say.remark(start)
-    sums: dict[str, Any] = {"by_gamma": by_gamma, "per_channel": per_channel, "diagonal": diagonal}
-    sums |= {"keep_inputs": keep_inputs, "by_part": by is not None}
+        checkpoints.check()
+        if checkpoints.resume:
+            found = checkpoints.exist
+            out.remark(f"going on from {folder}" if found else "nothing to resume; starting from the beginning")
     with run.joined() as ranks:
-        network = run.load(model, say)
-        with stopping_between_chunks(say.warn) as kept.stopping:
-            seen = run.capture(network, layers, say, ranks, kept, **sums)
+        network = run.load(model, out)
+        with stopping_between_chunks(out.warn) as checkpoints.stopping:
+            seen = run.capture(
+                network,
+                layers,
+                out,
+                ranks,
+                checkpoints,
+                by_gamma=by_gamma,
+                per_channel=per_channel,
+                diagonal=diagonal,
+                keep_inputs=keep_inputs,
+                by_part=by is not None,
+            )
     if not place.speaks:
         raise typer.Exit
-    say.account(seen, layers, network.inputs.unreadable)
-    say.kept_inputs(seen)
+    out.account(seen, layers, network.inputs.unreadable)
+    out.kept_inputs(seen)
     if keep_inputs and not seen.inputs:
-        say.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
+        out.warn("--keep-inputs kept none: no input is a picture, a recording or a text that can be shown")
     path = normscope.save_capture(seen, output)
-    kept.remove()
-    more = {
-        "unreadable": network.inputs.unreadable,
-        "inputs": [kept_input.name for kept_input in seen.inputs],
-    }
-    _tell(seen, path, more, say)
+    checkpoints.remove()
+    _print(seen, path, {"unreadable": network.inputs.unreadable, "inputs": [kept.name for kept in seen.inputs]}, out)
 
 
 @options.with_groups(
@@ -87,20 +93,20 @@ def capture(
     without=("columns",),
     first_rank_only=True,
 )
-def merge(files: options.Captures, output: options.MergeOutput, *, force: options.Force = False, say: Output) -> None:
+def merge(files: options.Captures, output: options.MergeOutput, *, force: options.Force = False, out: Output) -> None:
     """Merge captures of one model from runs over different inputs, on different days or machines."""
     _check_capture_file(output, force)
     seen = normscope.merge_captures(files)
-    say.account(seen)
+    out.account(seen)
     path = normscope.save_capture(seen, output)
-    say.remark(f"merged {', '.join(files)}")
-    _tell(seen, path, {"merged": files}, say)
+    out.remark(f"merged {', '.join(files)}")
+    _print(seen, path, {"merged": files}, out)
 
 
 def _check_capture_file(path: Path, force: bool) -> None:
     """Raise UsageError if a capture cannot be written there, or would replace another kind of file without force."""
     check_writable(path)
-    if path.suffix.lower() in _OF_RESULTS:
+    if path.suffix.lower() in _RESULT_SUFFIXES:
         raise UsageError(f"{path} ends in {path.suffix}, but a capture's file ends in .safetensors.")
     if path.exists() and not force:
         from normscope.pairs.storage import is_capture
@@ -111,19 +117,11 @@ def _check_capture_file(path: Path, force: bool) -> None:
             )
 
 
-def _tell(seen: Capture, path: Path, more: dict[str, Any], say: Output) -> None:
-    say.result(str(path))
-    counted = ((site.name, seen.stats[site.name]) for site in seen.sites)
+def _print(seen: Capture, path: Path, more: dict[str, Any], out: Output) -> None:
+    out.result(str(path))
     sites = [
         {"name": name, "n_pairs": stats.n_pairs, "nonfinite_tokens": int(stats.nonfinite_tokens)}
-        for name, stats in counted
+        for name, stats in ((site.name, seen.stats[site.name]) for site in seen.sites)
     ]
-    document = {
-        **seen.about,
-        "file": str(path),
-        **more,
-        "n_samples": seen.n_samples,
-        "parts": list(seen.parts),
-        "sites": sites,
-    }
-    say.document({**document, "skipped": skipped_as_json([seen])})
+    counts = {"n_samples": seen.n_samples, "parts": list(seen.parts), "sites": sites}
+    out.document({**seen.about, "file": str(path), **more, **counts, "skipped": skipped_as_json([seen])})

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import normscope
 from normscope.cli import options
-from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
+from normscope.cli.figure_files import PLOT_ONLY, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import OF_CAPTURE, RunOptions, captures, check_by, check_sources, named_or_embedded
+from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, check_by, check_sources, named_or_embedded
 
 
 @options.with_groups(
     "normscope compare monday.safetensors tuesday.safetensors · normscope compare demo_vit demo_wav2vec2 · "
     "normscope compare vit_b16 --weights step100.pt --weights step200.pt",
-    without=(*OF_CAPTURE, *OF_PLOT, "figure_format"),
+    without=(*CAPTURE_ONLY, *PLOT_ONLY, "figure_format"),
 )
 def compare(
     models: options.Models = None,
@@ -28,33 +28,33 @@ def compare(
     by: options.By = None,
     output: options.CompareOutput = Path(FIGURES),
     look: Look,
-    say: Output,
+    out: Output,
 ) -> None:
     """Compare models, captures, or the checkpoints of a training with the first of them: site by site, in one figure.
 
     Sites are matched by name or, if most names differ, by placement and relative depth.
     """
-    names = named_or_embedded(models, say)
+    names = named_or_embedded(models, out)
     from normscope.fits.comparison import check_curves, check_number, compared
     from normscope.show.tables.fit import comparison_table, matching_lines
 
     curves = check_curves(func)
     runs = [(name, replace(run, weights=checkpoint)) for name in names for checkpoint in weights or ["pretrained"]]
-    for name, of_checkpoint in runs:
-        check_sources([name], of_checkpoint)
+    for name, run_options in runs:
+        check_sources([name], run_options)
     check_by(by, names)
     if by is None:
         check_number(len(runs))
-    files = FigureFiles(say.place_of_figures(output), look, ["comparison"], [""])
-    seen = list(captures(runs, layers, say, by))
+    files = FigureFiles(out.figures_path(output), look, ["comparison"], [""])
+    seen = list(captures(runs, layers, out, by))
     comparison = compared(seen, [normscope.fit(capture, curves, shift=shift) for capture in seen])
     for line in matching_lines(comparison):
-        say.sentences(line)
-    say.table(comparison_table(comparison.rows))
-    drawn = normscope.figures.plot_comparison(seen, comparison.fits, **look.of_figure)
+        out.sentences(line)
+    out.table(comparison_table(comparison.rows))
+    drawn = normscope.figures.plot_comparison(seen, comparison.fits, **look.figure_options)
     rows = [row.as_dict() for row in comparison.rows]
     document = {
-        "figure": files.save(drawn, "comparison", "", seen, say),
+        "figure": files.save(drawn, "comparison", "", seen, out),
         "compared": [
             {"capture": number, **capture.about, "samples": capture.n_samples, "seed": capture.seed}
             for number, capture in enumerate(comparison.captures, 1)
@@ -63,4 +63,4 @@ def compare(
         "unmatched": comparison.unmatched(),
         "skipped": skipped_as_json(comparison.captures),
     }
-    say.document(document, rows)
+    out.document(document, rows)

@@ -6,9 +6,9 @@ from typing import Any
 
 import normscope
 from normscope.cli import options
-from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
+from normscope.cli.figure_files import PLOT_ONLY, FigureFiles, Look
 from normscope.cli.output import Output, skipped_as_json
-from normscope.cli.running import OF_CAPTURE, RunOptions, captures, family_of, sources
+from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, family_of, sources
 from normscope.errors import UsageError, unknown
 
 _LEVELS = ("site", "channel", "token")
@@ -18,7 +18,7 @@ _CURVES = "tanh,isru"
 @options.with_groups(
     "normscope fit --func isru · normscope fit vit_b16 --func all -o fits.csv · normscope fit demo_dit --by timestep · "
     "normscope fit demo_vit --per channel --json · normscope fit seen.safetensors --pool kind --func best",
-    without=(*OF_CAPTURE, *OF_PLOT, "figure_format"),
+    without=(*CAPTURE_ONLY, *PLOT_ONLY, "figure_format"),
 )
 def fit(
     models: options.Models = None,
@@ -37,7 +37,7 @@ def fit(
     by: options.By = None,
     plot: options.Plot = None,
     look: Look,
-    say: Output,
+    out: Output,
 ) -> None:
     """Fit y ≈ A·f(αx + s) to every norm's pairs, by least squares over all of them, with 95 % intervals."""
     from normscope.fits import advice
@@ -52,52 +52,52 @@ def fit(
     if advise and (per != "site" or pool):
         raise UsageError("--advise takes the fits of each site by itself; leave --per and --pool out.")
     form = {"amplitude": amplitude, "theory": theory, "alpha": alpha, "shift": not advise if shift is None else shift}
-    of_tokens = per == "token"
+    by_token = per == "token"
     chosen = (func, pool, weights_by, amplitude, theory, alpha, shift)
-    if of_tokens and chosen != (_CURVES, None, "pairs", "free", False, None, None):
+    if by_token and chosen != (_CURVES, None, "pairs", "free", False, None, None):
         raise UsageError(
             "--per token fits no curve, as each token is a line, exactly; leave out --func, --pool, --weights-by, "
             "--amplitude, --theory, --alpha and --shift."
         )
-    how: dict[str, Any] = {"per": "site" if of_tokens else per, "pool": pool, "weights_by": weights_by, **form}
+    how: dict[str, Any] = {"per": "site" if by_token else per, "pool": pool, "weights_by": weights_by, **form}
     check_fit(func, **how)
-    names = sources(models, run, by, say)
+    names = sources(models, run, by, out)
     files = FigureFiles(plot, look, names, ["depth"], by, "--plot") if plot else None
     sums: dict[str, Any] = {"by_gamma": weights_by == "gamma", "per_channel": per == "channel"}
     seen, rows, summaries = [], [], []
-    for capture in captures([(name, run) for name in names], layers, say, by, **sums):
-        say.heading(capture.about)
+    for capture in captures([(name, run) for name in names], layers, out, by, **sums):
+        out.heading(capture.about)
         seen.append(capture)
-        if of_tokens or advise:
+        if by_token or advise:
             for site in capture.sites:
                 if site.pointwise is not None:
-                    say.remark(f"left out {site.name} ({site.kind}): a point-wise function, which normalizes no token")
-        if of_tokens:
+                    out.remark(f"left out {site.name} ({site.kind}): a point-wise function, which normalizes no token")
+        if by_token:
             slopes = advice.token_slopes(capture)
-            say.table(slopes_table(slopes))
+            out.table(slopes_table(slopes))
             rows += [row.as_dict() for row in slopes]
             continue
         fits = normscope.fit(capture, func, **how)
         if advise:
             starts = advice.advise(fits, capture.sites, family=family_of(capture))
-            say.table(advice_table(starts))
+            out.table(advice_table(starts))
             rows += [row.as_dict() for row in starts]
             continue
         shown = with_modules(capture, fits) if per == "site" and pool is None else fits
-        say.table(channels_table(fits) if per == "channel" else fits_table(shown))
+        out.table(channels_table(fits) if per == "channel" else fits_table(shown))
         rows += [fit.as_dict() for fit in shown]
         summary = advice.layerwise(fits) if per == "site" and pool is None else None
         if summary is not None and summary.sites > 1:
-            say.sentences(layerwise_line(summary))
+            out.sentences(layerwise_line(summary))
             summaries.append({"model": capture.about["model"], **summary.as_dict()})
         if files:
             from normscope.show.figures.style import heading  # matplotlib takes a while
 
-            figure = normscope.figures.plot_depth(capture, fits, **look.of_figure)
-            files.save(figure, heading(capture.about), "depth", capture, say)
+            figure = normscope.figures.plot_depth(capture, fits, **look.figure_options)
+            files.save(figure, heading(capture.about), "depth", capture, out)
     document: dict[str, Any] = {"fits": rows, "layerwise": summaries}
-    if of_tokens:
+    if by_token:
         document = {"slopes": rows}
     elif advise:
         document = {"note": advice.NOTE, "advice": rows}
-    say.document({**document, "skipped": skipped_as_json(seen)}, rows)
+    out.document({**document, "skipped": skipped_as_json(seen)}, rows)

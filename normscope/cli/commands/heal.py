@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import normscope
 from normscope.cli import options, swapping
-from normscope.cli.figure_files import OF_PLOT, Look
+from normscope.cli.figure_files import PLOT_ONLY, Look
 from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
 from normscope.runtime.files import check_folder_writable, check_writable
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 _BATCH_SIZE = 16
 # Options that do not identify the network and its data, or that this command does not have.
-_OF_THE_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
+_MACHINE = ("device", "workers", "batch_size", "sample", "device_map", "dtype", "verify")
 
 
 @options.with_groups(
     "normscope heal demo_vit --func dyisru -o healed · normscope heal minilm --data texts.txt --minutes 6 "
     "-o healed · normscope heal demo_dit --func dyt --steps 200 -o healed --json",
-    without=(*OF_PLOT, "figure_format", "sample", "device_map", "dtype", "workers", "verify"),
+    without=(*PLOT_ONLY, "figure_format", "sample", "device_map", "dtype", "workers", "verify"),
 )
 def heal(
     model: options.Model,
@@ -45,7 +45,7 @@ def heal(
     restart: options.Restart = False,
     run: RunOptions,
     look: Look,
-    say: Output,
+    out: Output,
 ) -> None:
     """Swap a model's norms, calibrate it, and train it towards the original's outputs."""
     swapping.check_alone("Healing takes its steps", more=": normscope heal …")
@@ -56,45 +56,44 @@ def heal(
     from normscope.tools.heal.reports import TRAINED
     from normscope.tools.heal.training import check_asked
 
-    how = swapping.SwapChoice.of(func, init, per, shift)
-    swapping.check_kernels([how], run.device)
+    replacement = swapping.SwapChoice.of(func, init, per, shift)
     if minutes is None and steps is None:
         steps = STEPS
     check_options(train, steps, minutes)
     swapping.check_keep(keep, None, layers)
     check_folder_writable(output, FILES, ALSO)
     checkpoint, drawn = (output.with_name(output.name + end) for end in (".healing.safetensors", "-healing.png"))
-    drawn_choice = swapping.figure_of_choice(output)
+    drawn_choice = swapping.kept_norms_figure(output)
     for path in (checkpoint, drawn, drawn_choice):
         check_writable(path)
     asked = {"model": model, "func": func, "steps": steps, "minutes": minutes, "train": train, "init": init}
     asked |= {"sites": layers, "keep": keep, "per": per, "shift": shift, "batch size": batch_size}
-    of_network = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _OF_THE_MACHINE}
-    asked |= {name: str(value) if isinstance(value, Path) else value for name, value in of_network.items()}
+    network_options = {f.name: getattr(run, f.name) for f in fields(run) if f.name not in _MACHINE}
+    asked |= {name: str(value) if isinstance(value, Path) else value for name, value in network_options.items()}
     if not restart:
         check_asked(checkpoint, asked)
     # The batches of a py: network are taken as they are, which is what the default of all commands means.
     at_once = batch_size or (RunOptions.batch_size if model.startswith("py:") else _BATCH_SIZE)
-    network = replace(run, batch_size=at_once, dtype="float32").load(model, say)  # half precision swallows small steps
-    source = swapping.SwapSource(network, layers, run, say, ALONE)
-    if init == CALIBRATED and not how.calibrated:
-        say.remark(f"{how.func} begins as it is: point-wise functions alone are calibrated")
-    modules = source.replacements(how, source.fits(how))
-    choice = None if keep is None else source.keep(modules, number=keep, func=func, init=how.uncalibrated)
+    network = replace(run, batch_size=at_once, dtype="float32").load(model, out)  # half precision swallows small steps
+    source = swapping.SwapSource(network, layers, run, out, ALONE)
+    if init == CALIBRATED and not replacement.calibrated:
+        out.remark(f"{replacement.func} begins as it is: point-wise functions alone are calibrated")
+    modules = source.replacements(replacement, source.fits(replacement))
+    choice = None if keep is None else source.keep(modules, keep, func=func, init=replacement.init)
     swapped = copy.deepcopy(network.module)
     normscope.Swap(swapped, modules if choice is None else {path: modules[path] for path in choice.swapped})
     if checkpoint.exists():
         if restart:
             checkpoint.unlink()
-        say.remark(f"discarded {checkpoint}, to begin anew" if restart else f"going on from {checkpoint}")
+        out.remark(f"discarded {checkpoint}, to begin anew" if restart else f"going on from {checkpoint}")
     try:
-        with say.bars() as progress:
+        with out.bars() as progress:
             report = normscope.heal(
                 network,
                 swapped,
                 source.learned,
                 source.held_out,
-                calibrated=how.calibrated,
+                calibrated=replacement.calibrated,
                 train=train,
                 steps=steps,
                 minutes=minutes,
@@ -102,51 +101,51 @@ def heal(
                 checkpoint=checkpoint,
                 asked=asked,
                 progress=progress,
-                checked=lambda check: _remark_on(check, say),
+                checked=lambda check: _remark_on(check, out),
             )
     except KeyboardInterrupt:
         if checkpoint.exists():
-            say.warn(f"the same command goes on from {checkpoint}, which holds what was done until the last check")
+            out.warn(f"the same command goes on from {checkpoint}, which has the state of the last check")
         raise
-    say.heading(source.about)
-    kept = how.uncalibrated if report.restored else how.start
+    out.heading(source.about)
+    kept = replacement.init if report.restored else replacement.start
     healed = report.steps if report.left_with == TRAINED else None
     folder = normscope.save_swapped(
         swapped, output, source.about, func=func, init=kept or None, healed=healed, kept=choice
     )
-    whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func, "init": how.start}
-    whole |= {"per": per, "sites": len(source.norms)}
+    whole: dict[str, Any] = {**source.about, "held_out": source.held_out.description, "func": func}
+    whole |= {"init": replacement.start, "per": per, "sites": len(source.norms)}
     title = f"{network.name} · {published_name(func)}"
     titled = replace(look, title=title if look.title is None else look.title)
-    figure = normscope.figures.plot_healing(report, **titled.of_figure)
+    figure = normscope.figures.plot_healing(report, **titled.figure_options)
     normscope.figures.save_figure(figure, drawn, whole)
     checkpoint.unlink(missing_ok=True)
     written = [folder, drawn]
     if choice is not None:
-        swapping.tell_choice(choice, title, drawn_choice, say)
+        swapping.print_kept_norms(choice, title, drawn_choice, out)
         whole["keep"] = choice.as_dict()
         written.append(drawn_choice)
-    _tell(report, say)
-    swapping.tell_quality(report.quality, report.no_quality, func, how.start, say)
+    _print(report, out)
+    swapping.print_quality(report.quality, report.no_quality, func, replacement.start, out)
     for path in written:
-        say.result(str(path))
-    swapping.remark_on_loading(model, folder, say)
-    say.document({**report.as_dict(), **whole, "folder": str(folder), "figure": str(drawn)})
+        out.result(str(path))
+    swapping.print_loading(model, folder, out)
+    out.document({**report.as_dict(), **whole, "folder": str(folder), "figure": str(drawn)})
 
 
-def _remark_on(check: TrainingCheck, say: Output) -> None:
+def _remark_on(check: TrainingCheck, out: Output) -> None:
     values = {"loss": check.loss, "drift on the samples that decide": check.drift}
     shown = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
-    say.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['an earlier state was better']))}")
+    out.remark(f"step {check.step:,}: {', '.join(shown + ([] if check.kept else ['an earlier state was better']))}")
 
 
-def _tell(report: HealReport, say: Output) -> None:
+def _print(report: HealReport, out: Output) -> None:
     from normscope.tools.heal.reports import TRAINED
     from normscope.tools.heal.table import healing_table
 
-    say.table(healing_table(report))
-    swapping.tell_what_stayed(report.not_refitted, report.left_out, say)
+    out.table(healing_table(report))
+    swapping.print_left_out(report.not_refitted, report.left_out, out)
     if report.restored:
-        say.warn("the drift on the held-out inputs did not fall: what was written has the start values")
+        out.warn("the drift on the held-out inputs did not fall: what was written has the start values")
     elif report.left_with != TRAINED:
-        say.warn("training did not lower the drift on the held-out inputs: what was written is calibrated alone")
+        out.warn("training did not lower the drift on the held-out inputs: what was written is calibrated alone")

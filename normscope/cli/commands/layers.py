@@ -23,22 +23,22 @@ _FIELDS = (
     ),
     first_rank_only=True,
 )
-def layers(models: options.OnlyModels = None, *, verify: options.Verify = False, run: RunOptions, say: Output) -> None:
+def layers(models: options.OnlyModels = None, *, verify: options.Verify = False, run: RunOptions, out: Output) -> None:
     """List every normalization layer of a model in the order of calls, and those that are skipped."""
-    names = named_or_embedded(models, say)
+    names = named_or_embedded(models, out)
     check_models(names)
     documents, rows = [], []
     for name in names:
-        network = run.load(name, say)
+        network = run.load(name, out)
         report = normscope.find_norms(network)
         if verify:
             normscope.capture(network, [network.inputs.first_sample()], verify=True)
-            say.remark(f"{name}: the true output of all {len(report.sites)} norms was reproduced")
-        say.title(name)
-        say.table(layers_table(report.sites))
-        say.skipped(report.skipped)
+            out.remark(f"{name}: the true output of all {len(report.sites)} norms was reproduced")
+        out.title(name)
+        out.table(layers_table(report.sites))
+        out.skipped(report.skipped)
         sites = [{key: as_json(getattr(site, key)) for key in _FIELDS} for site in report.sites]
         documents.append({"model": name, "sites": sites, "skipped": [norm.as_dict() for norm in report.skipped]})
         rows += [{"model": name, **site} for site in sites]
         del network  # before the next is loaded
-    say.document(documents[0] if len(documents) == 1 else {"models": documents}, rows)
+    out.document(documents[0] if len(documents) == 1 else {"models": documents}, rows)

@@ -11,9 +11,9 @@ from normscope.show.tables.table import models_table
 
 
 @options.with_groups("normscope models --json", without=("columns",), first_rank_only=True)
-def models(*, say: Output) -> None:
+def models(*, out: Output) -> None:
     """List the names of models."""
     entries = normscope.list_models()
-    say.table(models_table(entries))
+    out.table(models_table(entries))
     rows = [asdict(entry) | {"embedded": entry.embedded} for entry in entries]
-    say.document({"models": rows}, rows)
+    out.document({"models": rows}, rows)

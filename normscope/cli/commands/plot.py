@@ -9,7 +9,7 @@ import normscope
 from normscope.cli import options
 from normscope.cli.figure_files import FigureFiles, Look
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
+from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
 from normscope.runtime.files import check_writable
 from normscope.show.tables.table import sink_sentence
 
@@ -18,7 +18,7 @@ _OVERVIEW, _VIEW, _COMPACT = "overview", "scurves", "compact"
 
 @options.with_groups(
     "normscope plot · normscope plot vit_b16 --layers 4 -o vit_b16.pdf · normscope plot seen.safetensors",
-    without=(*OF_CAPTURE, "columns"),
+    without=(*CAPTURE_ONLY, "columns"),
 )
 def plot(
     models: options.Models = None,
@@ -34,7 +34,7 @@ def plot(
     xscale: options.Xscale = "linear",
     share_axes: options.ShareAxes = False,
     look: Look,
-    say: Output,
+    out: Output,
 ) -> None:
     """Draw the S-curves of a model's norms: all pairs, by token and by channel, under fitted curves.
 
@@ -48,23 +48,23 @@ def plot(
     check_fit(func)
     rows = rows_named(color)
     check_xscale(xscale)
-    names = sources(models, run, by, say)
+    names = sources(models, run, by, out)
     if compact:
         files = FigureFiles(output, look, names if len(names) == 1 else [_OVERVIEW], [_COMPACT])
     else:
         files = FigureFiles(output, look, names, [_VIEW], by)
         if len(names) > 1:
             check_writable(files.path(_OVERVIEW, _VIEW))
-    axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.of_figure}
+    axes: dict[str, Any] = {"xscale": xscale, "share_axes": share_axes, **look.figure_options}
     seen, fits, figures = [], [], []
-    for capture in captures([(name, run) for name in names], layers, say, by):
+    for capture in captures([(name, run) for name in names], layers, out, by):
         fitted = normscope.fit(capture, func, shift=shift)
         if sink := sink_sentence(fitted):
-            say.remark(sink)
+            out.remark(sink)
         file = None
         if not compact:
             figure = normscope.plot(capture, fitted, rows=rows, **axes)
-            file = files.save(figure, heading(capture.about), _VIEW, capture, say)
+            file = files.save(figure, heading(capture.about), _VIEW, capture, out)
         sites = [site.name for site in capture.sites]
         figures.append({**capture.about, "file": file, "sites": sites, "fits": [fit.as_dict() for fit in fitted]})
         seen.append(capture)
@@ -73,5 +73,5 @@ def plot(
     if compact or len(seen) > 1:
         title = heading(seen[0].about) if len(seen) == 1 else _OVERVIEW
         figure = normscope.figures.overview(seen, fits, layers="all", **axes)
-        together = files.save(figure, title, _COMPACT if compact else _VIEW, seen, say)
-    say.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})
+        together = files.save(figure, title, _COMPACT if compact else _VIEW, seen, out)
+    out.document({"figures": figures, "overview": together, "skipped": skipped_as_json(seen)})

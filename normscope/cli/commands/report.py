@@ -9,7 +9,7 @@ from typing import Any
 import normscope
 from normscope.cli import options
 from normscope.cli.output import FIGURES, Output, skipped_as_json
-from normscope.cli.running import OF_CAPTURE, RunOptions, captures, sources
+from normscope.cli.running import CAPTURE_ONLY, RunOptions, captures, sources
 from normscope.errors import UsageError
 from normscope.runtime.files import check_writable, file_stem
 
@@ -19,7 +19,7 @@ _OF_A_MODEL = 2  # inputs that are kept
 @options.with_groups(
     "normscope report vit_b16 · normscope report monday.safetensors tuesday.safetensors -o both.html · "
     "normscope report demo_vit --swap-bench demo_vit.json · normscope report step100.safetensors --timeline run.jsonl",
-    without=(*OF_CAPTURE, "columns"),
+    without=(*CAPTURE_ONLY, "columns"),
 )
 def report(
     models: options.Models = None,
@@ -33,7 +33,7 @@ def report(
     swap_bench: options.SwapResults = None,
     timeline: options.TimelineFile = None,
     output: options.ReportOutput = Path(FIGURES),
-    say: Output,
+    out: Output,
 ) -> None:
     """Write a report: one HTML file to explore norms in, which opens from disk and makes no network request."""
     from normscope.fits.fit import check_fit
@@ -41,23 +41,23 @@ def report(
     from normscope.pairs.kept_inputs import first_inputs
 
     check_fit(func)
-    names = sources(models, run, by, say)
+    names = sources(models, run, by, out)
     path = _path(output, names)
     check_writable(path)
     swaps = read_swap_results(swap_bench) if swap_bench else None
     training = normscope.load_timeline(timeline) if timeline else None
     kept: dict[str, Any] = {"diagonal": True, "keep_inputs": _OF_A_MODEL if keep_inputs is None else keep_inputs}
     seen, fits, shown = [], [], []
-    for captured in captures([(name, run) for name in names], layers, say, by, **kept):
+    for captured in captures([(name, run) for name in names], layers, out, by, **kept):
         capture = replace(captured, inputs=first_inputs(captured.inputs, keep_inputs))
-        say.kept_inputs(capture)
+        out.kept_inputs(capture)
         seen.append(capture)
         fits.append(normscope.fit(capture, func, shift=shift))
         shown.append({**capture.about, "sites": [site.name for site in capture.sites]})
     normscope.report(seen, fits, drift=swaps, timeline=training).save(path)
     size = path.stat().st_size
-    say.result(f"{path} ({size / 1e6:.1f} MB)")
-    say.document({"page": str(path), "bytes": size, "captures": shown, "skipped": skipped_as_json(seen)})
+    out.result(f"{path} ({size / 1e6:.1f} MB)")
+    out.document({"page": str(path), "bytes": size, "captures": shown, "skipped": skipped_as_json(seen)})
 
 
 def _path(output: Path, names: list[str]) -> Path:

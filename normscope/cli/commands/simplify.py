@@ -5,16 +5,16 @@ from __future__ import annotations
 import normscope
 from normscope.cli import options, swapping
 from normscope.cli.output import Output
-from normscope.cli.running import OF_CAPTURE, RunOptions, check_models
+from normscope.cli.running import CAPTURE_ONLY, RunOptions, check_models
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable
 
 
 @options.with_groups(
     "normscope simplify demo_vit -o demo_vit-exact · normscope simplify minilm --limit 8 -o minilm-exact --json",
-    without=(*OF_CAPTURE, "skip", "guidance", "timesteps", "dtype", "batch_size", "columns"),
+    without=(*CAPTURE_ONLY, "skip", "guidance", "timesteps", "dtype", "batch_size", "columns"),
 )
-def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOptions, say: Output) -> None:
+def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOptions, out: Output) -> None:
     """Rewrite a model exactly: LayerNorms become RMSNorms, and γ and β move into linear layers."""
     swapping.check_alone("Rewrites are proved")
     check_models([model])
@@ -22,25 +22,25 @@ def simplify(model: options.Model, output: options.SwapOutput, *, run: RunOption
     from normscope.tools.simplify.table import simplify_table
 
     check_folder_writable(output, FILES, ALSO)
-    network = run.load(model, say)
+    network = run.load(model, out)
     report = normscope.simplify(network)
-    say.heading(report.about)
-    say.table(simplify_table(report))
-    say.result(
+    out.heading(report.about)
+    out.table(simplify_table(report))
+    out.result(
         f"{len(report.exact)} of {count(len(report.norms), 'norm')} became RMSNorms, {len(report.folded)} were folded: "
         f"the output changed by {report.float64:.1e} in float64 and {report.own:.1e} in {report.dtype}"
     )
     if report.untied:
-        say.remark(f"{', '.join(report.untied)} no longer shares the embedding's weight")
+        out.remark(f"{', '.join(report.untied)} no longer shares the embedding's weight")
     if report.dropout:
-        say.warn(f"the rewrites are exact in eval mode; training drops values in {count(report.dropout, 'layer')}")
+        out.warn(f"the rewrites are exact in eval mode; training drops values in {count(report.dropout, 'layer')}")
     document = {**report.as_dict(), "folder": None}
     if report.exact or report.folded:
         func = EXACT if report.exact else FOLDED
         normscope.save_swapped(network.module, output, report.about, func=func)
-        say.result(str(output))
-        swapping.remark_on_loading(model, output, say)
+        out.result(str(output))
+        swapping.print_loading(model, output, out)
         document["folder"] = str(output)
     else:
-        say.warn("no norm could be rewritten, and nothing was written")
-    say.document(document)
+        out.warn("no norm could be rewritten, and nothing was written")
+    out.document(document)

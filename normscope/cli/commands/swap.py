@@ -48,7 +48,7 @@ def swap(
     per: options.SwapPer = "site",
     shift: options.SwapShift = None,
     run: RunOptions,
-    say: Output,
+    out: Output,
 ) -> None:
     """Replace a model's norms by point-wise functions, and write the model into a folder."""
     check_models([model])
@@ -57,79 +57,79 @@ def swap(
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
-    how = swapping.SwapChoice.of(func, init, per, shift)
-    swapping.check_kernels([how], run.device)
-    swapping.check_calibrated(init, refit, [how], run.device_map)
-    func = how.func
+    replacement = swapping.SwapChoice.of(func, init, per, shift)
+    swapping.check_calibrated(init, refit, [replacement], run.device_map)
+    func = replacement.func
     swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None
-    drawn = swapping.figure_of_choice(output)
+    figure = swapping.kept_norms_figure(output)
     place = Place.from_environment()
     if place.speaks:
         check_folder_writable(output, FILES, ALSO)
         if chooses:
-            check_writable(drawn)
-    network = run.load(model, say)
+            check_writable(figure)
+    network = run.load(model, out)
     check_whole(network.module, "Saving a swapped network", but=("spread",))  # before minutes of fitting
     with run.joined() as ranks:
-        source = swapping.SwapSource(network, layers, run, say, ranks)
-        fits = source.fits(how)
-        modules = source.replacements(how, fits)
+        source = swapping.SwapSource(network, layers, run, out, ranks)
+        fits = source.fits(replacement)
+        modules = source.replacements(replacement, fits)
     if not place.speaks:
         raise typer.Exit
-    calibrated = functools.lru_cache(maxsize=2)(lambda paths: _calibrated(source, modules, paths, refit, say))
+    calibrated = functools.lru_cache(maxsize=2)(lambda paths: _calibrated(source, modules, paths, refit, out))
     choice = None
     if chooses:
-        after = (lambda paths: calibrated(tuple(paths))[1].after) if how.calibrated else None
-        choice = source.keep(modules, number=keep, max_drift=max_drift, func=func, init=how.start, after=after)
+        after = (lambda paths: calibrated(tuple(paths))[1].after) if replacement.calibrated else None
+        choice = source.keep(modules, keep, max_drift=max_drift, func=func, init=replacement.start, after=after)
     chosen = list(modules) if choice is None else choice.swapped
-    swapped, report = calibrated(tuple(chosen)) if how.calibrated else (network.module, None)
-    with say.bars() as progress:
+    swapped, report = calibrated(tuple(chosen)) if replacement.calibrated else (network.module, None)
+    with out.bars() as progress:
         judge = Judge(network, None, source.held_out, network.outputs, progress)
         judge.add("original", network.module)
         if report is None:
             normscope.Swap(network.module, {path: modules[path] for path in chosen})
         judge.add("swapped", swapped)
-    rows = [_row(start, fits, func) for start in starts(how.asked, fits, how.begin) if start.norm.name in chosen]
+    all_starts = starts(replacement.curve, fits, replacement.begin)
+    rows = [_row(start, fits, func) for start in all_starts if start.norm.name in chosen]
     if report is not None:
-        rows = [{**row, **_now(swapped.get_submodule(row["site"]))} for row in rows]
+        rows = [{**row, **_after_calibration(swapped.get_submodule(row["site"]))} for row in rows]
     about = source.about
-    folder = normscope.save_swapped(swapped, output, about, func=func, init=how.start or None, kept=choice)
-    say.heading(about)
-    say.table(swapped_table(rows))
+    folder = normscope.save_swapped(swapped, output, about, func=func, init=replacement.start or None, kept=choice)
+    out.heading(about)
+    out.table(swapped_table(rows))
     whole: dict[str, Any] = {**about, "folder": str(folder), "func": func, "init": init, "per": per}
     if report is not None:
-        moved = _held_out_drift(source, swapped, report.measure, say)
-        _tell(report, say)
-        whole |= {"refit": refit, "held_out": asdict(moved), "calibration": report.as_dict()}
-        choice = choice and replace(choice, calibrated=moved)
+        held_out_errors = _held_out_errors(source, swapped, report.measure, out)
+        _print_calibration(report, out)
+        whole |= {"refit": refit, "held_out": asdict(held_out_errors), "calibration": report.as_dict()}
+        choice = choice and replace(choice, calibrated=held_out_errors)
     if choice is not None:
-        swapping.tell_choice(choice, f"{network.name} · {published_name(func)}", drawn, say)
-        whole |= {"keep": choice.as_dict(), "figure": str(drawn)}
-    swapping.tell_quality(judge.quality, judge.untold, func, how.start, say)
+        swapping.print_kept_norms(choice, f"{network.name} · {published_name(func)}", figure, out)
+        whole |= {"keep": choice.as_dict(), "figure": str(figure)}
+    swapping.print_quality(judge.quality, judge.untold, func, replacement.start, out)
     whole["quality"] = judge.quality and judge.quality.as_dict()
-    say.result(str(folder))
+    out.result(str(folder))
     if choice is not None:
-        say.result(str(drawn))
-    swapping.remark_on_loading(model, folder, say)
+        out.result(str(figure))
+    swapping.print_loading(model, folder, out)
     left_out = [{"model": model, **norm.as_dict()} for norm in source.skipped]
-    say.document({**whole, "sites": rows, "skipped": left_out})
+    out.document({**whole, "sites": rows, "skipped": left_out})
 
 
 def _calibrated(
-    source: swapping.SwapSource, modules: Mapping[str, nn.Module], paths: Sequence[str], refit: str, say: Output
+    source: swapping.SwapSource, modules: Mapping[str, nn.Module], paths: Sequence[str], refit: str, out: Output
 ) -> tuple[nn.Module, CalibrationReport]:
     """Return a calibrated copy of the network with these sites swapped, and the report of its calibration."""
     network, swapped = source.network, copy.deepcopy(source.network.module)
     normscope.Swap(swapped, {path: copy.deepcopy(modules[path]) for path in paths})
-    with say.bars() as progress:
+    with out.bars() as progress:
         report = normscope.calibrate(
             network.module, swapped, source.learned, outputs=network.outputs, refit=refit, progress=progress
         )
     return swapped, report
 
 
-def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: str, say: Output) -> Quantiles:
+def _held_out_errors(source: swapping.SwapSource, swapped: nn.Module, measure: str, out: Output) -> Quantiles:
     """Measure and print the drift of the calibrated network on held-out inputs."""
     from normscope.norms.bound_inputs import unpacked
     from normscope.runtime.network import left_as_found
@@ -139,15 +139,15 @@ def _held_out_drift(source: swapping.SwapSource, swapped: nn.Module, measure: st
     original, held_out = source.network.module, source.held_out
     with left_as_found(original), left_as_found(swapped):
         errors = output_errors(original, swapped, unpacked(original, held_out)[1], source.network.outputs)
-    moved = Quantiles.of(errors.tolist())
-    say.result(
-        f"calibrated, held out: {measure} at the output {moved.p50:.3g} in the median, {moved.p90:.3g} at the 90th "
-        f"percentile, on {held_out.description}"
+    quantiles = Quantiles.of(errors.tolist())
+    out.result(
+        f"calibrated, held out: {measure} at the output {quantiles.p50:.3g} in the median, {quantiles.p90:.3g} at the "
+        f"90th percentile, on {held_out.description}"
     )
-    return moved
+    return quantiles
 
 
-def _now(module: nn.Module) -> dict[str, Any]:
+def _after_calibration(module: nn.Module) -> dict[str, Any]:
     """Return α and s of a module after calibration; its weights are no longer γ times one number A."""
     if not isinstance(module, normscope.PointwiseFunction):
         return {}
@@ -156,16 +156,16 @@ def _now(module: nn.Module) -> dict[str, Any]:
     return {"amplitude": None, "alpha": alpha, "shift": shift, "r2": None, "straight": False, "weights_by": None}
 
 
-def _tell(report: CalibrationReport, say: Output) -> None:
+def _print_calibration(report: CalibrationReport, out: Output) -> None:
     layers = sum(not module.is_norm and module.penalty is not None for module in report.modules)
     learned, judged = count(report.n_learned, "sample"), count(report.n_judged, "sample")
-    say.result(
+    out.result(
         f"calibrated on {learned}, {count(layers, 'linear layer')} refitted: median {report.measure} at the output "
         f"{report.before:.3g} → {report.after:.3g} on {judged} that decided, not held out"
     )
-    swapping.tell_what_stayed(report.left, report.left_out, say)
+    swapping.print_left_out(report.left, report.left_out, out)
     if report.restored:
-        say.warn(
+        out.warn(
             "the error did not fall in the median and at the 90th percentile: what was written has the start values"
         )
 
@@ -175,10 +175,9 @@ def _row(start: Start, fits: SiteFits, func: str) -> dict[str, Any]:
     from normscope.curves.known import FREE
     from normscope.fits.curve_fit import CurveFit
 
-    of_site = [
-        fit for fit in fits if isinstance(fit, CurveFit) and fit.function is start.curve and fit.norm is start.norm
-    ]
-    r2 = [fit.r2 for fit in of_site if not fit.degenerate]
+    curve_fits = [fit for fit in fits if isinstance(fit, CurveFit)]
+    site_fits = [fit for fit in curve_fits if fit.function is start.curve and fit.norm is start.norm]
+    r2 = [fit.r2 for fit in site_fits if not fit.degenerate]
     has_parameters = start.curve is not None and start.curve.name != FREE
     named = start.curve is not None and func.strip().lower() in (start.curve.name, *start.curve.aliases)
     return {
@@ -189,7 +188,7 @@ def _row(start: Start, fits: SiteFits, func: str) -> dict[str, Any]:
         "alpha": float(start.alpha.median()) if has_parameters else None,
         "shift": float(start.shift.median()) if has_parameters and start.shift is not None else None,
         "r2": statistics.median(r2) if r2 else None,
-        "straight": any(fit.doubt == "straight" for fit in of_site) and start.alpha.numel() == 1,
-        "weights_by": of_site[0].weights_by if of_site else None,
+        "straight": any(fit.doubt == "straight" for fit in site_fits) and start.alpha.numel() == 1,
+        "weights_by": site_fits[0].weights_by if site_fits else None,
         "per_channel": start.alpha.numel() > 1,
     }

@@ -11,7 +11,7 @@ import typer
 
 import normscope
 from normscope.cli import options, swapping
-from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
+from normscope.cli.figure_files import PLOT_ONLY, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.errors import UsageError, count
@@ -30,7 +30,7 @@ _FULL_SIZE = {"demo_vit": "vit_b16", "demo_wav2vec2": "wav2vec2_large_lv60k", "d
 @options.with_groups(
     "normscope swap-bench · normscope swap-bench demo_dit --func dyt,free,rmsnorm --init fit,paper · "
     "normscope swap-bench vit_b16 --layers least:8",
-    without=("sample", "workers", "verify", *OF_PLOT),
+    without=("sample", "workers", "verify", *PLOT_ONLY),
 )
 def swap_bench(
     models: options.OnlyModels = None,
@@ -47,69 +47,68 @@ def swap_bench(
     run: RunOptions,
     output: options.BenchOutput = Path(FIGURES),
     look: Look,
-    say: Output,
+    out: Output,
 ) -> None:
     """Replace norms by point-wise functions; measure the output error on held-out inputs, and the speed."""
     from normscope.models.weights.devices import resolve_device
     from normscope.tools.bench.bench import in_words
 
-    device = resolve_device(run.device)
-    where = in_words(device)
-    say.result(f"on {where}" if device.type == "cuda" else f"on {where}; no number here is of a GPU")
-    names = named_or_embedded(models, say)
+    names = named_or_embedded(models, out)
     check_models(names)
     timed = run.device_map is None
     if quick and full:
         raise UsageError("--quick takes the fewest timings; leave --full out.")
+    if not timed and (full or quick):
+        raise UsageError(f"Under --device-map nothing is timed: leave {'--full' if full else '--quick'} out.")
     choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
-    swapping.check_kernels(choices, run.device)
     swapping.check_calibrated(init, refit, choices, run.device_map)
     place = Place.from_environment()
     files = FigureFiles(output, look, names if place.speaks else [], ["drift", *(["speed"] if timed else [])])
+    device = resolve_device(run.device)
+    where = in_words(device)
+    out.result(f"on {where}" if device.type == "cuda" else f"on {where}; no number here is of a GPU")
     if not place.alone:
-        say.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
+        out.remark(f"{place.ranks} ranks divide the drift; speed is of the first alone, while the others wait")
     if not timed:
-        if full or quick:
-            raise UsageError(f"Under --device-map nothing is timed: leave {'--full' if full else '--quick'} out.")
-        say.result("No speed: under --device-map the transfers between devices are what would be timed.")
+        out.result("No speed: under --device-map the transfers between devices are what would be timed.")
     drifts, speeds = [], []
     figures: list[dict[str, str]] = []
     with run.joined() as ranks:
         for name in names:
             ranks.told(name)  # the other ranks wait: none loads the next network while the first times this one
-            network = run.load(name, say)
-            source = swapping.SwapSource(network, layers, run, say, ranks)
-            _remark_on_cost(source, choices, say)
-            moved = _drift(source, choices, refit, all_samples, say)
+            network = run.load(name, out)
+            source = swapping.SwapSource(network, layers, run, out, ranks)
+            _remark_on_calibrations(source, choices, out)
+            reports = _drift(source, choices, refit, all_samples, out)
             if not place.speaks:
                 continue
-            drifts += [report.as_dict() for report in moved]
-            drift_figure = normscope.figures.plot_drift(moved, source.norms, **look.of_figure)
-            views = [("drift", drift_figure, moved[0].about)]
+            drifts += [report.as_dict() for report in reports]
+            drift_figure = normscope.figures.plot_drift(reports, source.norms, **look.figure_options)
+            views = [("drift", drift_figure, reports[0].about)]
             if timed:
-                speed = _speed(network, curves, run, full, quick, say)
+                speed = _speed(network, curves, run, full, quick, out)
                 speeds.append(speed.as_dict())
-                views.append(("speed", normscope.figures.plot_speed(speed, **look.of_figure), speed.about))
+                views.append(("speed", normscope.figures.plot_speed(speed, **look.figure_options), speed.about))
             for view, figure, about in views:
-                file = files.save(figure, network.name, view, about, say)
+                file = files.save(figure, network.name, view, about, out)
                 figures.append({"model": network.name, "view": view, "file": file})
     if not place.speaks:
         raise typer.Exit
-    say.document({"device": where, "drift": drifts, "speed": speeds, "figures": figures})
+    out.document({"device": where, "drift": drifts, "speed": speeds, "figures": figures})
 
 
-def _remark_on_cost(source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], say: Output) -> None:
+def _remark_on_calibrations(source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], out: Output) -> None:
     """Print the number of calibrations, and how to reduce it."""
     calibrated = [choice for choice in choices if choice.calibrated]
     sites = source.least or len(source.norms)
     each = f" for each of {len(calibrated)} curves" if len(calibrated) > 1 else ""
     if calibrated and (rows := 1 + sites + max(0, sites - 2)) > _MANY_CALIBRATIONS:
-        say.remark(f"{rows} calibrations{each}: all sites, each alone, and each number of them; --layers 4 takes fewer")
+        out.remark(f"{rows} calibrations{each}: all sites, each alone, and each number of them; --layers 4 takes fewer")
 
 
 def _drift(
-    source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], refit: str, all_samples: bool, say: Output
+    source: swapping.SwapSource, choices: Sequence[swapping.SwapChoice], refit: str, all_samples: bool, out: Output
 ) -> list[DriftReport]:
     """Measure drift for each function and start, on inputs that nothing was fitted to."""
     from normscope.show.tables.drift import drift_tables
@@ -124,50 +123,50 @@ def _drift(
     reports = []
     for choice, modules in replacements:
         calibration: dict[str, Any] = {"learn": source.learned, "refit": refit} if choice.calibrated else {}
-        with say.bars() as progress:
+        with out.bars() as progress:
             settings = {"func": choice.func, "init": choice.start, "most": most, "ends": ends, **calibration}
             report = normscope.drift(
                 source.network, source.held_out, modules, **settings, progress=progress, ranks=source.ranks
             )
             reports.append(report)
-    say.heading(reports[0].about)
+    out.heading(reports[0].about)
     if reports[0].by_site and (number := reports[0].by_site[0].inputs) < reports[0].all.inputs:
-        say.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
+        out.remark(f"each site alone and the cumulative order: on {count(number, 'sample')}; --all-samples takes all")
     for table in drift_tables(reports):
-        say.table(table)
+        out.table(table)
     if not any(report.quality for report in reports):
-        say.result(f"No quality: {reports[0].no_quality}.")
-    _tell_of_calibration(reports, say)
+        out.result(f"No quality: {reports[0].no_quality}.")
+    _print_calibration(reports, out)
     return reports
 
 
-def _tell_of_calibration(reports: Sequence[DriftReport], say: Output) -> None:
+def _print_calibration(reports: Sequence[DriftReport], out: Output) -> None:
     done = [(report, report.calibration) for report in reports if report.calibration is not None]
     for _, first in done[:1]:
-        say.remark(f"calibrated on {first.data}; measured on {reports[0].about['data']}")
-        swapping.tell_what_stayed(first.left, first.left_out, say)
+        out.remark(f"calibrated on {first.data}; measured on {reports[0].about['data']}")
+        swapping.print_left_out(first.left, first.left_out, out)
     for report, calibration in done:
         if calibration.restored:
             rows = count(calibration.restored, "row")
-            say.warn(f"{report.func}: {rows} with the start values, as calibration did not lower the drift there")
+            out.warn(f"{report.func}: {rows} with the start values, as calibration did not lower the drift there")
 
 
 def _speed(
-    network: LoadedModel, curves: Sequence[str], run: RunOptions, full: bool, quick: bool, say: Output
+    network: LoadedModel, curves: Sequence[str], run: RunOptions, full: bool, quick: bool, out: Output
 ) -> BenchReport:
     """Time the network; in place of an embedded one, which is tiny, its full-size sibling with random weights."""
     from normscope.tools.bench.table import speed_tables
 
     if sibling := _FULL_SIZE.get(network.name):
-        say.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
+        out.remark(f"{network.name} is tiny: speed is that of {sibling}, of the same norms, with random weights")
         size = run.batch_size
         of_sibling = replace(run, weights="random", data=None, limit=size, batch_size=size, shuffle=False)
-        network = of_sibling.load(sibling, say)
+        network = of_sibling.load(sibling, out)
     if not quick:
-        say.remark(f"timing {network.name} takes a while; --quick takes the fewest timings")
-    with say.bars() as progress:
+        out.remark(f"timing {network.name} takes a while; --quick takes the fewest timings")
+    with out.bars() as progress:
         report = normscope.bench(network, curves=curves, full=full, quick=quick, progress=progress)
-    say.heading(report.about)
+    out.heading(report.about)
     for table in speed_tables(report):
-        say.table(table)
+        out.table(table)
     return report

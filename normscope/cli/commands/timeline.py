@@ -6,7 +6,7 @@ from pathlib import Path
 
 import normscope
 from normscope.cli import options
-from normscope.cli.figure_files import OF_PLOT, FigureFiles, Look
+from normscope.cli.figure_files import PLOT_ONLY, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output
 
 _VIEW, _SCURVES = "timeline", "scurves"
@@ -15,7 +15,7 @@ _VIEW, _SCURVES = "timeline", "scurves"
 @options.with_groups(
     "normscope timeline run.jsonl · normscope timeline run.jsonl --layers '*.norm1' -o run.pdf · "
     "normscope timeline run.jsonl -o run.csv",
-    without=(*OF_PLOT, "figure_format"),
+    without=(*PLOT_ONLY, "figure_format"),
 )
 def timeline(
     file: options.RunFile,
@@ -23,7 +23,7 @@ def timeline(
     layers: options.Layers = "all",
     output: options.TimelineOutput = Path(FIGURES),
     look: Look,
-    say: Output,
+    out: Output,
 ) -> None:
     """Show how norms and point-wise functions change while a network trains, from the file of a probe.
 
@@ -34,24 +34,24 @@ def timeline(
     from normscope.show.tables.fit import fits_table
     from normscope.tools.probe.table import timeline_tables
 
-    files = FigureFiles(say.place_of_figures(output), look, [file.stem], [_VIEW])
+    files = FigureFiles(out.figures_path(output), look, [file.stem], [_VIEW])
     run = normscope.load_timeline(file).only(layers)
     norms = [site.name for site in run.sites if not site.curve]
     curves = [name for name in run.curves if name in BY_NAME]
     captures = list(map(run.capture_of, run.ends))
     kept = captures if norms and curves and None not in captures else ()
     fits = [normscope.fit(normscope.load_capture(path).only(norms), curves) for path in filter(None, kept)]
-    say.heading(run.about)
+    out.heading(run.about)
     for table in timeline_tables(run, fits):
-        say.table(table)
+        out.table(table)
     if fits:
-        say.title(f"step {run.steps[-1]:,}, from its capture")
-        say.table(fits_table(fits[-1]))
+        out.title(f"step {run.steps[-1]:,}, from its capture")
+        out.table(fits_table(fits[-1]))
     figures = {
-        _VIEW: normscope.figures.plot_timeline(run, **look.of_figure),
-        _SCURVES: normscope.figures.plot_scurves_by_step(run, **look.of_figure),
+        _VIEW: normscope.figures.plot_timeline(run, **look.figure_options),
+        _SCURVES: normscope.figures.plot_scurves_by_step(run, **look.figure_options),
     }
-    saved = [files.save(figure, file.stem, view, run.about, say) for view, figure in figures.items()]
+    saved = [files.save(figure, file.stem, view, run.about, out) for view, figure in figures.items()]
     document = {
         **run.about,
         "curves": run.curves,
@@ -60,4 +60,4 @@ def timeline(
         "fits": [fit.as_dict() for of_step in fits[-1:] for fit in of_step],
         "figures": saved,
     }
-    say.document(document, list(run.rows(range(len(run.steps)))) if say.file else [])
+    out.document(document, list(run.rows(range(len(run.steps)))) if out.file else [])

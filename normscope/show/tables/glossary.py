@@ -251,7 +251,12 @@ def definitions(table: str) -> dict[str, str]:
 
 # Tables of a command beyond those of its name; capital letters in a heading that stand for a name of the run.
 _ALSO = {"swap-bench": ("swap",), "heal": ("swap",)}
-_NAMES = {"CURVE": ".+", "QUALITY": ".+", "PERCENTILE": r"\d+-?%", "NUMBER": r"\d+"}
+_NAMES = {
+    "CURVE": ".+",
+    "QUALITY": ".*(accuracy|perplexity|correlation|error)",
+    "PERCENTILE": r"\d+-?%",
+    "NUMBER": r"\d+",
+}
 _TYPED = str.maketrans({"√": "sqrt", "≤": "<=", "×": "x", "′": "'", "–": "-", "_": "-", " ": "-"})
 
 

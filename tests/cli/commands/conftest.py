@@ -1,4 +1,4 @@
-"""What the tests of several commands begin with."""
+"""Fixtures of several commands."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from normscope.pairs import capture
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """An empty folder to stand in, and a narrow terminal."""
+    """Change into an empty folder, with a narrow terminal."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "60")
     return tmp_path
@@ -15,7 +15,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The weights of every network that is run from now on."""
+    """Record the weights of every captured network."""
     weights, captured = [], capture.captured
 
     def counted(network, **options):

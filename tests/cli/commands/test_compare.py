@@ -1,6 +1,7 @@
 """``normscope compare``: tables and one figure of several captures, or of a model's checkpoints."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import normscope
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """Three captures of one network: of an input, of twice that, and of one more norm."""
+    """Write captures of one network: of an input, of twice the input, and with one more norm."""
     monkeypatch.chdir(tmp_path)
     x = torch.randn(24, 6, 8, generator=torch.Generator().manual_seed(0))
     for number, names in enumerate((["a", "b"], ["a", "b"], ["a", "b", "c"])):
@@ -26,23 +27,22 @@ def files(tmp_path, monkeypatch):
     return [f"{number}.safetensors" for number in range(3)]
 
 
-def test_the_document_holds_every_row(files):
-    told = document(f"compare {' '.join(files)} --func tanh -o out")
-    assert told["figure"] == "out/comparison.png"
+def test_the_document_has_every_row(files):
+    printed = document(f"compare {' '.join(files)} --func tanh -o out")
+    assert printed["figure"] == "out/comparison.png"
     keys = ("capture", "weights", "samples", "seed")
-    compared = [tuple(capture[key] for key in keys) for capture in told["compared"]]
+    compared = [tuple(capture[key] for key in keys) for capture in printed["compared"]]
     assert compared == [(1, "step 0", 24, 0), (2, "step 1", 24, 0), (3, "step 2", 24, 0)]
-    assert [(row["site"], row["capture"]) for row in told["sites"]] == [(s, n) for s in "ab" for n in (1, 2, 3)]
+    assert [(row["site"], row["capture"]) for row in printed["sites"]] == [(s, n) for s in "ab" for n in (1, 2, 3)]
     # 1e-4: a third is no power of two, and puts pairs into other bins.
-    assert [row["alpha_ratio"] for row in told["sites"][1:3]] == pytest.approx([1 / 2, 1 / 3], rel=1e-4)
-    assert told["unmatched"] == [{"capture": 3, "site": "c", "lacking_in": 1}] and told["skipped"] == []
-    with Image.open(told["figure"]) as image:
+    assert [row["alpha_ratio"] for row in printed["sites"][1:3]] == pytest.approx([1 / 2, 1 / 3], rel=1e-4)
+    assert printed["unmatched"] == [{"capture": 3, "site": "c", "lacking_in": 1}] and printed["skipped"] == []
+    with Image.open(printed["figure"]) as image:
         assert [about["weights"] for about in json.loads(image.text["Description"])] == ["step 0", "step 1", "step 2"]
 
 
-@pytest.mark.parametrize("columns", ["60", "200"])
-def test_the_table_says_what_was_matched_and_how(files, columns):
-    done = invoke(f"compare {files[0]} {files[2]} --func tanh -o one.svg", COLUMNS=columns)
+def test_the_table_reports_matched_sites(files):
+    done = invoke(f"compare {files[0]} {files[2]} --func tanh -o one.svg", COLUMNS="60")
     text = words(done.stdout)
     assert "1 net · step 0 · noise (24 samples)" in text
     assert "2 sites matched by name; without a counterpart: 0 of 1, 1 of 2" in text
@@ -52,16 +52,17 @@ def test_the_table_says_what_was_matched_and_how(files, columns):
     assert done.stdout.splitlines()[-1] == "one.svg"
 
 
-def test_checkpoints_are_weights_given_again(here, runs):
+def test_weights_are_repeated_for_checkpoints(here, runs):
     weights = "--weights pretrained --weights random"
-    told = document(f"compare demo_vit {weights} --limit 3 --layers 2 --device cpu --func tanh")
+    printed = document(f"compare demo_vit {weights} --limit 3 --layers 2 --device cpu --func tanh")
     assert len(runs) == 2 and runs[0] != runs[1] == "random weights, seed 0"
-    assert [capture["weights"] for capture in told["compared"]] == runs
-    assert {row["paired"] for row in told["sites"] if row["capture"] == 2} == {True}
+    assert [capture["weights"] for capture in printed["compared"]] == runs
+    assert {row["paired"] for row in printed["sites"] if row["capture"] == 2} == {True}
     assert (here / "outputs" / "comparison.png").is_file()
 
 
-def test_networks_of_other_names_are_matched_by_depth(here):
-    options = "--weights random --limit 3 --layers 3 --device cpu --func tanh"
-    done = invoke(f"compare demo_vit timm:test_convnext {options}", COLUMNS="60")
+@pytest.mark.usefixtures("here")
+def test_networks_without_common_names_are_matched_by_depth():
+    own = f"py:{Path(__file__).parents[1] / 'factories.py'}:network"
+    done = invoke(f"compare demo_vit {own} --limit 3 --layers 3 --device cpu --func tanh")
     assert "matched by placement and relative depth" in words(done.stdout)

@@ -1,4 +1,4 @@
-"""``normscope curves``, and the figures that ``fit`` and ``stats`` draw: files that open, and what is refused."""
+"""``normscope curves``, and ``--plot`` of ``fit`` and ``stats``."""
 
 import json
 
@@ -12,15 +12,6 @@ import normscope
 from normscope.curves.known import BUILT_IN
 
 
-@pytest.fixture
-def file(tmp_path):
-    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
-    about = {"model": "net", "weights": "random weights, seed 0", "data": "noise"}
-    return normscope.save_capture(
-        normscope.capture(nn.Sequential(nn.LayerNorm(8)), [x], about=about), tmp_path / "seen.safetensors"
-    )
-
-
 def test_every_curve_is_listed_with_its_formula_and_drawn(tmp_path):
     rows = document("curves")["curves"]
     assert [(row["curve"], row["formula"]) for row in rows] == [(curve.name, curve.formula) for curve in BUILT_IN]
@@ -32,18 +23,13 @@ def test_every_curve_is_listed_with_its_formula_and_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["fit", "stats"])
-def test_fit_and_stats_draw_what_they_say_into_one_file(file, tmp_path, command):
+def test_fit_and_stats_draw_into_one_file(tmp_path, command):
+    about = {"model": "net", "weights": "random weights, seed 0", "data": "noise"}
+    seen = normscope.capture(nn.Sequential(nn.LayerNorm(8)), [torch.randn(40, 8)], about=about)
+    file = normscope.save_capture(seen, tmp_path / "seen.safetensors")
     drawn = tmp_path / "drawn.png"
     done = invoke(f"{command} {file} --plot {drawn} --width 5 --title none -q")
     assert str(drawn) in "".join(done.stdout.splitlines())
     with Image.open(drawn) as image:
         assert image.width == 1000
         assert json.loads(image.text["Description"])["weights"] == "random weights, seed 0"
-
-
-def test_width_title_and_scale_reach_the_figure_of_plot(file, tmp_path):
-    look = "--width 3 --title none --xscale asinh --dpi 100 --color density"
-    invoke(f"plot {file} {look} -o {tmp_path / 'drawn.svg'} -q")
-    drawn = (tmp_path / "drawn.svg").read_text()
-    assert 'width="216pt"' in drawn and "x (asinh scale)" in drawn
-    assert ">net" not in drawn and "random weights, seed 0" in drawn

@@ -39,13 +39,13 @@ def seen(folder):
         ("--func 'mine=x/(1+abs(x)**3)**(1/3)'", {"curves": "mine=x/(1+abs(x)**3)**(1/3)"}),
     ],
 )
-def test_the_command_prints_what_python_gives(folder, seen, arguments, options):
+def test_json_is_the_result_of_python(folder, seen, arguments, options):
     fits = document(f"fit seen.safetensors {arguments}", cwd=folder)["fits"]
     chosen = seen.only(2) if "--layers" in arguments else seen
     assert fits == [found.as_dict() for found in normscope.fit(chosen, **options)]
 
 
-def test_the_tables_say_what_was_fitted_and_how_sure_it_is(folder):
+def test_tables_explain_fits_and_intervals(folder):
     def table(arguments):
         return words(invoke(f"fit seen.safetensors -q {arguments}", cwd=folder, COLUMNS="1000").stdout)
 
@@ -59,7 +59,7 @@ def test_the_tables_say_what_was_fitted_and_how_sure_it_is(folder):
     assert "A, α from theory" in table("--layers 2 --theory")
 
 
-def test_other_views_are_those_of_python(folder, seen):
+def test_slopes_means_and_advice_are_those_of_python(folder, seen):
     slopes = document("fit seen.safetensors --per token", cwd=folder)["slopes"]
     assert slopes == [found.as_dict() for found in token_slopes(seen)]
     means = document("fit seen.safetensors --layers 3", cwd=folder)["layerwise"]

@@ -1,4 +1,4 @@
-"""``normscope gradient``, end to end on networks that come with it."""
+"""``normscope gradient`` of embedded networks."""
 
 import csv
 import json
@@ -29,16 +29,16 @@ def test_tables_and_a_figure(here):
 
 
 @pytest.mark.slow
-def test_a_capture_file_gives_what_its_network_gave_and_python_gives(here):
+def test_a_capture_gives_the_result_of_its_network_and_of_python(here):
     invoke(f"capture demo_vit -o seen.safetensors --diagonal {QUICK}")
     options = "--layers 0,16 --func isru"
     live = document(f"gradient demo_vit {QUICK} {options} -o a.svg")
-    told = document(f"gradient seen.safetensors {options} -o b.svg")
-    assert live["gradient"] == told["gradient"]
-    assert [figure["file"] for each in (live, told) for figure in each["figures"]] == ["a.svg", "b.svg"]
+    printed = document(f"gradient seen.safetensors {options} -o b.svg")
+    assert live["gradient"] == printed["gradient"]
+    assert [figure["file"] for result in (live, printed) for figure in result["figures"]] == ["a.svg", "b.svg"]
     seen = normscope.load_capture("seen.safetensors").only("0,16")
     views = [view.as_dict() for view in normscope.gradient(seen, normscope.fit(seen, "isru"))]
-    assert views == told["gradient"] and [view["site"] for view in views] == ["blocks.0.norm1", "norm"]
+    assert views == printed["gradient"] and [view["site"] for view in views] == ["blocks.0.norm1", "norm"]
 
 
 def test_intervals_have_columns_of_their_own(here):

@@ -1,4 +1,4 @@
-"""``normscope report`` as a user meets it, in this process: the file, what it holds, and what is refused."""
+"""``normscope report``: the HTML file and its data."""
 
 import json
 import re
@@ -35,14 +35,14 @@ def test_a_capture_becomes_one_page(file, here):
 
 
 def test_a_model_is_captured_with_its_diagonal(here):
-    told = document("report demo_vit --layers 2 --limit 4 -o page.html")
-    assert told["page"] == "page.html" and told["bytes"] == (here / "page.html").stat().st_size
+    printed = document("report demo_vit --layers 2 --limit 4 -o page.html")
+    assert printed["page"] == "page.html" and printed["bytes"] == (here / "page.html").stat().st_size
     [capture] = data_of(here / "page.html")["captures"]
-    assert [site["name"] for site in capture["sites"]] == told["captures"][0]["sites"]
+    assert [site["name"] for site in capture["sites"]] == printed["captures"][0]["sites"]
     assert "mean" in data_of(here / "page.html", "drawn-0-0")["diagonal"] and len(capture["inputs"]) == 2
 
 
-def test_several_captures_share_a_page_with_what_a_swap_did(file, here):
+def test_several_captures_share_a_page_with_swap_results(file, here):
     swap = here / "swap.json"
     timing = Timing("native", "eager", "norm", "forward", "float32", (1,), 1)
     swap.write_text(json.dumps({"speed": [BenchReport({}, "cpu", (timing,)).as_dict()]}), encoding="utf-8")
@@ -51,7 +51,7 @@ def test_several_captures_share_a_page_with_what_a_swap_did(file, here):
     assert len(shown["captures"]) == 2 and shown["swaps"]["speed"][0]["device"] == "cpu"
 
 
-def test_a_file_has_the_inputs_that_its_capture_kept(here):
+def test_a_report_shows_the_inputs_that_a_capture_kept(here):
     capture = "capture demo_dit --layers 1 --limit 2 -o seen.safetensors --keep-inputs 2"
     done = invoke(f"{capture} --json")
     kept = [f"trajectory {i} · timestep {timestep}" for timestep in (980, 660, 320, 0) for i in (0, 1)]
@@ -70,6 +70,6 @@ def test_a_file_has_the_inputs_that_its_capture_kept(here):
 
 
 @pytest.mark.usefixtures("here")
-def test_inputs_that_cannot_be_looked_at_are_told():
+def test_inputs_without_a_preview_are_reported():
     done = invoke(f"capture py:{Path(__file__).parents[1] / 'factories.py'}:small -o seen.safetensors --keep-inputs 2")
     assert "--keep-inputs kept none: no input is a picture, a recording or a text" in words(done.stderr)

@@ -1,4 +1,4 @@
-"""``normscope simplify`` as a user meets it: its table, and the folder that it writes."""
+"""``normscope simplify``: its table, and the folder that it writes."""
 
 import torch
 from command_line import document, invoke, words
@@ -7,11 +7,16 @@ import normscope
 
 
 def test_a_simplified_network_is_loaded_by_every_command(tmp_path):
-    told = document("simplify demo_vit --limit 4 --device cpu -o exact", cwd=tmp_path)
-    assert [norm["exact"] for norm in told["norms"]] == [True] * 17
-    assert {norm["folded"] for norm in told["norms"]} == {"γ and β"}
-    assert told["float64"] < 1e-14 < told["own"] < 2e-6 and told["samples"] == 4
-    assert (told["model"], told["folder"], told["dtype"], told["untied"]) == ("demo_vit", "exact", "float32", [])
+    printed = document("simplify demo_vit --limit 4 --device cpu -o exact", cwd=tmp_path)
+    assert [norm["exact"] for norm in printed["norms"]] == [True] * 17
+    assert {norm["folded"] for norm in printed["norms"]} == {"γ and β"}
+    assert printed["float64"] < 1e-14 < printed["own"] < 2e-6 and printed["samples"] == 4
+    assert (printed["model"], printed["folder"], printed["dtype"], printed["untied"]) == (
+        "demo_vit",
+        "exact",
+        "float32",
+        [],
+    )
     layers = document("layers demo_vit --weights exact --verify", cwd=tmp_path)
     assert {(site["kind"], site["affine"]) for site in layers["sites"]} == {("RMSNorm", False)}
     original = normscope.load("demo_vit", limit=4, device="cpu")
@@ -33,11 +38,11 @@ def test_the_table_names_reasons(tmp_path):
     assert "mul in transformer_blocks.0 multiplies channels by different factors" in second
     assert "1 of 17 norms became RMSNorms, 0 were folded: the output changed by" in words(done.stdout)
     assert "--weights exact takes it in every command" in done.stderr
-    told = document("layers demo_dit --weights exact", cwd=tmp_path)
-    assert [site["kind"] for site in told["sites"]] == ["RMSNorm"] + ["LayerNorm"] * 16
+    printed = document("layers demo_dit --weights exact", cwd=tmp_path)
+    assert [site["kind"] for site in printed["sites"]] == ["RMSNorm"] + ["LayerNorm"] * 16
 
 
-def test_what_it_does_not_take(tmp_path):
+def test_refusals(tmp_path):
     refused = {
         "simplify demo_vit -o .": "the folder that this runs in",
         "simplify demo_vit -o new --device-map auto": "simplify takes a network on one device",
