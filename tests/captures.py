@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
+from normscope.pairs.recorder import CaptureOptions
 from normscope.pairs.storage import pack
 from normscope.pairs.sums.binning import PAIR_GRID
 
@@ -57,7 +57,7 @@ def observed(network, batches=None, *, about=None, layers="all", **summing):
     def observe(site, x, y):
         raw.setdefault(site.name, []).append((x.double().clone(), y.double().clone()))
 
-    seen = captured(network, batches, Summing(observe=observe, **summing), about=about, layers=layers)
+    seen = captured(network, batches, CaptureOptions(observe=observe, **summing), about=about, layers=layers)
     return seen, {name: tuple(map(torch.cat, zip(*rows, strict=True))) for name, rows in raw.items()}
 
 

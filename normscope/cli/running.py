@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from normscope.cli.output import Output
     from normscope.inputs.loaded_model import LoadedModel
     from normscope.pairs.captures import Capture
-    from normscope.pairs.ranks import Checkpoints, Ranks
+    from normscope.pairs.checkpoints import Checkpoints
+    from normscope.pairs.ranks import Ranks
 
 # Options that `normscope capture` alone has; commands that take captures do without them.
 CAPTURE_ONLY = ("shuffle", "sample", "device_map", "workers", "verify")
@@ -63,14 +64,14 @@ class RunOptions:
         checkpoints: Checkpoints | None = None,
         **kept: Any,
     ) -> Capture:
-        """Run a network on its inputs, with progress; ``kept`` names additional sums, see :class:`Summing`."""
+        """Run a network on its inputs, with progress; ``kept`` names additional sums, see :class:`CaptureOptions`."""
         from normscope.pairs.capture import captured
-        from normscope.pairs.recorder import Summing
+        from normscope.pairs.recorder import CaptureOptions
 
-        summing = Summing(self.seed, self.sample, self.verify, skip=self.skip, **kept)
+        capture_options = CaptureOptions(self.seed, self.sample, self.verify, skip=self.skip, **kept)
         with output.bars() as progress:
             return captured(
-                network, summing=summing, layers=layers, progress=progress, ranks=ranks, checkpoints=checkpoints
+                network, options=capture_options, layers=layers, progress=progress, ranks=ranks, checkpoints=checkpoints
             )
 
     def joined(self) -> AbstractContextManager[Ranks]:

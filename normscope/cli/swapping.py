@@ -191,7 +191,7 @@ class SwapSource:
     def fits(self, choice: SwapChoice) -> SiteFits:
         """Return the fits that start values are taken from; only the sites if nothing is fitted."""
         from normscope.pairs.capture import captured
-        from normscope.pairs.recorder import Summing
+        from normscope.pairs.recorder import CaptureOptions
         from normscope.swaps.start import fitted
 
         if not choice.needs_pairs:
@@ -199,9 +199,10 @@ class SwapSource:
         per, network = choice.per, self.network
         if per not in self._captures:
             layers = [norm.name for norm in self.norms]
-            summing = Summing(self._run.seed, by_gamma=per == "site", per_channel=per == "channel", skip=self._run.skip)
+            by_gamma, per_channel = per == "site", per == "channel"
+            options = CaptureOptions(self._run.seed, by_gamma=by_gamma, per_channel=per_channel, skip=self._run.skip)
             with self._out.bars() as progress:
-                seen = captured(network, self.learned, summing, layers=layers, progress=progress, ranks=self.ranks)
+                seen = captured(network, self.learned, options, layers=layers, progress=progress, ranks=self.ranks)
             self._out.account(seen, unreadable=(network.calibration or network.inputs).unreadable)
             self._captures[per] = seen
         return fitted(self._captures[per], choice.curve, choice.init, per=per, shift=choice.shift is not False)

@@ -14,7 +14,7 @@ from normscope.fits.curve_fit import CurveFit, SiteRecord, about_site
 from normscope.fits.targets import as_capture
 from normscope.norms.sites import NormSite, kind_of_site
 from normscope.pairs.captures import Capture
-from normscope.pairs.sums.stats import of_tokens
+from normscope.pairs.sums.magnitudes import of_tokens
 from normscope.runtime.records import Record, Records, Tabled, as_json
 
 Feeds = Literal["attention", "other"]

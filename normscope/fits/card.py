@@ -25,7 +25,8 @@ from normscope.norms.formulas import FORMS
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import find_norms
 from normscope.pairs.captures import Capture
-from normscope.pairs.sums.stats import Array, Magnitudes, PairStats, of_pairs, of_tokens
+from normscope.pairs.sums.magnitudes import Array, Magnitudes, of_pairs, of_tokens
+from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.token_sums import TokenSums, token_sums
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, silent

@@ -20,7 +20,8 @@ from normscope.norms.formulas import FORMS, Form
 from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
 from normscope.pairs.sums.binning import PAIR_GRID
-from normscope.pairs.sums.stats import Array, PairStats
+from normscope.pairs.sums.magnitudes import Array
+from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.records import Record, Records
 
 PARTS = ("all", "centre", "tail")

@@ -19,7 +19,8 @@ from normscope.norms.sites import NormSite, kind_of_site
 from normscope.pairs.captures import Capture
 from normscope.pairs.storage import load_capture
 from normscope.pairs.sums.binning import CHANNEL_GRID, PAIR_GRID, FloatGrid
-from normscope.pairs.sums.stats import PairStats, of_tokens
+from normscope.pairs.sums.magnitudes import of_tokens
+from normscope.pairs.sums.stats import PairStats
 
 PER = ("site", "channel")
 POOLS = ("placement", "kind", "all")

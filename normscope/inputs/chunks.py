@@ -15,6 +15,39 @@ from normscope.inputs.previews import Normalized, Preview, Words, preview_of
 _T = TypeVar("_T")
 
 
+class InputSet:
+    """Set of numbers of inputs, at a byte per input.
+
+    >>> captured = InputSet()
+    >>> captured.update([0, 2])
+    >>> 2 in captured, 1 in captured, 7 in captured, len(captured)
+    (True, False, False, 2)
+    """
+
+    def __init__(self, flags: bytes = b"") -> None:
+        self._flags = bytearray(flags)
+
+    def update(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number >= len(self._flags):
+                self._flags.extend(bytes(number + 1 - len(self._flags)))
+            self._flags[number] = 1
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and number < len(self._flags) and bool(self._flags[number])
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number, flag in enumerate(self._flags) if flag)
+
+    def __len__(self) -> int:
+        return self._flags.count(1)
+
+    @property
+    def flags(self) -> bytes:
+        """One byte, 1 or 0, for each input up to the last of the set."""
+        return bytes(self._flags)
+
+
 @dataclass(frozen=True)
 class RankSampler:
     """Sampler of the inputs that one rank reads: every ``ranks``-th group of those not yet captured, unpadded.

@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from normscope.errors import UsageError
-from normscope.inputs.batch import Batch
-from normscope.inputs.chunks import LeftOut, RankSampler, first_and_chunks
+from normscope.inputs.chunks import InputSet, LeftOut, RankSampler, first_and_chunks
 from normscope.inputs.loaded_model import LoadedModel
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import class_of
@@ -20,8 +17,10 @@ from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers, select
 from normscope.norms.trace import NormReport, find_norms
 from normscope.pairs.captures import Capture, joined_names
-from normscope.pairs.ranks import ALONE, Checkpoints, Ranks, check_alike, merge_progress
-from normscope.pairs.recorder import Recorder, Summing
+from normscope.pairs.checkpoints import Checkpoints
+from normscope.pairs.progress import merge_progress
+from normscope.pairs.ranks import ALONE, Ranks, check_alike
+from normscope.pairs.recorder import CaptureOptions, Recorder
 from normscope.runtime.network import left_as_found, memory_for, uncompiled
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from normscope.inputs.batch import Forward
     from normscope.pairs.ranks import Group
 
-_ALL = Summing()
+_ALL = CaptureOptions()
 
 
 def capture(
@@ -115,17 +114,17 @@ def capture(
     >>> capture(model, [torch.randn(16, 4), torch.randn(16, 4)], seed=0).stats["1"].n_pairs
     256
     """
-    summing = Summing(seed, sample, verify, by_gamma, per_channel, diagonal, by_part, keep_inputs, skip)
+    options = CaptureOptions(seed, sample, verify, by_gamma, per_channel, diagonal, by_part, keep_inputs, skip)
     ranks = Ranks.of_group(group)
     return captured(
-        model, batches, summing, layers=layers, about=about, forward=forward, progress=progress, ranks=ranks
+        model, batches, options, layers=layers, about=about, forward=forward, progress=progress, ranks=ranks
     )
 
 
 def captured(
     model: nn.Module | LoadedModel,
     batches: Iterable[Any] | None = None,
-    summing: Summing = _ALL,
+    options: CaptureOptions = _ALL,
     *,
     layers: Layers = "all",
     about: Mapping[str, str] | None = None,
@@ -145,31 +144,33 @@ def captured(
         UsageError: if a checkpoint is of another capture; and all errors of :func:`capture`.
         StoppedError: if the checkpoints were asked to stop.
     """
-    if summing.sample is not None and summing.sample < 1:
-        raise UsageError(
-            f"sample is {summing.sample}: it is a number of tokens, at least 1; without it, all are taken."
-        )
-    if summing.keep_inputs < 0:
-        raise UsageError(f"keep_inputs is {summing.keep_inputs}: it is a number of inputs, 0 to keep none.")
-    if not isinstance(summing.skip, Integral) or summing.skip < 0:
-        raise UsageError(f"skip is {summing.skip!r}: it is a number of positions, 0 to leave none out.")
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
-    captured_inputs: set[int] = (
-        set()
-    )  # by earlier runs: filled in once the sites are known, before the first chunk is requested
+    captured_inputs = (
+        InputSet()
+    )  # of earlier runs: filled once the sites are known, before the first chunk is requested
     sharing = ALONE if ranks.own_batches else ranks
     first, chunks = first_and_chunks(batches, RankSampler(sharing.rank, sharing.size, captured_inputs))
     model = uncompiled(model)
     dtype = " and ".join(dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters()))
     unnamed = dict.fromkeys(("weights", "data", "dtype"), "not named")
     about = {"model": class_of(model).__name__, **unnamed, **({"dtype": dtype} if dtype else {}), **about}
+
+    def described() -> str:
+        """Return the description of the inputs, which may change while they are read."""
+        return str(getattr(batches, "description", None) or about["data"])
+
     report = ranks.norms(find_norms(model, first) if report is None and first else report)
     sites, previews = select(report.sites, layers), getattr(batches, "preview", preview_of)
-    recorder = Recorder(model, summing, report, sites, previews)
-    settings = _settings(recorder, about) | ({} if ranks.own_batches else _inputs(batches, first, about))
+    recorder = Recorder(model, options, report, sites, previews)
+    settings: dict[str, Any] = {name: about[name] for name in ("model", "weights", "dtype")}
+    settings |= {name: value for name, value in vars(options).items() if name not in ("verify", "observe")}
+    settings["layers"] = [site.name for site in sites]
+    if not ranks.own_batches:
+        settings["data"], settings["number of samples"] = described(), getattr(batches, "n_samples", None)
+        settings["first sample"] = list(astuple(first.samples[0]))
     check_alike(ranks, settings)
     if checkpoints is not None:
-        captured_inputs |= checkpoints.begin(recorder, ranks, settings)
+        captured_inputs.update(checkpoints.begin(recorder, ranks, settings))
     samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), sharing.size)
     with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
         for chunk in chunks:
@@ -180,37 +181,10 @@ def captured(
             recorder.progress.left_out.add(chunk)
             if checkpoints is not None:
                 checkpoints.after_chunk()
-    if checkpoints is not None:
-        checkpoints.after_share()
-    merge_progress(recorder, ranks)
+    if checkpoints is not None and ranks.size > 1:  # waiting for other ranks may take long, or one of them be lost
+        checkpoints.keep()
+    recorder.progress = merge_progress(recorder.progress, ranks)
     if isinstance(getattr(batches, "left_out", None), LeftOut) and not ranks.own_batches:
         batches.left_out = recorder.progress.left_out
-    data = functools.reduce(joined_names, ranks.told(_data(batches, about)))
-    return recorder.captured({**about, "data": data})
-
-
-def _settings(recorder: Recorder, about: Mapping[str, str]) -> dict[str, Any]:
-    """Describe the capture: ranks must agree in it, and a checkpoint is resumed with the same only."""
-    apart = ("verify", "observe")
-    summing = {name: value for name, value in vars(recorder.summing).items() if name not in apart}
-    return {
-        "model": about["model"],
-        "weights": about["weights"],
-        "dtype": about["dtype"],
-        **summing,
-        "layers": [site.name for site in recorder.sites],
-    }
-
-
-def _inputs(batches: object, first: Batch, about: Mapping[str, str]) -> dict[str, Any]:
-    """Describe the inputs, likewise."""
-    return {
-        "data": _data(batches, about),
-        "first sample": list(astuple(first.samples[0])),
-        "number of samples": getattr(batches, "n_samples", None),
-    }
-
-
-def _data(batches: object, about: Mapping[str, str]) -> str:
-    description = getattr(batches, "description", None)
-    return about["data"] if description is None else str(description)
+    data = functools.reduce(joined_names, ranks.gather(described()))
+    return recorder.result({**about, "data": data})

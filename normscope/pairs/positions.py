@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Iterable
 
 import torch
@@ -54,12 +53,6 @@ def refuse_skipping(found: Iterable[tuple[str, Layout | str]]) -> None:
         )
 
 
-@functools.lru_cache(maxsize=16)
-def _along(sizes: tuple[int, ...], place: int, device: torch.device) -> Tensor:
-    numbers = torch.arange(sizes[place], device=device)
-    return numbers.view([-1 if axis == place else 1 for axis in range(len(sizes))]).expand(sizes).flatten()
-
-
 def positions_along(sizes: tuple[int, ...], place: int, device: torch.device, valid: Tensor | None = None) -> Tensor:
     """Number the data of each sequence, of tokens along axes of these sizes: int64 ``(tokens,)``.
 
@@ -68,4 +61,7 @@ def positions_along(sizes: tuple[int, ...], place: int, device: torch.device, va
     >>> positions_along((1, 3), 1, torch.device("cpu"), torch.tensor([False, True, True])).tolist()
     [-1, 0, 1]
     """
-    return _along(sizes, place, device) if valid is None else (valid.view(sizes).cumsum(place) - 1).flatten()
+    if valid is not None:
+        return (valid.view(sizes).cumsum(place) - 1).flatten()
+    numbers = torch.arange(sizes[place], device=device)
+    return numbers.view([-1 if axis == place else 1 for axis in range(len(sizes))]).expand(sizes).flatten()

@@ -8,26 +8,29 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from normscope.errors import DataError, MemoryEndedError, count
+from normscope.errors import DataError, MemoryEndedError, UsageError, count
 from normscope.inputs.batch import Batch, Halving
-from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import submodule
-from normscope.norms.functional import Adder, ExpectedCalls
-from normscope.norms.kinds import NormKind, token_axes
+from normscope.norms.functional import ExpectedCalls
+from normscope.norms.kinds import token_axes
 from normscope.norms.sites import NormSite, PointwiseParameters, SkippedNorm
 from normscope.norms.trace import NOT_CALLED, NormReport, input_of, with_input
 from normscope.norms.verification import check
-from normscope.pairs.captures import Capture, added, sums_of, versions, without_first
+from normscope.pairs.captures import Capture, sums_of, versions, without_first
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
 from normscope.pairs.positions import layouts, positions_along, refuse_skipping
+from normscope.pairs.progress import Progress
 from normscope.pairs.sums.stats import PairStats
-from normscope.pairs.sums.tokens import Positions, batch_axis, serves_all
+from normscope.pairs.sums.tokens import Positions
+from normscope.pairs.token_axes import TokenAxes, padded
 from normscope.runtime.network import KeptBuffers, PassHooks, run
 from normscope.runtime.spread import at_hand, whole
 
@@ -36,41 +39,9 @@ ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 ForwardHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 
 
-@dataclass
-class Progress:
-    """A capture under way, and the inputs that are in it.
-
-    Attributes:
-        capture: its parts contain the sums so far, one part without a name among them; the whole is summed in the end.
-        first: least number of an input of each part, by which parts are ordered.
-        done: inputs that are in the sums, or could not be read.
-        left_out: inputs that reading omitted.
-    """
-
-    capture: Capture
-    first: dict[str, int] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)
-    left_out: LeftOut = field(default_factory=LeftOut)
-
-    def part(self, name: str, number: int) -> Capture:
-        """Return a part of the data, to which an input of this number belongs."""
-        self.first[name] = min(number, self.first.get(name, number))
-        empty = replace(self.capture, skipped=[], stats={}, parts={}, inputs=())
-        return self.capture.parts.setdefault(name, empty)
-
-    def merge(self, other: Progress) -> Progress:
-        """Return the progress of both, whose inputs differ."""
-        least = {name: min(number, other.first.get(name, number)) for name, number in self.first.items()}
-        merged = Progress(added(self.capture, other.capture), {**other.first, **least})
-        for progress in (self, other):
-            merged.done.update(progress.done)
-            merged.left_out.add(progress.left_out)
-        return merged
-
-
 @dataclass(frozen=True)
-class Summing:
-    """Options of summing, see :func:`normscope.capture`.
+class CaptureOptions:
+    """Options of a capture, see :func:`normscope.capture`.
 
     Attributes:
         observe: called with (site, x rows, y rows), each ``(tokens, d)``, for every call of every site.
@@ -87,14 +58,25 @@ class Summing:
     skip: int = 0
     observe: Observer | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse options that mean nothing; UsageError."""
+        if self.sample is not None and self.sample < 1:
+            raise UsageError(
+                f"sample is {self.sample}: it is a number of tokens, at least 1; without it, all are taken."
+            )
+        if self.keep_inputs < 0:
+            raise UsageError(f"keep_inputs is {self.keep_inputs}: it is a number of inputs, 0 to keep none.")
+        if not isinstance(self.skip, Integral) or self.skip < 0:
+            raise UsageError(f"skip is {self.skip!r}: it is a number of positions, 0 to leave none out.")
+
 
 @dataclass
 class _Pass:
     """A batch that runs through the network, and the calls of its norms so far, by site."""
 
     batch: Batch
-    summed: Counter[str]  # calls that are in the sums since an earlier pass, whose memory ended
-    padded: bool  # once a pass, as every hook that asked would wait for the GPU
+    summed: Counter[str]  # calls already summed in an earlier attempt that ran out of memory
+    padded: bool  # computed once per pass: Batch.padded synchronizes with the GPU
     calls: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)  # of one sample
     summing_at: str = ""
@@ -113,26 +95,25 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        summing: Summing,
+        options: CaptureOptions,
         report: NormReport,
         sites: list[NormSite],
         previews: Previews = preview_of,
     ) -> None:
         """Observe ``sites`` among the norms of a report; ``previews`` return what is displayed of a sample."""
-        self.model, self.summing, self.report, self.sites = model, summing, report, sites
-        self.progress = Progress(Capture({}, sites, [], {}, 0, summing.seed, {}, skip=summing.skip))
+        self.model, self.options, self.report, self.sites = model, options, report, sites
+        self.progress = Progress(Capture({}, sites, [], {}, 0, options.seed, {}, skip=options.skip))
         self.hooks = PassHooks()
-        self._keeper = InputKeeper(summing.keep_inputs, previews)
+        self._keeper = InputKeeper(options.keep_inputs, previews)
         self._halving = Halving("taken")
         self._part = self.progress.capture
         self._pass: _Pass | None = None
-        self._position_axes: dict[str, int] = {}
+        self._axes = TokenAxes(report)
         self._layouts = layouts(report)
-        if summing.skip:
+        if options.skip:
             refuse_skipping([(site.name, self._layouts[site.name]) for site in sites])
-        self._serving_all: set[str] = set()  # sites whose input has no axis of samples
         self._pointwise: dict[str, PointwiseParameters | None] = {}  # now, which may be long after the report
-        adders = {site.name: self.hooks.limited(self._adder(site)) for site in sites if site.is_call}
+        adders = {site.name: self.hooks.limited(partial(self._add, site)) for site in sites if site.is_call}
         self._functions = ExpectedCalls(report.norm_modules, report.sequences, adders, self.hooks)
 
     @contextlib.contextmanager
@@ -169,20 +150,30 @@ class Recorder:
                 something twice, or while pairs are being summed.
             ModelError: if the network raises anything else.
         """
-        self._part = self.progress.part(batch.part if self.summing.by_part else "", number)
+        self._part = self.progress.part(batch.part if self.options.by_part else "", number)
+        capture = self.progress.capture
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
-            under_way = _Pass(piece, summed, piece.padded)
-            if self._fits(under_way):
+            buffers = KeptBuffers(self.model) if self.report.keeps_state else None
+            capture.inputs = self._keeper.begin(piece, capture.inputs)
+            self._pass = current = _Pass(piece, summed, piece.padded)
+            try:
+                with self.hooks.running(), self._functions:
+                    run(self.model, piece)
                 self._part.n_samples += len(piece.samples)
-            else:
-                self._halving.halve(piece, summed | under_way.calls)
+            except MemoryEndedError as error:
+                _check_divisible(current, error)
+                if buffers is not None:
+                    buffers.put_back()
+                self._halving.halve(piece, summed | current.calls)
+            finally:
+                self._pass = None  # the batch iterator may call the model itself: those calls are ignored
 
-    def captured(self, about: Mapping[str, str]) -> Capture:
+    def result(self, about: Mapping[str, str]) -> Capture:
         """Return everything that was recorded: the whole, and its parts."""
-        if self.summing.sample is not None:
-            sample = f"a sample of {count(self.summing.sample, 'token')} of each"
+        if self.options.sample is not None:
+            sample = f"a sample of {count(self.options.sample, 'token')} of each"
             about = {**about, "data": f"{about['data']} · {sample}", "sample": sample}
-        if skip := self.summing.skip:
+        if skip := self.options.skip:
             about = {**about, "data": f"{about['data']} · {without_first(skip)}"}
         recorded, first = self.progress.capture, self.progress.first
         parts = dict(sorted(recorded.parts.items(), key=lambda named: first[named[0]]))
@@ -200,7 +191,7 @@ class Recorder:
             for site in self.sites
             if site.name not in stats
         ]
-        inputs, installed = first_inputs(recorded.inputs, self.summing.keep_inputs), versions(self.model)
+        inputs, installed = first_inputs(recorded.inputs, self.options.keep_inputs), versions(self.model)
 
         def finished(capture: Capture, part: str = "") -> Capture:
             named = {"data": f"{about['data']} · {part}", "part": part} if part else {}
@@ -220,36 +211,6 @@ class Recorder:
         n_samples = sum(part.n_samples for part in parts.values())
         parts = {name: finished(part, name) for name, part in parts.items() if name and part.stats}
         return finished(replace(recorded, stats=stats, n_samples=n_samples, parts=parts))
-
-    def _fits(self, under_way: _Pass) -> bool:
-        """Run a batch; return False if memory ended, with the network's buffers as they were before."""
-        batch, kept = under_way.batch, self.progress.capture
-        buffers = KeptBuffers(self.model) if self.report.keeps_state else None
-        kept.inputs = self._keeper.begin(batch, kept.inputs)
-        self._pass = under_way
-        try:
-            with self.hooks.running(), self._functions:
-                run(self.model, batch)
-        except MemoryEndedError as error:
-            if under_way.summing_at:
-                raise MemoryEndedError(
-                    f"Memory ended while the pairs of {under_way.summing_at} were summed up, so that its sums are "
-                    "lost. Take smaller batches: --batch-size."
-                ) from error
-            if under_way.inseparable:
-                raise MemoryEndedError(
-                    f"Memory ended with {count(len(batch.samples), 'sample')} in a batch, which cannot be split: the "
-                    f"tokens of {under_way.inseparable}, summed up by then, cannot be told apart by sample. Take "
-                    "smaller batches: --batch-size."
-                ) from error
-            if len(batch.samples) == 1 or not batch.divisible:
-                raise
-            if buffers is not None:
-                buffers.put_back()
-            return False
-        finally:
-            self._pass = None  # whatever makes the batches may run the model too
-        return True
 
     def _late(self, norm: SkippedNorm) -> Callable[..., None]:
         late = replace(norm, reason="not called by the first sample, only by later ones")
@@ -277,84 +238,76 @@ class Recorder:
         return keep, with_it
 
     def _hook(self, site: NormSite) -> ForwardHook:
-        add = self._adder(site)
-
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if (x := input_of(args, kwargs)) is None:
                 raise DataError(f"The norm {site.name} was called without a tensor.")
             if not self._functions.called_by_norm:
-                add(module, x, output)
+                self._add(site, module, x, output)
 
         return hook
 
-    def _adder(self, site: NormSite) -> Adder:
-        """Return a function that adds the pairs of one call of a site: of its module, its input and its output."""
-        by_gamma, sample = self.summing.by_gamma, self.summing.sample
+    def _add(self, site: NormSite, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        """Add the pairs of one call of a site."""
+        if self._pass is not None:
+            with at_hand(module, (x,)) as ((gathered,), _):
+                self._sum(self._pass, site, module, gathered, whole(output, like=x))
 
-        def add(module: nn.Module, x: Tensor, output: Tensor) -> None:
-            if self._pass is not None:
-                with at_hand(module, (x,)) as ((brought,), _):
-                    add_whole(self._pass, module, brought, whole(output, like=x))
-
-        def add_whole(under_way: _Pass, module: nn.Module, x: Tensor, output: Tensor) -> None:
-            kind, of_one_sample = self.report.kinds[site.name], self.report.shapes[site.name]
-            if kind.channels(module, x) != site.channels:
-                raise DataError(
-                    f"The norm {site.name} (input {tuple(x.shape)}) has {kind.channels(module, x)} channels, but "
-                    f"{site.channels} with the first sample; sums are of one number of channels. Capture inputs of one "
-                    "size at a time."
-                )
-            samples, mask = under_way.batch.samples, under_way.batch.valid_at(site.path)
-            axis = self._axis_of_samples(site.name, of_one_sample, x.shape, len(samples), mask)
-            valid = None
-            if mask is not None and under_way.padded:
-                if (packed := self._packed_axis(site, kind, module, x, axis, mask)) is not None:
-                    x, output, axis = _padded(x, packed, mask), _padded(output, packed, mask), 0
-                valid = self._valid_tokens(site, kind, module, x, axis, mask)
-                if valid is not None and kind.heads and kind.groups:
-                    valid = valid.repeat_interleave(kind.groups(module))
-            rows = kind.rows(module, x.detach(), axis or 0)
-            first = under_way.tokens[site.name]
-            under_way.tokens[site.name] += len(rows) // (1 if axis is None else len(samples))
-            if under_way.calls[site.name] < under_way.summed[site.name]:
-                under_way.calls[site.name] += 1
-                return
-            if self.summing.verify:
-                check(kind, site.name, module, x, output, batch_axis=axis or 0, valid=valid)
-            if rows.device.type == "mps":  # which has no float64 to sum in
-                rows, valid = rows.cpu(), None if valid is None else valid.cpu()
-            places = self._places(site.name, x.shape, axis, valid, rows.device)
-            if places is not None and self.summing.skip:
-                behind = places.of_tokens >= self.summing.skip
-                valid = behind if valid is None else behind & valid
-            if site.pointwise and site.name not in self._pointwise:
-                self._pointwise[site.name] = kind.pointwise(module)
-            lines, stats = kind.lines(module, rows, kind.eps_of(module, x.dtype)), self._stats(site, rows.device)
-            if self._keeper.running and axis is not None and kind.groups is None:
-                sizes = [x.shape[place] for place in token_axes(x, kind.axes(module, x.ndim), axis)]
-                self._keeper.add(site, rows, lines, sizes, valid)
-            under_way.summing_at = site.name
-            drawn = stats.update(
-                rows,
-                lines,
-                samples,
-                first,
-                kind.gamma(module, site.channels) if by_gamma else None,
-                groups=None if kind.groups is None else kind.groups(module),
-                valid=valid,
-                sample=sample,
-                divided=axis is not None,
-                positions=places,
+    def _sum(self, current: _Pass, site: NormSite, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        kind, name, samples = self.report.kinds[site.name], site.name, current.batch.samples
+        if kind.channels(module, x) != site.channels:
+            raise DataError(
+                f"The norm {name} (input {tuple(x.shape)}) has {kind.channels(module, x)} channels, but "
+                f"{site.channels} with the first sample; sums are of one number of channels. Capture inputs of one "
+                "size at a time."
             )
-            under_way.calls[site.name] += 1
-            if axis is None:
-                under_way.inseparable = site.name
-            if self.summing.observe is not None:
-                y = lines.y(rows).float()
-                self.summing.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
-            under_way.summing_at = ""
-
-        return add
+        mask, valid = current.batch.valid_at(site.path), None
+        axis = self._axes.of_samples(name, x.shape, len(samples), mask)
+        if mask is not None and current.padded:
+            if (packed := self._axes.packed(site, kind, module, x, axis, mask)) is not None:
+                x, output, axis = padded(x, packed, mask), padded(output, packed, mask), 0
+            valid = self._axes.valid_tokens(site, kind, module, x, axis, mask)
+            if valid is not None and kind.heads and kind.groups:
+                valid = valid.repeat_interleave(kind.groups(module))
+        rows = kind.rows(module, x.detach(), axis or 0)
+        first_token = current.tokens[name]
+        current.tokens[name] += len(rows) // (1 if axis is None else len(samples))
+        if current.calls[name] < current.summed[name]:
+            current.calls[name] += 1
+            return
+        if self.options.verify:
+            check(kind, name, module, x, output, batch_axis=axis or 0, valid=valid)
+        if rows.device.type == "mps":  # which has no float64 to sum in
+            rows, valid = rows.cpu(), None if valid is None else valid.cpu()
+        positions = self._positions(name, x.shape, axis, valid, rows.device)
+        if positions is not None and self.options.skip:
+            behind = positions.of_tokens >= self.options.skip
+            valid = behind if valid is None else behind & valid
+        if site.pointwise and name not in self._pointwise:
+            self._pointwise[name] = kind.pointwise(module)
+        lines, stats = kind.lines(module, rows, kind.eps_of(module, x.dtype)), self._stats(site, rows.device)
+        if self._keeper.running and axis is not None and kind.groups is None:
+            sizes = [x.shape[token_axis] for token_axis in token_axes(x, kind.axes(module, x.ndim), axis)]
+            self._keeper.add(site, rows, lines, sizes, valid)
+        current.summing_at = name
+        drawn = stats.update(
+            rows,
+            lines,
+            samples,
+            first_token,
+            kind.gamma(module, site.channels) if self.options.by_gamma else None,
+            groups=None if kind.groups is None else kind.groups(module),
+            valid=valid,
+            sample=self.options.sample,
+            divided=axis is not None,
+            positions=positions,
+        )
+        current.calls[name] += 1
+        if axis is None:
+            current.inseparable = name
+        if self.options.observe is not None:
+            y = lines.y(rows).float()
+            self.options.observe(site, *((rows, y) if drawn is None else (rows[drawn], y[drawn])))
+        current.summing_at = ""
 
     def _stats(self, site: NormSite, device: torch.device) -> PairStats:
         """Return the sums of a site in the part of the data under way, on a device."""
@@ -362,104 +315,46 @@ class Recorder:
         if stats is None:
             stats = PairStats.empty(
                 site.channels,
-                self.summing.seed,
+                self.options.seed,
                 device,
                 grouped=site.grouped,
-                by_gamma=self.summing.by_gamma,
-                per_channel=self.summing.per_channel or site.channels_differ,
-                diagonal=self.summing.diagonal and site.has_diagonal,
+                by_gamma=self.options.by_gamma,
+                per_channel=self.options.per_channel or site.channels_differ,
+                diagonal=self.options.diagonal and site.has_diagonal,
             )
         elif stats.channel_sums.device != device:  # read from a checkpoint
             stats = stats.to(device)
         self._part.stats[site.name] = stats
         return stats
 
-    def _axis_of_samples(
-        self, name: str, of_one_sample: torch.Size, shape: torch.Size, n_samples: int, mask: Tensor | None
-    ) -> int | None:
-        """Find the axis of samples; None where there is none, or it cannot be identified.
-
-        Tokens of a norm without it belong to no sample and no fold, once for each batch.
-        """
-        positions = None if mask is None else mask.shape[1]
-        axis = batch_axis(of_one_sample, shape, n_samples, positions)
-        if n_samples == 1:
-            return axis
-        of_weights = name in self.report.of_weights and shape == of_one_sample
-        if of_weights or (
-            axis is None and serves_all(of_one_sample, shape, self.report.positions.get(name), positions)
-        ):
-            self._serving_all.add(name)
-        return None if name in self._serving_all else axis
-
-    def _packed_axis(
-        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
-    ) -> int | None:
-        """Return the axis of the data of all samples, where the network took the padding out; None elsewhere."""
-        axes = token_axes(x, kind.axes(module, x.ndim))
-        sizes = [x.shape[axis] for axis in axes]
-        in_place = (
-            valid.numel() in sizes or sizes == [len(valid)] or (batch_axis is not None and valid.shape[1] in sizes)
-        )
-        channels_last = max(axes, default=0) < len(axes)
-        if in_place or not channels_last or site.name in self.report.of_weights or site.name in self._serving_all:
-            return None
-        n_data = int(valid.sum())
-        packed = [axis for axis in axes if x.shape[axis] == n_data and (batch_axis in (None, axis) or len(valid) == 1)]
-        return packed[0] if len(packed) == 1 or (packed and len(valid) == 1) else None
-
-    def _places(
+    def _positions(
         self, name: str, shape: torch.Size, batch_axis: int | None, valid: Tensor | None, device: torch.device
     ) -> Positions | None:
         """Return the positions of the tokens in their samples; None where no axis numbers them."""
         layout, n_samples = self._layouts[name], len(self._pass.batch.samples) if self._pass else 0
         if not isinstance(layout, str) and len(shape) == len(self.report.shapes[name]):
-            axes, place = layout
+            axes, along = layout
             sizes = tuple(shape[axis] for axis in axes)
             if sizes[0] == n_samples and batch_axis in ((0, axes[0]) if n_samples == 1 else axes[:1]):
-                of_tokens = positions_along(sizes, place, device, valid)
-                return Positions(of_tokens, self.summing.skip, math.prod(sizes) // max(sizes[place], 1))
-        if self.summing.skip:
+                of_tokens = positions_along(sizes, along, device, valid)
+                return Positions(of_tokens, self.options.skip, math.prod(sizes) // max(sizes[along], 1))
+        if self.options.skip:
             refuse_skipping([(name, f"its input {tuple(shape)} has no axes of samples and of positions")])
         return None
 
-    def _valid_tokens(
-        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
-    ) -> Tensor | None:
-        """Return the mask of rows that are data, of a mask of positions: bool ``(tokens,)``, or None for all."""
-        if site.name in self.report.of_weights or site.name in self._serving_all:
-            return None
-        valid = valid.to(x.device)
-        axes = [] if kind.over_positions else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
-        sizes = [x.shape[axis] for axis in axes]
-        if sizes == [valid.numel()]:  # samples and positions in one axis
-            return valid.flatten()
-        if sizes == [len(valid)]:  # one token a sample, and no position
-            return None
-        along = [axis for axis, size in zip(axes[1:], sizes[1:], strict=True) if size == valid.shape[1]]
-        if not along and len(valid) == 1 and sizes[:1] == [valid.shape[1]]:  # positions come first, then the one sample
-            along = axes[:1]
-        if len(along) == 1:
-            self._position_axes[site.name] = along[0]
-        positions = self._position_axes.get(site.name)
-        if batch_axis is None or positions not in along:
-            why = "no axis is as long as the mask" if not along else "several axes are as long as the mask"
-            why = "no axis counts the samples" if along and batch_axis is None else why
-            remedy = f", or say it in the valid_within of a normscope.Batch: {{{site.path!r}: …}}, None for data alone"
-            if kind.groups:
-                why, remedy = "its tokens extend over all", ""
-            raise DataError(
-                f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding: {why}, "
-                f"of {valid.shape[1]} positions. Pass samples of one length, or one at a time, without padding "
-                f"(--batch-size 1){remedy}."
-            )
-        shape = [size if axis in (batch_axis, positions) else 1 for axis, size in zip(axes, sizes, strict=True)]
-        return valid.view(shape).expand(sizes).flatten()
 
-
-def _padded(x: Tensor, packed: int, mask: Tensor) -> Tensor:
-    """Return tokens of a packed axis at their positions, ``(samples, positions, …)``, with zeros for padding."""
-    x, mask = x.movedim(packed, 0), mask.to(x.device)
-    padded = x.new_zeros(*mask.shape, *x.shape[1:])
-    padded[mask] = x
-    return padded
+def _check_divisible(failed: _Pass, error: MemoryEndedError) -> None:
+    """Raise MemoryEndedError if halves of a batch, whose memory ended, would count something twice or not at all."""
+    if failed.summing_at:
+        raise MemoryEndedError(
+            f"Memory ended while the pairs of {failed.summing_at} were summed up, so that its sums are lost. Take "
+            "smaller batches: --batch-size."
+        ) from error
+    if failed.inseparable:
+        raise MemoryEndedError(
+            f"Memory ended with {count(len(failed.batch.samples), 'sample')} in a batch, which cannot be split: the "
+            f"tokens of {failed.inseparable}, summed up by then, cannot be told apart by sample. Take smaller batches: "
+            "--batch-size."
+        ) from error
+    if len(failed.batch.samples) == 1 or not failed.batch.divisible:
+        raise error

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,24 +15,8 @@ from normscope.errors import DataError, UsageError
 from normscope.norms.sites import NormSite, SkippedNorm
 from normscope.pairs.captures import Capture, shared_input, sums_of
 from normscope.pairs.kept_inputs import pack_inputs, unpack_inputs
-from normscope.pairs.sums.binned import OPTIONAL_MOMENTS
-from normscope.pairs.sums.binning import (
-    CHANNEL_GRID,
-    DENSITY_X_GRID,
-    DENSITY_Y_GRID,
-    MOMENTS,
-    PAIR_GRID,
-    TOKEN_GRID,
-)
-from normscope.pairs.sums.sampling import (
-    FOLDS,
-    LARGEST_TOKENS,
-    NO_KEY,
-    PAIRS_PER_BIN,
-    UNIFORM_TOKENS,
-    SourcesSeen,
-    TokenSample,
-)
+from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID
+from normscope.pairs.sums.sampling import LARGEST_TOKENS, NO_KEY, UNIFORM_TOKENS, SourcesSeen, TokenSample
 from normscope.pairs.sums.stats import PairStats
 from normscope.runtime.checked_files import HEADER, read_checked, refusing_damage, write_checked
 from normscope.runtime.records import converted
@@ -52,7 +35,7 @@ _GRIDS = {
     }.items()
 }
 _DENSE = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
-_MOMENTS = ("moments", *OPTIONAL_MOMENTS)
+_MOMENTS = ("moments", "gamma_moments", "diagonal_moments")
 _SAMPLES = {"tokens": UNIFORM_TOKENS, "largest": LARGEST_TOKENS}
 
 
@@ -71,9 +54,13 @@ def pack_sums(stats: PairStats) -> dict[str, Tensor]:
 
 
 def _sparse(stats: PairStats) -> dict[str, dict[str, Tensor]]:
-    """Sums that are stored without empty cells, ``(cells,)`` or ``(6, cells)``, by the tensor that numbers cells."""
+    """Return views of the sums that are stored without empty cells, by the tensor that numbers their cells.
+
+    They are ``(cells,)`` or ``(6, cells)``.
+    """
+    moments = {name: sums for name in _MOMENTS if (sums := getattr(stats, name)) is not None}
     sparse = {
-        "moments.cells": {name: stats.bins[name].movedim(1, 0).flatten(1) for name in _MOMENTS if name in stats.bins},
+        "moments.cells": {name: sums.movedim(1, 0).flatten(1) for name, sums in moments.items()},
         "density.cells": {"density": stats.density.flatten()},
         "pairs.places": {f"pairs.{name}": values.flatten() for name, values in vars(stats.pairs).items()},
         "position_sums.cells": {"position_sums": stats.position_sums},
@@ -114,17 +101,10 @@ def unpack_sums(site: NormSite, sources: SourcesSeen, seed: int, tensors: Mappin
         number, empty = min(len(tensors[f"{sample}.key"]), capacity), vars(getattr(stats, sample))
         like = {name: values.new_empty(number, *values.shape[1:]) for name, values in empty.items()}
         setattr(stats, sample, TokenSample(**{name: stored(f"{sample}.{name}", like[name]) for name in like}))
-    sparse = _sparse(stats)
-    for numbers, dense in sparse.items():
+    for numbers, sparse in _sparse(stats).items():
         cells = tensors[numbers].long()
-        for name, values in dense.items():
+        for name, values in sparse.items():
             values[..., cells] = stored(name, values[..., cells])
-    binned = {
-        name: values.view(len(MOMENTS), FOLDS, -1).movedim(0, 1) for name, values in sparse["moments.cells"].items()
-    }
-    pairs = {name[6:]: values.view(PAIRS_PER_BIN, -1) for name, values in sparse["pairs.places"].items()}
-    density = sparse["density.cells"]["density"].view(DENSITY_X_GRID.size, -1)
-    stats.bins = stats.bins.replaced({**binned, **pairs, "density": density})
     return stats
 
 
@@ -150,13 +130,10 @@ class _Header(_Part):
 
 
 def pack(capture: Capture) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a capture, whole or under way, as JSON and tensors, named as in docs/file-formats.md.
-
-    Tensors of the whole are omitted where they are the sums of its parts.
-    """
+    """Return a capture, whole or under way, as JSON and tensors, named as in docs/file-formats.md."""
     inputs, tensors = pack_inputs(capture.inputs, capture.sites)
     parts = {f"{number}/": part for number, part in enumerate(capture.parts.values())}
-    for prefix, stored in parts.items() if _adds_up(capture) else {"": capture, **parts}.items():
+    for prefix, stored in {"": capture, **parts}.items():
         for site in _summed(stored):
             sums = pack_sums(stored.stats[site.name])
             tensors |= {f"{prefix}{site.index}.{name}": tensor for name, tensor in sums.items()}
@@ -182,20 +159,6 @@ def _described(part: Capture) -> dict[str, Any]:
 def _summed(part: Capture) -> list[NormSite]:
     """Sites that have sums, as not all of a capture under way do."""
     return [site for site in part.sites if site.name in part.stats]
-
-
-def _adds_up(capture: Capture) -> bool:
-    """True if the sums are those of the parts, added in order, to the bit; in merged captures they are rounded."""
-    if not capture.parts or not capture.stats:
-        return False
-    summed = sums_of(capture.sites, [part.stats for part in capture.parts.values()])
-    if [stats.sources for stats in summed.values()] != [stats.sources for stats in capture.stats.values()]:
-        return False
-    pairs = ((pack_sums(stats), pack_sums(summed[name])) for name, stats in capture.stats.items())
-    return all(
-        mine.keys() == theirs.keys() and all(torch.equal(tensor, theirs[key]) for key, tensor in mine.items())
-        for mine, theirs in pairs
-    )
 
 
 def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
@@ -242,7 +205,7 @@ def unpack(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Capture:
 def save_capture(capture: Capture, path: str | Path) -> Path:
     """Write a capture as one safetensors file, whole or not at all.
 
-    Bins and cells without pairs take no space in it, nor does the whole where it is the sum of its parts.
+    Bins and cells without pairs take no space in it.
 
     Raises:
         UsageError: if it cannot be written there.

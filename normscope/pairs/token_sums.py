@@ -14,7 +14,7 @@ from normscope.norms.formulas import FORMS
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import NormReport
 from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
+from normscope.pairs.recorder import CaptureOptions
 from normscope.runtime.progress import Progress
 
 MOST_CANDIDATES = 128
@@ -79,5 +79,5 @@ def token_sums(
             sums[site.name].add(rows, part)
 
         names = [site.name for site in sites]
-        captured(network, of_part, Summing(observe=add), layers=names, progress=progress)
+        captured(network, of_part, CaptureOptions(observe=add), layers=names, progress=progress)
     return sums

@@ -16,7 +16,7 @@ from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Kind, Outputs
 from normscope.pairs.ranks import Ranks
-from normscope.pairs.sums.tokens import batch_axis
+from normscope.pairs.token_axes import batch_axis
 from normscope.runtime.network import KeptBuffers, run
 from normscope.swaps.reports import END, OUTPUT, Drift, Quantiles, Swapped
 
@@ -238,7 +238,7 @@ class Tallies:
             for key in self._kept
         ]
         whole = Tallies(self.configurations)
-        for key, came, lists in itertools.chain.from_iterable(ranks.told(mine)):
+        for key, came, lists in itertools.chain.from_iterable(ranks.gather(mine)):
             columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in lists.items()}
             whole._kept.setdefault(tuple(key), []).append((tuple(came), columns))
         return whole

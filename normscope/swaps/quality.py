@@ -347,7 +347,7 @@ class Judge:
             return
         import msgspec
 
-        quality, self.untold = ranks.told([self.quality and asdict(self.quality), self.untold])[0]
+        quality, self.untold = ranks.gather([self.quality and asdict(self.quality), self.untold])[0]
         self.quality = None if quality is None else msgspec.convert(quality, Quality)
 
 

@@ -19,7 +19,7 @@ import normscope
 from normscope.errors import DataError
 from normscope.inputs.held_out import Pool
 from normscope.pairs.sums.binning import TOKEN_GRID
-from normscope.pairs.sums.stats import of_tokens
+from normscope.pairs.sums.magnitudes import of_tokens
 
 D, EPS = 96, 1e-5
 ABOUT_THE_MEAN = ("ln", "quiet")

@@ -296,6 +296,6 @@ def test_statistics_of_tokens_stay_those_of_the_input():
     x[0] = 1.5  # a token without spread counts too
     stats = normscope.capture(nn.Sequential(LlamaTanh(D)), [x]).stats["0"]
     assert stats.n_tokens == 300
-    scales = normscope.pairs.sums.stats.of_tokens(stats.token_scales)
+    scales = normscope.pairs.sums.magnitudes.of_tokens(stats.token_scales)
     assert scales.quantile(0.5) == pytest.approx(float(x.std(1, correction=0).median()), rel=0.1)
     assert math.isclose(float(stats.tokens.rstd[0]), float(1 / stats.tokens.x[0].std(correction=0)), rel_tol=1e-5)

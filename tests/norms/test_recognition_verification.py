@@ -16,7 +16,7 @@ from normscope.norms.kinds import group_norm
 from normscope.norms.recognition import excess, kind_of, layer_norm, register_norm, rms_norm
 from normscope.norms.verification import check
 from normscope.pairs.capture import capture, captured
-from normscope.pairs.recorder import Summing
+from normscope.pairs.recorder import CaptureOptions
 
 
 def trained(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -192,7 +192,7 @@ def test_verification_sees_a_y_that_is_no_straight_line_of_x(table):
 @pytest.mark.parametrize("module", [nn.LayerNorm(16), nn.BatchNorm1d(16).eval()])
 def test_an_observer_sees_the_summed_y_of_an_input_that_overflows(module):
     x, ys = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)) * 1e22, []
-    seen = captured(nn.Sequential(module), [x], Summing(observe=lambda site, x, y: ys.append(y.clone())))
+    seen = captured(nn.Sequential(module), [x], CaptureOptions(observe=lambda site, x, y: ys.append(y.clone())))
     sums = seen.stats["0"].moments.sum((0, 2))
     y = torch.cat(ys)
     assert y.dtype == torch.float32 and torch.isfinite(y).all() and float(sums[5]) > 100

@@ -15,7 +15,7 @@ import normscope
 from normscope.errors import DataError, ModelError, NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
+from normscope.pairs.recorder import CaptureOptions
 from normscope.pairs.sums.binning import PAIR_GRID
 
 
@@ -79,18 +79,6 @@ def test_sums_equal_those_of_the_raw_pairs():
         np.testing.assert_array_equal(stats.channel_extremes.numpy(), [x.min(0), x.max(0)])
 
 
-def test_an_observer_sees_the_pairs_that_are_summed():
-    observed: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    summing = Summing(observe=lambda site, x, y: observed.setdefault(site.name, []).append((x.clone(), y.clone())))
-    seen = captured(Network(), inputs(), summing)
-    for name, pairs in observed.items():
-        x, y = (torch.cat(rows).double().numpy() for rows in zip(*pairs, strict=True))
-        ours = seen.stats[name].moments.sum((0, 2)).numpy()
-        np.testing.assert_allclose(ours[[0, 3]], [x.size, (x * x).sum()], rtol=1e-12)
-        # y is float32 here, and rounded by 2⁻²⁴ at most.
-        np.testing.assert_allclose(ours[[4, 5]], [(x * y).sum(), (y * y).sum()], rtol=1e-6)
-
-
 def test_sums_by_gamma_and_per_channel_equal_those_of_the_raw_pairs():
     network, batches = Network(), inputs()
     network.first.weight.data[:] = torch.linspace(-2, 2, 24)
@@ -126,16 +114,6 @@ def test_batches_and_their_order_do_not_matter():
         assert torch.equal(one.pairs.key, other.pairs.key)
 
 
-def test_size_does_not_grow():
-    network = Network()
-    one = normscope.capture(network, inputs(1)).stats["first"]
-    many = normscope.capture(network, inputs(64)).stats["first"]
-    assert one.nbytes == many.nbytes
-    assert many.n_pairs == 64 * one.n_pairs
-    held = [many.moments, many.density, many.tokens.x, many.tokens.y, many.largest.x, many.pairs.key]
-    assert sum(t.nbytes for t in held) <= many.nbytes
-
-
 def broken_after(failure):
     def batches():
         yield inputs(1)[0]
@@ -159,7 +137,7 @@ BAD = torch.zeros(4, 10, 5)
         ([*inputs(1), BAD], ModelError, r"raised RuntimeError on inputs of the shapes \(4, 10, 5\): "),
     ],
 )
-def test_the_network_is_left_as_found(batches, error, words):
+def test_the_network_is_restored(batches, error, words):
     network = Network().train()
     network.first.eval()
     before, drawn = State(network), torch.get_rng_state()
@@ -169,7 +147,7 @@ def test_the_network_is_left_as_found(batches, error, words):
     assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_nonfinite_tokens_are_counted_apart():
+def test_nonfinite_tokens_are_counted_separately():
     batch = inputs(1)[0]
     clean = normscope.capture(Network(), [batch[:, 2:]]).stats["first"]
     batch[:, 0], batch[:, 1, 0] = torch.nan, torch.inf
@@ -184,12 +162,12 @@ def test_half_precision_input_is_normalized_in_float32(dtype):
     seen = []
     model = nn.Sequential(nn.LayerNorm(16)).to(dtype)
     batch = (torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(0)) * 5).to(dtype)
-    captured(model, [batch], Summing(verify=True, observe=lambda site, x, y: seen.append(y.clone())))
+    captured(model, [batch], CaptureOptions(verify=True, observe=lambda site, x, y: seen.append(y.clone())))
     exact = nn.functional.layer_norm(batch.double(), (16,))
     assert torch.allclose(seen[0].view(4, 8, 16).double(), exact, atol=2e-5)
 
 
-def test_a_norm_that_is_called_twice_gives_all_its_pairs():
+def test_both_calls_of_a_norm_are_summed():
     norm = nn.LayerNorm(8)
     model = nn.Sequential(norm, nn.Linear(8, 8), norm)
     seen = normscope.capture(model, [torch.randn(2, 5, 8)])
@@ -198,24 +176,12 @@ def test_a_norm_that_is_called_twice_gives_all_its_pairs():
     assert len(seen.stats["0"].tokens.key.unique()) == 20
 
 
-def test_a_norm_that_gets_no_token_adds_nothing():
+def test_a_norm_without_tokens_adds_nothing():
     expert = network_of(lambda self, x: self.norm(x[x[:, 0] > 0]), norm=nn.LayerNorm(4))  # of a mixture
     ones = torch.ones(2, 4) + torch.arange(4)
     for sample in (None, 3):
         stats = normscope.capture(expert, [ones, -ones, ones], sample=sample).stats["norm"]
         assert stats.n_tokens == 4
-
-
-def test_sequence_first_tokens_belong_to_their_samples():
-    norm = nn.LayerNorm(16)
-    scale = torch.logspace(-2, 2, 8)[:, None, None]
-    x = torch.randn(8, 10, 16, generator=torch.Generator().manual_seed(0)) * scale
-    batch_first, sequence_first = nn.Sequential(norm), nn.Sequential(norm)
-    sequence_first.forward = lambda x: norm(x.transpose(0, 1))
-    one, other = (normscope.capture(m, [x]).stats["0"] for m in (batch_first, sequence_first))
-    assert torch.equal(one.moments[:, 0], other.moments[:, 0])
-    assert torch.equal(one.tokens.key, other.tokens.key)
-    assert torch.equal(one.tokens.x, other.tokens.x)
 
 
 def test_tokens_that_every_sample_shares_have_no_folds():
@@ -240,13 +206,16 @@ def test_norms_that_are_called_for_some_samples_only():
     ]
 
 
-def test_exported_models_are_refused_and_traced_ones_run():
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_exported_and_scripted_models_are_refused_and_traced_ones_run():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     exported = torch.export.export(model, (batch,))
     for graph in (exported, exported.module(), nn.Sequential(exported.module(), nn.LayerNorm(8))):
         with pytest.raises(ModelError, match=r"Pass the module as it was before torch\.export\.export"):
             normscope.capture(graph, [batch])
+    with pytest.raises(ModelError, match="is TorchScript"):
+        normscope.capture(torch.jit.trace(model, batch), [batch])
     traced = normscope.capture(torch.fx.symbolic_trace(model), [batch])
     assert torch.equal(traced.stats["1"].moments, normscope.capture(model, [batch]).stats["1"].moments)
 
@@ -298,28 +267,6 @@ def test_batches_that_are_no_arguments_name_a_batch_that_works(model, entry):
     assert (seen.n_samples, seen.stats["norm"].n_pairs) == (1, image.numel())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_compiled_and_scripted_models():
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    compiled = normscope.capture(torch.compile(model, backend="eager"), [batch])
-    assert not compiled.skipped
-    plain = normscope.capture(model, [batch])
-    assert torch.equal(compiled.stats["1"].moments, plain.stats["1"].moments)
-    with pytest.raises(ModelError, match="is TorchScript"):
-        normscope.capture(torch.jit.trace(model, batch), [batch])
-
-
-def test_samples_of_different_length_merge():
-    model = nn.Sequential(nn.LayerNorm(8))
-    names = {n: tuple(Sample(f"{n} tokens", n, 10 * n + i) for i in (0, 1)) for n in (5, 7)}
-    a, b = (
-        normscope.capture(model, [normscope.Batch((torch.randn(2, n, 8),), samples=samples)])
-        for n, samples in names.items()
-    )
-    assert a.merge(b).stats["0"].n_tokens == 24
-
-
 @pytest.mark.parametrize(
     ("batches", "error", "sentence"),
     [
@@ -330,7 +277,7 @@ def test_samples_of_different_length_merge():
         ([Batch((torch.zeros(2, 10, 6),))], DataError, "Batch 0 holds no sample"),
     ],
 )
-def test_batches_that_are_none(batches, error, sentence):
+def test_batches_without_samples_are_refused(batches, error, sentence):
     with pytest.raises(error, match=sentence):
         normscope.capture(Network(), batches)
     with pytest.raises(UsageError, match="Did you mean 'first'"):

@@ -7,7 +7,7 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch, Sample
 from normscope.pairs.capture import captured
-from normscope.pairs.recorder import Summing
+from normscope.pairs.recorder import CaptureOptions
 
 
 class Block(nn.Module):
@@ -107,7 +107,7 @@ def test_a_padded_encoder_counts_what_is_not_padding():
     samples = tuple(Sample(f"text {i}", i, i) for i in range(len(lengths)))
     batch = Batch((x,), {"src_key_padding_mask": padding}, samples, valid=~padding)
     rows: dict[str, list[torch.Tensor]] = {}
-    summing = Summing(verify=True, observe=lambda site, x, y: rows.setdefault(site.name, []).append(y))
+    summing = CaptureOptions(verify=True, observe=lambda site, x, y: rows.setdefault(site.name, []).append(y))
     seen = captured(network, [batch], summing)
 
     truth: dict[str, list[torch.Tensor]] = {name: [] for name in seen.stats}

@@ -137,7 +137,7 @@ def test_pairs_are_those_of_a_plain_loop_and_nothing_is_changed(changes):
     # What a norm has summed up when memory ends counts, and is of the whole batch's one step.
     [("inputs", "end"), ("buffers", "start"), ("other buffers", "start"), ("a norm's own input", "end")],
 )
-def test_what_a_pass_whose_memory_ended_changed_is_forgotten(changes, place):
+def test_changes_of_a_pass_that_ran_out_of_memory_are_undone(changes, place):
     (whole,) = batches(8)
     network = Changing(changes)
     truth = plain_loop(network, [whole.take(range(start, start + 2)) for start in range(0, 8, 2)])
@@ -145,7 +145,7 @@ def test_what_a_pass_whose_memory_ended_changed_is_forgotten(changes, place):
     assert_sums(normscope.capture(network, [whole]), truth)
 
 
-def test_only_norms_that_change_their_input_are_told_apart():
+def test_norms_that_change_their_input_are_found():
     network, (batch,) = Changing("a norm's own input"), batches(2)
     report = find_norms(network, batch)
     assert report.overwriting == {"first"} and not report.keeps_state
@@ -160,7 +160,7 @@ def test_inference_tensors_have_no_count_of_changes():
         assert_sums(normscope.capture(network, inputs), truth)
 
 
-def test_a_norm_that_gives_its_own_input_back_is_a_site():
+def test_a_norm_that_returns_its_own_input_is_a_site():
     class Whole(OverwritingNorm):
         def forward(self, x):
             x.sub_(x.mean(-1, keepdim=True))

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from captures import assert_same_tensors
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -106,11 +105,6 @@ def compiled(network):
     return torch.compile(DistributedDataParallel(network), backend="eager")
 
 
-def checkpointed(network):
-    network.blocks[0] = checkpoint_wrapper(network.blocks[0])
-    return network
-
-
 DATA_PARALLEL = {
     "plain": lambda network: network,
     "DDP": DistributedDataParallel,
@@ -118,7 +112,6 @@ DATA_PARALLEL = {
     "FSDP1": fsdp1,
     "FSDP2": fsdp2,
     "compiled": compiled,
-    "checkpointed": checkpointed,
 }
 SHARDED = ("FSDP1", "FSDP2")  # whose ranks run as many passes
 
@@ -127,10 +120,6 @@ def data_parallel(folder, rank):
     for name, wrap in DATA_PARALLEL.items():
         batches = of_rank(rank)[:2] if name in SHARDED else of_rank(rank)
         save(folder, f"{name} {rank}", normscope.capture(wrap(Network()), batches, **OPTIONS))
-    save(folder, f"alone {rank}", normscope.capture(Network(), of_rank(rank), group=None, **OPTIONS))
-    unnamed = [each.args[0] for each in of_rank(rank)]
-    save(folder, f"unnamed {rank}", normscope.capture(Network(), unnamed))
-    save(folder, f"unnamed alone {rank}", normscope.capture(Network(), unnamed, group=None))
     of_first = [] if rank else [batch(index) for index in BATCHES]
     save(folder, f"empty {rank}", normscope.capture(Network(), iter(of_first), **OPTIONS))
     probe = normscope.Probe(Network(), of_first, samples=6)
@@ -275,13 +264,11 @@ def error_of(call):
 def refused(folder, rank):
     """Write the errors of calls that ranks do not agree in."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    impatient = dist.new_group(timeout=timedelta(seconds=2))
     calls = {
         "mesh": lambda: normscope.capture(Network(), [batch(0)], group=mesh),
         "same": lambda: normscope.capture(Network(), [batch(0).args[0]]),
         "layers": lambda: normscope.capture(Network(), of_rank(rank), layers=[rank]),
         "empty": lambda: normscope.capture(Network(), []),
-        "missing": lambda: rank or normscope.capture(Network(), of_rank(rank), group=impatient),
     }
     errors = {name: error_of(call) for name, call in calls.items()}
     same = normscope.capture(Network(), [batch(0)], group=mesh["dp"])
@@ -365,16 +352,6 @@ def test_a_rank_without_batches_sees_what_the_other_sees(folder):
     assert_same_tensors(pack(probed)[1], pack(normscope.capture(Network(), [batch(0), batch(1)]))[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("whole", "alone"), [("plain", "alone"), ("unnamed", "unnamed alone")])
-def test_merged_captures_of_ranks_are_the_capture_of_the_group(folder, whole, alone):
-    merged = normscope.merge_captures([folder / "two" / f"{alone} {rank}.safetensors" for rank in range(2)])
-    assert_same(normscope.load_capture(folder / "two" / f"{whole} 0.safetensors"), merged)
-    single = normscope.capture(Network(), [batch(index) for index in BATCHES])
-    for name, stats in merged.stats.items():  # folds depend on the names of samples, and counts do not
-        assert torch.equal(stats.moments[:, 0].sum(0), single.stats[name].moments[:, 0].sum(0))
-
-
 def of_all(folder, name, extension, size=2):
     """Return the file that every rank wrote the same."""
     files = [folder / f"{name} {rank}.{extension}" for rank in range(size)]
@@ -447,7 +424,6 @@ def test_ranks_that_do_not_agree_are_refused(folder):
         assert "sees another layers than" in said["layers"]
         assert said["empty"] == "DataError: There is no batch to run the model on."
         assert said["n_samples"] == 3
-    assert "every rank of the group must call" in errors[0]["missing"] and errors[1]["missing"] is None
 
 
 def test_without_torch_distributed_there_is_no_group():

@@ -1,10 +1,9 @@
-"""Three processes that tell one another what they saw, against one that saw everything.
+"""Three ranks that capture together, against one process that captures everything.
 
 This file is also the program of each of them: one launch does everything, and writes what came of it.
 """
 
 import dataclasses
-import functools
 import json
 import os
 import socket
@@ -24,12 +23,10 @@ from normscope.errors import DataError, RankLostError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import LeftOut
 from normscope.inputs.previews import Preview
-from normscope.norms.trace import find_norms
 from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out
-from normscope.pairs.recorder import Summing
-from normscope.pairs.storage import pack, pack_sums, unpack_sums
-from normscope.pairs.sums.stats import PairStats
+from normscope.pairs.recorder import CaptureOptions
+from normscope.pairs.storage import pack
 from normscope.runtime.processes import Place
 
 SIZE = 3
@@ -50,52 +47,6 @@ def batch(indices, *, source=None, data="noise", tokens=5, spoilt=False, part=""
     sources = indices if source is None else [source] * len(indices)
     samples = [Sample(f"photo {number}", number, i, data) for i, number in zip(indices, sources, strict=True)]
     return Batch((x,), samples=tuple(samples), part=part)
-
-
-def layer_norm():
-    return nn.Sequential(nn.LayerNorm(16, elementwise_affine=True))
-
-
-def weighted():
-    torch.manual_seed(1)
-    model = layer_norm()
-    nn.init.normal_(model[0].weight)
-    return model
-
-
-def group_norm():
-    return nn.Sequential(nn.Unflatten(1, (1, -1)), nn.Flatten(1, 2), nn.GroupNorm(1, 5))
-
-
-ALL_SUMS = {"by_gamma": True, "per_channel": True, "diagonal": True}
-# Which batches each rank takes of one site, and how.
-CASES = {
-    "none, one and several sources": (layer_norm, ([], [batch([1, 2], source=4)], [batch([5, 6, 7])]), {}),
-    "one source on all": (layer_norm, tuple([batch([i, i + 3], source=4)] for i in range(3)), {}),
-    "another source on each": (layer_norm, tuple([batch([i, i + 3], source=i)] for i in range(3)), {}),
-    "one number in two data sets": (layer_norm, ([batch([1], source=1)], [batch([2], source=1, data="b")], []), {}),
-    "more tokens than are drawn": (layer_norm, tuple([batch(range(i, 90, 3))] for i in range(3)), {}),
-    "all the sums": (weighted, ([batch([1, 2])], [], [batch([3, 4, 5])]), ALL_SUMS),
-    "groups": (group_norm, ([batch([1])], [batch([2, 3])], [batch([4])]), {}),
-    "no numbers": (layer_norm, ([batch([1, 2])], [batch([3], spoilt=True)], [batch([4], spoilt=True)]), {}),
-    "the same samples on two ranks": (layer_norm, ([], [batch([1, 2])], [batch([1, 2])]), {}),
-    "nothing at all": (layer_norm, ([], [], []), {}),
-    "nobody's": (uneven, tuple([batch(range(i * 9, i * 9 + 9))] for i in range(3)), {}),
-}
-
-
-def stats_of(model, batches, options):
-    """Capture the only site's sums over some batches, or over none."""
-    if batches:
-        (stats,) = capture(model, batches, **options).stats.values()
-        return stats
-    (site,) = find_norms(model, batch([0]).first_sample()).sites
-    return PairStats.empty(site.channels, grouped=site.grouped, **options)
-
-
-def stats_of_ranks(case):
-    make, batches, options = case
-    return [stats_of(make(), own, options) for own in batches]
 
 
 class Network(nn.Module):
@@ -132,15 +83,15 @@ def refused_to_pickle(*_arguments, **_options):
     raise AssertionError("nothing is pickled")
 
 
-def tell(folder, rank):
+def run_rank(folder, rank):
     """Do everything that ranks do with one another, and write what this one knows in the end."""
     said = {}
     with joined(Place(rank, SIZE, rank)) as ranks:
         for name in ("_pickler", "_unpickler", "_object_to_tensor", "_tensor_to_object"):
             assert hasattr(dist.distributed_c10d, name)
             setattr(dist.distributed_c10d, name, refused_to_pickle)
-        said["told"] = ranks.told(MESSAGES[rank])
-        said["each"] = [list(one) for one in ranks.each(bytes([rank] * rank))]
+        said["told"] = ranks.gather(MESSAGES[rank])
+        said["each"] = [list(one) for one in ranks.gather_bytes(bytes([rank] * rank))]
         left_out = merge_left_out(LeftOut({rank: f"{rank}.png: \udcff"} if rank else {}, rank), ranks)
         said["left out"] = [left_out.lines, left_out.cut]
         said["alike"] = []
@@ -149,14 +100,14 @@ def tell(folder, rank):
                 said["alike"].append(check_alike(ranks, settings))
             except DataError as error:
                 said["alike"].append(str(error))
-        whole = captured(Network(), network_batches(), Summing(by_part=True, keep_inputs=1), ranks=ranks)
+        whole = captured(Network(), network_batches(), CaptureOptions(by_part=True, keep_inputs=1), ranks=ranks)
         normscope.save_capture(whole, folder / f"whole {rank}.safetensors")
         said["skipped"] = [dataclasses.asdict(norm) for norm in whole.skipped]
         (folder / f"{rank}.json").write_text(json.dumps(said))
         if rank == SIZE - 1:
             os._exit(9)
         try:
-            ranks.told("is anybody there?")
+            ranks.gather("is anybody there?")
         except RankLostError as error:
             (folder / f"lost {rank}.txt").write_text(str(error))
         os._exit(0)  # the others may already be gone, whom destroying the group would tell
@@ -190,19 +141,6 @@ def said(folder):
     return {**told[0], "alike": alike}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_sums_that_were_sent_merge_to_what_one_alone_would_see(name):
-    make, batches, options = CASES[name]
-    sent = []
-    for stats in stats_of_ranks(CASES[name]):
-        (site,) = find_norms(make(), batch([0]).first_sample()).sites
-        sent.append(unpack_sums(site, stats.sources, stats.seed, pack_sums(stats)))
-    merged = functools.reduce(PairStats.merge, sent)
-    alone = stats_of(make(), [each for of_rank in batches for each in of_rank], options)
-    assert_same_tensors(pack_sums(merged), pack_sums(alone))
-    assert merged.sources == alone.sources
-
-
 def test_tokens_of_no_sample_are_drawn_anywhere_in_their_batch():
     """One of each of 64 batches, none of which draws as another does."""
     batches = [batch(range(i * 9, i * 9 + 9)) for i in range(64)]
@@ -212,14 +150,14 @@ def test_tokens_of_no_sample_are_drawn_anywhere_in_their_batch():
 
 
 @pytest.mark.slow
-def test_what_is_told_arrives(said):
+def test_messages_arrive_at_every_rank(said):
     assert said["told"] == MESSAGES
     assert said["each"] == [[], [1], [2, 2]]
     assert said["left out"] == [["1.png: \udcff", "2.png: \udcff"], 3]
 
 
 @pytest.mark.slow
-def test_ranks_that_were_asked_for_different_things_all_refuse(said):
+def test_ranks_with_different_options_all_refuse(said):
     for rank, (alike, other) in enumerate(said["alike"]):
         assert alike is None
         shown = r"['a', '']" if rank < 2 else "['a', 'b']"
@@ -243,17 +181,17 @@ def test_a_capture_by_all_is_the_capture_of_one(folder, said):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_lost_is_told_in_a_sentence(folder, said):
+def test_a_lost_rank_is_an_error_of_the_others(folder, said):
     for rank in range(SIZE - 1):
         told = (folder / f"lost {rank}.txt").read_text()
         assert told.startswith("Another rank ended, or did not make the same call ") and "--resume" in told
 
 
-def test_alone_nothing_is_told_to_anybody():
-    assert ALONE.told("x") == ["x"] and list(ALONE.each(b"\0\1")) == [b"\0\1"]
+def test_a_single_rank_needs_no_process_group():
+    assert ALONE.gather("x") == ["x"] and list(ALONE.gather_bytes(b"\0\1")) == [b"\0\1"]
     with joined(Place()) as ranks:
         assert ranks == ALONE and not dist.is_initialized()
 
 
 if __name__ == "__main__":
-    tell(Path(sys.argv[1]), int(os.environ["RANK"]))
+    run_rank(Path(sys.argv[1]), int(os.environ["RANK"]))

@@ -82,36 +82,14 @@ def test_a_padded_batch_has_the_sums_of_its_samples_one_at_a_time(layout):
         assert float(together.stats["norm"].channel_extremes.abs().max()) < 1e3
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_later_batches_of_other_lengths_are_told_too(layout):
-    model = Encoder(layout)
+def test_a_mask_to_be_added_to_attention_is_refused():
     x, valid = padded()
-    one = Batch((x,), {}, samples(0, 1, 2), valid=valid)
-    shorter = Batch((x[:, :6],), {}, samples(3, 4, 5), valid=valid[:, :6])
-    both = normscope.capture(model, [one, shorter]).stats["norm"]
-    count = 2 * len(LENGTHS) if layout == "pooled" else int(valid.sum()) + int(valid[:, :6].sum())
-    assert both.n_pairs == count * WIDTH
-    assert both.fold_by == "source"
-    whole = [  # without padding
-        Batch((sequence.expand(2, -1, -1),), {}, samples(2 * i, 2 * i + 1), valid=torch.ones(2, sequence.shape[1]) > 0)
-        for i, sequence in enumerate(sequences())
-    ]
-    assert normscope.capture(model, whole).stats["norm"].fold_by == "source"
-
-
-def test_an_attention_mask_among_the_keyword_arguments_is_honoured():
-    x, valid = padded()
-    model = Encoder("tokens")
-    marked = normscope.capture(model, [{"x": x, "attention_mask": valid.long()}]).stats["norm"]
-    told = normscope.capture(model, [Batch((x,), {}, samples(0, 1, 2), valid=valid)]).stats["norm"]
-    assert marked.n_pairs == told.n_pairs == sum(LENGTHS) * WIDTH
-    added_to_attention = (1.0 - valid.float()) * -1e4
     with pytest.raises(DataError, match="holds other values than 0 and 1"):
-        normscope.capture(model, [{"x": x, "attention_mask": added_to_attention}])
+        normscope.capture(Encoder("tokens"), [{"x": x, "attention_mask": (1.0 - valid.float()) * -1e4}])
 
 
 @pytest.mark.parametrize("layout", ["heads last", "heads first"])
-def test_as_many_heads_as_positions_cannot_be_told_apart(layout):
+def test_as_many_heads_as_positions_are_refused(layout):
     heads = max(LENGTHS)
     x, valid = padded(heads * HEAD_DIM)
     batch = Batch((x,), {}, samples(0, 1, 2), valid=valid)
@@ -202,7 +180,7 @@ def test_tokens_without_their_padding_are_all_data_of_their_samples(layout, leng
     assert seen.fold_by == "source"
 
 
-def test_what_the_batches_run_themselves_is_not_recorded():
+def test_passes_of_the_batch_iterator_are_not_recorded():
     model = Encoder("tokens")
 
     def sampler():

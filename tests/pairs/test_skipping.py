@@ -10,7 +10,7 @@ from torch import nn
 import normscope
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, Sample
-from normscope.pairs.sums import reference, stats
+from normscope.pairs.sums import loops, reference
 
 D, LENGTH = 12, 9
 EPS = 1e-5
@@ -85,14 +85,7 @@ def test_the_first_position_and_the_rest_are_the_whole():
     assert torch.equal(rest.position_sums[:, 1:], whole.position_sums[:, 1:])
 
 
-def test_a_sample_of_the_tokens_is_one_of_those_behind():
-    x = texts(length=30)
-    seen = normscope.capture(OneNorm(nn.LayerNorm(D)), [Batch((x,), samples=samples_of(4))], sample=5, skip=26)
-    assert seen.stats["norm"].n_tokens == 4 * 4  # as many as there are
-    assert seen.stats["norm"].position_sums[0, 26:30].tolist() == [4.0] * 4
-
-
-def test_all_sums_raw_pairs_and_kept_inputs_leave_them_out():
+def test_all_sums_raw_pairs_and_kept_inputs_omit_them():
     x = texts()
     options = {"by_gamma": True, "per_channel": True, "diagonal": True, "keep_inputs": 1}
     model = OneNorm(nn.LayerNorm(D))
@@ -199,14 +192,7 @@ def test_as_many_heads_as_positions_are_refused():
     assert normscope.capture(Heads(4, True), batches, layers="norm", skip=1).stats["norm"].n_tokens == 12
 
 
-def test_only_the_chosen_norms_are_refused():
-    model = network_of(lambda net, x: net.last(net.first(x).mean(1)), first=nn.LayerNorm(D), last=nn.LayerNorm(D))
-    with pytest.raises(UsageError, match="last"):
-        normscope.capture(model, [texts()[None, 0]], skip=1)
-    assert normscope.capture(model, [texts()[None, 0]], skip=1, layers="first").stats["first"].n_tokens == LENGTH - 1
-
-
-def test_wrong_numbers():
+def test_wrong_numbers_of_positions_are_refused():
     model, x = OneNorm(nn.LayerNorm(D)), texts()
     with pytest.raises(UsageError, match="skip is -1"):
         normscope.capture(model, [x], skip=-1)
@@ -218,7 +204,7 @@ def test_wrong_numbers():
     assert normscope.capture(model, [x], skip=LENGTH - 1).stats["norm"].n_tokens == 4
 
 
-def test_a_capture_says_what_it_leaves_out(tmp_path):
+def test_a_capture_describes_the_positions_it_omits(tmp_path):
     model = OneNorm(nn.LayerNorm(D))
     seen = [normscope.capture(model, [Batch((texts(),), samples=samples_of(4, 4 * n))], skip=n) for n in (0, 1, 2)]
     again = normscope.load_capture(normscope.save_capture(seen[2], tmp_path / "seen.safetensors"))
@@ -242,7 +228,7 @@ def test_the_reference_and_the_compiled_loop_agree(monkeypatch):
     for norm in (nn.LayerNorm(D), nn.RMSNorm(D)):
         by_loop = normscope.capture(OneNorm(norm), batches).stats["norm"]
         with monkeypatch.context() as patch:
-            patch.setattr(stats, "_compiled_loop_of", lambda device: reference.add)
+            patch.setattr(loops, "loop_of", lambda device: reference.add)
             by_reference = normscope.capture(OneNorm(norm), batches).stats["norm"]
         for name in ("position_sums", "first_moments"):
             torch.testing.assert_close(getattr(by_loop, name), getattr(by_reference, name), rtol=1e-9, atol=1e-9)

@@ -52,7 +52,7 @@ def capture(
     check_by(by, [model])
     _check_capture_file(output, force)
     place = Place.from_environment()
-    from normscope.pairs.ranks import Checkpoints
+    from normscope.pairs.checkpoints import Checkpoints
 
     folder = output.with_name(f"{output.name}{CHECKPOINT}")
     checkpoints = Checkpoints(folder, checkpoint_every, resume or place.restarts > 0)

@@ -76,7 +76,7 @@ def swap_bench(
     figures: list[dict[str, str]] = []
     with run.joined() as ranks:
         for name in names:
-            ranks.told(name)  # the other ranks wait: none loads the next network while the first times this one
+            ranks.gather(name)  # the other ranks wait: none loads the next network while the first times this one
             network = run.load(name, out)
             source = swapping.SwapSource(network, layers, run, out, ranks)
             _remark_on_calibrations(source, choices, out)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from normscope.pairs.sums.binned import SiteSums
 from normscope.pairs.sums.binning import CHANNEL_GRID, DENSITY_X_GRID, DENSITY_Y_GRID, MOMENTS, PAIR_GRID, TOKEN_GRID
 from normscope.pairs.sums.sampling import (
     FOLDS,
@@ -23,6 +22,7 @@ from normscope.pairs.sums.sampling import (
     TokenSample,
     evenly,
 )
+from normscope.pairs.sums.site_sums import SiteSums
 from normscope.pairs.sums.tokens import POSITIONS, Tokens
 
 _PAIRS_AT_ONCE = 2**20  # bounds the float64 temporaries of one step to about 100 MB
@@ -48,10 +48,10 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
     add_positions(stats, tokens)
     keys, places = tokens.keys(), tokens.places()
     for rows, pairs in _in_steps(stats, tokens):
-        stats.bins.add("moments", _moments(pairs))
+        stats.moments += _moments(pairs)
         _add_optional(stats, tokens, pairs)
         stats.nonfinite_tokens += (pairs.valid & ~pairs.counted).sum()
-        stats.bins = stats.bins.replaced({"density": stats.density + _density(pairs)})
+        stats.density += _density(pairs)
         _add_channels(stats, pairs)
         _count(stats.token_offsets, pairs.x.mean(1, keepdim=True) * pairs.rstd, pairs.counted)
         _count(stats.token_scales, 1 / pairs.rstd, pairs.counted)
@@ -60,8 +60,8 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
 
 def add_optional(stats: SiteSums, tokens: Tokens, *, by_gamma: bool = True) -> None:
     """Add the pairs of ``tokens`` to the optional sums only; without ``by_gamma``, not to those weighted by γ²."""
-    by_gamma = by_gamma and "gamma_moments" in stats.bins
-    if by_gamma or stats.channel_moments is not None or "diagonal_moments" in stats.bins:
+    by_gamma = by_gamma and stats.gamma_moments is not None
+    if by_gamma or stats.channel_moments is not None or stats.diagonal_moments is not None:
         for _, pairs in _in_steps(stats, tokens):
             _add_optional(stats, tokens, pairs, by_gamma)
 
@@ -141,18 +141,18 @@ def _moments(pairs: _Pairs, weight: Tensor | None = None) -> Tensor:
 
 
 def _add_optional(stats: SiteSums, tokens: Tokens, pairs: _Pairs, by_gamma: bool = True) -> None:
-    if by_gamma and "gamma_moments" in stats.bins:
+    if by_gamma and stats.gamma_moments is not None:
         gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
         weight = gamma.to(pairs.x.device).double().square()
-        stats.bins.add("gamma_moments", _moments(pairs, weight[pairs.channel]))
+        stats.gamma_moments += _moments(pairs, weight[pairs.channel])
     if stats.channel_moments is not None:
         _, channels, bins = stats.channel_moments.shape
         cells = (pairs.channel * bins + CHANNEL_GRID.index(pairs.x.float())).where(pairs.counted, channels * bins)
         stats.channel_moments += binned_moments(pairs.x, pairs.y, cells, channels * bins).view(-1, channels, bins)
-    if "diagonal_moments" in stats.bins:
+    if stats.diagonal_moments is not None:
         form = tokens.lines.form
         assert form is not None  # noqa: S101 - the sums are kept of sites with a form alone
-        stats.bins.add("diagonal_moments", _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps))))
+        stats.diagonal_moments += _moments(replace(pairs, y=form.diagonal(pairs.x, tokens.lines.eps)))
 
 
 def _add_channels(stats: SiteSums, pairs: _Pairs) -> None:
@@ -173,9 +173,7 @@ def _draw(stats: SiteSums, pairs: _Pairs, keys: Tensor, places: tuple[Tensor, Te
     """Let single pairs and whole tokens compete for their places in the drawing samples."""
     counted = pairs.counted[:, 0]
     x, y, keys = pairs.x.float(), pairs.y.float(), keys.where(counted, NO_KEY)
-    drawn = stats.pairs
-    drawn.add(keys, pairs.bins, x, y, pairs.channel)
-    stats.bins = stats.bins.replaced(vars(drawn))
+    stats.pairs.add(keys, pairs.bins, x, y, pairs.channel)
     # The token of the largest reach has the least rank; tokens that do not count come last.
     rank = -pairs.x.abs().amax(1).where(counted, -1)
     by_key = keys.argsort()

@@ -14,6 +14,7 @@ from torch import Tensor
 from normscope.inputs.batch import Sample
 from normscope.inputs.held_out import permutation
 from normscope.pairs.sums.binning import PAIR_GRID
+from normscope.pairs.sums.memory import zeros
 
 FOLDS = 8
 
@@ -75,7 +76,7 @@ PAIRS_PER_BIN = 4  # a power of two
 GROUPED_WIDTH = 256  # elements that are drawn of a token that is a group of channels over all positions
 
 NO_KEY = torch.iinfo(torch.int64).max
-ONE_ELEMENT_IN = 8  # of a token competes for the places of single pairs; its key chooses it
+ONE_ELEMENT_IN = 8  # one element in eight, chosen by the token's key, competes for a slot
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio as int64: splitmix64's increment (Steele et al. 2014)
 MIX = (-4658895280553007687, -7723592293110705685)
 
@@ -110,11 +111,6 @@ def _mix(z: Tensor) -> Tensor:
 
 def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _first_element(keys: Tensor) -> Tensor:
-    """Choose the first element of a token that competes, by bits of its key that choose no place in a bin."""
-    return _shift_right(keys, 8) % ONE_ELEMENT_IN
 
 
 def evenly(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -198,6 +194,13 @@ class PairSample:
     y: Tensor
     channel: Tensor
 
+    @classmethod
+    def empty(cls, device: torch.device) -> PairSample:
+        """Return a sample of no pairs."""
+        shape = PAIRS_PER_BIN, PAIR_GRID.size
+        x, y, channel = (zeros(shape, dtype, device) for dtype in (torch.float32, torch.float32, torch.int32))
+        return cls(torch.full(shape, NO_KEY, device=device), x, y, channel)
+
     @property
     def filled(self) -> Tensor:
         """Mask of the places in use: bool ``(PAIRS_PER_BIN, bins)``."""
@@ -214,7 +217,8 @@ class PairSample:
             channel: of the pairs, int64 ``(tokens, d)``.
         """
         place = torch.arange(x.shape[1], device=x.device)
-        competes = (place % ONE_ELEMENT_IN == _first_element(keys)[:, None]) & (keys != NO_KEY)[:, None]
+        first = _shift_right(keys, 8) % ONE_ELEMENT_IN  # by bits of the key that choose no place in a bin
+        competes = (place % ONE_ELEMENT_IN == first[:, None]) & (keys != NO_KEY)[:, None]
         pair_keys = ((keys[:, None] ^ element_keys(x.shape[1]).to(x.device)) * MIX[0]) & NO_KEY
         places = pair_keys.remainder(PAIRS_PER_BIN) * PAIR_GRID.size + bins
         key = self.key.flatten()

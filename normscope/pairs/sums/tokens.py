@@ -28,40 +28,6 @@ def group_channels(n_tokens: int, d: int, channels: int, groups: int) -> Tensor:
     return first[:, None] + within
 
 
-def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
-    """Find the axis that grew with the number of samples, which need not be the first.
-
-    It may also count the positions of all samples, which may have other lengths than the first sample. None if there is
-    no such axis, so that tokens belong to no known sample: learned queries, for example.
-    """
-    if n_samples == 1:
-        return 0
-    if len(of_one_sample) != len(shape):
-        return None
-    counts = {n_samples * positions} if positions else set()
-    grown = [axis for axis, size in enumerate(of_one_sample) if shape[axis] in {size * n_samples, *counts}]
-    return min(grown, key=lambda axis: of_one_sample[axis], default=None)
-
-
-def serves_all(
-    of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
-) -> bool:
-    """True if all samples share an input, given that no axis grew with their number.
-
-    Its axes are then as long as for one sample, except for positions. With fewer positions than that sample had, the
-    answer is False, as two short samples may have as many tokens as a long one.
-
-    >>> single = torch.Size([1, 9, 8])
-    >>> serves_all(single, torch.Size([1, 12, 8]), 9, 12), serves_all(single, torch.Size([3, 9, 8]), 9, 9)
-    (True, False)
-    """
-    if positions_of_one is None or positions is None or positions < positions_of_one:
-        return False
-    sizes = list(zip(of_one_sample, shape, strict=False))
-    unchanged = all(first == now or (first, now) == (positions_of_one, positions) for first, now in sizes)
-    return len(of_one_sample) == len(shape) and unchanged
-
-
 @dataclass(frozen=True)
 class Run:
     """Neighbouring tokens of one sample.

@@ -108,7 +108,7 @@ class PairedPasses:
         rows = tallies.gathered(self.ranks).rows(list(self.modules))
         if not any(row.at == OUTPUT for row in rows):
             raise DataError("There is no batch to run the model on.")
-        called = {path for paths in self.ranks.told(sorted(self._called)) for path in paths}
+        called = {path for paths in self.ranks.gather(sorted(self._called)) for path in paths}
         if idle := [path for path in self.modules if path not in called]:
             raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so swapping it has no effect.")
         return rows

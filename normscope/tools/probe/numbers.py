@@ -18,7 +18,8 @@ from normscope.fits.scale import scale_of
 from normscope.fits.targets import FitTarget, site_target
 from normscope.norms.sites import NormSite
 from normscope.pairs.captures import Capture
-from normscope.pairs.sums.stats import PairStats, of_pairs, of_tokens
+from normscope.pairs.sums.magnitudes import of_pairs, of_tokens
+from normscope.pairs.sums.stats import PairStats
 from normscope.tools.probe.timeline import OF_CURVES, OF_NORMS, OF_POINTWISE, OF_SITES
 
 FORM = FitForm()  # A, α and s are free, as normscope.fit has them

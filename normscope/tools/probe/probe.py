@@ -136,7 +136,7 @@ class Probe:
         self._report = self._ranks.norms(report)
         self._sites = select(self._report.sites, layers)
         self._modules = {site.path: submodule(self._model, site.path) for site in self._sites}
-        n_samples = count(sum(self._ranks.told(sum(len(each.samples) for each in self._batches))), "sample")
+        n_samples = count(sum(self._ranks.gather(sum(len(each.samples) for each in self._batches))), "sample")
         named = {"model": class_of(self._model).__name__, "weights": "in training", "data": n_samples, **(about or {})}
         self._about = named
         self._header = TimelineHeader(
@@ -201,7 +201,7 @@ class Probe:
                 action()
             except NormscopeError as refusal:
                 error = str(refusal)
-        if error := self._ranks.told(error)[0]:
+        if error := self._ranks.gather(error)[0]:
             raise UsageError(error)
 
     def _write(self, record: StepRecord, seen: Capture) -> None:
@@ -296,7 +296,7 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
 def _share(batches: list[Batch], ranks: Ranks) -> list[Batch]:
     """Return this rank's share of batches that all ranks have passed alike; others are shares already."""
     samples = [[sample.data, sample.index] for batch in batches for sample in batch.samples]
-    if ranks.size == 1 or any(others != samples for others in ranks.told(samples)):
+    if ranks.size == 1 or any(others != samples for others in ranks.gather(samples)):
         return batches
     if any(len(batch.samples) < ranks.size or not batch.divisible for batch in batches):
         raise UsageError(

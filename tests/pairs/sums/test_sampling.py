@@ -9,10 +9,7 @@ import normscope
 from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.norms.formulas import Lines, layer_norm
-from normscope.pairs.capture import captured as observed
-from normscope.pairs.recorder import Summing
-from normscope.pairs.sums import reference
-from normscope.pairs.sums import stats as loops
+from normscope.pairs.sums import loops, reference
 from normscope.pairs.sums.binning import cpu
 from normscope.pairs.sums.stats import PairStats
 
@@ -50,20 +47,6 @@ def test_a_sample_as_large_as_the_sample_is_all_and_one_of_nothing_is_refused():
         captured(6, sample=0)
 
 
-def test_every_token_is_as_likely_as_another():
-    taken = torch.zeros(TOKENS)
-    x = batches(6)[0].args[0].reshape(-1, 8)
-    for seed in range(60):
-        rows = []
-        summing = Summing(seed, sample=3, observe=lambda site, x, y, rows=rows: rows.append(x.clone()))
-        observed(nn.Sequential(nn.LayerNorm(8)), batches(6), summing)
-        assert len(rows[0]) == 18
-        for row in rows[0]:
-            taken[int((x == row).all(1).nonzero()) % TOKENS] += 1
-    # Binomial with 360 draws of 1/4 each: 90 on average, standard deviation 8.2; four of them.
-    assert ((taken - 90).abs() < 4 * 8.2).all()
-
-
 def test_padding_is_never_taken():
     (batch,) = batches(6)
     valid = torch.ones(6, TOKENS, dtype=torch.bool)
@@ -73,7 +56,7 @@ def test_padding_is_never_taken():
     assert stats.n_tokens == 5 * 5 + 2
 
 
-def test_the_capture_says_that_it_is_a_sample(tmp_path):
+def test_a_capture_describes_its_sample(tmp_path):
     seen = captured(6, sample=3)
     assert seen.about["sample"] == "a sample of 3 tokens of each"
     assert seen.about["data"].endswith("· a sample of 3 tokens of each")
@@ -110,7 +93,7 @@ def largest(seen: normscope.Capture, count: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("loop", [cpu.add, reference.add])
 def test_a_planted_token_is_found_through_padding_merging_and_files(tmp_path, monkeypatch, loop):
-    monkeypatch.setattr(loops, "_loop_of", lambda device: loop)
+    monkeypatch.setattr(loops, "loop_of", lambda device: loop)
     model = nn.Sequential(nn.LayerNorm(WIDTH))
     one = normscope.capture(model, [batch((4, 9, None), (7, 5, 3)), batch((30, 12, 11))])
     two = normscope.capture(model, [batch((55, 6, 0), (2, 7, None))])
@@ -135,7 +118,7 @@ def test_calls_of_one_forward_are_numbered_through():
     assert set(drawn.sample.tolist()) == {0, 1, 2}
 
 
-def test_tokens_of_no_sample_say_so():
+def test_tokens_of_no_sample_have_no_sample_number():
     stats = PairStats.empty(WIDTH)
     for index in range(2):
         samples = [Sample("a", 0, 2 * index), Sample("b", 1, 2 * index + 1)]

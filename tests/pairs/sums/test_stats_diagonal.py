@@ -14,8 +14,6 @@ import normscope
 from normscope.errors import DataError
 from normscope.inputs.batch import Sample
 from normscope.norms.formulas import root_mean_square, std_norm
-from normscope.pairs.capture import captured as observed
-from normscope.pairs.recorder import Summing
 from normscope.pairs.sums import reference
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.sampling import FOLDS, SourcesSeen
@@ -146,19 +144,6 @@ def test_folds_of_one_source_become_one_beside_another():
     assert sorted(moments[:, 0].sum(1).tolist())[-3:] == [0, POSITIONS * D, 2 * POSITIONS * D]
 
 
-def test_a_sample_of_the_tokens():
-    raw = {}
-    summing = Summing(
-        sample=3, diagonal=True, observe=lambda site, x, y: raw.setdefault(site.name, []).append(x.clone())
-    )
-    seen = observed(Network(), [batch(0, 1, 4, 5)], summing, layers=[*TRUTH, *NEVER])
-    folds = torch.tensor(SourcesSeen("several").folds_of(samples((0, 1, 4, 5)))).repeat_interleave(3)
-    for name in TRUTH:
-        x = torch.cat(raw[name])
-        assert len(x) == 12
-        assert_sums(seen.stats[name].diagonal_moments, truth(name, x, folds))
-
-
 def test_two_captures_are_one(tmp_path):
     first, second = [batch(0, 1, 4)], [batch(5, 8), batch(9)]
     merged = captured(first).merge(captured(second))
@@ -172,23 +157,6 @@ def test_two_captures_are_one(tmp_path):
     for one, other in ((merged, without), (without, merged)):
         with pytest.raises(DataError, match="Cannot merge sums with diagonal_moments and sums without; capture both"):
             one.merge(other)
-
-
-def test_a_file_contains_them_to_the_bit_where_they_are_kept(tmp_path):
-    seen, plain = captured(whole()), normscope.capture(Network(), [batch(0, 1, 4)])
-    again, without = (
-        normscope.load_capture(normscope.save_capture(capture, tmp_path / name))
-        for name, capture in (("seen", seen), ("plain", plain))
-    )
-    more = 8 * 6 * (FOLDS * PAIR_GRID.size + 1)  # sums, in the rows that the moments have
-    for one, other in ((seen, again), *((seen.parts[part], again.parts[part]) for part in seen.parts)):
-        for name in TRUTH:
-            assert torch.equal(one.stats[name].diagonal_moments, other.stats[name].diagonal_moments)
-            assert torch.equal(other.stats[name].sums["diagonal_moments"], one.stats[name].diagonal_moments)
-            assert one.stats[name].nbytes == other.stats[name].nbytes == plain.stats[name].nbytes + more
-        assert other.stats["one"].diagonal_moments is None
-        assert one.stats["one"].nbytes == plain.stats["one"].nbytes
-    assert all("diagonal_moments" not in stats.sums for stats in without.stats.values())
 
 
 def test_norms_that_follow_from_no_form_have_none():

@@ -207,11 +207,11 @@ def test_without_a_c_compiler_plain_torch_computes_after_one_warning(tmp_path):
         "import torch, warnings\n"
         "torch.cuda.is_available = lambda: True\n"
         "torch.cuda.get_device_capability = lambda device: (8, 0)\n"
-        "from normscope.pairs.sums import reference, stats\n"
+        "from normscope.pairs.sums import loops, reference\n"
         "from normscope.swaps.kernels.choice import by_kernels\n"
         "cuda = torch.device('cuda', 0)\n"
         "print(*(by_kernels(curve, cuda, torch.bfloat16) for curve in ('tanh', 'erf')))\n"
-        "print(stats._loop_of('cuda') is reference.add)"
+        "print(loops.loop_of('cuda') is reference.add)"
     )
     environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "CC")}
     environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}

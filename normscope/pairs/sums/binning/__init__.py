@@ -13,7 +13,6 @@ __all__ = [
     "DENSITY_Y_GRID",
     "MOMENTS",
     "PAIR_GRID",
-    "TILE",
     "TOKEN_GRID",
     "FloatGrid",
 ]
@@ -76,4 +75,3 @@ TOKEN_GRID = FloatGrid(mantissa_bits=3, low=-27, high=18)
 CHANNEL_GRID = FloatGrid(mantissa_bits=2, low=-27, high=18)
 
 MOMENTS = ("n", "x", "y", "xx", "xy", "yy")
-TILE = 8  # bins of x and of y in a tile of the stored density, of which most are empty

@@ -13,17 +13,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from normscope.pairs.sums import reference
-from normscope.pairs.sums.binned import CompactBins, SiteSums
-from normscope.pairs.sums.binning import cpu_loop
+from normscope.pairs.sums.binning import MOMENTS, cpu_loop
 from normscope.pairs.sums.binning.cpu_loop import Rows, SampleArrays, Sums, add_weighted, draw, fill, join
-from normscope.pairs.sums.sampling import ONE_ELEMENT_IN, TokenSample, element_keys
+from normscope.pairs.sums.sampling import NO_KEY, ONE_ELEMENT_IN, element_keys
+from normscope.pairs.sums.site_sums import SiteSums
 from normscope.pairs.sums.tokens import Run, Tokens
 from normscope.runtime.compiled_loops import threads
 
 Array = NDArray[Any]
 
+_ADDED = ("channel_sums", "token_offsets", "token_scales")
 _PAIRS_A_THREAD = 2**17  # at least: below it, a further thread costs more than it saves
 
 
@@ -40,21 +42,20 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
     for other, done in zip(others, waiting, strict=True):
         done.result()
         _join(sums, other)
-    _add_weighted(stats, tokens, rows, given, sums)
+    _add_weighted(stats, tokens, rows, given)
     reference.add_optional(stats, tokens, by_gamma=False)
     if (places := tokens.in_sequence) is not None:
         cpu_loop.add_positions(rows, given, places.of_tokens.numpy(), places.first, sums)
     draw(rows, given, stats.grouped, *samples)
 
 
-def _add_weighted(stats: SiteSums, tokens: Tokens, rows: Rows, given: Array | None, sums: Sums) -> None:
+def _add_weighted(stats: SiteSums, tokens: Tokens, rows: Rows, given: Array | None) -> None:
     """Fill the sums weighted by γ², if requested: in one thread, so that they do not depend on their number."""
-    if "gamma_moments" not in stats.bins:
+    if stats.gamma_moments is None:
         return
     gamma = torch.ones(tokens.channels) if tokens.gamma is None else tokens.gamma
-    weighted = _compact(stats).cells.values["gamma_moments"]
     runs = np.array([(run.start, run.stop, run.fold) for run in tokens.runs], np.int64)
-    add_weighted(rows, given, runs, gamma.double().square().numpy(), sums.cells, weighted.numpy())
+    add_weighted(rows, given, runs, gamma.double().square().numpy(), _per_cell(stats.gamma_moments))
 
 
 def _rows(tokens: Tokens) -> Rows:
@@ -63,7 +64,7 @@ def _rows(tokens: Tokens) -> Rows:
     lines, form = tokens.lines, tokens.lines.form
     return Rows(
         rows=rows,
-        valid=_all_valid(n) if tokens.valid is None else tokens.valid.numpy(),
+        valid=np.ones(n, bool) if tokens.valid is None else tokens.valid.numpy(),
         form=(form.centred, form.about_mean, form.correction, form.eps_at) if form else (False, False, 0, 0),
         eps=lines.eps,
         given=form is None,
@@ -102,42 +103,28 @@ _views: WeakKeyDictionary[SiteSums, tuple[tuple[object, ...], Sums, tuple[Any, A
 
 def _views_of(stats: SiteSums) -> tuple[Sums, tuple[Any, Any]]:
     """Return the arrays of the sums and of both samples; making them takes as long as adding a few tokens."""
-    viewed = (stats.bins, stats.tokens, stats.largest)
+    viewed = (stats.moments, stats.tokens, stats.largest)
     views = _views.get(stats)
     if views is None or any(now is not before for now, before in zip(viewed, views[0], strict=True)):
-        samples = (_sample_of(stats.tokens), _sample_of(stats.largest))
-        views = _views[stats] = viewed, _sums_of(stats), samples
+        samples = [SampleArrays(*(values.numpy() for values in vars(drawn).values())) for drawn in viewed[1:]]
+        views = _views[stats] = viewed, _sums_of(stats), (samples[0], samples[1])
     return views[1:]
 
 
 def _sums_of(stats: SiteSums) -> Sums:
-    bins = _compact(stats)
-    cells, tiles, pairs = (table.rows.numpy().view(np.uint16) for table in (bins.cells, bins.tiles, bins.pairs))
     return Sums(
-        cells=cells,
-        moments=bins.cells.values["moments"].numpy(),
-        tiles=tiles,
-        density=bins.tiles.values["low"].view(-1).numpy().view(np.uint16),
-        density_high=bins.tiles.values["high"].view(-1).numpy(),
-        pairs=pairs,
-        **{f"pair_{name}": values.numpy() for name, values in bins.pairs.values.items()},
-        position_sums=stats.position_sums.numpy(),
-        first_moments=stats.first_moments.numpy(),
-        channel_sums=stats.channel_sums.numpy(),
+        moments=_per_cell(stats.moments),
+        density=stats.density.view(-1).numpy(),
+        **{f"pair_{name}": values.numpy() for name, values in vars(stats.pairs).items()},
+        **{name: getattr(stats, name).numpy() for name in ("position_sums", "first_moments", *_ADDED)},
         channel_extremes=stats.channel_extremes.numpy(),
-        token_offsets=stats.token_offsets.numpy(),
-        token_scales=stats.token_scales.numpy(),
         nonfinite_tokens=stats.nonfinite_tokens.view(1).numpy(),
     )
 
 
-def _compact(stats: SiteSums) -> CompactBins:
-    assert isinstance(stats.bins, CompactBins)  # noqa: S101 - as always in the CPU's memory
-    return stats.bins
-
-
-def _sample_of(tokens: TokenSample) -> Any:
-    return SampleArrays(*(values.numpy() for values in vars(tokens).values()))
+def _per_cell(moments: Tensor) -> Array:
+    """View moments as float64 ``(folds · bins, 6)``."""
+    return moments.mT.view(-1, len(MOMENTS)).numpy()
 
 
 # Sums of further threads, kept from call to call: allocating this much memory takes as long as the loop.
@@ -146,29 +133,24 @@ _spare: list[Sums] = []
 
 def _sums_apart(sums: Sums) -> Sums:
     """Return empty sums for another thread."""
-    apart = _spare.pop() if _spare else Sums(*map(np.zeros_like, sums))
+    if not _spare:
+        empty = Sums(*map(np.zeros_like, sums))
+        empty.pair_key[:] = NO_KEY
+        _spare.append(empty)
     infinity = np.full(sums.channel_sums.shape[1], np.inf, np.float32)
-    return apart._replace(
-        channel_sums=np.zeros_like(sums.channel_sums),
-        channel_extremes=np.stack([infinity, -infinity]),
-    )
+    extremes = np.stack([infinity, -infinity])
+    return _spare.pop()._replace(channel_sums=np.zeros_like(sums.channel_sums), channel_extremes=extremes)
 
 
 def _join(sums: Sums, other: Sums) -> None:
     """Add another thread's sums, and leave them empty."""
     join(sums, other)
-    for name in ("token_offsets", "token_scales", "nonfinite_tokens"):
+    for name in (*_ADDED, "nonfinite_tokens"):
         getattr(sums, name)[:] += getattr(other, name)
         getattr(other, name)[:] = 0
-    sums.channel_sums[:] += other.channel_sums
     np.minimum(sums.channel_extremes[0], other.channel_extremes[0], out=sums.channel_extremes[0])
     np.maximum(sums.channel_extremes[1], other.channel_extremes[1], out=sums.channel_extremes[1])
     _spare.append(other)
-
-
-@functools.lru_cache(maxsize=16)
-def _all_valid(n: int) -> Array:
-    return np.ones(n, bool)
 
 
 @functools.lru_cache(maxsize=16)

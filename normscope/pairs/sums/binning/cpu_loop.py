@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from normscope.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE
-from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TILE, TOKEN_GRID, FloatGrid
+from normscope.pairs.sums.binning import DENSITY_X_GRID, DENSITY_Y_GRID, PAIR_GRID, TOKEN_GRID, FloatGrid
 from normscope.pairs.sums.sampling import GOLDEN, MIX, NO_KEY, ONE_ELEMENT_IN, PAIRS_PER_BIN, TokenSample
 from normscope.runtime.compiled_loops import compiled
 
@@ -31,10 +31,9 @@ _TOKENS = 32
 _ELEMENTS = 1024
 _BYTES_OF_A_BIN = 48
 _UNCOUNTED = -1.0
-_TILE_BITS = _i4(TILE.bit_length() - 1)
-_Y_TILES = _i4(-(-DENSITY_Y_GRID.size // TILE))
+_DENSITY_Y_BINS = _i4(DENSITY_Y_GRID.size)
 
-_u8, _u2 = np.uint64, np.uint16
+_u8 = np.uint64
 _GOLDEN, _MIX_1, _MIX_2 = (_u8(number % 2**64) for number in (GOLDEN, *MIX))
 _NO_KEY = _u8(NO_KEY)
 
@@ -69,15 +68,11 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The arrays that a thread fills: the tables of :class:`CompactBins`, and fields of :class:`SiteSums`."""
+    """The arrays of a :class:`SiteSums` that a thread fills."""
 
-    cells: Any  # row of each fold and bin, uint16
-    moments: Any  # float64 (rows, 6)
-    tiles: Any  # row of each tile of the density, uint16
-    density: Any  # lower 16 bits of the counts, uint16 (rows · 64,)
-    density_high: Any  # the counts over 65,536, int64 of the same shape
-    pairs: Any  # row of each bin in the drawn pairs, uint16
-    pair_key: Any  # int64 (rows, places)
+    moments: Any  # float64 (folds · bins, 6)
+    density: Any  # int64 (x bins · y bins,)
+    pair_key: Any  # int64 (PAIRS_PER_BIN, bins)
     pair_x: Any  # float32, likewise
     pair_y: Any  # float32, likewise
     pair_channel: Any  # int32, likewise
@@ -147,20 +142,6 @@ def _to_either_side(steps: Any, bits: Any, centre: Any) -> Any:
 def _bin(bits: Any, shift: Any, lowest: Any, centre: Any) -> Any:
     """Return :meth:`FloatGrid.index` of a float32 number of these bits."""
     return _to_either_side(_steps(bits, shift, lowest, centre), bits, centre)
-
-
-@_exact
-def _new_row(rows: Any, block: Any) -> Any:
-    rows[-1] += 1
-    rows[block] = rows[-1]
-    return rows[block]
-
-
-@_exact
-def _row_of(rows: Any, block: Any) -> Any:
-    """Return the row of a bin of a :class:`BinTable`, the next free one if it has none."""
-    row = rows[_u8(block)]
-    return _u8(_new_row(rows, _u8(block)) if row == 0 else row)
 
 
 @_any_order
@@ -238,47 +219,32 @@ def _index(row: Any, shift: float, rstd: float, given: Any, y: Any, bins: Any, c
         else:
             y[j] = given[j]
     round_up = _i4((1 << _JOINED) - 1)
-    within = _i4(TILE - 1)
     for j in range(row.size):
         steps = _steps(bits[j], *_PAIR)
         bins[j] = _to_either_side(steps, bits[j], _PAIR[2])
         steps = _i4(_i4(steps + round_up) >> _JOINED)
         x_bin, y_bin = _to_either_side(steps, bits[j], _DENSITY_X[2]), _bin(y_bits[j], *_DENSITY_Y)
-        tile = _i4(_i4(_i4(x_bin >> _TILE_BITS) * _Y_TILES) + _i4(y_bin >> _TILE_BITS))
-        cell = _i4(_i4(tile << _TILE_BITS) + _i4(x_bin & within))
-        cells[j] = _i4(_i4(cell << _TILE_BITS) + _i4(y_bin & within))
+        cells[j] = _i4(_i4(x_bin * _DENSITY_Y_BINS) + y_bin)
 
 
 @_exact
 def _add_pairs(
     row: Any, shift: float, rstd: float, given: Any, bins: Any, cells: Any, first_cell: Any, sums: Any
 ) -> None:
-    address, rows, fours = _u8(sums.moments.ctypes.data), sums.cells[first_cell:], row.size - row.size % 4
-    tiles, low, high = sums.tiles, sums.density, sums.density_high
+    first_row, density, fours = _u8(sums.moments[first_cell:].ctypes.data), sums.density, row.size - row.size % 4
     for first in range(0, fours, 4):
         for j in range(first, first + 4):
-            _add_moments(row, shift, rstd, given, j, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
+            _add_moments(row, shift, rstd, given, j, first_row + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
         for j in range(first, first + 4):
-            _count(tiles, low, high, cells[j], _u2(1))
+            density[_u8(cells[j])] += 1
     for j in range(fours, row.size):
-        _add_moments(row, shift, rstd, given, j, address + _row_of(rows, bins[j]) * _u8(_BYTES_OF_A_BIN))
-        _count(tiles, low, high, cells[j], _u2(1))
+        _add_moments(row, shift, rstd, given, j, first_row + _u8(bins[j]) * _u8(_BYTES_OF_A_BIN))
+        density[_u8(cells[j])] += 1
 
 
 @_exact
-def _add_moments(row: Any, shift: float, rstd: float, given: Any, j: int, row_of_bin: Any) -> None:
-    _add_pair(row_of_bin, np.float64(row[j]), _y(row, shift, rstd, given, j))  # type: ignore[call-arg]
-
-
-@_exact
-def _count(tiles: Any, low: Any, high: Any, cell: Any, number: Any) -> None:
-    """Add to the count of a cell: to its lower bits, and to the higher ones when they overflow."""
-    bits = _u8(2) * _u8(_TILE_BITS)
-    tile = _u8(cell) >> bits
-    place = (_row_of(tiles, tile) << bits) + (_u8(cell) & _u8(TILE * TILE - 1))
-    low[place] += number
-    if low[place] < number:
-        high[place] += 1
+def _add_moments(row: Any, shift: float, rstd: float, given: Any, j: int, address: Any) -> None:
+    _add_pair(address, np.float64(row[j]), _y(row, shift, rstd, given, j))  # type: ignore[call-arg]
 
 
 @_exact
@@ -286,22 +252,22 @@ def _draw_pairs(tokens: Any, given: Any, t: int, first: int, stop: int, bins: An
     """Let some pairs of a part of a token compete for the places of their bins, as in :meth:`PairSample.add`."""
     key, step, last_place = _u8(tokens.keys[t]), ONE_ELEMENT_IN, _u8(PAIRS_PER_BIN - 1)
     start = np.int64((key >> _u8(8)) % _u8(step))
-    element_keys, key_rows, keys = tokens.element_keys[start, first // step :], sums.pairs, sums.pair_key
+    element_keys = tokens.element_keys[start, first // step :]
     for i in range((stop - first - start + step - 1) // step):
         j = start + i * step
         drawn = ((key ^ element_keys[i]) * _MIX_1) & _NO_KEY
-        place, kept = drawn & last_place, np.int64(drawn ^ _NO_KEY)
-        if kept > keys[_u8(key_rows[_u8(bins[j])]), place]:
+        place, bin_ = drawn & last_place, _u8(bins[j])
+        if np.int64(drawn) < sums.pair_key[place, bin_]:
             row, channels = tokens.rows[t, first:stop], tokens.rows.shape[1] // tokens.positions
             x, y = row[j], _y(row, tokens.shift[t], tokens.rstd[t], _part(given, t, first, stop), j)
             channel = t % tokens.groups * channels + (first + j) // tokens.positions
-            _put(sums, _row_of(sums.pairs, bins[j]), place, kept, x, y, channel)
+            _put(sums, place, bin_, np.int64(drawn), x, y, channel)
 
 
 @_exact
-def _put(sums: Any, row: Any, place: Any, key: Any, x: Any, y: Any, channel: Any) -> None:
-    sums.pair_key[row, place], sums.pair_channel[row, place] = key, channel
-    sums.pair_x[row, place], sums.pair_y[row, place] = x, y
+def _put(sums: Any, place: Any, bin_: Any, key: Any, x: Any, y: Any, channel: Any) -> None:
+    sums.pair_key[place, bin_], sums.pair_channel[place, bin_] = key, channel
+    sums.pair_x[place, bin_], sums.pair_y[place, bin_] = x, y
 
 
 @_exact
@@ -462,7 +428,7 @@ def _add_times(sums: Any, weight: float, x: float, y: float) -> None:
 
 
 @_called
-def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, cells: Any, moments: Any) -> None:
+def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, moments: Any) -> None:
     """Add the pairs of the tokens that :func:`fill` has counted, each times the weight of its channel.
 
     Args:
@@ -470,8 +436,7 @@ def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, cells: Any, mo
         given: as of :func:`fill`.
         runs: start, stop and fold of each, int64 ``(runs, 3)``.
         weight: float64 ``(channels,)``.
-        cells: row of each fold and bin, as :class:`Sums` has it.
-        moments: the weighted ones, float64 ``(rows, 6)``.
+        moments: the weighted ones, float64 ``(folds · bins, 6)``.
     """
     d, positions = tokens.rows.shape[1], tokens.positions
     for run in range(runs.shape[0]):
@@ -484,8 +449,8 @@ def add_weighted(tokens: Any, given: Any, runs: Any, weight: Any, cells: Any, mo
             first_channel = t % tokens.groups * (d // positions)
             for j in range(d):
                 x, y = np.float64(row[j]), _y(row, shift, rstd, of_token, j)
-                bin_ = fold * _PAIR_BINS + _bin(bits[j], *_PAIR)
-                _add_times(moments[_row_of(cells, bin_)], weight[first_channel + j // positions], x, y)
+                cell = fold * _PAIR_BINS + _bin(bits[j], *_PAIR)
+                _add_times(moments[_u8(cell)], weight[first_channel + j // positions], x, y)
 
 
 @_called
@@ -553,31 +518,23 @@ def _last(sample: Any) -> int:
 @_called
 def join(sums: Any, other: Any) -> None:
     """Add the binned sums and drawn pairs of another thread, and leave them empty."""
-    for cell in range(other.cells.size - 1):
-        if other.cells[cell] != 0:
-            row, source = _row_of(sums.cells, cell), other.cells[cell]
-            for i in range(sums.moments.shape[1]):
-                sums.moments[row, i] += other.moments[source, i]
-                other.moments[source, i] = 0
-    for tile in range(other.tiles.size - 1):
-        first = _u8(other.tiles[tile]) * _u8(TILE * TILE)
-        for place in range(TILE * TILE if first else 0):
-            cell = tile * TILE * TILE + place
-            if other.density[first + _u8(place)] != 0:
-                _count(sums.tiles, sums.density, sums.density_high, cell, other.density[first + _u8(place)])
-                other.density[first + _u8(place)] = 0
-            if other.density_high[first + _u8(place)] != 0:
-                row = _row_of(sums.tiles, tile) * _u8(TILE * TILE) + _u8(place)
-                sums.density_high[row] += other.density_high[first + _u8(place)]
-                other.density_high[first + _u8(place)] = 0
-    for bin_ in range(other.pairs.size - 1):
-        source = other.pairs[bin_]
-        for place in range(other.pair_key.shape[1] if source != 0 else 0):
-            key = other.pair_key[source, place]
-            if key > sums.pair_key[sums.pairs[bin_], place]:
-                x, y = other.pair_x[source, place], other.pair_y[source, place]
-                _put(sums, _row_of(sums.pairs, bin_), place, key, x, y, other.pair_channel[source, place])
-            other.pair_key[source, place] = 0
-    other.cells[:] = 0
-    other.tiles[:] = 0
-    other.pairs[:] = 0
+    moments, added = sums.moments, other.moments
+    for cell in range(added.shape[0]):
+        if added[cell, 0] != 0:
+            for i in range(added.shape[1]):
+                moments[cell, i] += added[cell, i]
+                added[cell, i] = 0
+    density, counts = sums.density, other.density
+    for first in range(0, counts.size, _DENSITY_Y_BINS):  # in rows: vector loads of pages without memory are slow
+        row = counts[first : first + _DENSITY_Y_BINS]
+        if row.sum() > 0:
+            density[first : first + _DENSITY_Y_BINS] += row
+            row[:] = 0
+    kept_keys, keys = sums.pair_key, other.pair_key
+    for place in range(keys.shape[0]):
+        for bin_ in range(keys.shape[1]):
+            key = keys[place, bin_]
+            if key < kept_keys[place, bin_]:
+                x, y = other.pair_x[place, bin_], other.pair_y[place, bin_]
+                _put(sums, place, bin_, key, x, y, other.pair_channel[place, bin_])
+            keys[place, bin_] = _NO_KEY

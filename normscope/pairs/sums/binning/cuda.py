@@ -12,10 +12,10 @@ from torch import Tensor
 
 from normscope.norms.formulas import Form
 from normscope.pairs.sums import reference
-from normscope.pairs.sums.binned import SiteSums
 from normscope.pairs.sums.binning import PAIR_GRID
 from normscope.pairs.sums.binning.cuda_pairs import COUNTED, GATHERED, add_pairs, describe, draw, flush
 from normscope.pairs.sums.sampling import FOLDS, GROUPED_WIDTH, NO_KEY, ONE_ELEMENT_IN
+from normscope.pairs.sums.site_sums import SiteSums
 from normscope.pairs.sums.tokens import Run, Tokens
 
 _DESCRIBED = 2048  # elements that a program loads together
@@ -31,9 +31,7 @@ _OFFERED = 1024  # tokens that compete together for the samples of tokens
 _TIMES_THE_PLACES = 4  # number of tokens, about, that compete for a place of the uniform sample
 _PER_PROGRAM = 16  # tokens whose single pairs a program stores
 _WARPS_TO_DRAW = 8
-_BINNED = {"moments": "moments", "density": "density"}  # the kernels' arguments by what the bins store
-_BINNED |= {"key": "pair_keys", "x": "pair_x", "y": "pair_y", "channel": "pair_channel"}
-_COUNTED = ("channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
+_SUMS = ("moments", "density", "channel_sums", "channel_extremes", "token_offsets", "token_scales", "nonfinite_tokens")
 
 
 def add(stats: SiteSums, tokens: Tokens) -> None:
@@ -41,28 +39,24 @@ def add(stats: SiteSums, tokens: Tokens) -> None:
     rows = tokens.rows.detach()
     rows = (rows.float() if rows.dtype == torch.float64 else rows).contiguous()
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-        kept = _kept(stats)
         memory = {
             "rows": rows,
             "valid": rows if tokens.valid is None else tokens.valid.contiguous(),
-            "runs": _runs(tuple(tokens.runs), rows.device, _stream(rows.device)),
+            "runs": _runs(tuple(tokens.runs), rows.device, rows.is_cuda and torch.cuda.current_stream().cuda_stream),
             "scratch": torch.zeros(_CELLS + _ADDED + 1, GATHERED.value, device=rows.device),
-            **kept,
+            **_kept(stats),
             **_described(tokens, rows.device),
         }
         _launch_all(stats, tokens, memory)
-        stats.bins = stats.bins.replaced({name: kept[argument] for name, argument in _BINNED.items()})
         reference.add_optional(stats, tokens)
         reference.add_positions(stats, tokens)
 
 
 def _kept(stats: SiteSums) -> dict[str, Tensor]:
     """Return the tensors of ``stats`` by the names of the kernels' arguments."""
-    kept = {argument: stats.bins[name] for name, argument in _BINNED.items()}
-    kept |= {argument: tensor if argument == "moments" else tensor.contiguous() for argument, tensor in kept.items()}
-    kept |= {name: getattr(stats, name) for name in _COUNTED}
-    for name, sample in (("token", stats.tokens), ("largest", stats.largest)):
-        kept |= {f"{name}_{part}": values for part, values in vars(sample).items()}
+    kept = {name: getattr(stats, name) for name in _SUMS} | {"pair_keys": stats.pairs.key}
+    for name, sample in (("token", stats.tokens), ("largest", stats.largest), ("pair", stats.pairs)):
+        kept |= {f"{name}_{field}": values for field, values in vars(sample).items()}
     return kept
 
 
@@ -85,14 +79,10 @@ def _described(tokens: Tokens, device: torch.device) -> dict[str, Tensor]:
     return given | {name: torch.empty(size, dtype=dtype, device=device) for name, (dtype, size) in sizes.items()}
 
 
-def options_to_add(major: int) -> dict[str, int]:
-    """Return the compiler options of :func:`add_pairs` by major compute capability: below 9, one warp spills."""
-    return {"num_warps": 1, "maxnreg": 255} if major >= 9 else {"num_warps": 2}
-
-
-def _major(device: torch.device) -> int:
-    there = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_capability(device)[0] if there else 9
+def _options_to_add(device: torch.device) -> dict[str, int]:
+    """Return the compiler options of :func:`add_pairs`: below compute capability 9, one warp spills registers."""
+    before_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 9
+    return {"num_warps": 2} if before_hopper else {"num_warps": 1, "maxnreg": 255}
 
 
 def _launch_all(stats: SiteSums, tokens: Tokens, memory: Mapping[str, Tensor]) -> None:
@@ -112,7 +102,7 @@ def _launch_all(stats: SiteSums, tokens: Tokens, memory: Mapping[str, Tensor]) -
     grouped = tokens.groups is not None
     width = tokens.positions if grouped else d
     n_rows, tile = n * d // width, _columns(width)
-    at_once, options = _ADDED // tile, options_to_add(_major(stats.channel_sums.device))
+    at_once, options = _ADDED // tile, _options_to_add(stats.channel_sums.device)
     for first_row, last_row, first_column, last_column in _parts(n_rows, width):
         columns = triton.cdiv(last_column - first_column, tile)
         in_rows = triton.cdiv(last_row - first_row, at_once)
@@ -156,10 +146,6 @@ def _parts(n_rows: int, width: int) -> Iterator[tuple[int, int, int, int]]:
     for first_row in range(0, n_rows, high):
         for first_column in range(0, width, wide):
             yield first_row, min(first_row + high, n_rows), first_column, min(first_column + wide, width)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 @functools.lru_cache(maxsize=16)

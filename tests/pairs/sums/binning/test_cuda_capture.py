@@ -16,8 +16,9 @@ from torch import nn
 
 import normscope
 from normscope.norms.trace import find_norms
-from normscope.pairs.ranks import Ranks, merge_progress
-from normscope.pairs.recorder import Recorder, Summing
+from normscope.pairs.progress import merge_progress
+from normscope.pairs.ranks import Ranks
+from normscope.pairs.recorder import CaptureOptions, Recorder
 
 DEVICE = os.environ.get("NORMSCOPE_KERNEL_TESTS") or "cuda"
 
@@ -140,19 +141,19 @@ def ranks(tmp_path):
 
 def test_what_a_backend_carries_comes_back(ranks):
     for data in (b"", b"\0\1", bytes(range(256)) * 1000):
-        assert list(ranks.each(data)) == [data]
-    assert ranks.told({"ä": [1, None]}) == [{"ä": [1, None]}]
+        assert list(ranks.gather_bytes(data)) == [data]
+    assert ranks.gather({"ä": [1, None]}) == [{"ä": [1, None]}]
 
 
 def test_what_a_rank_has_seen_is_merged_by_the_backend(ranks):
     model = nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16)).to(ranks.device)
     batch = torch.randn(6, 5, 16, generator=torch.Generator().manual_seed(0)).to(ranks.device)
     report = find_norms(model, normscope.Batch((batch,)).first_sample())
-    recorder = Recorder(model, Summing(by_gamma=True, per_channel=True), report, report.sites)
+    recorder = Recorder(model, CaptureOptions(by_gamma=True, per_channel=True), report, report.sites)
     with recorder.hooked(), torch.no_grad():
         recorder.run(normscope.Batch((batch,)))
     before = {name: stats.to("cpu") for name, stats in recorder.progress.capture.parts[""].stats.items()}
-    merge_progress(recorder, ranks)
+    recorder.progress = merge_progress(recorder.progress, ranks)
     for name, stats in recorder.progress.capture.parts[""].stats.items():
         after = stats.to("cpu")
         for total, own in after.sums.items():

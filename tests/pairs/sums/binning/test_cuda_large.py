@@ -109,14 +109,6 @@ def test_tokens_of_networks_are_summed_as_by_torch_and_by_numba(name, dtype):
     assert_same(ours, filled(cpu.add, here, torch.device("cpu")))
 
 
-@pytest.mark.parametrize("name", ["a ViT-B", "groups"])
-def test_counts_and_drawn_keys_are_the_same_when_run_again(name):
-    tokens = of_a_network(name, torch.float32)
-    first = filled(cuda.add, tokens)
-    for _ in range(sized(5, 1)):
-        assert_same(filled(cuda.add, tokens), first)
-
-
 def test_on_a_stream_of_its_own():
     """Nothing waits for the other stream but by what is said: rows are made on that on which they are added up."""
     tokens = of_a_network("a DiT-XL", torch.bfloat16)

@@ -1,0 +1,126 @@
+"""Axes of samples and positions of a norm's input, and the mask of its tokens that are data."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from normscope.errors import DataError
+from normscope.norms.kinds import NormKind, token_axes
+from normscope.norms.sites import NormSite
+from normscope.norms.trace import NormReport
+
+
+def batch_axis(of_one_sample: torch.Size, shape: torch.Size, n_samples: int, positions: int | None) -> int | None:
+    """Find the axis that grew with the number of samples, which need not be the first.
+
+    It may also count the positions of all samples, which may have other lengths than the first sample. None if there is
+    no such axis, so that tokens belong to no known sample: learned queries, for example.
+    """
+    if n_samples == 1:
+        return 0
+    if len(of_one_sample) != len(shape):
+        return None
+    counts = {n_samples * positions} if positions else set()
+    grown = [axis for axis, size in enumerate(of_one_sample) if shape[axis] in {size * n_samples, *counts}]
+    return min(grown, key=lambda axis: of_one_sample[axis], default=None)
+
+
+def serves_all(
+    of_one_sample: torch.Size, shape: torch.Size, positions_of_one: int | None, positions: int | None
+) -> bool:
+    """True if all samples share an input, given that no axis grew with their number.
+
+    Its axes are then as long as for one sample, except for positions. With fewer positions than that sample had, the
+    answer is False, as two short samples may have as many tokens as a long one.
+
+    >>> single = torch.Size([1, 9, 8])
+    >>> serves_all(single, torch.Size([1, 12, 8]), 9, 12), serves_all(single, torch.Size([3, 9, 8]), 9, 9)
+    (True, False)
+    """
+    if positions_of_one is None or positions is None or positions < positions_of_one:
+        return False
+    sizes = list(zip(of_one_sample, shape, strict=False))
+    unchanged = all(first == now or (first, now) == (positions_of_one, positions) for first, now in sizes)
+    return len(of_one_sample) == len(shape) and unchanged
+
+
+def padded(x: Tensor, packed: int, mask: Tensor) -> Tensor:
+    """Return tokens of a packed axis at their positions, ``(samples, positions, …)``, with zeros for padding."""
+    x, mask = x.movedim(packed, 0), mask.to(x.device)
+    padded = x.new_zeros(*mask.shape, *x.shape[1:])
+    padded[mask] = x
+    return padded
+
+
+class TokenAxes:
+    """Axes of the norms' inputs, identified by their sizes in each call and in the first pass, of one sample."""
+
+    def __init__(self, report: NormReport) -> None:
+        self._report = report
+        self._positions: dict[str, int] = {}  # axis of positions of a site, once a call has shown it
+        self._serve_all: set[str] = set()  # sites whose input has no axis of samples
+
+    def of_samples(self, name: str, shape: torch.Size, n_samples: int, mask: Tensor | None) -> int | None:
+        """Find the axis of samples; None where there is none, or it cannot be identified.
+
+        Tokens of a norm without it belong to no sample and no fold, once for each batch.
+        """
+        of_one_sample, positions = self._report.shapes[name], None if mask is None else mask.shape[1]
+        axis = batch_axis(of_one_sample, shape, n_samples, positions)
+        if n_samples == 1:
+            return axis
+        of_weights = name in self._report.of_weights and shape == of_one_sample
+        length = self._report.positions.get(name)
+        if of_weights or (axis is None and serves_all(of_one_sample, shape, length, positions)):
+            self._serve_all.add(name)
+        return None if name in self._serve_all else axis
+
+    def packed(
+        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
+    ) -> int | None:
+        """Return the axis of the data of all samples, where the network took the padding out; None elsewhere."""
+        axes = token_axes(x, kind.axes(module, x.ndim))
+        sizes = [x.shape[axis] for axis in axes]
+        in_place = (
+            valid.numel() in sizes or sizes == [len(valid)] or (batch_axis is not None and valid.shape[1] in sizes)
+        )
+        channels_last = max(axes, default=0) < len(axes)
+        if in_place or not channels_last or site.name in self._report.of_weights or site.name in self._serve_all:
+            return None
+        n_data = int(valid.sum())
+        packed = [axis for axis in axes if x.shape[axis] == n_data and (batch_axis in (None, axis) or len(valid) == 1)]
+        return packed[0] if len(packed) == 1 or (packed and len(valid) == 1) else None
+
+    def valid_tokens(
+        self, site: NormSite, kind: NormKind, module: nn.Module, x: Tensor, batch_axis: int | None, valid: Tensor
+    ) -> Tensor | None:
+        """Return the mask of rows that are data, of a mask of positions: bool ``(tokens,)``, or None for all."""
+        if site.name in self._report.of_weights or site.name in self._serve_all:
+            return None
+        valid = valid.to(x.device)
+        axes = [] if kind.over_positions else token_axes(x, kind.axes(module, x.ndim), batch_axis or 0)
+        sizes = [x.shape[axis] for axis in axes]
+        if sizes == [valid.numel()]:  # samples and positions in one axis
+            return valid.flatten()
+        if sizes == [len(valid)]:  # one token a sample, and no position
+            return None
+        along = [axis for axis, size in zip(axes[1:], sizes[1:], strict=True) if size == valid.shape[1]]
+        if not along and len(valid) == 1 and sizes[:1] == [valid.shape[1]]:  # positions come first, then the one sample
+            along = axes[:1]
+        if len(along) == 1:
+            self._positions[site.name] = along[0]
+        positions = self._positions.get(site.name)
+        if batch_axis is None or positions not in along:
+            why = "no axis is as long as the mask" if not along else "several axes are as long as the mask"
+            why = "no axis counts the samples" if along and batch_axis is None else why
+            remedy = f", or say it in the valid_within of a normscope.Batch: {{{site.path!r}: …}}, None for data alone"
+            if kind.groups:
+                why, remedy = "its tokens extend over all", ""
+            raise DataError(
+                f"At the norm {site.name} (input {tuple(x.shape)}) it cannot be told which tokens are padding: {why}, "
+                f"of {valid.shape[1]} positions. Pass samples of one length, or one at a time, without padding "
+                f"(--batch-size 1){remedy}."
+            )
+        shape = [size if axis in (batch_axis, positions) else 1 for axis, size in zip(axes, sizes, strict=True)]
+        return valid.view(shape).expand(sizes).flatten()
