@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from normscope.inputs.batch import Batch, Sample
+from normscope.inputs.batch import Batch, Sample, as_batches
+from normscope.norms.trace import find_norms
 
 
 def numbered_batches(number, x_of, size=8, seed=0, data=""):
@@ -27,6 +28,26 @@ def network_of(forward, kind="Network", **parts):
     for name, part in parts.items():
         setattr(network, name, part)
     return network
+
+
+def inputs_of(model, names, batches, run=lambda model, batch: model(batch)):
+    """Run a network without gradients and return the inputs of its modules, call by call, by name."""
+    inputs = {name: [] for name in names}
+    hooks = [
+        model.get_submodule(name).register_forward_hook(lambda _, args, __, calls=calls: calls.append(args[0].detach()))
+        for name, calls in inputs.items()
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            run(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
+
+def report_of(model, *inputs):
+    """Find the norms of a network with one batch of arguments for its forward."""
+    return find_norms(model, next(as_batches([inputs])))
 
 
 class OneNorm(nn.Module):

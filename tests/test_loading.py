@@ -1,6 +1,4 @@
-"""A swapped network that was saved is loaded by its name, and gives the same outputs to the bit."""
-
-import json
+"""Swapped networks that were saved are loaded by name, with the same outputs to the bit."""
 
 import pytest
 import torch
@@ -82,9 +80,16 @@ def test_loaded_again_it_gives_the_same_outputs(options, tmp_path, request):
         assert_same_outputs(alone, network, batches)
 
 
-def test_it_is_not_said_to_have_random_weights(tmp_path, capsys):
-    network = saved(tmp_path / "swap", name="demo_vit", layers="final", limit=4)
-    again = normscope.load_swapped(tmp_path / "swap", limit=4, device="cpu")
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory):
+    """A network whose last norm was swapped, and its folder."""
+    folder = tmp_path_factory.mktemp("saved") / "swap"
+    return saved(folder, name="demo_vit", layers="final", limit=4), folder
+
+
+def test_weights_are_described_by_the_swap_and_its_origin(swapped, capsys):
+    network, folder = swapped
+    again = normscope.load_swapped(folder, limit=4, device="cpu")
     Output(quiet=True).introduce(again)
     assert capsys.readouterr().err == ""
     description = again.about["weights"]
@@ -100,26 +105,29 @@ def test_code_runs_only_where_it_is_named(factory, tmp_path, monkeypatch):
     assert normscope.load("py:net.py:make", weights="swap").name == "py:net.py:make"  # the same file, by another path
 
 
-def test_a_swap_of_another_model(tmp_path):
-    network = saved(tmp_path / "swap", name="demo_vit", limit=4)
-    with pytest.raises(ModelError, match=r"The swap in .*swap is of demo_vit, not of demo_dit"):
-        normscope.load("demo_dit", weights=tmp_path / "swap")
-    of_hub = network.about | {"model": "transformers:google/vit"}
-    normscope.save_swapped(network.module, tmp_path / "of_hub", of_hub, func="dyt", init="fit")
-    with pytest.raises(ModelError, match="is of transformers:google/vit, not of transformers:other/vit"):
-        normscope.load("transformers:other/vit", weights=tmp_path / "of_hub")
-    with pytest.raises(ModelError, match="are a folder"):
-        normscope.load("demo_vit", weights=tmp_path)
+def with_name(swapped, folder, name):
+    """Save a swap under another name of its model."""
+    network, _ = swapped
+    normscope.save_swapped(network.module, folder, network.about | {"model": name}, func="dyt", init="fit")
+    return folder
+
+
+def test_swaps_of_another_model_and_other_folders_are_refused(swapped, tmp_path):
+    hub = with_name(swapped, tmp_path / "hub", "transformers:google/vit")
+    for name, weights, message in (
+        ("demo_dit", swapped[1], "The swap in .*swap is of demo_vit, not of demo_dit"),
+        ("transformers:other/vit", hub, "is of transformers:google/vit, not of transformers:other/vit"),
+        ("demo_vit", tmp_path, "are a folder"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            normscope.load(name, weights=weights)
     with pytest.raises(ModelError, match=r"no swap\.json"):
         normscope.load_swapped(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["", "demo", "timm:no_such", "transformers:nowhere/\ud800", "x\0", None, 3, "py:"])
-def test_no_name_in_the_folder_does_harm(name, tmp_path):
-    saved(tmp_path / "swap", name="demo_vit", limit=4, layers="final")
-    document = json.loads((tmp_path / "swap" / "swap.json").read_text())
-    (tmp_path / "swap" / "swap.json").write_text(json.dumps(document | {"model": name}))
-    with pytest.raises(ModelError):
-        normscope.load_swapped(tmp_path / "swap")
-    with pytest.raises(ModelError):
-        normscope.load("demo_vit", weights=tmp_path / "swap")
+@pytest.mark.parametrize("name", ["", "demo", "timm:no_such", "transformers:nowhere/é", "x\0", "py:"])
+def test_other_names_in_swap_json_are_refused(swapped, name, tmp_path):
+    folder = with_name(swapped, tmp_path / "swap", name)
+    for load in (normscope.load_swapped, lambda folder: normscope.load("demo_vit", weights=folder)):
+        with pytest.raises(ModelError):
+            load(folder)

@@ -1,4 +1,4 @@
-"""Three pretrained pre-norm networks through every command; scripts/fetch_pretrained.py brings them."""
+"""Four pretrained networks through every command; scripts/fetch_pretrained.py brings them."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,12 @@ import normscope
 from normscope.models.weights.repository import COPIES, copy_of
 
 REPOSITORIES = {copy.name: repository for repository, copy in COPIES.items()}
-# The number of norms, their kind and d, and the limit of samples that keeps a test below a minute.
+# The number of norms, their kind, d and placements, and the limit of samples that keeps a test below a minute.
 NETWORKS = {
-    "dinov2_small": (25, "LayerNorm", 384, 3),
-    "smollm2_135m": (61, "LlamaRMSNorm", 576, 4),
-    "smart_turn": (9, "LayerNorm", 384, 4),
+    "dinov2_small": (25, "LayerNorm", 384, {"pre-norm", "final"}, 3),
+    "smollm2_135m": (61, "LlamaRMSNorm", 576, {"pre-norm", "final"}, 4),
+    "smart_turn": (9, "LayerNorm", 384, {"pre-norm", "final"}, 4),
+    "minilm": (13, "LayerNorm", 384, {"post-norm"}, 8),
 }
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ def name(request):
 @pytest.fixture(scope="module")
 def folder(name, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
-    limit = NETWORKS[name][3]
+    limit = NETWORKS[name][-1]
     invoke(f"capture {name} --limit {limit} --verify --diagonal --device cpu -o seen.safetensors", cwd=folder)
     return folder
 
@@ -45,17 +46,18 @@ def seen(folder):
 
 
 def test_its_norms_are_found_and_its_origin_is_named(name, seen):
-    number, kind, d, limit = NETWORKS[name]
+    number, kind, d, placements, limit = NETWORKS[name]
     assert len(seen.sites) == number and not seen.skipped and seen.n_samples == limit
     assert {(site.kind, site.d) for site in seen.sites} == {(kind, d)}
-    assert {site.placement for site in seen.sites} == {"pre-norm", "final"}
+    assert {site.placement for site in seen.sites} == placements
     copy = COPIES[REPOSITORIES[name]]
-    assert copy.origin and seen.about["weights"] == (f"{REPOSITORIES[name]}, {copy.origin} (sha256 {copy.sha256[:12]})")
+    origin = f"{REPOSITORIES[name]}, {copy.origin}" if copy.origin else REPOSITORIES[name]
+    assert seen.about["weights"] == f"{origin} (sha256 {copy.sha256[:12]})"
 
 
 def test_sums_are_those_of_hooks_on_its_last_norm(name, seen):
     """Against the norm's own inputs, in float64."""
-    network = normscope.load(name, device="cpu", limit=NETWORKS[name][3])
+    network = normscope.load(name, device="cpu", limit=NETWORKS[name][-1])
     site = seen.sites[-1]
     norm, rows = network.module.get_submodule(site.name), []
     hook = norm.register_forward_pre_hook(lambda module, args: rows.append(args[0].double()))

@@ -72,6 +72,7 @@ def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
 def imported(path: Path, *, types: bool = True) -> set[str]:
     """Return the full names of a file's imports, with or without those under ``if TYPE_CHECKING``."""
     names, for_types = set(), set()
@@ -247,10 +248,8 @@ def test_the_extra_test_brings_all_that_the_tests_import():
     brings, homes = required("test"), metadata.packages_distributions()
     missing = set()
     for path in sorted((root / "tests").rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
-        for module in {name.partition(".")[0] for name in names} - own - {"normscope"} - set(sys.stdlib_module_names):
+        names = {name.partition(".")[0] for name in imported(path)}
+        for module in names - own - {"normscope"} - set(sys.stdlib_module_names):
             if not {canonicalize_name(home) for home in homes.get(module, [])} & brings:
                 missing.add(f"{path.relative_to(root)} imports {module}")
     assert not missing

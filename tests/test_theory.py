@@ -84,7 +84,7 @@ tokens = st.builds(
     st.floats(0, 100),
     st.sampled_from([0.0, 1e-6, 1e-2, 1.0]),
 )
-on_tokens = settings(max_examples=40, deadline=None)
+on_tokens = settings(max_examples=20, deadline=None)
 
 
 def token_of(seed, d, scale, offset, massive):
@@ -228,7 +228,7 @@ def test_constant_scale_gives_tanh(d, scale):
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize(("d", "size"), [(3, 0.3), (16, 1.0), (768, 4.0)])
+@pytest.mark.parametrize(("d", "size"), [(3, 0.3), (96, 4.0)])
 def test_theorys_curves_are_solutions_of_what_the_diagonal_leaves(kind, d, size):
     """Tokens of one scale each: those of normscope.fit(theory=True) against the equations with that scale in them."""
     noise = torch.randn(8, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d))

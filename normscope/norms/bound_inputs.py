@@ -12,7 +12,7 @@ from normscope.errors import DataError, UsageError
 from normscope.inputs.batch import Batch, ForwardSignature, check_several, read, taken_once, tensors_at
 from normscope.inputs.loaded_model import InferredOutputs, LoadedModel, Outputs, module_of
 from normscope.norms.lengths import divided
-from normscope.norms.streams import Path, masks_of
+from normscope.norms.masks import Path, masks_of
 from normscope.runtime.network import uncompiled
 
 _Forward = Callable[[nn.Module, Any], Any] | None

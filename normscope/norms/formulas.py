@@ -196,7 +196,7 @@ def channel_vectors(module: nn.Module) -> list[nn.Parameter]:
     parameters = list(module.parameters(recurse=False))
     if len(parameters) not in (1, 2) or any(next(child.parameters(), None) is not None for child in module.children()):
         return []
-    vectors = [each for each in parameters if not is_lazy(each) and each.is_floating_point() and each.ndim]
+    vectors = [vector for vector in parameters if not is_lazy(vector) and vector.is_floating_point() and vector.ndim]
     alike = len(vectors) == len(parameters) and len({vector.numel() for vector in vectors}) == 1
     if not alike or not all(max(vector.shape) == vector.numel() > 1 for vector in vectors):
         return []

@@ -6,6 +6,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -106,12 +107,6 @@ def _name(func: Any) -> str:
     return str(func.__name__).partition(".")[0]  # without an operator's overload
 
 
-def _is_norm_function(func: Any) -> bool:
-    if func in _ARGUMENTS or func in _NO_SITES:
-        return True
-    return isinstance(func, _OPERATORS) and _NORM_OPERATORS.match(str(func)) is not None
-
-
 def inseparable(x: Tensor) -> str | None:
     """Return the reason why the tokens of a tensor cannot be told apart by sample, if there is one."""
     if not (x.is_nested or is_batchedtensor(x)):
@@ -120,6 +115,7 @@ def inseparable(x: Tensor) -> str | None:
     return f"{called} tokens cannot be told apart by sample"
 
 
+@dataclass(slots=True)
 class Frame:
     """A running call of a module's forward, or all that a pass runs outside of modules.
 
@@ -129,10 +125,9 @@ class Frame:
         functions: names of the norm functions that the forward has called so far.
     """
 
-    __slots__ = ("functions", "in_norm", "path")
-
-    def __init__(self, path: str, in_norm: bool) -> None:
-        self.path, self.in_norm, self.functions = path, in_norm, list[str]()
+    path: str
+    in_norm: bool
+    functions: list[str] = field(default_factory=list)
 
 
 class _OfThread(threading.local):
@@ -163,11 +158,6 @@ class FunctionWatch(TorchFunctionMode):
     def frames(self) -> list[Frame]:
         """Running calls of modules in this thread, the innermost last; the first is outside of modules."""
         return self._here.frames
-
-    @property
-    def called_by_norm(self) -> bool:
-        """True if the running module was called inside a norm module."""
-        return self.frames[-2].in_norm
 
     def __enter__(self) -> FunctionWatch:
         # A pass before may have ended with an error.
@@ -211,7 +201,8 @@ class FunctionWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         frame = self.frames[-1]
-        if _is_norm_function(func) and not frame.in_norm:
+        is_operator = isinstance(func, _OPERATORS) and _NORM_OPERATORS.match(str(func)) is not None
+        if (is_operator or func in _ARGUMENTS or func in _NO_SITES) and not frame.in_norm:
             function = _name(func)
             name = f"{frame.path or '(model)'}:{function}.{len(frame.functions)}"
             frame.functions.append(function)

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch, ForwardSignature, tensors_at, tensors_of
+from normscope.norms.masks import INPUT, REMEDY, refuse_unclear_masks
 from normscope.runtime.network import call, left_as_found, run
 
 # lengths, ilens, wav_lens, input_signal_length; what comes before names the tensor that the lengths are of.
@@ -31,20 +32,13 @@ _COUNT = re.compile(
     "|sizes?|percent(?:age)?s?|durations?)"
 )
 # Without a tensor of that name, lengths of the first tensor; or of something else: targets of a loss, prompts, caches.
-_INPUT = (
-    "x|xs|i|in|h|hs|s|t|n|src|source|input|tok|token|text|txt|word|seq|sequence|sentence|audio|speech|signal|sig|wav"
-    "|waveform|feat|feature|frame|mel|spec|fbank|utt|utterance|sample|data|valid|real|enc|encoder|batch"
-)
-_OF_INPUT = re.compile(f"(^|_)(|{_INPUT})s?(_|$)")
+_OF_INPUT = re.compile(f"(^|_)(|{INPUT})s?(_|$)")
 _OF_ANOTHER = re.compile(
     "(target|tgt|label|y|o|out|output|decoder|memory|prompt|prefix|context|question|query|past|cache|cu|max|min|focal|wave"
     "|path)s?(_|$)"
 )
 _TARGET = re.compile("(target|tgt|label|y|o|out|output|decoder)s?(_|$)")
 _AHEAD = re.compile("right_context|look_?ahead")  # an attribute of torchaudio's Emformer
-# A mask is named after its tokens: src_key_padding_mask after src, pixel_attention_mask after pixel_values.
-MASK = re.compile(r"(?!global_)(?:(\w+?)_)?(?:key_)?(?:attention|padding)_mask|(pixel)_mask")
-_UNCLEAR_MASK = re.compile(rf"(?:(?:{_INPUT}|key|pad|padding|non_?pad)s?_?)*masks?|valid|(?:is_|non_?)?pad(?:ding|s)?")
 
 Cuts = tuple[tuple[int, ...], int]  # axis of the positions of each length; positions that the first needs beyond it
 
@@ -76,7 +70,7 @@ def divided(batch: Batch, model: nn.Module, parameters: Sequence[str], known: di
     lengths, samples = _lengths(named), len(batch.samples)
     axes: tuple[int, ...] = ()
     if not all(
-        any({size} == {*each.along(axis)} for axis, size in enumerate(each.of.shape) if axis) for each in lengths
+        any({size} == {*length.along(axis)} for axis, size in enumerate(length.of.shape) if axis) for length in lengths
     ):
         if all(tensor is not lengths[0].values for tensor in tensors_of((batch.args, batch.kwargs))):
             raise _refusal(lengths[0], "it is no tensor of the batch")
@@ -88,7 +82,7 @@ def divided(batch: Batch, model: nn.Module, parameters: Sequence[str], known: di
                 known[structure] = _axes(batch, model, lengths)
         axes, ahead = known[structure]
     if not axes:
-        _refuse_masks(named)
+        refuse_unclear_masks(named)
         yield batch
         return
     if unclear := [length for length in lengths if not length.named]:
@@ -200,33 +194,6 @@ def _numbers(value: Any) -> Tensor | None:
     return value if value.numel() and value.ndim and value.shape[1:].numel() == 1 else None
 
 
-def _refuse_masks(arguments: Mapping[str, Any]) -> None:
-    """Raise DataError at a mask that cannot be bound to tokens: of pairs of positions, or of unclear polarity."""
-    tensors = {str(name): value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim > 1}
-    bound = any(MASK.fullmatch(name) and mask.ndim == 2 for name, mask in tensors.items())
-    for name, mask in tensors.items():
-        data, why = mask != 0, "its axes are not (samples, positions)"
-        if MASK.fullmatch(name) and mask.ndim > 2:
-            data = mask >= 0 if bool((mask < 0).any()) else ~data if "padding" in name else data
-            data = data if "pixel" in name else data.flatten(1, -2).any(1)  # any query may attend to it
-        elif bound or not _UNCLEAR_MASK.fullmatch(name.lower()) or not _one_each_position(mask, tensors.values()):
-            continue
-        else:
-            why = "whether 1 or 0 is data is unclear"
-        if bool(data.any()) and not bool(data.all()):
-            raise DataError(f"The mask {name!r} {tuple(mask.shape)} seems to mark padding, but {why}. {_REMEDY}")
-
-
-def _one_each_position(mask: Tensor, tensors: Collection[Tensor]) -> bool:
-    """True for 0 or 1, ``(samples, positions)``, with axes of one perhaps, of another tensor; not if causal."""
-    size, data = max(mask.shape[1:]), (mask != 0).flatten(1)
-    others = [value.shape for value in tensors if value is not mask]
-    if data.shape[1] != size or not any(shape[0] == len(mask) and size in shape[1:] for shape in others):
-        return False
-    causal = len(data) == size and any(torch.equal(data, half(data)) for half in (torch.tril, torch.triu))
-    return not causal and torch.equal(data.view(mask.shape).to(mask.dtype), mask)
-
-
 def _cut(batch: Batch, lengths: Sequence[_Length], axes: Sequence[int], numbers: Sequence[int]) -> Batch:
     """Return a batch with the first positions of the tensors of some lengths, and of others with as many (masks)."""
     cuts = list(zip(lengths, axes, numbers, strict=False))
@@ -259,7 +226,7 @@ def _axes(batch: Batch, model: nn.Module, lengths: Sequence[_Length]) -> Cuts:
         with contextlib.suppress(ModelError):
             outputs(axes)
             beyond[axes] = [
-                each.of.shape[axis] - max(each.along(axis)) for each, axis in zip(lengths, axes, strict=True)
+                length.of.shape[axis] - max(length.along(axis)) for length, axis in zip(lengths, axes, strict=True)
             ]
     fitting = [axes for axes, left in beyond.items() if min(left) >= 0]
     fitting = [axes for axes in fitting if not any(beyond[axes])] or fitting
@@ -280,9 +247,6 @@ def _axes(batch: Batch, model: nn.Module, lengths: Sequence[_Length]) -> Cuts:
     return fitting[0], bisect.bisect_left(range(beyond[fitting[0]][0]), True, key=complete)
 
 
-_REMEDY = "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions)."
-
-
 def _refusal(length: _Length, why: str) -> DataError:
     values = length.values.tolist()
-    return DataError(f"The argument {length.name!r}, {values!r:.60}, seems to mark padding, but {why}. {_REMEDY}")
+    return DataError(f"The argument {length.name!r}, {values!r:.60}, seems to mark padding, but {why}. {REMEDY}")

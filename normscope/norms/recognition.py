@@ -6,21 +6,19 @@ import contextlib
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from normscope.errors import UsageError
-from normscope.norms.formulas import Normalize, layer_norm, rms_norm, scale_and_shift
+from normscope.norms.formulas import Normalize, layer_norm, scale_and_shift
 from normscope.norms.kinds import Axes, NormKind, OfModule, token_norm, trailing_axes
 from normscope.norms.known import NORMS, Row
 from normscope.norms.sites import NormSite
 from normscope.norms.trials import REGISTER, Call, called_pointwise, identified
-from normscope.norms.verification import excess
 from normscope.runtime.spread import copied
-
-__all__ = ["ancestor_kind", "excess", "is_norm", "kind_of", "layer_norm", "refusal", "register_norm", "rms_norm"]
 
 _TABLE: dict[str, Row] = dict(NORMS)
 # The words of a class's name: "My" and "RMS" of MyRMS, "LN" of LN2d, "Channels" as one.
@@ -46,11 +44,12 @@ def register_norm(
         normalize: from float32 rows ``(tokens, d)`` and eps to (y, rstd), of shapes ``(tokens, d)`` and
             ``(tokens, 1)``.
         affine: from (module, y) to the module's output; ``weight · y + bias`` by default.
-        centred: whether the mean is subtracted; by default True, unless ``normalize`` is :data:`rms_norm` or its like.
+        centred: whether the mean is subtracted; by default True, unless ``normalize`` is ``rms_norm`` or its like.
 
     ``normscope layers MODEL --verify`` compares the result with the module's own output.
 
     >>> import torch
+    >>> from normscope.norms.formulas import rms_norm
     >>> class GemmaNorm(nn.Module):
     ...     def __init__(self, d):
     ...         super().__init__()
@@ -153,11 +152,24 @@ def kind_at(module: nn.Module, site: NormSite) -> NormKind | str:
     return f"it could not be tried on noise; {REGISTER}"
 
 
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tensor that a norm normalizes: the first among its positional, then its keyword arguments."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a norm with ``x`` in the place of the tensor that it normalizes."""
+    normalized = input_of(args, kwargs)
+    return tuple(x if value is normalized else value for value in args), {
+        name: x if value is normalized else value for name, value in kwargs.items()
+    }
+
+
 def call_with(module: nn.Module, x: Tensor) -> Call:
     """Return arguments of a norm: x first, and None for others without a default."""
     first, *others = inspect.signature(module.forward).parameters.values()
     variadic = (first.VAR_POSITIONAL, first.VAR_KEYWORD)
-    absent = {each.name: None for each in others if each.default is each.empty and each.kind not in variadic}
+    absent = {p.name: None for p in others if p.default is p.empty and p.kind not in variadic}
     return ((), {first.name: x, **absent}) if first.kind is first.KEYWORD_ONLY else ((x,), absent)
 
 

@@ -177,10 +177,10 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     paths = [_words(kind) for kind in kinds.values()]
     columns = zip(*(path[:-1] for path in paths), strict=False)
     n_shared = sum(1 for _ in itertools.takewhile(lambda column: set(column) == {column[0]} - {"*"}, columns))
-    parts = {".".join(path): _abbreviated(path[n_shared:]) for path in paths}
+    parts = {".".join(path): path[n_shared:] for path in paths}
     short: dict[str, str] = {}
     for n_words in range(1, max(map(len, paths), default=0) + 1):
-        choices = {kind: set(_with_words(of_kind, n_words)) for kind, of_kind in parts.items()}
+        choices = {kind: set(_abbreviations(path, n_words)) for kind, path in parts.items()}
         uses = Counter(itertools.chain.from_iterable(choices.values()))
         for kind in parts.keys() - short.keys():
             if unique := [choice for choice in choices[kind] if uses[choice] == 1]:
@@ -192,15 +192,12 @@ def _words(kind: str) -> list[str]:
     return re.split(r"\.(?!\d+$)", kind)  # the number of a call belongs to the last word
 
 
-def _abbreviated(path: Sequence[str]) -> list[str]:
+def _abbreviations(path: Sequence[str], n_words: int) -> Iterator[str]:
+    """Yield the path, abbreviated, with all its numbers, its last word and ``n_words`` − 1 of the words before."""
     text = ".".join(path)
     for pattern, replacement in _ABBREVIATIONS:
         text = re.sub(pattern, replacement, text)
-    return _words(text)
-
-
-def _with_words(parts: Sequence[str], n_words: int) -> Iterator[str]:
-    """The path with all its numbers, its last word and ``n_words`` − 1 of the words before."""
+    parts = _words(text)
     words = [n for n, part in enumerate(parts) if part != "*"]
     for before in itertools.combinations(words[:-1], n_words - 1):
         dropped = set(words[:-1]) - set(before)

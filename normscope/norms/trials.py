@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -77,12 +78,12 @@ def is_small(module: nn.Module) -> bool:
     parameters = list(module.parameters())
     if type(module).__module__.startswith("torch.nn") or len(parameters) > _MOST_PARAMETERS:
         return False
-    if any(is_lazy(each) or not each.is_floating_point() for each in parameters):
+    if any(is_lazy(parameter) or not parameter.is_floating_point() for parameter in parameters):
         return False
-    flat = all(max(each.shape, default=1) == each.numel() for each in parameters)
+    flat = all(max(parameter.shape, default=1) == parameter.numel() for parameter in parameters)
     if next(module.children(), None) is None:
-        return flat or all(each.numel() <= _MOST_ELEMENTS for each in parameters)
-    return flat and len(parameters) > 0 and len({each.numel() for each in parameters} - {1}) <= 1
+        return flat or all(parameter.numel() <= _MOST_ELEMENTS for parameter in parameters)
+    return flat and len(parameters) > 0 and len({parameter.numel() for parameter in parameters} - {1}) <= 1
 
 
 def called_pointwise(module: nn.Module) -> bool:
@@ -103,7 +104,7 @@ class Trial:
         self, module: nn.Module, call: Call, x: Tensor, most: int = _POSITIONS, dtype: torch.dtype = torch.float64
     ) -> None:
         """Copy a module that was called with ``x`` among the arguments of ``call``; shorten axes to ``most``."""
-        sizes = {size for each in module.parameters() for size in (each.numel(), *each.shape)} - {1}
+        sizes = {size for parameter in module.parameters() for size in (parameter.numel(), *parameter.shape)} - {1}
         ends = {1, x.ndim - 1} if most > _FEW and x[:most].numel() <= _MOST_ELEMENTS * most else {x.ndim - 1}
         ends = ends if most > _FEW else set()
         short = [n if n in sizes or axis in ends else min(n, most) for axis, n in enumerate(x.shape)]
@@ -144,7 +145,7 @@ class Trial:
         """True if the output stays as it is while an input doubles, but follows small changes of it in small steps."""
         x, other = self.noise(), self.noise(1)
         for scale in (_SATURATING, _LARGE):  # a norm's outputs differ by less than a thousandth
-            single, double, near = (self(scale * each) for each in (x, 2 * x, x + 1e-3 * other))
+            single, double, near = (self(scale * values) for values in (x, 2 * x, x + 1e-3 * other))
             if not bool((double - single).abs().mean() < 0.01 * single.abs().mean()):
                 return False
         moved, size = (near - single).abs(), single.abs().mean()  # a softmax or a saturated function jumps, or stays
@@ -184,7 +185,7 @@ def _tensor_of(
     magnitudes. ``wide`` prefers tensors of as many elements to scalars.
     """
     trivial = _alike(values, torch.zeros_like(values), within) or _alike(values, torch.ones_like(values), within)
-    sized = [each for each in _readers(module) if each[0] not in used and each[1] in (1, len(values))]
+    sized = [reader for reader in _readers(module) if reader[0] not in used and reader[1] in (1, len(values))]
     for name, size, read in sorted(sized, key=lambda named: (named[1] == 1) == wide):
         own = read(module).to(values) if signed else read(module).to(values).abs()
         if _alike(values, own, within) and (not trivial or (size > 1) == wide or "alpha" in name):  # as at first
@@ -241,7 +242,7 @@ def _pointwise(module: nn.Module, call: Call, x: Tensor, output: Tensor) -> Norm
         alpha = getattr(module, "alpha", None)
         constant = isinstance(alpha, Tensor) and not bool(alpha.any())
         return "its α is zero, so that its output is constant" if constant else _HIDDEN
-    numbers = all(each.numel() == 1 for each in module.parameters())
+    numbers = all(parameter.numel() == 1 for parameter in module.parameters())
     amplitude = numbers and not torch.allclose(rise.abs(), rise.new_tensor(2.0))
     if not named and (amplitude or not bool(low.any()) or not bool(alive.any())):
         return None
@@ -253,7 +254,7 @@ def _pointwise(module: nn.Module, call: Call, x: Tensor, output: Tensor) -> Norm
     probes = [(probe, single(probe)) for probe in (single.noise() * bend * width for bend in _BENDS)]
     drawn = 3 * width * trial.noise()
     kinds = _pointwise_kinds(module, measured, (drawn, trial(drawn)))
-    for _, hard_coded, kind in sorted(kinds, key=lambda each: each[0]):
+    for _, hard_coded, kind in sorted(kinds, key=operator.itemgetter(0)):
         if all(_fits(kind, module, *probe) for probe in probes):
             return None if hard_coded and not named else _as_called(kind, module, x, output)
     return _NO_CURVE
@@ -292,7 +293,7 @@ def _pointwise_kinds(
         read_shift = own_shift or _constant(shift, _SAME)
         readers = (own_alpha or _constant(alpha, 0.0), read_shift, read_gain)
         shifted = own_shift is not None or bool(read_shift(module).any())
-        function = next((each for each in CURVES.values() if shifted and each.shift_of == curve.name), curve)
+        function = next((other for other in CURVES.values() if shifted and other.shift_of == curve.name), curve)
 
         def parts(module: nn.Module, readers: Any = readers) -> tuple[Tensor, Tensor, Tensor]:
             alpha, shift, gain = (read(module) for read in readers)
@@ -376,7 +377,7 @@ def _fits(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> bool:
 def reproduced(kind: NormKind, module: nn.Module, x: Tensor, output: Tensor) -> NormKind | None:
     """Return a kind that reproduces a module's output in its own dtype, where it may round every step; else None."""
     precisions = (kind, replace(kind, own_precision=True))
-    return next((each for each in precisions if _fits(each, module, x, output)), None)
+    return next((precision for precision in precisions if _fits(precision, module, x, output)), None)
 
 
 @torch.no_grad()
@@ -413,7 +414,7 @@ def _candidates(
     if hasattr(module, "running_mean") and hasattr(module, "running_var"):
         yield from (replace(running_norm(name), eps=eps) for eps in (named_eps(module), 1e-5, 1e-3) if eps is not None)
     for layout in _layouts(name, trial):
-        for _, kind in sorted(_measured(module, trial, layout), key=lambda each: each[0]):
+        for _, kind in sorted(_measured(module, trial, layout), key=operator.itemgetter(0)):
             yield from _with_eps(module, kind, ladder)
 
 
@@ -455,7 +456,7 @@ def _measured(module: nn.Module, trial: Trial, layout: NormKind) -> Iterator[tup
         torch.cat([layout.rows(module, part) for part in parts]).double() for parts in (probes, map(trial, probes))
     )
     groups, channels, d = layout.groups(module) if layout.groups else 1, layout.channels(module, probes[0]), x.shape[1]
-    if d < 2 or any(each.numel() not in (1, d, channels) for each in module.parameters(recurse=False)):
+    if d < 2 or any(parameter.numel() not in (1, d, channels) for parameter in module.parameters(recurse=False)):
         return
     forms = [token_norm("", normalize=form) for form in FORMS.values() if form.eps_at == UNDER_ROOT]
     forms.append(token_norm("", normalize=deviation_norm, bounded=False))
@@ -514,18 +515,21 @@ def _with_affine(
 def _with_eps(module: nn.Module, kind: NormKind, ladder: Sequence[tuple[Tensor, Tensor]]) -> Iterator[NormKind]:
     """Yield a kind with the eps that explains how much its output shrinks on noise, in each place that eps may have."""
     form, shrunk = kind.form, _shrunk(module, kind, ladder)
+    variants = [
+        other for other in FORMS.values() if form and form == replace(other, name=form.name, eps_at=form.eps_at)
+    ]
     if shrunk is not None:
         d, root, bound = shrunk
-        eps = {UNDER_ROOT: bound.square() - root.square(), BESIDE_ROOT: bound - root}
-        eps |= {BOUNDS_LENGTH: d**0.5 * bound, BOUNDS_SQUARE: bound.square()}
+        measured = {UNDER_ROOT: bound.square() - root.square(), BESIDE_ROOT: bound - root}
+        measured |= {BOUNDS_LENGTH: d**0.5 * bound, BOUNDS_SQUARE: bound.square()}
         # In its true place, eps is the same number for all tokens.
-        places = sorted(eps, key=lambda place: float(eps[place].std() / eps[place].median().abs()))
-        own = {place: _own_eps(module, float(eps[place].median()), d) for place in places}
-        if form is None:
-            yield from (replace(kind, eps=value) for value in own.values())
-        for place, each in itertools.product(own, FORMS.values()):
-            if form is not None and replace(each, name=form.name, eps_at=form.eps_at) == form and each.eps_at == place:
-                yield replace(kind, form=each, normalize=token_norm("", normalize=each).normalize, eps=own[each.eps_at])
+        for eps_at in sorted(measured, key=lambda role: float(measured[role].std() / measured[role].median().abs())):
+            eps = _own_eps(module, float(measured[eps_at].median()), d)
+            if form is None:
+                yield replace(kind, eps=eps)
+            for candidate in (variant for variant in variants if variant.eps_at == eps_at):
+                normalize = token_norm("", normalize=candidate).normalize
+                yield replace(kind, form=candidate, normalize=normalize, eps=eps)
     yield from (replace(kind, eps=eps) for eps in (named_eps(module) or 0.0, 0.0))  # too small to show
 
 
@@ -554,12 +558,10 @@ def _own_eps(module: nn.Module, measured: float, d: int) -> Any:
     numbers = (torch.finfo(torch.float32).eps, *vars(module).values())  # the first is that of F.rms_norm(x, shape)
     own: list[tuple[float, Any]] = [(value, value) for value in numbers if isinstance(value, float)]
     own += [(float(read(module)), read) for _, size, read in _readers(module) if size == 1]
-    for (value, source), factor in itertools.product(own, (1.0, 1 / d, d**-0.5, d**0.5)):
-        if math.isclose(factor * value, measured, rel_tol=_ROUND):
-            return functools.partial(_scaled, source, factor) if callable(source) else factor * value
+    matches = itertools.product(own, (1.0, 1 / d, d**-0.5, d**0.5))
+    matching = (pair for pair in matches if math.isclose(pair[1] * pair[0][0], measured, rel_tol=_ROUND))
+    if (match := next(matching, None)) is not None:
+        (_, source), factor = match
+        return (lambda module: factor * float(source(module))) if callable(source) else factor * source
     rounded = float(f"{measured:.3g}")
     return rounded if math.isclose(rounded, measured, rel_tol=_ROUND) else measured
-
-
-def _scaled(read: OfChannels, factor: float, module: nn.Module) -> float:
-    return factor * float(read(module))

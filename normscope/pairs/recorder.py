@@ -21,8 +21,9 @@ from normscope.inputs.previews import preview_of
 from normscope.inputs.wrappers import submodule
 from normscope.norms.functional import ExpectedCalls
 from normscope.norms.kinds import token_axes
+from normscope.norms.recognition import input_of, with_input
 from normscope.norms.sites import NormSite, PointwiseParameters, SkippedNorm
-from normscope.norms.trace import NOT_CALLED, NormReport, input_of, with_input
+from normscope.norms.trace import NOT_CALLED, NormReport
 from normscope.norms.verification import check
 from normscope.pairs.captures import Capture, sums_of, versions, without_first
 from normscope.pairs.kept_inputs import InputKeeper, Previews, first_inputs
@@ -241,7 +242,7 @@ class Recorder:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if (x := input_of(args, kwargs)) is None:
                 raise DataError(f"The norm {site.name} was called without a tensor.")
-            if not self._functions.called_by_norm:
+            if not self._functions.frames[-2].in_norm:
                 self._add(site, module, x, output)
 
         return hook

@@ -90,7 +90,7 @@ class PassHooks:
     """Hooks that run during the passes of one capture, in all threads of a pass, one at a time."""
 
     def __init__(self) -> None:
-        self._lock, self._running, self._thread = threading.RLock(), False, threading.local()
+        self._lock, self._running = threading.RLock(), False
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -101,20 +101,11 @@ class PassHooks:
         finally:
             self._running = False
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Ignore calls by this thread in the block."""
-        before, self._thread.paused = getattr(self._thread, "paused", False), True
-        try:
-            yield
-        finally:
-            self._thread.paused = before
-
     def limited(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a hook that ignores calls outside of passes."""
 
         def limited(*call: Any) -> Any:
-            if not self._running or getattr(self._thread, "paused", False):
+            if not self._running:
                 return None
             with self._lock:
                 return hook(*call)

@@ -20,8 +20,9 @@ from normscope.inputs.batch import as_batches
 from normscope.norms import recognition
 from normscope.norms.kinds import NormKind
 from normscope.norms.known import NORMS
-from normscope.norms.recognition import excess, kind_of
+from normscope.norms.recognition import kind_of
 from normscope.norms.trace import find_norms
+from normscope.norms.verification import excess
 
 WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

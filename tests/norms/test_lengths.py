@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from networks import network_of
+from networks import inputs_of, network_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -26,19 +26,14 @@ def cut(x=X, lengths=LENGTHS, more=0):
 
 
 def assert_counted(model, batches, alone, **options) -> None:
-    """Compare the sums of each norm with those of its inputs in passes by hand."""
+    """Compare the sums of each norm with those of its inputs in passes of each sample alone."""
     seen = normscope.capture(model.eval(), batches, **options)
-    inputs = {name: [] for name in seen.stats}
-    for name, calls in inputs.items():
-        model.get_submodule(name).register_forward_hook(lambda _, args, __, calls=calls: calls.append(args[0].detach()))
-    with torch.no_grad():
-        for args in alone:
-            model(*args)
-    for name, stats in seen.stats.items():
-        n, total, _, squares, *_ = stats.moments.sum((0, 2)).tolist()
-        assert (name, n) == (name, sum(x.numel() for x in inputs[name]))
-        assert total == pytest.approx(sum(float(x.double().sum()) for x in inputs[name]), rel=1e-4, abs=1e-3)
-        assert squares == pytest.approx(sum(float(x.double().square().sum()) for x in inputs[name]), rel=1e-5)
+    for name, calls in inputs_of(model, seen.stats, alone, lambda model, args: model(*args)).items():
+        x = torch.cat([x.flatten().double() for x in calls])
+        n, total, _, squares, *_ = seen.stats[name].moments.sum((0, 2)).tolist()
+        assert (name, n) == (name, x.numel())
+        assert total == pytest.approx(float(x.sum()), rel=1e-4, abs=1e-3)
+        assert squares == pytest.approx(float(x.square().sum()), rel=1e-5)
 
 
 def parts(**more):
@@ -359,7 +354,8 @@ def test_lengths_that_do_not_fit_their_batch_are_refused():
 
 def test_drift_is_that_of_the_samples_alone():
     model = torchaudio_network("Conformer").eval()
-    modules = normscope.replacements(model, "dyt", normscope.capture(model, [(X, LENGTHS)]), layers="final")
+    seen = normscope.capture(model, [(X, LENGTHS)], layers="final")
+    modules = normscope.replacements(model, "dyt", seen, init="paper")
     together = normscope.drift(model, [(X, LENGTHS)], modules)
     alone = normscope.drift(model, [Batch(args, samples=SAMPLES[i : i + 1]) for i, args in enumerate(cut())], modules)
     assert together.all.relative_l2.max == pytest.approx(alone.all.relative_l2.max, rel=1e-4)

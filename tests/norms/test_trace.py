@@ -4,18 +4,14 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from networks import network_of
+from networks import network_of, report_of
 from torch import nn
 from transformers import Qwen3Config, Qwen3Model
 
 import normscope
 from normscope.errors import UsageError
-from normscope.inputs.batch import as_batches
-from normscope.norms.trace import _QUERY_OR_KEY, find_norms
-
-
-def report_of(model, *inputs):
-    return find_norms(model, next(as_batches([inputs])))
+from normscope.norms.placements import QUERY_OR_KEY
+from normscope.norms.trace import find_norms
 
 
 def test_sites_come_in_the_order_of_their_first_calls_with_their_counts():
@@ -92,8 +88,8 @@ OTHERS = [
 
 
 def test_the_names_of_norms_on_queries_and_keys():
-    assert [name for name in NAMES if not _QUERY_OR_KEY.search(name)] == []
-    assert [name for name in OTHERS if _QUERY_OR_KEY.search(name)] == []
+    assert [name for name in NAMES if not QUERY_OR_KEY.search(name)] == []
+    assert [name for name in OTHERS if QUERY_OR_KEY.search(name)] == []
 
 
 def test_tokens_of_a_qk_norm_are_heads_times_positions():

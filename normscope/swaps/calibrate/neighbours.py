@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 
 from normscope.inputs.batch import Batch, leaves
 from normscope.inputs.wrappers import named_modules, submodule
+from normscope.norms.recognition import input_of
 from normscope.norms.sites import NormSite
-from normscope.norms.trace import input_of
 from normscope.runtime.network import left_as_found, run
 
 _SAMPLES = 2  # of the pass that shows how layers and norms are connected

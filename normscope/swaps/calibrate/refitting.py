@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.wrappers import named_modules, submodule
-from normscope.norms.recognition import kind_at
+from normscope.norms.recognition import input_of, kind_at
 from normscope.norms.sites import NormSite
-from normscope.norms.trace import input_of
 from normscope.runtime.network import run
 from normscope.runtime.progress import Progress
 from normscope.runtime.records import Record

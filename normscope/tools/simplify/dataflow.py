@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, tensors_of
+from normscope.norms.recognition import input_of
 from normscope.norms.sites import NormSite
-from normscope.norms.trace import input_of
 from normscope.runtime.network import left_as_found, run
 
 PARAMETER, BUFFER, INPUT, NORM, BRANCHING = "parameter", "buffer", "input", "norm", "module"

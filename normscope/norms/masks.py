@@ -1,4 +1,4 @@
-"""Streams of tokens: the part of a network that each padding mask is for, followed through one forward pass.
+"""Padding masks: the part of a network that each is for, by following its tokens through one forward pass.
 
 A mask belongs to the tokens of the module that has a parameter with the name of a mask. The result of a torch function
 originates from the same arguments as the tokens of its operands; the result of attention, as its queries.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,12 +18,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from normscope.errors import DataError
 from normscope.inputs.batch import Batch, tensors_at, tensors_of
 from normscope.inputs.wrappers import named_modules
-from normscope.norms.lengths import MASK
 from normscope.norms.recognition import is_norm
 from normscope.runtime.network import left_as_found, run
 
+REMEDY = "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions)."
+INPUT = (
+    "x|xs|i|in|h|hs|s|t|n|src|source|input|tok|token|text|txt|word|seq|sequence|sentence|audio|speech|signal|sig|wav"
+    "|waveform|feat|feature|frame|mel|spec|fbank|utt|utterance|sample|data|valid|real|enc|encoder|batch"
+)
+# A mask is named after its tokens: src_key_padding_mask after src, pixel_attention_mask after pixel_values.
+MASK = re.compile(r"(?!global_)(?:(\w+?)_)?(?:key_)?(?:attention|padding)_mask|(pixel)_mask")
+_UNCLEAR_MASK = re.compile(rf"(?:(?:{INPUT}|key|pad|padding|non_?pad)s?_?)*masks?|valid|(?:is_|non_?)?pad(?:ding|s)?")
 _OTHER_STREAM = re.compile(r"(encoder|decoder|memory|tgt)(_\w+)?")
 _NO_TOKENS = re.compile(rf"labels?|targets?|(token_type|position)_ids|{MASK.pattern}|{_OTHER_STREAM.pattern}")
 _ATTENTION = {"matmul", "__matmul__", "bmm", "einsum", "scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -109,7 +117,7 @@ class _StreamWatch(TorchFunctionMode):
         normed = [origins for name in norms for origins in self._at[name]]
         streams: dict[Path, _Origins] = {}
         for path, calls in self._masked.items():
-            tokens = [[each for each in call if any(each & origins for origins in normed)] or [*call] for call in calls]
+            tokens = [[part for part in call if any(part & origins for origins in normed)] or [*call] for call in calls]
             joined = [(len(call), frozenset[Path]().union(*call)) for call in tokens]
             # Tokens that are added to one another are of one stream.
             sure = [
@@ -121,7 +129,7 @@ class _StreamWatch(TorchFunctionMode):
         def mask_of(origins: _Origins) -> Path | None:
             return next((path for path, stream in streams.items() if stream & origins), None)
 
-        at = {name: {mask_of(origins) for origins in each} for name, each in self._at.items()}
+        at = {name: {mask_of(origins) for origins in inputs} for name, inputs in self._at.items()}
         of_output = next((mask_of(self._of(value)) for value in tensors_of(output) if value.is_floating_point()), None)
         within: dict[str, Path | None] = {}
         for part in filter(None, self._modules):  # outer modules come first
@@ -135,7 +143,8 @@ class _StreamWatch(TorchFunctionMode):
 
 def masks_of(model: nn.Module, batch: Batch, tensors: Mapping[Path, Tensor]) -> _Masks:
     """Identify the masks among the arguments of a batch, and the tokens that they mask, by its first sample."""
-    tables = {path: each for path, each in tensors.items() if each.ndim == 2 and len(each) == len(batch.samples)}
+    n = len(batch.samples)
+    tables = {path: tensor for path, tensor in tensors.items() if tensor.ndim == 2 and len(tensor) == n}
     flags = {path for path, table in tables.items() if bool((table == table.bool()).all())}
     flags -= {path for path in tables if re.search("ids$|label", str(path[-1]))}
     masks = frozenset(flags | {path for path in tables if MASK.fullmatch(str(path[-1]))})
@@ -152,3 +161,30 @@ def masks_of(model: nn.Module, batch: Batch, tensors: Mapping[Path, Tensor]) -> 
     if first.forward is not None and first.args and isinstance(first.args[0], Mapping):
         watch.note(first.args[0])
     return watch.masks(output)
+
+
+def refuse_unclear_masks(arguments: Mapping[str, Any]) -> None:
+    """Raise DataError at a mask that cannot be bound to tokens: of pairs of positions, or of unclear polarity."""
+    tensors = {str(name): value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim > 1}
+    bound = any(MASK.fullmatch(name) and mask.ndim == 2 for name, mask in tensors.items())
+    for name, mask in tensors.items():
+        data, why = mask != 0, "its axes are not (samples, positions)"
+        if MASK.fullmatch(name) and mask.ndim > 2:
+            data = mask >= 0 if bool((mask < 0).any()) else ~data if "padding" in name else data
+            data = data if "pixel" in name else data.flatten(1, -2).any(1)  # any query may attend to it
+        elif bound or not _UNCLEAR_MASK.fullmatch(name.lower()) or not _one_each_position(mask, tensors.values()):
+            continue
+        else:
+            why = "whether 1 or 0 is data is unclear"
+        if bool(data.any()) and not bool(data.all()):
+            raise DataError(f"The mask {name!r} {tuple(mask.shape)} seems to mark padding, but {why}. {REMEDY}")
+
+
+def _one_each_position(mask: Tensor, tensors: Collection[Tensor]) -> bool:
+    """True for 0 or 1, ``(samples, positions)``, with axes of one perhaps, of another tensor; not if causal."""
+    size, data = max(mask.shape[1:]), (mask != 0).flatten(1)
+    others = [value.shape for value in tensors if value is not mask]
+    if data.shape[1] != size or not any(shape[0] == len(mask) and size in shape[1:] for shape in others):
+        return False
+    causal = len(data) == size and any(torch.equal(data, half(data)) for half in (torch.tril, torch.triu))
+    return not causal and torch.equal(data.view(mask.shape).to(mask.dtype), mask)
