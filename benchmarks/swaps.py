@@ -21,7 +21,7 @@ from normscope.inputs.loaded_model import LoadedModel
 from normscope.runtime.network import run
 from normscope.runtime.progress import silent
 from normscope.swaps.distances import distances, output_by_sample
-from normscope.swaps.quality import Judge
+from normscope.swaps.quality import QualityMeter
 
 MODELS = ("demo_vit", "demo_dit", "demo_wav2vec2", "minilm")
 CURVES = ("dyt", "dyisru", "derf")
@@ -89,15 +89,15 @@ def measured(
 
     pairs = [(curve, way) for curve in curves for way in ways if way not in OTHERS]
     pairs += [(way, "") for way in ways if way in OTHERS]
-    judge = Judge(network, None, held_out, network.outputs, silent)
-    results = list(quality("original", network.module, model, judge))
+    meter = QualityMeter(network, None, held_out, network.outputs, silent)
+    results = list(quality("original", network.module, model, meter))
     for curve, way in pairs:
         began = time.process_time()
         module = swapped(curve, way)
         seconds = time.process_time() - began
         name = f"{curve}, {way}" if way else curve
         rows = compared(name, module, model, network, held_out)
-        rows += [Measurement(model, name, "CPU", "s", [seconds]), *quality(name, module, model, judge)]
+        rows += [Measurement(model, name, "CPU", "s", [seconds]), *quality(name, module, model, meter)]
         print(name, *rows, sep="\n", flush=True)
         results += rows
     return results
@@ -128,12 +128,12 @@ def compared(
     return rows
 
 
-def quality(name: str, module: nn.Module, model: str, judge: Judge) -> Iterator[Measurement]:
+def quality(name: str, module: nn.Module, model: str, meter: QualityMeter) -> Iterator[Measurement]:
     """Yield the network's quality at its task, as the commands report it, if the inputs tell."""
-    judge.add(name, module)
-    if judge.quality is not None:
-        value = judge.quality.scores[name].value
-        yield Measurement(model, name, judge.quality.name, f"of {judge.quality.over}", [value])
+    meter.add(name, module)
+    if meter.quality is not None:
+        value = meter.quality.scores[name].value
+        yield Measurement(model, name, meter.quality.name, f"of {meter.quality.over}", [value])
 
 
 def arranged(network: LoadedModel, module: nn.Module, batch: normscope.Batch) -> tuple[Tensor, Tensor | None]:

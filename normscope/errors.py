@@ -6,6 +6,8 @@ Messages are whole sentences with the wrong value and the remedy.
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 
@@ -94,3 +96,11 @@ def first_line(error: BaseException) -> str:
     """
     line = str(error).strip().partition("\n")[0].rstrip(".:")
     return f"{type(error).__name__}: {line}" if line else type(error).__name__
+
+
+def warn(text: str) -> None:
+    """Warn at the line outside of normscope that called it."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("normscope."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -53,9 +53,9 @@ def behave_like(module: InPlaceOfNorm, norm: nn.Module, name: str, like: Tensor)
             overwritten.add(str(x.dtype)[6:])
         elif dtypes == (like.dtype, like.dtype):
             raise ModelError(f"{refusal}: it overwrites its input with other values than its output.")
-    of_own = {dtypes: trial for dtypes, trial in trials.items() if dtypes[1] == like.dtype}
-    if not (rules := _rules(trials) or _rules(of_own)):
-        listed = ", ".join(f"{str(y.dtype)[6:]} for {str(x.dtype)[6:]}" for x, _, y in of_own.values())
+    own_dtype = {dtypes: trial for dtypes, trial in trials.items() if dtypes[1] == like.dtype}
+    if not (rules := _rules(trials) or _rules(own_dtype)):
+        listed = ", ".join(f"{str(y.dtype)[6:]} for {str(x.dtype)[6:]}" for x, _, y in own_dtype.values())
         raise ModelError(f"{refusal}: the dtype of its output follows no rule: {listed}.")
     if trials:
         ((x, *_), *_) = trials.values()

@@ -14,9 +14,9 @@ from normscope.curves.known import CURVES, Curve
 from normscope.errors import UsageError
 from normscope.fits.ceiling import Piecewise
 from normscope.runtime.spread import is_sharded, sharded_as, whole
-from normscope.swaps.kernels import eager, operators
+from normscope.swaps import eager, operators
 from normscope.swaps.kernels.choice import by_kernels, loop_for
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.parameters import Parameters
 from normscope.swaps.standalone import Pointwise, Table, with_strides_kept
 
 
@@ -69,7 +69,12 @@ class PointwiseFunction(Pointwise):
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
-        curve = curve if isinstance(curve, Curve) else _curve_named(curve)
+        if isinstance(curve, str):
+            curves = curves_named(curve)
+            if len(curves) != 1:
+                one = f"a point-wise function has one of {', '.join(CURVES)}"
+                raise UsageError(f"{curve!r} names {len(curves)} curves; {one}.")
+            (curve,) = curves
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if shift is None and curve.shifted:
             shift = 0.0
@@ -102,38 +107,19 @@ class PointwiseFunction(Pointwise):
         """Apply the function elementwise."""
         if is_sharded(input):
             return sharded_as(self.applied(whole(input)), input)
-        if self.keeps != "all":
-            input = with_strides_kept(input, self.keeps)
-        stored: dict[str, Any] = self._parameters
-        curve, behind = self.curve.function_name, 0 if self.channel_axis == -1 else self.axes_behind(input)
-        # nn.Module finds parameters faster here than as attributes; parametrized ones are attributes alone.
-        alpha = stored["alpha"] if "alpha" in stored else self.alpha  # noqa: SIM401
-        shift = stored["shift"] if "shift" in stored else self.shift  # noqa: SIM401
-        weight = stored["weight"] if "weight" in stored else self.weight  # noqa: SIM401
-        bias = stored["bias"] if "bias" in stored else self.bias  # noqa: SIM401
-        if type(weight) is not nn.Parameter and is_sharded(weight):
-            alpha, shift, weight, bias = (
-                None if p is None else self._gathered(p) for p in (alpha, shift, weight, bias)
-            )
-        parameters, dtype, output = (alpha, shift, weight, bias), input.dtype, None
-        autocast = self.under_autocast and torch.is_autocast_enabled(input.device.type)
-        if weight.dtype != dtype or autocast or self.returns == "float32":
-            dtype = self.returned_dtype(input)
-            input = input.to(torch.promote_types(input.dtype, dtype))
-        if by_kernels(curve, input.device, input.dtype):
-            output = operators.pointwise(input, *parameters, curve, behind)
-        else:
-            loop = loop_for(curve, input.device, input.dtype, input.numel())
-            output = None if loop is None else loop.pointwise(input, Parameters(*parameters), curve, behind)
-            if output is None:
-                output = eager.pointwise(input, self.f, Parameters(*parameters), behind)
-        output = output if output.dtype == dtype else output.to(dtype)
-        return self.activate(output) if self.activations else output
-
-    @property
-    def activated(self) -> bool:
-        """True if an activation follows, as in timm's NormAct classes."""
-        return bool(self.activations)
+        parameters: Parameters = (self.alpha, self.shift, self.weight, self.bias)
+        if is_sharded(self.weight):
+            parameters = self._gathered(parameters)
+        dtype, curve, behind = self.returned_dtype(input), self.curve.function_name, self.axes_behind(input)
+        x = with_strides_kept(input, self.keeps).to(torch.promote_types(input.dtype, dtype))
+        output = None
+        if by_kernels(curve, x.device, x.dtype):
+            output = operators.pointwise(x, *parameters, curve, behind)
+        elif loop := loop_for(curve, x.device, x.dtype, x.numel()):
+            output = loop.pointwise(x, parameters, curve, behind)
+        if output is None:
+            output = eager.pointwise(x, self.f, parameters, behind)
+        return self.activate(output.to(dtype))
 
     def give_each_channel_its_own(self) -> None:
         """Expand the weight and bias to one per channel; outputs stay the same."""
@@ -143,13 +129,13 @@ class PointwiseFunction(Pointwise):
         if self.bias is None:
             self.bias = nn.Parameter(torch.zeros_like(self.weight))
 
-    def _gathered(self, parameter: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and parameter.requires_grad:
+    def _gathered(self, parameters: Parameters) -> Any:
+        if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parameters):
             raise UsageError(
                 "A point-wise function that was swapped into a sharded network has no gradients: run it under "
                 "torch.no_grad(), or swap the norms before the network is sharded, to train them."
             )
-        return whole(parameter)
+        return tuple(None if part is None else whole(part) for part in parameters)
 
 
 def check_kernels(modules: Iterable[nn.Module]) -> None:
@@ -198,13 +184,6 @@ def Derf(  # noqa: N802 - the paper's own name
     ['alpha', 'bias', 'shift', 'weight']
     """
     return PointwiseFunction("derf", normalized_shape, alpha=alpha, shift=shift, channel_axis=channel_axis)
-
-
-def _curve_named(name: str) -> Curve:
-    curves = curves_named(name)
-    if len(curves) != 1:
-        raise UsageError(f"{name!r} names {len(curves)} curves; a point-wise function has one of {', '.join(CURVES)}.")
-    return curves[0]
 
 
 def _one_or_each(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -28,11 +28,11 @@ _ROUNDING = 1e-3  # relative L2 by which a causal model's logits may move: kerne
 _POOLED = {"mean": "mean of the tokens", "first": "the first token", "last": "the last token"}
 
 QualityFunction = Callable[[nn.Module], float]
-Finding = tuple[Quality, Score]  # a quality without scores, and the score of one network
+Measured = tuple[Quality, Score]  # a quality without scores, and the score of one network
 
 
-class UntoldError(DataError):
-    """Raised when the inputs carry nothing to score against."""
+class UnmeasuredError(DataError):
+    """The inputs contain nothing to score against."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Passes:
                     self.progress(done, of)
 
 
-def _top1(passes: Passes, task: Task) -> Finding:
+def _top1(passes: Passes, task: Task) -> Measured:
     """Share of samples whose largest logit is that of their class; non-finite logits are wrong."""
 
     def right(batch: Batch, logits: Tensor) -> list[bool]:
@@ -79,7 +79,7 @@ def _top1(passes: Passes, task: Task) -> Finding:
     return _accuracy("top-1 accuracy", "labelled sample", passes, right)
 
 
-def _words(passes: Passes, task: Task) -> Finding:
+def _words(passes: Passes, task: Task) -> Measured:
     """Share of words that the likeliest letters of the frames spell, without repeats and blanks."""
 
     def right(batch: Batch, logits: Tensor) -> list[bool]:
@@ -98,18 +98,18 @@ def _words(passes: Passes, task: Task) -> Finding:
 def _labels(batch: Batch, kind: type) -> list[Any]:
     labels = [sample.label for sample in batch.samples]
     if not all(isinstance(label, kind) for label in labels):
-        raise UntoldError("the samples have no labels")
+        raise UnmeasuredError("the samples have no labels")
     return labels
 
 
-def _accuracy(name: str, noun: str, passes: Passes, right_of: Callable[[Batch, Tensor], list[bool]]) -> Finding:
+def _accuracy(name: str, noun: str, passes: Passes, right_of: Callable[[Batch, Tensor], list[bool]]) -> Measured:
     right: list[bool] = []
     samples: list[Sample] = []
     for batch, logits in passes.answers():
         right += right_of(batch, logits)
         samples += batch.samples
     if not right:
-        raise UntoldError("there is no sample to judge by")
+        raise UnmeasuredError("there is no sample to judge by")
     interval = None
     if len({(sample.data, sample.source) for sample in samples}) == len(samples):  # else they are not independent
         from scipy import stats  # takes a second to import
@@ -119,7 +119,7 @@ def _accuracy(name: str, noun: str, passes: Passes, right_of: Callable[[Batch, T
     return Quality(name, True, len(right), count(len(right), noun), {}), Score(sum(right) / len(right), interval)
 
 
-def _perplexity(passes: Passes, task: Task) -> Finding:
+def _perplexity(passes: Passes, task: Task) -> Measured:
     """exp of the mean of −log p over all tokens but the first of each text."""
     surprises: list[float] = []
     n, causal = 0, False
@@ -137,7 +137,7 @@ def _perplexity(passes: Passes, task: Task) -> Finding:
 
 
 def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
-    """True if logits stay when the last token of a text changes; False if they are not finite; else UntoldError.
+    """True if logits stay when the last token of a text changes; False if they are not finite; else UnmeasuredError.
 
     Class names do not reveal models that look ahead, such as BertLMHeadModel, depending on its configuration.
     """
@@ -155,11 +155,11 @@ def _is_causal(passes: Passes, batch: Batch, row: int) -> bool:
         return False
     before, after = in_float64(before[valid[0, :last]]), in_float64(after[valid[0, :last]])
     if float((after - before).norm()) > _ROUNDING * float(before.norm()):
-        raise UntoldError("the network looks at the tokens that it would have to predict, as no causal model does")
+        raise UnmeasuredError("the network looks at the tokens that it would have to predict, as no causal model does")
     return True
 
 
-def _pseudo_perplexity(passes: Passes, task: Task) -> Finding:
+def _pseudo_perplexity(passes: Passes, task: Task) -> Measured:
     """exp of the mean of −log p of tokens, each masked alone (Salazar et al., arXiv 1910.14659)."""
     total = sum(int(_words_of(batch, task).sum()) for batch in as_batches(passes.batches))
     taken = min(total, MASKED_TOKENS)
@@ -202,13 +202,13 @@ def _tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return token ids and the mask of data among them, ``(samples, positions)``."""
     ids = batch.args[0] if batch.args else batch.kwargs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        raise UntoldError("the batches have no input_ids of samples and positions")
+        raise UnmeasuredError("the batches have no input_ids of samples and positions")
     return ids, torch.ones_like(ids, dtype=torch.bool) if batch.valid is None else batch.valid.to(ids.device)
 
 
 def _check_positions(output: Tensor, shape: Sequence[int]) -> None:
     if output.ndim != 3 or tuple(output.shape[: len(shape)]) != tuple(shape):
-        raise UntoldError(f"the network gives {tuple(output.shape)}, which is not a vector for each of the tokens")
+        raise UnmeasuredError(f"the network gives {tuple(output.shape)}, which is not a vector for each of the tokens")
 
 
 def _surprise(logits: Tensor, ids: Tensor) -> float:
@@ -220,15 +220,15 @@ def _surprise(logits: Tensor, ids: Tensor) -> float:
     return math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf
 
 
-def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Finding:
+def _exp_of_mean(name: str, surprises: Sequence[float], n: int, over: str) -> Measured:
     if not n:
-        raise UntoldError("no text has a token to predict")
+        raise UnmeasuredError("no text has a token to predict")
     mean = math.inf if math.inf in surprises else math.fsum(surprises) / n
     perplexity = math.exp(mean) if mean < 700 else math.inf  # exp(709) is the largest
     return Quality(name, False, n, over, {}), Score(perplexity)
 
 
-def _spearman(passes: Passes, task: Task) -> Finding:
+def _spearman(passes: Passes, task: Task) -> Measured:
     """Spearman's rank correlation of the cosines of pairs of sentences and human scores."""
     waiting: dict[int, Tensor] = {}  # embeddings of first sentences
     cosines, scores = [], []
@@ -243,7 +243,7 @@ def _spearman(passes: Passes, task: Task) -> Finding:
                 cosines.append(float(F.cosine_similarity(first, embedding, dim=0)))
                 scores.append(score)
     if len(set(scores)) < 2:
-        raise UntoldError(f"a rank correlation takes pairs of different scores, and there are {len(set(scores))}")
+        raise UnmeasuredError(f"a rank correlation takes pairs of different scores, and there are {len(set(scores))}")
     from scipy import stats
 
     with warnings.catch_warnings():
@@ -263,22 +263,22 @@ def _pooled(output: Tensor, batch: Batch, task: Task) -> list[Tensor]:
     return embeddings
 
 
-def _denoising(passes: Passes, task: Task) -> Finding:
+def _denoising(passes: Passes, task: Task) -> Measured:
     """Mean squared error of the prediction, as in training; infinite where anything is not finite."""
     errors: list[float] = []
     for batch, output in passes.answers():
         noise = None if task.truth is None else task.truth(batch.samples)
         if noise is None:
-            raise UntoldError("it is not known what noise was added to the samples")
+            raise UnmeasuredError("it is not known what noise was added to the samples")
         squares = (in_float64(output).cpu() - noise.double()).square()
         errors += squares.flatten(1).mean(1).nan_to_num(nan=math.inf).tolist()
     if not errors:
-        raise UntoldError("there is no sample to judge by")
+        raise UnmeasuredError("there is no sample to judge by")
     mean = math.inf if math.inf in errors else math.fsum(errors) / len(errors)
     return Quality("denoising error", False, len(errors), count(len(errors), "noised latent"), {}), Score(mean)
 
 
-MEASURES: dict[str, Callable[[Passes, Task], Finding]] = {
+MEASURES: dict[str, Callable[[Passes, Task], Measured]] = {
     "top-1": _top1,
     "words": _words,
     "perplexity": _perplexity,
@@ -289,14 +289,14 @@ MEASURES: dict[str, Callable[[Passes, Task], Finding]] = {
 
 
 @dataclass
-class Judge:
-    """Quality of several networks on the same inputs.
+class QualityMeter:
+    """Measure the quality of several networks on the same inputs.
 
     >>> import normscope
     >>> network = normscope.load("demo_vit", device="cpu")
-    >>> judge = Judge(network, None, network.inputs, network.outputs, lambda stage, done, of: None)
-    >>> judge.add("original", network.module)
-    >>> judge.quality.name, judge.quality.scores["original"].value
+    >>> meter = QualityMeter(network, None, network.inputs, network.outputs, lambda stage, done, of: None)
+    >>> meter.add("original", network.module)
+    >>> meter.quality.name, meter.quality.scores["original"].value
     ('top-1 accuracy', 1.0)
     """
 
@@ -306,24 +306,24 @@ class Judge:
     outputs: Outputs
     progress: Progress  # called with the stage, the samples run and their number, if known
     quality: Quality | None = None  # the scores so far
-    untold: str = ""  # reason why there are none
+    no_quality: str = ""  # reason why there are none
 
     def __post_init__(self) -> None:
         original = self.original
         self._by = self.by or (original.task if isinstance(original, LoadedModel) else inferred_task(original))
         if isinstance(self._by, Task):
             once = "the batches can be iterated only once" if taken_once(self.batches) else ""
-            self.untold = (self._by.untold if self._by.measure is None else "") or once
+            self.no_quality = (self._by.untold if self._by.measure is None else "") or once
 
     def add(self, name: str, model: nn.Module) -> None:
-        """Measure a network, and leave it as found.
+        """Measure a network, and restore its state.
 
         Raises:
             UsageError: if the user's function returns no number.
             ModelError: if the network raises.
             MemoryEndedError: if a single sample takes more memory than there is.
         """
-        if self.untold:
+        if self.no_quality:
             return
         with left_as_found(model) as buffers:
             if not isinstance(self._by, Task):
@@ -335,8 +335,8 @@ class Judge:
                 passes = Passes(model, self.batches, self.outputs, buffers, progress)
                 try:
                     quality, score = MEASURES[self._by.measure](passes, self._by)
-                except UntoldError as error:
-                    self.quality, self.untold = None, str(error)
+                except UnmeasuredError as error:
+                    self.quality, self.no_quality = None, str(error)
                     return
         scores = {} if self.quality is None else self.quality.scores
         self.quality = replace(quality, scores={**scores, name: score})
@@ -347,7 +347,7 @@ class Judge:
             return
         import msgspec
 
-        quality, self.untold = ranks.gather([self.quality and asdict(self.quality), self.untold])[0]
+        quality, self.no_quality = ranks.gather([self.quality and asdict(self.quality), self.no_quality])[0]
         self.quality = None if quality is None else msgspec.convert(quality, Quality)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from normscope.curves.known import Curve
-from normscope.errors import ModelError, count, first_few
+from normscope.errors import ModelError, count, first_few, warn
 from normscope.inputs.batch import tensors_of
 from normscope.inputs.loaded_model import LoadedModel, module_of
 from normscope.inputs.wrappers import class_of, submodule
@@ -37,26 +36,8 @@ HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_backward_pre_hooks", "_backward_hooks"),
 )
-_FULL_BACKWARD = "_is_full_backward_hook"  # a flag, without which torch calls no full backward hook
-_Hooks = tuple[nn.Module, nn.Module, tuple[str, ...]]
+_Hooks = tuple[nn.Module, nn.Module, dict[str, set[int]]]  # norm, replacement, and the hooks of the norm by attribute
 _SWAPPED = ("sharded", "spread", "quantized")  # networks that can be, unlike those of DDP and FSDP1
-
-
-class Holders:
-    """Index of the parents of each module, reused across swaps; ModelError if DDP or FSDP1 wraps the network."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._inner = uncompiled(model)
-        check_whole(self._inner, "A swap", but=_SWAPPED)
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
-        for parent in self._inner.modules():
-            for name, child in parent._modules.items():  # named_children() names a child only once
-                if child is not None:
-                    self._places.setdefault(id(child), []).append((parent, name))
-
-    def of(self, module: nn.Module) -> list[tuple[nn.Module, str]]:
-        """Return the parents of a module, each with the module's name there."""
-        return self._places.get(id(module), [])
 
 
 class Swap:
@@ -70,7 +51,7 @@ class Swap:
     Hooks that the replacement has itself are inactive meanwhile. A norm keeps its pre-hooks if one of them computes the
     norm's own tensors, as pruning and :func:`torch.nn.utils.weight_norm` do.
 
-    ``holders`` saves time in many swaps of one network; ``refitted`` contains values of other parameters by name.
+    ``refitted`` contains values of other parameters by name.
 
     Attributes:
         model: the network.
@@ -93,36 +74,35 @@ class Swap:
         self,
         model: nn.Module,
         modules: Mapping[str, nn.Module],
-        holders: Holders | None = None,
         refitted: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.model, self.modules = model, dict(modules)
         self.calibration: CalibrationReport | None = None
-        self._own: list[tuple[nn.Parameter, Tensor]] = []  # refitted parameters, with the values that they had
         inner = uncompiled(model)
-        holders = Holders(model) if holders is None else holders
+        check_whole(inner, "A swap", but=_SWAPPED)
         if "" in self.modules:
             raise ModelError(f"The {type(inner).__name__} is itself the norm; put it into an nn.Sequential to swap it.")
         norms = {path: module_at(inner, path) for path in self.modules}
         replaced = {id(norm): (path, norm, self.modules[path]) for path, norm in norms.items()}
-        # A module that several parents hold is replaced in each.
-        self._places = [
-            (parent, name, norm, module) for _, norm, module in replaced.values() for parent, name in holders.of(norm)
-        ]
+        changed = [(inner.get_parameter(name), value) for name, value in (refitted or {}).items()]
         self._hooks = _hooks_to_move(replaced.values())
-        for hooks in self._hooks:
-            _exchange(*hooks)
+        for norm, module, tables in self._hooks:
+            _exchange_hooks(norm, module, tables)
         self._moved = [move_like(inner, path, module) for path, _, module in replaced.values()]
+        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []  # parent, name, norm and replacement
+        for parent in list(inner.modules()):  # a norm that several parents have is replaced in each
+            for name, child in list(parent._modules.items()):
+                if id(child) in replaced:
+                    self._places.append((parent, name, *replaced[id(child)][1:]))
         for parent, name, norm, module in self._places:
             module.train(norm.training)
             if isinstance(module, InPlaceOfNorm):
                 full_name = f"{type(norm).__module__}.{type(norm).__qualname__}"
                 module.in_place_of = getattr(norm, "in_place_of", "") or full_name
             _put(parent, name, module)
+        self._refitted = [(parameter, parameter.detach().clone()) for parameter, _ in changed]  # with their old values
         with torch.no_grad():
-            for name, value in (refitted or {}).items():
-                parameter = inner.get_parameter(name)
-                self._own.append((parameter, parameter.detach().clone()))
+            for parameter, value in changed:
                 parameter.copy_(value)
 
     def undo(self) -> None:
@@ -136,14 +116,17 @@ class Swap:
                 raise ModelError(f"{name!r} has been replaced again since: undo the later swap first.")
         for parent, name, norm, _ in self._places:
             _put(parent, name, norm)
-        for hooks in self._hooks:
-            _exchange(*hooks)
+        for norm, module, tables in self._hooks:
+            _exchange_hooks(norm, module, tables)
+            for name, ids in tables.items():  # hooks registered since then stay with the replacement
+                hooks = getattr(norm, name)
+                getattr(module, name).update({number: hooks.pop(number) for number in hooks.keys() - ids})
         for move_back in self._moved:
             move_back()
         with torch.no_grad():
-            for parameter, value in self._own:
+            for parameter, value in self._refitted:
                 parameter.copy_(value)
-        self._places, self._hooks, self._moved, self._own = [], [], [], []
+        self._places, self._hooks, self._moved, self._refitted = [], [], [], []
 
     def __enter__(self) -> Swap:
         return self
@@ -270,7 +253,7 @@ def outputs_at(network: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, l
 
     def copying(path: str, module: nn.Module, args: Any, result: Any) -> None:
         like = next(iter(tensors_of(args)), None)
-        outputs[path].extend(whole(each, like).clone() for each in tensors_of(result) if each.is_floating_point())
+        outputs[path].extend(whole(y, like).clone() for y in tensors_of(result) if y.is_floating_point())
 
     with contextlib.ExitStack() as hooks:
         for path in outputs:
@@ -287,7 +270,7 @@ def model_tensor(module: nn.Module, otherwise: Tensor | None = None) -> Tensor:
 
 
 def _hooks_to_move(replaced: Collection[tuple[str, nn.Module, nn.Module]]) -> list[_Hooks]:
-    """Return the norms that have hooks, with their replacements and the attributes to exchange, and warn of them.
+    """Return the norms that have hooks, with their replacements, and warn of them.
 
     Raises:
         ModelError: if the replacement of one replaces other norms too.
@@ -303,10 +286,9 @@ def _hooks_to_move(replaced: Collection[tuple[str, nn.Module, nn.Module]]) -> li
                 f"The {type(module).__name__} for {path!r} replaces {uses} norms, and the hooks of that norm would run "
                 "for the others too; use one module per norm."
             )
-        hooked[path] = norm, module, (*movable, _FULL_BACKWARD)
+        hooked[path] = norm, module, {name: set(getattr(norm, name)) for name in movable}
     if hooked:
-        text = f"Hooks of the norms {first_few(list(hooked))} run for their replacements until the swap is undone."
-        warnings.warn(text, stacklevel=3)
+        warn(f"Hooks of the norms {first_few(list(hooked))} run for their replacements until the swap is undone.")
     return list(hooked.values())
 
 
@@ -319,9 +301,9 @@ def _has_tensor_hooks(norm: nn.Module) -> bool:
     return False
 
 
-def _exchange(norm: nn.Module, module: nn.Module, attributes: Iterable[str]) -> None:
-    """Exchange attributes of two modules; handles refer to dictionaries of hooks, which stay the same objects."""
-    for name in attributes:
+def _exchange_hooks(norm: nn.Module, module: nn.Module, names: Iterable[str]) -> None:
+    """Exchange hooks of two modules; handles refer to dictionaries of hooks, which stay the same objects."""
+    for name in (*names, "_is_full_backward_hook"):  # a flag, without which torch calls no full backward hook
         value = getattr(norm, name)
         setattr(norm, name, getattr(module, name))
         setattr(module, name, value)

@@ -144,6 +144,28 @@ class Table(nn.Module):
         return mean[left] + slopes[piece] * (u - at[left])
 
 
+def pointwise(
+    x: Tensor,
+    f: Callable[[Tensor], Tensor],
+    alpha: Tensor,
+    shift: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    behind: int,
+) -> Tensor:
+    """Return weight · f(αx + s) + bias in x's dtype; ``behind`` axes of x follow those of the channels."""
+
+    def along(parameter: Tensor) -> Tensor:
+        one = parameter.numel() == 1
+        return (parameter if one else parameter.view(*parameter.shape, *[1] * behind)).to(x.dtype)
+
+    u = along(alpha) * x
+    if shift is not None:
+        u = u + along(shift)
+    y = along(weight) * f(u)
+    return y if bias is None else y + along(bias)
+
+
 BEHAVIOUR = ("keeps", "returns", "under_autocast", "overwrites", "ignores")
 
 
@@ -303,16 +325,7 @@ class Pointwise(InPlaceOfNorm):
 
     def computed(self, x: Tensor) -> Tensor:
         """Apply the function."""
-        behind = self.axes_behind(x)
-
-        def along(part: Tensor) -> Tensor:
-            return (part if part.numel() == 1 else part.view(*part.shape, *[1] * behind)).to(x.dtype)
-
-        u = along(self.alpha) * x
-        if self.shift is not None:
-            u = u + along(self.shift)
-        y = along(self.weight) * self.f(u)
-        return y if self.bias is None else y + along(self.bias)
+        return pointwise(x, self.f, self.alpha, self.shift, self.weight, self.bias, self.axes_behind(x))
 
     def axes_behind(self, x: Tensor) -> int:
         """Return the number of axes of x after those of its channels."""

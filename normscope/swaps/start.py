@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from normscope.curves.expressions import curves_named
 from normscope.curves.known import BEST, FREE, Curve
-from normscope.errors import UsageError, count, unknown
+from normscope.errors import UsageError, count, unknown, warn
 from normscope.fits.curve_fit import CurveFit
 from normscope.fits.fit import fit as fit_curves
 from normscope.norms.sites import Layers, NormSite, is_number, select
@@ -139,7 +138,7 @@ def norms_of(fits: Fits, layers: Layers = "all") -> list[NormSite]:
     sites = sorted({norm.name: norm for norm in norms}.values(), key=lambda norm: norm.index)
     chosen = replaceable(sites, layers)
     if layers == "all" and (left := why_not_replaced(sites)):
-        warnings.warn(f"Not all norms are replaced: {left}.", stacklevel=3)
+        warn(f"Not all norms are replaced: {left}.")
     return chosen
 
 

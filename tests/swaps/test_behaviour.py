@@ -59,19 +59,13 @@ def with_residual(self, x, residual=None, prenorm=False):
     return F.rms_norm(x, (WIDTH,), self.weight, self.eps)
 
 
-def without_defaults(self, x, residual, prenorm):
-    return with_residual(self, x, residual, prenorm)
-
-
 def of_hidden_states(self, *, hidden_states, gate=None):
     return with_residual(self, hidden_states, gate)
 
 
 CALLS = {
     "by place": (with_residual, lambda norm, x: norm(x, None, False)),
-    "by name": (with_residual, lambda norm, x: norm(x, residual=None, prenorm=False)),
     "all by name": (with_residual, lambda norm, x: norm(residual=None, x=x)),
-    "without defaults": (without_defaults, lambda norm, x: norm(x, None, False)),
     "keywords alone": (of_hidden_states, lambda norm, x: norm(hidden_states=x, gate=None)),
 }
 
@@ -140,13 +134,10 @@ def scaled_by_any(self, x, **named):
     ("forward", "call", "named"),
     [
         (scaled, lambda norm, x: norm(x, scale=2.0), "scale=2.0"),
-        (scaled, lambda norm, x: norm(x, 0.5), "scale=0.5"),
         (scaled_by, lambda norm, x: norm(x, 2.0), "scale=2.0"),
         (scaled_by_any, lambda norm, x: norm(x, scale=2.0), "named={'scale': 2.0}"),
         (overwriting, lambda norm, x: x + norm(x, inplace=True), "inplace=True"),
-        (scaled, lambda norm, x: norm(x, scale=1.0 + 0), ""),
         (scaled_by, lambda norm, x: norm(x, 1), ""),
-        (overwriting, lambda norm, x: norm(x, inplace=0), ""),
     ],
 )
 def test_an_argument_that_changes_the_output_leaves_the_norm_where_it_is(forward, call, named):
@@ -158,12 +149,6 @@ def test_an_argument_that_changes_the_output_leaves_the_norm_where_it_is(forward
         return
     with pytest.raises(UsageError, match=re.escape(f"norm (it is called with {named}, which changes its output)")):
         swap(model, "dyt", seen)
-
-
-def test_a_norm_with_such_an_argument_in_some_of_its_calls_alone_is_no_site():
-    model = network(rms_norm(scaled), lambda norm, x: norm(norm(x), scale=2.0))
-    with pytest.raises(ModelError, match="it does something else in another of its calls"):
-        find_norms(model, normscope.Batch((inputs()[0],)))
 
 
 def masked(self, x, mask=None):
@@ -182,7 +167,6 @@ def masked_by_name(self, *, x, factor=1.0, mask=None):
     ("forward", "call"),
     [
         (masked, lambda norm, x: norm(x, torch.ones(x.shape[:-1]))),
-        (masked, lambda norm, x: norm(x, mask=torch.ones(x.shape[:-1], dtype=torch.bool))),
         (masked_by_name, lambda norm, x: norm(x=x, mask=torch.ones(x.shape[:-1]))),
     ],
 )
@@ -231,10 +215,14 @@ class ChannelsLastNorm(nn.LayerNorm):
         return super().forward(x.movedim(1, -1)).movedim(-1, 1)
 
 
-@pytest.mark.parametrize("func", ["dyt", "derf", "rmsnorm"])
 @pytest.mark.parametrize(
-    ("norm", "shape"),
-    [(timm.layers.LayerNorm2d, (2, WIDTH, 5, 6)), (ChannelsLastNorm, (2, WIDTH, 5)), (nn.LayerNorm, (2, 5, WIDTH))],
+    ("norm", "shape", "func"),
+    [
+        (timm.layers.LayerNorm2d, (2, WIDTH, 5, 6), "dyt"),
+        (timm.layers.LayerNorm2d, (2, WIDTH, 5, 6), "rmsnorm"),
+        (ChannelsLastNorm, (2, WIDTH, 5), "derf"),
+        (nn.LayerNorm, (2, 5, WIDTH), "rmsnorm"),
+    ],
 )
 def test_the_output_has_the_strides_of_the_norms(norm, shape, func, tmp_path):
     """Also those of channels_last for a contiguous input, of which a view may follow."""

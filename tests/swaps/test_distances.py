@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 from torch import nn
 
-import normscope.swaps.distances as module
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.loaded_model import Outputs
-from normscope.swaps.distances import OutputErrors, SiteLayout, distances
+from normscope.swaps import distances as module
+from normscope.swaps import output_errors
+from normscope.swaps.distances import SiteLayout, distances
+from normscope.swaps.output_errors import OutputErrors
 from normscope.swaps.reports import Quantiles
 
 DRAW = torch.Generator().manual_seed(0)
@@ -34,7 +36,7 @@ def test_relative_l2_and_cosine_are_those_of_numpy_and_torch():
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(-100, 100).filter(lambda c: abs(c) > 1e-3), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_a_multiple_is_as_far_as_its_factor_says(factor, dtype):
+def test_the_distance_of_a_multiple_follows_from_its_factor(factor, dtype):
     a = A.to(dtype).double()
     found = distances(a, factor * a)
     np.testing.assert_allclose(found.relative_l2, abs(factor - 1), rtol=1e-12, atol=1e-13)
@@ -43,7 +45,7 @@ def test_a_multiple_is_as_far_as_its_factor_says(factor, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["tensor", "classes", "tokens", "frames"])
-def test_equal_tensors_are_not_apart_at_all(kind, dtype):
+def test_equal_tensors_have_distance_zero(kind, dtype):
     found = distances(A.to(dtype), A.to(dtype).clone(), kind=kind)
     assert (found.relative_l2 == 0).all() and (found.cosine == 1).all()
     if found.kl is not None:
@@ -102,7 +104,7 @@ def test_frames_are_compared_one_by_one():
     np.testing.assert_allclose(found.frames, wanted.ravel(), **CLOSE)
 
 
-def test_what_is_not_finite_is_the_worst_and_what_has_no_original_is_left_out():
+def test_nonfinite_values_are_infinitely_far_and_samples_without_an_original_are_left_out():
     original, swapped = A.clone(), B.clone()
     swapped[1, 2, 3], swapped[2, 0, 0] = torch.nan, -torch.inf
     original[3] = 0
@@ -121,7 +123,7 @@ def test_what_is_not_finite_is_the_worst_and_what_has_no_original_is_left_out():
     assert len(frames) == 6 * 5 - 5 - 1 and int(frames.isinf().sum()) == 2
 
 
-def test_pieces_make_no_difference(monkeypatch):
+def test_pieces_equal_the_whole(monkeypatch):
     valid = torch.rand(6, 5, generator=DRAW) > 0.3
     whole = distances(A, B, valid, "tokens")
     monkeypatch.setattr(module, "_AT_ONCE", 6 * 12 * 2)
@@ -187,9 +189,9 @@ def networks():
 
 
 @pytest.mark.parametrize(("room", "passes"), [(2**30, 3), (2 * 4 * 4, 3 + 2), (0, 3 + 3)])
-def test_the_original_runs_once_for_what_memory_holds(networks, monkeypatch, room, passes):
+def test_outputs_of_the_original_are_kept_up_to_a_limit(networks, monkeypatch, room, passes):
     original, other = networks
-    monkeypatch.setattr(module, "MOST_OUTPUT_BYTES", room)
+    monkeypatch.setattr(output_errors, "MOST_OUTPUT_BYTES", room)
     calls = []
     original.register_forward_hook(lambda *_: calls.append(1))
     errors = OutputErrors(original, BATCHES, Outputs())

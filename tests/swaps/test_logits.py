@@ -55,14 +55,8 @@ def t5():
     return network_of(lambda self, ids: self.model(input_ids=ids, decoder_input_ids=ids), model=model)
 
 
-class Tuples(transformers.GPT2LMHeadModel):
-    def forward(self, ids):
-        return super().forward(ids, return_dict=False)
-
-
 NETWORKS = {
     "language model": (gpt2, "tokens"),
-    "tuples": (lambda: gpt2(Tuples), "tokens"),
     "in a module": (lambda: wrapped(gpt2()), "tokens"),
     "encoder–decoder": (t5, "tokens"),
     "masked": (lambda: bert("BertForMaskedLM"), "tokens"),
@@ -80,7 +74,6 @@ NETWORKS = {
         "tensor",
     ),
     "no head": (lambda: gpt2(transformers.GPT2Model), "tensor"),
-    "answers": (lambda: bert("BertForQuestionAnswering"), "tensor"),
 }
 
 

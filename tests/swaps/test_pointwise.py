@@ -82,20 +82,6 @@ def test_forward_in_float64(name):
 
 
 @everywhere
-@pytest.mark.parametrize("per_channel", [False, True])
-def test_gradients_of_everything(name, per_channel):
-    curve, _ = FUNCTIONS[name]
-    each = torch.linspace(0.5, 1.5, WIDTH) if per_channel else 0.7
-    layer = trained(curve, alpha=each, shift=each)
-    x = inputs(shape=(5, WIDTH)).requires_grad_()
-    names = [key for key, _ in layer.named_parameters()]
-    assert torch.autograd.gradcheck(
-        lambda x, *parts: torch.func.functional_call(layer, dict(zip(names, parts, strict=True)), (x,)),
-        (x, *layer.parameters()),
-    )
-
-
-@everywhere
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(name, dtype):
     curve, truth = FUNCTIONS[name]
@@ -132,7 +118,7 @@ def test_isru_reaches_its_amplitude_and_never_nan(x, alpha):
     assert layer.alpha.grad.isfinite().all()
 
 
-def test_huge_inputs_of_each_paper_give_the_amplitude():
+def test_huge_inputs_return_the_amplitude():
     x = torch.tensor([[1e30, -1e30, 3e38, -math.inf]])
     for layer in (DyT(4), DyISRU(4), Derf(4)):
         nn.init.constant_(layer.weight, 2.5)
@@ -141,7 +127,7 @@ def test_huge_inputs_of_each_paper_give_the_amplitude():
 
 @pytest.mark.parametrize("axis", [1, -3, 2, -1])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_channels_lie_where_the_norm_had_them(axis, per_channel):
+def test_channels_on_any_axis(axis, per_channel):
     shape = [2, 3, 4, 5]
     shape[axis] = WIDTH
     each = torch.linspace(0.5, 1.5, WIDTH) if per_channel else 0.7
@@ -158,20 +144,7 @@ def test_without_affine_the_weight_is_the_amplitude_alone():
     np.testing.assert_allclose(layer(x).detach().numpy(), 3 * np.tanh(0.5 * x.double().numpy()), rtol=1e-6, atol=1e-7)
 
 
-def test_odd_inputs():
-    layer = trained("isru", torch.float32)
-    assert layer(torch.zeros(0, WIDTH)).shape == (0, WIDTH)
-    assert layer(torch.zeros(WIDTH)).shape == (WIDTH,)
-    x = inputs(torch.float32, (WIDTH, 50))
-    assert torch.equal(layer(x.T), layer(x.T.contiguous()))
-    assert torch.equal(layer(x=x.T), layer(hidden_states=x.T))  # under the name that the norm's own input had
-    one = trained(piecewise_curve(), torch.float32)
-    assert torch.equal(one(x.T), one(x.T.contiguous()))
-    single = PointwiseFunction("tanh", 1, channel_axis=1, alpha=torch.tensor([2.0]))
-    assert torch.equal(single(torch.ones(2, 1, 3)), torch.tanh(torch.tensor(2.0)).expand(2, 1, 3))
-
-
-def test_wrong_arguments_are_explained():
+def test_refusals():
     for make, fragment in (
         (
             lambda: PointwiseFunction("tanh", 4, alpha=torch.ones(3)),
@@ -246,12 +219,6 @@ def test_copies_and_half_precision_and_back(name):
     assert torch.equal(again(x), layer(x))
 
 
-@pytest.mark.parametrize("name", [*CURVES, "free"])
-def test_pickled_whole(name):
-    layer, x = trained(FUNCTIONS[name][0], torch.float32), inputs(torch.float32)
-    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))  # noqa: S301 - of our own
-
-
 @pytest.mark.parametrize("inside", [torch.bfloat16, torch.float16])
 def test_autocast_leaves_it_in_float32(inside):
     layer, x = trained("isru", torch.float32), inputs(inside)
@@ -266,7 +233,7 @@ def test_autocast_leaves_it_in_float32(inside):
 
 
 @pytest.mark.slow
-@everywhere
+@pytest.mark.parametrize("name", ["tanh", "cubsign", "formula", "free"])
 def test_compiles_into_one_graph(name):
     torch._dynamo.reset()
     layer, x = trained(FUNCTIONS[name][0], torch.float32), inputs(torch.float32)
@@ -279,7 +246,7 @@ def test_compiles_into_one_graph(name):
     torch.testing.assert_close(given_, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tanh", "isru", "erf", "formula", "free"])
+@pytest.mark.parametrize("name", ["isru", "free"])
 def test_exports_with_any_number_of_tokens(name):
     layer, x = trained(FUNCTIONS[name][0], torch.float32), inputs(torch.float32)
     program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
@@ -288,7 +255,7 @@ def test_exports_with_any_number_of_tokens(name):
 
 
 @pytest.mark.parametrize("make", [lambda width: trained("tanh", torch.float32), None], ids=["pointwise", "rmsnorm"])
-def test_torchs_fused_encoder_does_not_take_it_for_a_layer_norm(make):
+def test_torchs_fused_encoder_runs_replacements_instead_of_a_layer_norm(make):
     from normscope.swaps.standalone import RMSNorm
 
     torch.manual_seed(0)
@@ -313,13 +280,27 @@ def test_torchs_fused_encoder_does_not_take_it_for_a_layer_norm(make):
         torch.testing.assert_close(masked[0], output[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_channels_with_weights_of_their_own_compute_what_they_did(bias):
-    function = PointwiseFunction("tanh", 6, alpha=0.3, shift=0.1, elementwise_affine=bias, bias=bias)
-    with torch.no_grad():
-        function.weight.fill_(1.7)
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    before = function(x)
-    function.give_each_channel_its_own()
-    assert torch.equal(function(x), before)
-    assert function.weight.shape == function.bias.shape == (6,)
+@everywhere
+def test_gradients_of_everything(name):
+    curve, _ = FUNCTIONS[name]
+    each = torch.linspace(0.5, 1.5, WIDTH)
+    layer = trained(curve, alpha=each, shift=each)
+    x = inputs(shape=(5, WIDTH)).requires_grad_()
+    names = [key for key, _ in layer.named_parameters()]
+    assert torch.autograd.gradcheck(
+        lambda x, *parts: torch.func.functional_call(layer, dict(zip(names, parts, strict=True)), (x,)),
+        (x, *layer.parameters()),
+    )
+
+
+def test_empty_transposed_and_named_inputs():
+    layer = trained("isru", torch.float32)
+    assert layer(torch.zeros(0, WIDTH)).shape == (0, WIDTH)
+    assert layer(torch.zeros(WIDTH)).shape == (WIDTH,)
+    x = inputs(torch.float32, (WIDTH, 50))
+    assert torch.equal(layer(x.T), layer(x.T.contiguous()))
+    assert torch.equal(layer(x=x.T), layer(hidden_states=x.T))  # under the name that the norm's own input had
+    one = trained(piecewise_curve(), torch.float32)
+    assert torch.equal(one(x.T), one(x.T.contiguous()))
+    single = PointwiseFunction("tanh", 1, channel_axis=1, alpha=torch.tensor([2.0]))
+    assert torch.equal(single(torch.ones(2, 1, 3)), torch.tanh(torch.tensor(2.0)).expand(2, 1, 3))

@@ -1,4 +1,4 @@
-"""Start values are the fits' own numbers, the theory's, or the papers'; what is no start is explained."""
+"""Start values are the numbers of the fits, of the theory or of the papers."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from normscope.cli.swapping import SwapChoice
 from normscope.errors import UsageError
 from normscope.swaps.inits import INITS, Init
 from normscope.swaps.replace import replacements
-from normscope.swaps.start import fitted, norms_of, only, starts
+from normscope.swaps.start import fitted, starts
 
 WIDTH = 12
 
@@ -52,18 +52,12 @@ def test_a_capture_is_fitted_with_shift_and_by_what_reaches_the_next_layer(seen,
     assert fitted(seen, name) != fitted(plain, name)
 
 
-def test_softcap_stays_what_it_is(seen):
-    for start in starts("softcap", seen):
-        assert float(start.amplitude * start.alpha) == pytest.approx(1, rel=1e-12)
-        assert start.shift is None
-
-
 def test_derf_has_a_shift_also_where_none_was_fitted(seen):
     for found in (starts("derf", seen, "theory"), starts("derf", normscope.fit(seen, "erf", shift=False))):
         assert [(start.curve.name, float(start.shift)) for start in found] == [("derf", 0.0)] * 2
 
 
-def test_fits_are_taken_as_they_are(seen):
+def test_start_values_are_the_parameters_of_the_fits(seen):
     fits = normscope.fit(seen, "tanh,isru,free,best")
     for name in ("tanh", "isru"):
         found = starts(name, fits)
@@ -129,14 +123,6 @@ def test_fits_of_channels(seen):
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_part_of_what_there_is(seen):
-    last = seen.sites[1:]
-    assert norms_of(only(seen, last)) == norms_of(only(seen.sites, last)) == last
-    assert norms_of(only(normscope.fit(seen, "tanh,isru"), last)) == last
-    backwards = normscope.fit(seen, "tanh")[::-1]
-    assert norms_of(backwards) == seen.sites
-
-
 def test_a_site_without_a_fit_can_be_left_out(seen):
     fits = normscope.fit(seen, "tanh")
     fits[0] = replace(fits[0], nothing="all pairs alike")
@@ -165,6 +151,6 @@ NO_STARTS = [
 
 
 @pytest.mark.parametrize(("call", "fragment"), NO_STARTS)
-def test_what_is_no_start_is_explained(seen, call, fragment):
+def test_refusals(seen, call, fragment):
     with pytest.raises(UsageError, match=fragment):
         call(seen, normscope.fit(seen, "tanh"))

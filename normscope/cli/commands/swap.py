@@ -53,7 +53,7 @@ def swap(
     """Replace a model's norms by point-wise functions, and write the model into a folder."""
     check_models([model])
     from normscope.runtime.spread import check_whole
-    from normscope.swaps.quality import Judge
+    from normscope.swaps.quality import QualityMeter
     from normscope.swaps.start import starts
     from normscope.swaps.store.record import ALSO, FILES
 
@@ -84,11 +84,11 @@ def swap(
     chosen = list(modules) if choice is None else choice.swapped
     swapped, report = calibrated(tuple(chosen)) if replacement.calibrated else (network.module, None)
     with out.bars() as progress:
-        judge = Judge(network, None, source.held_out, network.outputs, progress)
-        judge.add("original", network.module)
+        meter = QualityMeter(network, None, source.held_out, network.outputs, progress)
+        meter.add("original", network.module)
         if report is None:
             normscope.Swap(network.module, {path: modules[path] for path in chosen})
-        judge.add("swapped", swapped)
+        meter.add("swapped", swapped)
     all_starts = starts(replacement.curve, fits, replacement.begin)
     rows = [_row(start, fits, func) for start in all_starts if start.norm.name in chosen]
     if report is not None:
@@ -106,8 +106,8 @@ def swap(
     if choice is not None:
         swapping.print_kept_norms(choice, f"{network.name} · {published_name(func)}", figure, out)
         whole |= {"keep": choice.as_dict(), "figure": str(figure)}
-    swapping.print_quality(judge.quality, judge.untold, func, replacement.start, out)
-    whole["quality"] = judge.quality and judge.quality.as_dict()
+    swapping.print_quality(meter.quality, meter.no_quality, func, replacement.start, out)
+    whole["quality"] = meter.quality and meter.quality.as_dict()
     out.result(str(folder))
     if choice is not None:
         out.result(str(figure))
@@ -133,7 +133,7 @@ def _held_out_errors(source: swapping.SwapSource, swapped: nn.Module, measure: s
     """Measure and print the drift of the calibrated network on held-out inputs."""
     from normscope.norms.bound_inputs import unpacked
     from normscope.runtime.network import left_as_found
-    from normscope.swaps.distances import output_errors
+    from normscope.swaps.output_errors import output_errors
     from normscope.swaps.reports import Quantiles
 
     original, held_out = source.network.module, source.held_out

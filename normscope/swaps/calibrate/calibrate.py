@@ -30,8 +30,8 @@ from normscope.runtime.records import Record
 from normscope.runtime.spread import check_whole
 from normscope.swaps.calibrate.neighbours import Neighbours, neighbours_of
 from normscope.swaps.calibrate.refitting import CalibratedModule, Refitting, parameter_values, put_parameters
-from normscope.swaps.distances import OutputErrors, measure_of, output_errors
 from normscope.swaps.inits import CALIBRATED
+from normscope.swaps.output_errors import OutputErrors, measure_of, output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import Swap, replacements
 from normscope.swaps.start import RMS_NORM, Fits
@@ -86,10 +86,12 @@ def calibrate(
 
     Each input passes once through both networks, and pauses at each module until that is fitted. A point-wise function
     gets the α, s, weight and bias that fit its norm's output best (least squares). A linear layer gets weights by ridge
-    regression towards its own. Its target is its output in the original; if this is added to a residual stream, plus
-    the error of the stream so far; if it is added to the input of a replaced post-norm, the input whose linear part
-    yields the norm's output. A fourth of the inputs decides on λ and on the state to keep. Functions get a weight and a
-    bias for each channel.
+    regression towards its own. A fourth of the inputs decides on λ and on the state to keep. Functions get a weight
+    and a bias for each channel. The target of a linear layer is
+
+    - its output in the original;
+    - if this is added to a residual stream, plus the error of the stream so far;
+    - if it is added to the input of a replaced post-norm, the input whose linear part yields the norm's output.
 
     Args:
         original: the network: the result of :func:`normscope.load`, or any module; it does not change.
@@ -139,8 +141,8 @@ def calibrate(
     n_learned, n_judged = (sum(len(batch.samples) for batch in batches) for batches in (learned, pool.judged))
     left_out = pool.left_out + sum(len(batch.samples) for batch in pool.learned[len(learned) :])
     gigabytes = near.bytes_of([*learned, *pool.judged]) / 1e9
-    omitted = f", and {count(left_out, 'sample')} left out, as inputs and activations get no more" if left_out else ""
     samples = count(n_learned + n_judged, "sample")
+    omitted = f", and {count(left_out, 'sample')} left out, as inputs and activations get no more" if left_out else ""
     progress(f"passes of {samples} wait at each module, in about {gigabytes:.2g} GB of memory{omitted} …", 0, 1)
     with left_as_found(teacher), left_as_found(student):
         errors = OutputErrors(teacher, pool.judged, outputs)
@@ -151,18 +153,20 @@ def calibrate(
             return median, high
 
         before, start = judged(), parameter_values(student)
-        by_name = {site.name: site for site in sites}
-        refitting = Refitting(teacher, student, by_name, [*learned, *pool.judged], len(learned))
+        refitting = Refitting(
+            teacher, student, {site.name: site for site in sites}, [*learned, *pool.judged], len(learned)
+        )
         called_modules = [called for called in near.called_modules if called.is_norm or refit == NEIGHBOURS]
         refitting.run(called_modules, progress)
         states = [parameter_values(student)]
         last = max(number for number, called in enumerate(called_modules) if called.is_norm)
         if behind := tuple(f"{called.path}." for called in called_modules[last + 1 :]):
+            # Layers behind the last norm may do better as they were, unless they do not reach the output (a pooler).
+            first_errors = partial(output_errors, teacher, student, pool.judged[:1], outputs)
+            fitted_error = first_errors()
             unfitted = {name: value for name, value in start.items() if name.startswith(behind)}
-            of_first = partial(output_errors, teacher, student, pool.judged[:1], outputs)
-            error_of_fitted = of_first()
             put_parameters(student, unfitted)
-            if not torch.equal(of_first(), error_of_fitted):  # else they do not reach the output, like a pooler
+            if not torch.equal(first_errors(), fitted_error):
                 states.append({**states[0], **unfitted})
         best, after = start, before
         for state in states:

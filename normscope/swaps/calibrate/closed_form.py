@@ -61,9 +61,9 @@ class LayerSums:
             t = torch.stack([target[rows : rows + BLOCK].float() for target in targets])
             self.count += h.shape[1]
             self._add(features=h.sum(1), gram=h.mT @ h)
-            of_groups = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
+            by_group = t.reshape(*t.shape[:2], len(h), -1).movedim(2, 1)
             products = torch.stack([(target * t).sum(1) for target in t])
-            self._add(targets=t.sum(1), cross=h.mT @ of_groups, products=products)
+            self._add(targets=t.sum(1), cross=h.mT @ by_group, products=products)
 
     def add_joined(self, pieces: Sequence[tuple[Tensor, ...]]) -> None:
         """Add pieces of inputs and targets together, as few large products take less time than many small ones."""
@@ -71,8 +71,8 @@ class LayerSums:
             inputs, *targets = (torch.cat(part) for part in zip(*pieces, strict=True))
             self.add(inputs, targets)
 
-    def _add(self, **of_block: Tensor) -> None:
-        for name, part in of_block.items():
+    def _add(self, **block_sums: Tensor) -> None:
+        for name, part in block_sums.items():
             total = getattr(self, name)
             setattr(self, name, part.cpu().double() if total is _NONE else total.add_(part.cpu()))
 
@@ -126,8 +126,8 @@ class LayerSums:
         """Return ΣHWᵀ, the summed outputs of a layer with such weights: ``(channels,)``."""
         return (self.features[:, None] @ turned).flatten()
 
-    def _by_group(self, of_channels: Tensor) -> Tensor:
-        return of_channels.reshape(*of_channels.shape[:-1], len(self.features), -1)
+    def _by_group(self, channels: Tensor) -> Tensor:
+        return channels.reshape(*channels.shape[:-1], len(self.features), -1)
 
     def __add__(self, sums: LayerSums) -> LayerSums:
         names = ("count", "features", "gram", "targets", "cross", "products")
@@ -167,18 +167,18 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     """
     before = learned.turned(weight.double())
     present_bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
-    of_learned = learned.centred() if bias is not None else learned
-    of_judged = judged.centred(learned) if bias is not None else judged
-    scale = _spread(of_learned)
+    learned_centred = learned.centred() if bias is not None else learned
+    judged_centred = judged.centred(learned) if bias is not None else judged
+    scale = _spread(learned_centred)
     total = max(float(judged.centred().products[0, 0].sum()), torch.finfo(torch.float64).tiny)
-    missing, missing_of_judged = (sums.cross[0] - sums.gram @ before for sums in (of_learned, of_judged))
-    error_of_bias = _squares(of_judged, before, torch.zeros_like(present_bias))
+    missing, missing_judged = (sums.cross[0] - sums.gram @ before for sums in (learned_centred, judged_centred))
+    error_of_bias = _squares(judged_centred, before, torch.zeros_like(present_bias))
 
-    factor = functools.cache(lambda penalty: _factor(of_learned.gram, penalty * scale))
+    factor = functools.cache(lambda penalty: _factor(learned_centred.gram, penalty * scale))
 
     def gained(penalty: float, every: int) -> float:
         change = torch.cholesky_solve(missing[..., ::every], factor(penalty))
-        left = 2 * missing_of_judged[..., ::every] - of_judged.gram @ change
+        left = 2 * missing_judged[..., ::every] - judged_centred.gram @ change
         return float((change * left).sum())
 
     present = (max(_squares(judged, before, present_bias), 0.0) / total) ** 0.5
@@ -194,9 +194,11 @@ def ridge(learned: LayerSums, judged: LayerSums, weight: Tensor, bias: Tensor | 
     both = learned + judged
     weights = before
     if best < math.inf:
-        of_both = both.centred() if bias is not None else both
-        left = of_both.cross[0] - of_both.gram @ before
-        weights = before + torch.cholesky_solve(left, _factor(of_both.gram, best * scale * both.count / learned.count))
+        both_centred = both.centred() if bias is not None else both
+        left = both_centred.cross[0] - both_centred.gram @ before
+        weights = before + torch.cholesky_solve(
+            left, _factor(both_centred.gram, best * scale * both.count / learned.count)
+        )
     offset = None if bias is None else (both.targets[0] - both.summed_outputs(weights)) / both.count
     return RefittedLayer(weights.mT.flatten(0, 1), offset, best, present, after)
 
@@ -207,10 +209,10 @@ def slopes(sums: LayerSums, penalty: float = _FIRST_TRIED) -> Tensor:
     ``penalty`` is λ, as a share of the mean square of a centred feature.
     """
     centred = sums.centred()
-    of_first, of_second = centred.cross
-    explained = torch.cholesky_solve(of_second, _factor(centred.gram, penalty * _spread(centred)))
-    covariance = centred.products[0, 1] - (explained * of_first).sum(1).flatten()
-    variance = centred.products[1, 1] - (explained * of_second).sum(1).flatten()
+    first, second = centred.cross
+    explained = torch.cholesky_solve(second, _factor(centred.gram, penalty * _spread(centred)))
+    covariance = centred.products[0, 1] - (explained * first).sum(1).flatten()
+    variance = centred.products[1, 1] - (explained * second).sum(1).flatten()
     return torch.div(covariance, variance.clamp_min(torch.finfo(torch.float64).tiny))
 
 
@@ -228,15 +230,15 @@ def _factor(gram: Tensor, penalty: float) -> Tensor:
 
     With linearly dependent features, eigenvalues of zero may fall below −λ, as products are summed in float32.
     """
-    of_groups = torch.full((len(gram), 1), penalty, dtype=gram.dtype)
+    penalties = torch.full((len(gram), 1), penalty, dtype=gram.dtype)
     while True:
         penalized = gram.clone()
-        penalized.diagonal(dim1=-2, dim2=-1).add_(of_groups)
+        penalized.diagonal(dim1=-2, dim2=-1).add_(penalties)
         factor: Tensor
         factor, failed = torch.linalg.cholesky_ex(penalized)
         if not bool(failed.any()) or not bool(gram.isfinite().all()):
             return factor
-        of_groups[failed > 0] *= _LARGER
+        penalties[failed > 0] *= _LARGER
 
 
 def _squares(sums: LayerSums, turned: Tensor, bias: Tensor) -> float:
@@ -313,7 +315,7 @@ def _search(function: PointwiseFunction, free: dict[str, Tensor], x: Tensor, y: 
 
 
 def _not_all_straight(alpha: Tensor, x: Tensor) -> Tensor:
-    """Enlarge α until the function bends by a trace.
+    """Raise α to at least 0.01 / max|x|, so that the weight stays below overflow.
 
     A norm that is linear over all tokens is fitted by any small α with a weight of 1/α. The search may end at weights
     of 10⁵, which overflow half precision and destabilize training.

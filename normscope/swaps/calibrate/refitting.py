@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +11,16 @@ from torch import Tensor, nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.wrappers import named_modules, submodule
-from normscope.norms.recognition import input_of, kind_at
+from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite
-from normscope.runtime.network import run
 from normscope.runtime.progress import Progress
 from normscope.runtime.records import Record
 from normscope.swaps.calibrate.closed_form import BLOCK, LayerSums, RefittedLayer, least_squares, ridge, slopes
-from normscope.swaps.calibrate.neighbours import (
-    MOST_NUMBERS,
-    CalledModule,
-    LinearLayer,
-    Modulation,
-    NextNorm,
-    best_for_each_sample,
-    rows,
-)
-from normscope.swaps.kernels import eager
+from normscope.swaps.calibrate.linear_layers import MOST_NUMBERS, LinearLayer, rows
+from normscope.swaps.calibrate.neighbours import CalledModule, Modulation, NextNorm, best_for_each_sample
+from normscope.swaps.calibrate.paused_passes import Pause, advance_to, paused_passes
 from normscope.swaps.pointwise import PointwiseFunction
+from normscope.swaps.standalone import pointwise
 
 STAGE = "calibrate"
 _MOST_TOKENS = 4096  # of a site, for the search of α and s
@@ -96,7 +85,7 @@ class Refitting:
         paths = list(self._called)
         self._ahead = iter(paths)
         last_use = {path: number for number, called in enumerate(self._called.values()) for path in _used(called)}
-        bases = {called.feeds.base for called in self._called.values() if called.feeds and called.feeds.of_output}
+        bases = {called.feeds.base for called in self._called.values() if called.feeds and called.feeds.base_is_output}
         self._modulating = {called.modulated.layer for called in self._called.values() if called.modulated}
         kept = [path for path in paths if path in bases | self._modulating]
         with (
@@ -107,12 +96,12 @@ class Refitting:
             for number, (path, called) in enumerate(self._called.items()):
                 originals, pauses = self._in_original(path), advance_to(self._passes, path)
                 (self._at_norm if called.is_norm else self._at_layer)(called, pauses, originals)
-                for done in [each for each in self._originals if last_use[each] <= number]:
-                    del self._originals[done]
-                    self._norm_inputs.pop(done, None)
-                    self._conditions.pop(done, None)
+                for past in [name for name in self._originals if last_use[name] <= number]:
+                    del self._originals[past]
+                    self._norm_inputs.pop(past, None)
+                    self._conditions.pop(past, None)
                     for paused in self._passes:
-                        paused.outputs.pop(done, None)
+                        paused.outputs.pop(past, None)
                 progress(STAGE, number + 1, len(paths))
 
     def _in_original(self, path: str) -> list[_Originals]:
@@ -144,9 +133,9 @@ class Refitting:
         path = called.path
         self._norm_inputs[path] = [self._rows(called, number, pause.input) for number, pause in enumerate(pauses)]
         function = self._functions.get(path)
-        if function is None or function.activated:
+        if function is None or function.activations:
             return
-        pairs = list(zip(self._norm_inputs[path], (each.output for each in originals), strict=True))
+        pairs = list(zip(self._norm_inputs[path], (original.output for original in originals), strict=True))
         (x, y), judged = (
             tuple(torch.cat(part).float().reshape(-1, function.weight.numel()) for part in zip(*some, strict=True))
             for some in (pairs[: self.n_learned], pairs[self.n_learned :])
@@ -232,7 +221,7 @@ class Refitting:
 
     def _into_function(self, into: NextNorm) -> bool:
         function = self._functions.get(into.path)
-        return into.of_output and function is not None and not function.activated
+        return into.base_is_output and function is not None and not function.activations
 
     def _towards_norm(
         self, layer: LinearLayer, called: CalledModule, into: NextNorm, pauses: Sequence[Pause]
@@ -248,7 +237,7 @@ class Refitting:
         def normalized(number: int) -> Tensor:
             return (originals[number].output.float() - bias) / weight.where(weight != 0, 1.0)
 
-        inputs = [each.input for each in originals if each.input is not None]
+        inputs = [original.input for original in originals if original.input is not None]
         sigma = float(torch.cat([x.float().std(-1) for x in inputs]).mean())
         if into.base is None:
             return self._summed(layer, called, pauses, lambda number: [sigma * normalized(number)])
@@ -271,9 +260,9 @@ class Refitting:
         for numbers, sums in zip((range(self.n_learned), range(self.n_learned, len(pauses))), both, strict=True):
             waiting, tokens, size = list[tuple[Tensor, ...]](), 0, 0
             for number in numbers:
-                of_batch, first = targets(number), 0
+                batch_targets, first = targets(number), 0
                 for h in layer.inputs_in_pieces(pauses[number].input, self.batches[number].valid_at(called.path)):
-                    waiting.append((h, *(target[first : first + len(h)] for target in of_batch)))
+                    waiting.append((h, *(target[first : first + len(h)] for target in batch_targets)))
                     first, tokens, size = first + len(h), tokens + len(h), size + h.numel()
                     if tokens >= BLOCK or size >= MOST_NUMBERS:  # many small products take longer than few large ones
                         sums.add_joined(waiting)
@@ -285,7 +274,7 @@ class Refitting:
         """Return the rows that the output of a layer is added to, in the original and in the swapped network."""
         assert into.base is not None  # noqa: S101 - checked by _target_of
         original = self._in_original(into.base)[number]
-        if into.of_output:
+        if into.base_is_output:
             output = self._passes[number].outputs[into.base]
             return original.output, self._rows(self._called[into.base], number, output)
         assert original.input is not None  # noqa: S101 - the base is a norm
@@ -300,10 +289,10 @@ def _used(called: CalledModule) -> list[str]:
 
 
 def _error(function: PointwiseFunction, x: Tensor, y: Tensor) -> float:
-    flat = eager.Parameters(function.alpha, function.shift, function.weight, function.bias).each(
-        lambda parameter: parameter.detach().flatten()
-    )
-    output, target = eager.pointwise(x, function.f, flat, 0).cpu().double(), y.cpu().double()
+    shift, bias = (None if part is None else part.detach().flatten() for part in (function.shift, function.bias))
+    alpha, weight = function.alpha.detach().flatten(), function.weight.detach().flatten()
+    output = pointwise(x, function.f, alpha, shift, weight, bias, behind=0).cpu().double()
+    target = y.cpu().double()
     return float((output - target).norm() / target.norm())
 
 
@@ -319,131 +308,3 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def put_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         module.get_parameter(name).copy_(value)
-
-
-@dataclass(frozen=True)
-class Pause:
-    """Module at which a pass pauses: its path, its input, and behind it its output."""
-
-    path: str
-    input: Tensor
-    output: Any = None
-
-
-class _AbandonedError(BaseException):
-    """Raised in a pass that is not continued; a BaseException, so that no network catches it."""
-
-
-class PausedPass:
-    """Forward pass in a thread of its own, which runs only during :meth:`advance`; see :func:`paused_passes`.
-
-    Attributes:
-        outputs: outputs of the modules to keep, by path.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> with paused_passes(layer, [Batch((torch.zeros(1, 2),))], [""], behind=False) as (paused,):
-    ...     paused.advance()
-    ...     paused.advance()
-    Pause(path='', input=tensor([[0., 0.]]), output=None)
-    """
-
-    def __init__(self, network: nn.Module, batch: Batch) -> None:
-        self._network, self._batch = network, batch
-        self.outputs: dict[str, Tensor] = {}
-        self._pauses: SimpleQueue[Pause | BaseException | None] = SimpleQueue()
-        self._continued: SimpleQueue[bool] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def advance(self) -> Pause | None:
-        """Run to the next module; None at the end of the pass.
-
-        Raises:
-            NormscopeError: if the network fails.
-        """
-        if self._thread.is_alive():
-            self._continued.put(True)
-        else:
-            self._thread.start()
-        pause = self._pauses.get()
-        if isinstance(pause, BaseException):
-            raise pause
-        return pause
-
-    def pause(self, pause: Pause) -> None:
-        """Wait, in the pass's own thread, for the next :meth:`advance`."""
-        self._pauses.put(pause)
-        if not self._continued.get():
-            raise _AbandonedError
-
-    def end(self) -> None:
-        """End the pass where it waits."""
-        if self._thread.is_alive():
-            self._continued.put(False)
-            self._thread.join()
-
-    def _run(self) -> None:
-        _thread_local.paused_pass = self
-        end = None
-        try:
-            with torch.no_grad():
-                run(self._network, self._batch)
-        except _AbandonedError:
-            pass
-        except BaseException as error:  # raised by advance()
-            end = error
-        self._pauses.put(end)
-
-
-_thread_local = threading.local()
-
-
-@contextlib.contextmanager
-def paused_passes(
-    network: nn.Module, batches: Sequence[Batch], paths: Sequence[str], *, behind: bool, kept: Sequence[str] = ()
-) -> Iterator[list[PausedPass]]:
-    """Begin a pass of each batch that pauses at some modules; all passes end with the block.
-
-    Nothing else runs the network. Passes pause in front of the modules, or ``behind`` them, and keep the outputs of
-    those in ``kept``.
-    """
-
-    def pausing(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> None:
-            if (x := input_of(args, kwargs)) is not None:
-                _thread_local.paused_pass.pause(Pause(path, x, output))
-
-        return hook
-
-    def keeping(path: str) -> Callable[..., None]:
-        return lambda module, args, output: _thread_local.paused_pass.outputs.update({path: output})
-
-    passes = [PausedPass(network, batch) for batch in batches]
-    with contextlib.ExitStack() as ended:
-        for path in paths:
-            module = submodule(network, path)
-            register = module.register_forward_hook if behind else module.register_forward_pre_hook
-            ended.callback(register(pausing(path), with_kwargs=True).remove)
-        for path in kept:
-            ended.callback(submodule(network, path).register_forward_hook(keeping(path)).remove)
-        for paused in passes:
-            ended.callback(paused.end)
-        yield passes
-
-
-def advance_to(passes: Sequence[PausedPass], path: str) -> list[Pause]:
-    """Let every pass run to its next module, which has to be this one.
-
-    Raises:
-        ModelError: if a pass comes to another module, as the order of calls depends on the input.
-    """
-    pauses = []
-    for number, paused in enumerate(passes):
-        pause = paused.advance()
-        if pause is None or pause.path != path:
-            there = "the end" if pause is None else pause.path
-            raise ModelError(
-                f"Batch {number} reaches {there} where the first batch reached {path}: the network's order of calls "
-                "depends on its input, so it cannot be calibrated."
-            )
-        pauses.append(pause)
-    return pauses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +15,14 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.norms.bound_inputs import unpacked
 from normscope.pairs.ranks import ALONE, Ranks
 from normscope.runtime.network import uncompiled
-from normscope.runtime.progress import Progress, StageProgress, is_one_step, silent
+from normscope.runtime.progress import Progress, StageProgress, silent
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, REFITS, calibrated, check_not_calibrated
-from normscope.swaps.distances import Configuration
 from normscope.swaps.drift.paired_passes import Ends, PairedPasses
 from normscope.swaps.drift.reports import DriftCalibration, DriftReport
+from normscope.swaps.drift.tallies import Configuration
 from normscope.swaps.inits import CALIBRATED
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.quality import Judge, QualityFunction
+from normscope.swaps.quality import QualityFunction, QualityMeter
 from normscope.swaps.reports import Drift
 
 MOST_SAMPLES = 16  # for each site alone and for the cumulative order
@@ -81,8 +80,8 @@ def drift(
             its quality; called by the first rank with no site swapped and with all. Or a
             :class:`normscope.inputs.loaded_model.Task`; by default a loaded model's own, on the same batches.
         about: ``model``, ``weights`` and ``data`` of the report.
-        progress: called after each of the :func:`passes` with the stage, the samples run in all passes, and their
-            total; for ``calibrated``, with the number of calibrated sites in all rows.
+        progress: called after each pass with the stage, the samples run in all passes, and their total; for
+            ``calibrated``, with the progress of the first calibration, and the number of calibrated sites in all rows.
         ranks: processes that divide the batches, see :func:`normscope.pairs.ranks.joined`; with equal replacements.
 
     Returns:
@@ -124,7 +123,7 @@ def drift(
         ends = getattr(model.inputs if batches is None else batches, "ends", None)
     loaded = model
     model, batches, about, outputs = unpacked(model, batches, about, outputs)
-    judge = Judge(loaded, quality, batches, outputs, progress)
+    meter = QualityMeter(loaded, quality, batches, outputs, progress)
     if cumulative and not one_at_a_time:
         raise UsageError("The cumulative order requires one_at_a_time=True; otherwise pass cumulative=False.")
     sites = list(replacements)
@@ -136,25 +135,27 @@ def drift(
     everything = Configuration("all", None, tuple(sites))
     alone = [Configuration("one", path, (path,)) for path in sites] if one_at_a_time else []
     chosen = _evenly_spaced(batches, most) if one_at_a_time else None
-    rounds = {"one_at_a_time": one_at_a_time, "cumulative": cumulative}
+    n = len(sites)
     network, stage = uncompiled(model), ", ".join(filter(None, (about.get("model"), func, init))) or "samples"
     if init == CALIBRATED:
         _check_calibrated(replacements, refit, ranks)
         kept, left_out = kept_in_memory(unpacked(network, learn)[1])
         calibration = DriftCalibration(str(getattr(learn, "description", None) or ""), refit, left_out=left_out)
-        counter = StageProgress(progress, stage, calibrations(len(sites), **rounds))
+        calibrations = n + (n if one_at_a_time else 0) + (sum(range(2, n)) if cumulative else 0)
         paired: PairedPasses = CalibratedPasses(
             *(network, batches, replacements, outputs),
             chosen=chosen,
             learn=kept,
             calibration=calibration,
             progress=progress,
-            counter=counter,
+            counter=StageProgress(progress, stage, calibrations),
         )
     else:
-        samples = getattr(batches, "n_samples", None)
+        samples, of = getattr(batches, "n_samples", None), None
+        if samples is not None:
+            few = samples if most is None else min(most, samples)
+            of = 2 * samples + few * ((1 + n if one_at_a_time else 0) + (n if cumulative and n > 1 else 0))
         settings = {**about, "func": func, "init": init, "sites": sites, "number of samples": samples}
-        of = None if samples is None else passes(samples, len(sites), most, **rounds)
         counter = StageProgress(progress, stage, of, ranks.size)
         paired = PairedPasses(network, batches, replacements, outputs, ranks, counter.add, settings, chosen=chosen)
 
@@ -163,30 +164,18 @@ def drift(
 
     report = DriftReport(func, init, sites, compared([everything, *alone], ends), about)
     if cumulative:
-        order = report.least_harmful(len(sites))
+        order = report.least_harmful(n)
         first = next(row for row in report.by_site if row.site == order[0])
-        more = [Configuration("cumulative", order[n - 1], tuple(order[:n])) for n in range(2, len(order) + 1)]
+        more = [Configuration("cumulative", order[k - 1], tuple(order[:k])) for k in range(2, n + 1)]
         rows = [replace(first, swapped="cumulative"), *(compared(more) if more else [])]
         report = replace(report, rows=[*report.rows, *rows])
     if ranks.rank == 0:
-        judge.add("original", network)
+        meter.add("original", network)
         with paired.swapped(sites):
-            judge.add("swapped", network)
-    judge.share_with(ranks)
-    report = replace(report, quality=judge.quality, no_quality=judge.untold)
+            meter.add("swapped", network)
+    meter.share_with(ranks)
+    report = replace(report, quality=meter.quality, no_quality=meter.no_quality)
     return replace(report, calibration=paired.calibration) if isinstance(paired, CalibratedPasses) else report
-
-
-def passes(
-    samples: int, sites: int, most: int | None = None, *, one_at_a_time: bool = True, cumulative: bool = True
-) -> int:
-    """Return the number of passes of single samples in :func:`drift`, without trajectories: the end of a progress bar.
-
-    >>> passes(100, 25), passes(100, 25, 16), passes(100, 25, one_at_a_time=False, cumulative=False)
-    (5300, 1016, 200)
-    """
-    rounds = [sites] * one_at_a_time + [sites - 1] * (cumulative and sites > 1)
-    return 2 * samples + (samples if most is None else min(most, samples)) * sum(1 + swaps for swaps in rounds)
 
 
 def _evenly_spaced(batches: Iterable[Any], most: int | None) -> frozenset[tuple[str, int]] | None:
@@ -199,22 +188,13 @@ def _evenly_spaced(batches: Iterable[Any], most: int | None) -> frozenset[tuple[
     return frozenset((sample.data, sample.index) for sample in chosen)
 
 
-def calibrations(sites: int, *, one_at_a_time: bool = True, cumulative: bool = True) -> int:
-    """Return the number of sites that :func:`drift` calibrates, summed over rows: the end of a progress bar.
-
-    >>> calibrations(4), calibrations(4, one_at_a_time=False, cumulative=False)  # 4, four times 1, 2 and 3
-    (13, 4)
-    """
-    return sites + (sites if one_at_a_time else 0) + (sum(range(2, sites)) if cumulative else 0)
-
-
 @dataclass(kw_only=True)
 class CalibratedPasses(PairedPasses):
     """Paired passes of swaps that are each calibrated by themselves, from the modules on, before they are measured."""
 
     learn: Sequence[Batch]
     calibration: DriftCalibration  # of the rows so far
-    progress: Progress  # called with the memory that calibration takes
+    progress: Progress  # of the first calibration, which is the longest
     counter: StageProgress  # of the calibrated sites of all rows
     _everything: tuple[Mapping[str, nn.Module], Mapping[str, Tensor]] | None = None
 
@@ -225,33 +205,31 @@ class CalibratedPasses(PairedPasses):
     def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
         """Calibrate each swap and compare; the first call begins with all sites, whose calibration is kept."""
         rows: list[Drift] = []
-        for done in configurations:
-            whole = len(done.paths) == len(self._start)
-            self.modules, self.refitted = (whole and self._everything) or self._calibrated(done.paths)
+        for configuration in configurations:
+            whole = len(configuration.paths) == len(self._start)
+            self.modules, self.refitted = (whole and self._everything) or self._calibrated(configuration.paths)
             self._everything = self._everything or (self.modules, self.refitted)
-            rows += super().compared([done], ends if done.swapped == "all" else None)
+            rows += super().compared([configuration], ends if configuration.swapped == "all" else None)
             self.modules, self.refitted = self._everything
         return rows
 
     def _calibrated(self, paths: Sequence[str]) -> tuple[Mapping[str, nn.Module], Mapping[str, Tensor]]:
-        first, reached, done = self._everything is None, 0, self.calibration
-
-        def count_sites(stage: str, at: int, of: int | None) -> None:
-            nonlocal reached
-            if not is_one_step(stage):
-                now = math.floor(len(paths) * at / (of or at or 1))
-                self.counter.add(now - reached)
-                reached = now
-            elif first:  # calibrations of fewer sites take no more memory
-                self.progress(stage, at, of)
-
+        first, calibration = self._everything is None, self.calibration
         start = {path: self._start[path] for path in paths}
-        options = {"outputs": self.outputs, "refit": done.refit, "progress": count_sites}
-        modules, refitted, report = calibrated(self.model, start, self.learn, **options)
+        progress = self.progress if first else silent
+        modules, refitted, report = calibrated(
+            self.model, start, self.learn, outputs=self.outputs, refit=calibration.refit, progress=progress
+        )
+        self.counter.add(len(paths))
         if first:
-            n_learned, n_judged, left_out = report.n_learned, report.n_judged, done.left_out + report.left_out
-            done = replace(done, n_learned=n_learned, n_judged=n_judged, left_out=left_out, left=report.left)
-        self.calibration = replace(done, restored=done.restored + report.restored)
+            calibration = replace(
+                calibration,
+                n_learned=report.n_learned,
+                n_judged=report.n_judged,
+                left_out=calibration.left_out + report.left_out,
+                left=report.left,
+            )
+        self.calibration = replace(calibration, restored=calibration.restored + report.restored)
         return modules, refitted
 
 

@@ -15,10 +15,11 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.norms.bound_inputs import unpacked
 from normscope.runtime.network import uncompiled
 from normscope.runtime.progress import Progress, StageProgress, silent
-from normscope.swaps.distances import Configuration, measure_of
 from normscope.swaps.drift.paired_passes import PairedPasses
 from normscope.swaps.drift.reports import KeepReport, KeepStep
-from normscope.swaps.quality import Judge, QualityFunction
+from normscope.swaps.drift.tallies import Configuration
+from normscope.swaps.output_errors import measure_of
+from normscope.swaps.quality import QualityFunction, QualityMeter
 from normscope.swaps.replace import Swap
 from normscope.swaps.reports import OUTPUT, Quantiles
 
@@ -108,16 +109,16 @@ def keep(
     report = KeepReport(sites, search.order[:chosen], steps, n_chosen_on, func, init, about, measure=measure)
     if held_out is None:
         return report
-    judge = Judge(loaded, quality, held_out, outputs, progress)
+    meter = QualityMeter(loaded, quality, held_out, outputs, progress)
     _, held_out, _, outputs = unpacked(loaded, held_out, None, outputs)
     swapped, counter = [search.swapped(kept) for kept in range(chosen + 1)], StageProgress(progress, HELD_OUT, None)
     errors = _errors(PairedPasses(network, held_out, modules, outputs, advance=counter.add), swapped)
-    judge.add("original", network)
+    meter.add("original", network)
     for kept, paths in enumerate(swapped):
         with Swap(network, {path: modules[path] for path in paths}):
-            judge.add(f"{kept} kept", network)
+            meter.add(f"{kept} kept", network)
     taken = [replace(step, held_out=error) for step, error in zip(report.taken, errors, strict=True)]
-    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=judge.quality)
+    return replace(report, steps=[*taken, *report.steps[len(taken) :]], quality=meter.quality)
 
 
 def _check(sites: Sequence[str], number: int | None, max_drift: float | None) -> None:

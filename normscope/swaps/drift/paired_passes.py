@@ -18,8 +18,9 @@ from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks, check_alike, merge_left_out
 from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
 from normscope.runtime.spread import whole
-from normscope.swaps.distances import Configuration, Distances, SiteLayout, Tallies, distances, output_by_sample
-from normscope.swaps.replace import Holders, Swap, outputs_at
+from normscope.swaps.distances import Distances, SiteLayout, distances, output_by_sample
+from normscope.swaps.drift.tallies import Configuration, Tallies
+from normscope.swaps.replace import Swap, outputs_at
 from normscope.swaps.reports import END, OUTPUT, Drift
 
 Ends = Callable[..., Iterable[tuple[Sequence[Sample], Tensor]]]
@@ -71,7 +72,6 @@ class PairedPasses:
 
     def __post_init__(self) -> None:
         self._sampler = RankSampler(self.ranks.rank, self.ranks.size)
-        self._holders = Holders(self.model)
         self._devices = cuda_devices(self.model)
         self._layouts: dict[tuple[str, int], SiteLayout] = {}
         self._called: set[str] = set()
@@ -86,20 +86,20 @@ class PairedPasses:
             names of curve and init.
         """
         tallies, left_out = Tallies(configurations), LeftOut()
-        rounds = [[done for done in configurations if (done.swapped == "all") is whole] for whole in (True, False)]
+        of_all, of_some = ([c for c in configurations if (c.swapped == "all") is whole] for whole in (True, False))
         with left_as_found(self.model) as self._buffers:
             first, chunks = first_and_chunks(self.batches, self._sampler)
             if first is None:
                 raise DataError("There is no batch to run the model on.")
             check_alike(self.ranks, {**self.settings, "first sample": list(astuple(first.samples[0]))})
-            if rounds[0]:
+            if of_all and not self._layouts:
                 self._learn_layouts(first)
-            for number, chunk in enumerate(chunks):
+            # Chunks are numbered among those of all ranks.
+            for number, chunk in zip(itertools.count(self.ranks.rank, self.ranks.size), chunks, strict=False):
                 for number_in_chunk, batch in enumerate(chunk.batches):
-                    came = self._came(number, number_in_chunk)
-                    for part, swaps in zip((batch, self._few(batch)), rounds, strict=True):
+                    for part, swaps in ((batch, of_all), (self._few(batch), of_some)):
                         for entry in self._in_pieces(part, swaps) if part and swaps else ():
-                            tallies.add(*entry, came)
+                            tallies.add(*entry, (number, number_in_chunk))
                 left_out.add(chunk)
             if ends is not None:
                 self._compare_ends(ends, tallies)
@@ -112,10 +112,6 @@ class PairedPasses:
         if idle := [path for path in self.modules if path not in called]:
             raise ModelError(f"The network does not call {idle[0]!r} on these inputs, so swapping it has no effect.")
         return rows
-
-    def _came(self, chunk: int, batch: int) -> tuple[int, int]:
-        """Number a chunk of this rank's share among those of all ranks."""
-        return chunk * self._sampler.ranks + self._sampler.rank, batch
 
     def _few(self, batch: Batch) -> Batch | None:
         """Return the chosen samples of a batch; the whole batch if it cannot be divided."""
@@ -155,21 +151,21 @@ class PairedPasses:
         original = self._run(batch, self.modules)
         count_pass()
         self._called.update(path for path, outputs in original[1].items() if outputs)
-        for done in configurations:
-            with self.swapped(done.paths):
-                swapped = self._run(batch, done.paths)
-            for path in done.paths:
+        for configuration in configurations:
+            with self.swapped(configuration.paths):
+                swapped = self._run(batch, configuration.paths)
+            for path in configuration.paths:
                 if original[1][path] and not swapped[1][path]:
                     raise ModelError(
                         f"The network calls the norm {path!r}, but not the module in its place, as it does not reach "
                         "the norm by its path; exclude it with layers."
                     )
-            yield from self._distances(batch, done, original, swapped)
+            yield from self._distances(batch, configuration, original, swapped)
             count_pass()
 
     def _compare_ends(self, ends: Ends, tallies: Tallies) -> None:
         """Compare the ends of trajectories, each computed while norms or swaps are in place."""
-        everything = next(done for done in tallies.configurations if done.swapped == "all")
+        everything = next(c for c in tallies.configurations if c.swapped == "all")
         sampler = () if self.ranks.size == 1 else (self._sampler,)
         with contextlib.ExitStack() as closing:
             self._buffers.put_back()
@@ -180,7 +176,7 @@ class PairedPasses:
             for running in (original, swapped):
                 if isinstance(running, Generator):  # its context, such as a grad mode, must not outlive this one
                     closing.callback(running.close)
-            for number in itertools.count():
+            for number in itertools.count(self.ranks.rank, self.ranks.size):
                 self._buffers.put_back()
                 end = next(original, None)
                 if end is None:
@@ -189,14 +185,14 @@ class PairedPasses:
                     self._buffers.put_back()
                     _, swapped_latents = next(swapped)
                 samples, latents = end
-                whole = (len(samples), 1, -1)
-                moved = distances(latents.reshape(whole), swapped_latents.reshape(whole))
-                tallies.add(everything, END, "", moved, self._came(number, 0))
+                shape = (len(samples), 1, -1)
+                moved = distances(latents.reshape(shape), swapped_latents.reshape(shape))
+                tallies.add(everything, END, "", moved, (number, 0))
 
     @contextlib.contextmanager
     def swapped(self, paths: Sequence[str]) -> Iterator[None]:
         """Swap some sites in the block."""
-        with Swap(self.model, {path: self.modules[path] for path in paths}, self._holders, self.refitted):
+        with Swap(self.model, {path: self.modules[path] for path in paths}, self.refitted):
             yield
 
     def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
@@ -206,21 +202,23 @@ class PairedPasses:
             output = whole(self.outputs.read(run(self.model, batch), batch))
         return output.clone(), at_sites  # it may be a buffer, which the next pass restores
 
-    def _distances(self, batch: Batch, done: Configuration, original: _Seen, swapped: _Seen) -> Iterator[_Entry]:
-        whole = done.swapped == "all"
+    def _distances(
+        self, batch: Batch, configuration: Configuration, original: _Seen, swapped: _Seen
+    ) -> Iterator[_Entry]:
+        of_all = configuration.swapped == "all"
         # Frames are many numbers per input, which are kept only for all sites.
-        kind = self.outputs.kind if whole or self.outputs.kind != "frames" else "tensor"
+        kind = self.outputs.kind if of_all or self.outputs.kind != "frames" else "tensor"
         _check_shape("The output", original[0], swapped[0])
         (before, valid), (after, _) = (
             output_by_sample(output, batch, self.outputs.kind) for output, _ in (original, swapped)
         )
         moved = distances(before, after, valid, kind)
-        yield done, OUTPUT, "", moved
-        if whole and batch.part:
-            yield done, OUTPUT, batch.part, moved
-        for path in done.paths if whole else ():
+        yield configuration, OUTPUT, "", moved
+        if of_all and batch.part:
+            yield configuration, OUTPUT, batch.part, moved
+        for path in configuration.paths if of_all else ():
             if original[1][path]:
-                yield done, path, "", self._at_site(path, batch, original[1][path], swapped[1][path])
+                yield configuration, path, "", self._at_site(path, batch, original[1][path], swapped[1][path])
 
     def _at_site(self, path: str, batch: Batch, original: Sequence[Tensor], swapped: Sequence[Tensor]) -> Distances:
         """Compare the outputs of a site, over all of its calls."""
@@ -236,23 +234,20 @@ class PairedPasses:
         if len(pairs) == 1:
             (before, valid), (after, _) = pairs[0]
             return distances(before, after, valid)
-        before, after = (torch.cat([_flat(*pair[side]) for pair in pairs], dim=1)[:, None] for side in range(2))
+
+        def flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
+            """Return one row for each sample, with zeros in place of padding."""
+            padded = arranged if valid is None else arranged.where(valid[:, :, None].to(arranged.device), 0.0)
+            return padded.flatten(1)
+
+        before, after = (torch.cat([flat(*pair[side]) for pair in pairs], dim=1)[:, None] for side in range(2))
         return distances(before, after)
 
     def _learn_layouts(self, first: Batch) -> None:
-        """Find the axis of samples in each site's output, once: it is shorter for a single sample."""
-        if self._layouts:
-            return
+        """Find the axis of samples in each site's output: it is shorter for a single sample."""
         for path, outputs in self._run(first, self.modules)[1].items():
             for call, output in enumerate(outputs):
                 self._layouts[path, call] = SiteLayout(path, output.shape)
-
-
-def _flat(arranged: Tensor, valid: Tensor | None) -> Tensor:
-    """Return one row for each sample, with zeros in place of padding."""
-    if valid is not None:
-        arranged = arranged.where(valid[:, :, None].to(arranged.device), 0.0)
-    return arranged.flatten(1)
 
 
 def _check_shape(what: str, original: Tensor, swapped: Tensor) -> None:

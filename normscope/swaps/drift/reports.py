@@ -76,11 +76,11 @@ class DriftReport(AboutNetwork):
     @property
     def start_in_words(self) -> str:
         """The init, and the number of samples of a calibration."""
-        done = self.calibration
-        if done is None:
+        calibration = self.calibration
+        if calibration is None:
             return self.init
-        alone = " (functions alone)" if done.refit == "norms" else ""
-        return f"{self.init}{alone} on {count(done.n_learned + done.n_judged, 'other sample')}"
+        alone = " (functions alone)" if calibration.refit == "norms" else ""
+        return f"{self.init}{alone} on {count(calibration.n_learned + calibration.n_judged, 'other sample')}"
 
     @property
     def all(self) -> Drift:

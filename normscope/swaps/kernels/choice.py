@@ -21,8 +21,6 @@ CURVES = ("tanh", "isru", "erf")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOOP_FROM = 2**13  # elements: for fewer, plain torch is faster than the call of the loop
 _LOOP_DTYPES = (torch.float32, torch.bfloat16)
-_LINE = "linear"
-_LEAST_CAPABILITY = (8, 0)
 
 
 def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
@@ -44,7 +42,7 @@ def by_kernels(curve: str, device: torch.device, dtype: torch.dtype) -> bool:
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", EAGER, TRITON):
         raise UsageError(f"{unknown(VARIABLE, asked, (EAGER, TRITON))} Without it, CUDA has {TRITON}.")
-    if asked == EAGER or curve == _LINE:
+    if asked == EAGER or curve == "linear":
         return False
     if not asked and (device.type != "cuda" or torch.compiler.is_compiling()):
         return False
@@ -84,27 +82,21 @@ def _loop() -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def asking_for(value: str) -> Iterator[None]:
-    """Context in which ``NORMSCOPE_KERNELS`` has a value."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = before
-
-
-def plain_torch() -> contextlib.AbstractContextManager[None]:
+def plain_torch() -> Iterator[None]:
     """Context in which plain torch computes every point-wise function.
 
     >>> with plain_torch():
     ...     by_kernels("tanh", torch.device("cuda"), torch.float32)
     False
     """
-    return asking_for(EAGER)
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = EAGER
+    try:
+        yield
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
 
 
 def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -119,29 +111,20 @@ def _why_not(curve: str, device: torch.device, dtype: torch.dtype) -> str:
 
 def why_not_on(device: torch.device) -> str:
     """Return why no kernel runs on a device; empty if kernels run."""
-    if not _with_triton():
+    if find_spec("triton") is None:
         return "Triton is not installed"
-    if device.type == "cpu" and not interpreted():
-        return "the input is in the CPU's memory, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
-    if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
+    if device.type == "cpu":
+        import triton
+
+        where = "the CPU's memory, where only Triton's interpreter runs them (TRITON_INTERPRET=1)"
+        return "" if triton.knobs.runtime.interpret else f"the input is in {where}"
+    if device.type != "cuda" or torch.version.hip is not None:
         return f"the kernels are written for NVIDIA GPUs, and the input is on {device}"
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < _LEAST_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
         return f"the GPU has compute capability {'.'.join(map(str, capability))}, and the kernels need 8.0"
-    return why_no_launcher() if device.type == "cuda" else ""
+    return why_no_launcher()
 
 
 # torch.compile cannot trace it, and its result is constant. torch.compiler.assume_constant_result sets this attribute,
 # but imports the compiler, and Triton with it, even if nothing is compiled.
 why_not_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _with_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-def interpreted() -> bool:
-    """True if Triton's interpreter runs kernels, on the CPU."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)

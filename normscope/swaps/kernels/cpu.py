@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from normscope.errors import UsageError
 from normscope.runtime.compiled_loops import compiled, threads
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.parameters import Parameters, channel_axes
 
 TANH, ISRU, ERF = 0, 1, 2
 _CURVES = {"tanh": TANH, "isru": ISRU, "erf": ERF}
@@ -211,21 +211,20 @@ def pointwise(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Ten
 
     >>> alpha = torch.ones(1)
     >>> with torch.no_grad():
-    ...     pointwise(torch.tensor([[0.75, -3e38]]), Parameters(alpha, None, torch.tensor([1.0, 2.0]), None), "isru", 0)
+    ...     pointwise(torch.tensor([[0.75, -3e38]]), (alpha, None, torch.tensor([1.0, 2.0]), None), "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
-    parts = (parameters.alpha, parameters.shift, parameters.weight, parameters.bias)
-    if not x.numel() or not x.is_contiguous() or not _plain(x, *parts):
+    if not x.numel() or not x.is_contiguous() or not _plain(x, *parameters):
         return None
-    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *parts)):
+    if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (x, *parameters)):
         return None
     try:
-        _, end = parameters.channel_axes(x, behind)
+        _, end = channel_axes(x, parameters, behind)
     except UsageError:
         return None
     y = torch.empty_like(x)
     inner = math.prod(x.shape[end:])
-    numbers = [_NONE if part is None else part.detach().float().numpy().reshape(-1) for part in parts]
+    numbers = [_NONE if part is None else part.detach().float().numpy().reshape(-1) for part in parameters]
     lines = x.numel() // (inner if inner > 1 else max(part.size for part in numbers))
     bits = torch.int16 if x.dtype == torch.bfloat16 else x.dtype
     elements = (tensor.detach().view(bits).numpy().reshape(-1) for tensor in (x, y))

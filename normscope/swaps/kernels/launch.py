@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from normscope.swaps.kernels import loops
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.parameters import Parameters, channel_axes
 
 FORWARD_TILE, BACKWARD_TILE = 2048, 1024  # elements, so that no register is spilled
 COLUMNS = 128  # of a tile, at most
@@ -29,12 +29,12 @@ def forward(x: Tensor, parameters: Parameters, curve: str, behind: int) -> Tenso
     Raises:
         UsageError: if the parameters do not match x's channels.
     """
-    axes = parameters.channel_axes(x, behind)
+    axes = channel_axes(x, parameters, behind)
     if x.numel() == 0:
         return torch.empty_like(x)
     rows = _rows(x, axes, parameters)
     y = torch.empty_like(rows)
-    arguments = _arguments(rows, vars(parameters), curve, FORWARD_TILE)
+    arguments = _arguments(rows, parameters, curve, FORWARD_TILE)
     programs = triton.cdiv(len(rows), arguments["block_rows"]) * arguments["blocks"]
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         loops.forward[(programs,)](rows, y, **arguments)
@@ -46,35 +46,31 @@ def backward(dy: Tensor, x: Tensor, parameters: Parameters, curve: str, behind: 
 
     The same inputs on the same device give the same bits.
     """
-    axes = parameters.channel_axes(x, behind)
-    parts = list(vars(parameters).values())
+    axes = channel_axes(x, parameters, behind)
     if x.numel() == 0:
-        return [torch.empty_like(x), *(None if part is None else torch.zeros_like(part) for part in parts)]
+        return [torch.empty_like(x), *(None if part is None else torch.zeros_like(part) for part in parameters)]
     rows = _rows(x, axes, parameters)
     dx = torch.empty_like(rows)
-    without_bias = {name: part for name, part in vars(parameters).items() if name != "bias"}
-    arguments = _arguments(rows, without_bias, curve, BACKWARD_TILE)
+    arguments = _arguments(rows, parameters[:3], curve, BACKWARD_TILE)
     blocks = arguments["blocks"]
     at_once = PROGRAMS * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1)
     programs = max(1, min(triton.cdiv(len(rows), arguments["block_rows"]), at_once // blocks))
-    partial_sums = x.new_empty((len(parts), programs, rows.shape[1]), dtype=torch.float32)
+    partial_sums = x.new_empty((len(parameters), programs, rows.shape[1]), dtype=torch.float32)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         loops.backward[(programs * blocks,)](
             _rows(dy, axes, parameters), rows, dx, partial_sums=partial_sums, programs=programs, **arguments
         )
     sums = partial_sums.sum(1, dtype=torch.float64)
-    return [_restored(dx, x, axes), *map(_gradient, sums, parts)]
-
-
-def _gradient(sums: Tensor, part: Tensor | None) -> Tensor | None:
-    if part is None:
-        return None
-    return (sums.sum() if part.numel() == 1 else sums).view(part.shape).to(part.dtype, copy=True)
+    gradients = [
+        None if p is None else (part.sum() if p.numel() == 1 else part).view(p.shape).to(p.dtype, copy=True)
+        for part, p in zip(sums, parameters, strict=True)
+    ]
+    return [_restored(dx, x, axes), *gradients]
 
 
 def _rows(tensor: Tensor, axes: tuple[int, int], parameters: Parameters) -> Tensor:
     """Return a tensor as contiguous rows of channels, or of one element if all parameters are single numbers."""
-    channels = max(1, *(part.numel() for part in vars(parameters).values() if part is not None))
+    channels = max(1, *(part.numel() for part in parameters if part is not None))
     moved = tensor.movedim(*_moves(tensor, axes))
     return moved.reshape(tensor.numel() // channels, channels).contiguous()
 
@@ -92,12 +88,14 @@ def _moves(x: Tensor, axes: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int
     return tuple(range(*axes)), tuple(range(x.ndim - number, x.ndim))
 
 
-def _arguments(rows: Tensor, parts: Mapping[str, Tensor | None], curve: str, tile: int) -> dict[str, Any]:
-    """Return the arguments that both kernels take beside tensors of x's shape."""
+def _arguments(rows: Tensor, parameters: Sequence[Tensor | None], curve: str, tile: int) -> dict[str, Any]:
+    """Return the arguments that both kernels take beside tensors of x's shape; the backward pass takes no bias."""
     channels = rows.shape[1]
     block_channels = min(triton.next_power_of_2(channels), COLUMNS)
-    tensors = {name: None if part is None else part.contiguous() for name, part in parts.items()}
-    each = {f"{name}_each": part is not None and part.numel() > 1 for name, part in parts.items()}
+    arguments: dict[str, Any] = {}
+    for name, part in zip(("alpha", "shift", "weight", "bias"), parameters, strict=False):
+        arguments[name] = None if part is None else part.contiguous()
+        arguments[f"{name}_each"] = part is not None and part.numel() > 1
     sizes = {"rows": len(rows), "channels": channels, "blocks": triton.cdiv(channels, block_channels)}
     block = {"block_rows": tile // block_channels, "block_channels": block_channels}
-    return {**tensors, **each, **sizes, **block, "curve": curve, "precise": rows.dtype == torch.float32}
+    return {**arguments, **sizes, **block, "curve": curve, "precise": rows.dtype == torch.float32}

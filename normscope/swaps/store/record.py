@@ -118,8 +118,6 @@ def read_record(folder: str | Path) -> SwapRecord:
     path = folder / RECORD
     if not path.exists():
         raise ModelError(f"There is no swap in {folder}: no {RECORD}. {remedy}")
-    if not path.is_file():  # a pipe or a device may have no end
-        raise ModelError(f"{path} is no regular file; {remedy}")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogateescape")  # fails for text that is no Unicode

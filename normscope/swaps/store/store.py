@@ -191,7 +191,7 @@ def _site(path: str, module: PointwiseFunction | RMSNorm) -> SwappedSite:
         shift=module.shift is not None,
         elementwise_affine=module.weight.numel() > 1,
         bias=bias,
-        activated=module.activated,
+        activated=bool(module.activations),
         eps=None,
         **behaviour,
     )
@@ -272,7 +272,7 @@ def _module(
     name, there = site.norm.rpartition(".")[2], type(norm).__name__  # libraries move classes from file to file
     if name != there:
         raise ModelError(f"The swap in {folder} replaced a {name} at {site.name}, where this network has a {there}.")
-    _check_shapes(site, tensors, folder)
+    _check_shape(site, tensors, folder)
     shape, axis = site.normalized_shape, site.channel_axis
     affine, bias = site.elementwise_affine, site.bias
     if site.eps is not None:
@@ -298,18 +298,12 @@ def _module(
     return module.to(like.device, like.dtype)
 
 
-def _check_shapes(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Compare swap.json with the tensors before anything is made whose size only swap.json names."""
-    shape = site.normalized_shape
-    alpha = shape if site.per_channel else (1,)
-    expected = {} if site.curve == RMS_NORM else {"alpha": alpha, "weight": (1,)}
-    expected |= {"weight": shape} if site.elementwise_affine else {}
-    expected |= {"shift": alpha} if site.shift else {}
-    expected |= {"bias": shape} if site.bias else {}
-    for name, sizes in expected.items():
+def _check_shape(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Compare swap.json with the tensors before a module is made whose size only swap.json names."""
+    for name, present in (("weight", site.elementwise_affine), ("alpha", site.per_channel), ("bias", site.bias)):
         tensor = tensors.get(f"{site.name}.{name}")
-        if tensor is None or tensor.shape != sizes:
-            what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {sizes}"
+        if present and (tensor is None or tensor.shape != site.normalized_shape):
+            what = "missing" if tensor is None else f"{tuple(tensor.shape)}, not {site.normalized_shape}"
             raise damaged(folder, f"{site.name}.{name} is {what}")
 
 
@@ -326,17 +320,17 @@ def _table(site: SwappedSite, tensors: Mapping[str, Tensor], folder: Path) -> Cu
 def _load(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Copy all tensors into the network, or none."""
     state = model.state_dict()
-    misfits = [f"{name} is missing" for name in state if name not in tensors]
-    misfits += [f"{name} is not in the network" for name in tensors if name not in state]
-    for name in state.keys() & tensors.keys():
-        mine, theirs = state[name], tensors[name]
-        if mine.shape != theirs.shape:
-            misfits.append(f"{name} is {tuple(theirs.shape)} and should be {tuple(mine.shape)}")
-        elif mine.is_floating_point() != theirs.is_floating_point():
-            misfits.append(f"{name} is {theirs.dtype} and should be {mine.dtype}")
-    if misfits:
+
+    def differs(name: str) -> bool:
+        if name not in state or name not in tensors:
+            return True
+        ours, theirs = state[name], tensors[name]
+        return bool(ours.shape != theirs.shape or ours.is_floating_point() != theirs.is_floating_point())
+
+    if misfits := sorted(filter(differs, state.keys() | tensors.keys())):
         raise ModelError(
-            f"The swap in {folder} does not fit this {type(model).__name__}: {first_few(sorted(misfits))}."
+            f"The swap in {folder} does not fit this {type(model).__name__}, by names, shapes or dtypes of tensors: "
+            f"{first_few(misfits)}."
         )
     try:
         model.load_state_dict(dict(tensors))

@@ -27,9 +27,9 @@ from normscope.runtime.spread import check_whole
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
 from normscope.swaps.calibrate.neighbours import neighbours_of
 from normscope.swaps.calibrate.refitting import copies, parameter_values, put_parameters
-from normscope.swaps.distances import OutputErrors, measure_of, output_errors
+from normscope.swaps.output_errors import OutputErrors, measure_of, output_errors
 from normscope.swaps.pointwise import PointwiseFunction
-from normscope.swaps.quality import Judge, QualityFunction
+from normscope.swaps.quality import QualityFunction, QualityMeter
 from normscope.swaps.reports import Quantiles
 from normscope.tools.heal import training
 from normscope.tools.heal.reports import CALIBRATED, START, TRAINED, HealReport
@@ -146,13 +146,13 @@ def heal(
         if parameter.is_meta:
             raise ModelError(f"{name} is on the meta device, which has no values to train.")
     reported = list(held_out) if taken_once(held_out) else held_out
-    judge = Judge(original, quality, reported, outputs, progress)
+    meter = QualityMeter(original, quality, reported, outputs, progress)
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None:
         check_asked(path, asked or {})
-    judge.add("original", teacher)
+    meter.add("original", teacher)
     judging = time.monotonic()
-    judge.add("swapped", student)
+    meter.add("swapped", student)
     until = began + 60 * minutes - (time.monotonic() - judging) if minutes else None  # healed, it is judged once more
     learned, left_out = kept_in_memory(batches)
     options = {"calibrated": calibrated, "train": train, "seed": seed, "minutes": minutes}
@@ -160,7 +160,7 @@ def heal(
     healing = _Healing(teacher, student, sites, outputs, learned, reported, options, progress)
     with left_as_found(teacher), left_as_found(student):
         state = healing.run(path, asked or {}, until, checked or (lambda check: None))
-    judge.add("healed", student)
+    meter.add("healed", student)
     return HealReport(
         state.drifts,
         state.left_with,
@@ -172,8 +172,8 @@ def heal(
         n_held_out=state.n_held_out,
         left_out=left_out,
         not_refitted=state.not_refitted,
-        quality=judge.quality,
-        no_quality=judge.untold,
+        quality=meter.quality,
+        no_quality=meter.no_quality,
         about=about,
         measure=measure_of(outputs.kind),
         before_training=state.before_training,

@@ -24,7 +24,7 @@ from normscope.runtime.checked_files import read_checked, write_checked
 from normscope.runtime.network import KeptBuffers, run
 from normscope.runtime.progress import Progress
 from normscope.swaps.calibrate.refitting import copies, put_parameters
-from normscope.swaps.distances import KL, kl_divergences, measure_of, without_padding
+from normscope.swaps.output_errors import KL, kl_divergences, measure_of, without_padding
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.replace import outputs_at
 from normscope.tools.heal.reports import TrainingCheck

@@ -1,4 +1,4 @@
-"""Calibration: what it brings, what it leaves alone, and where it stays what it was."""
+"""Calibration: the drift that it removes, the parameters that it leaves, and the state that is kept."""
 
 import copy
 import itertools
@@ -15,11 +15,9 @@ from normscope.errors import NormscopeError, UsageError
 from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.held_out import Pool, divided
 from normscope.inputs.loaded_model import Outputs
-from normscope.norms.bound_inputs import unpacked
 from normscope.swaps.calibrate import calibrate as module
 from normscope.swaps.calibrate.calibrate import calibrate
-from normscope.swaps.distances import output_errors
-from normscope.tools.heal.training import TrainingState, TrainingTargets
+from normscope.swaps.output_errors import output_errors
 
 
 def drift(original, swapped, inputs, outputs=None):
@@ -45,7 +43,7 @@ def swapped_vit(vit, **options):
 
 
 @pytest.mark.slow
-def test_most_of_a_vits_drift_goes_on_inputs_that_nothing_was_learned_from(vit):
+def test_most_of_the_drift_of_a_vit_is_removed_on_held_out_inputs(vit):
     network, learn, held_out, _ = vit
     found = {}
     for refit in ("norms", "neighbours"):
@@ -60,7 +58,7 @@ def test_most_of_a_vits_drift_goes_on_inputs_that_nothing_was_learned_from(vit):
     assert found["neighbours"] < 0.45 < found["norms"] < 0.9
 
 
-def test_the_original_stays_and_norms_alone_leave_layers_to_the_bit(vit):
+def test_the_original_is_unchanged_and_refit_norms_leaves_layers_unchanged(vit):
     network, learn, _, _ = vit
     original, swapped = values_of(network.module), swapped_vit(vit)
     report = calibrate(network, swapped, learn[:3], refit="norms")
@@ -79,8 +77,7 @@ def test_one_site_refits_the_layers_beside_it(vit):
     assert changed <= {"norm.alpha", "norm.shift", "norm.weight", "norm.bias", "head.weight", "head.bias"}
 
 
-def test_padding_is_learned_from_by_nothing():
-    """What stands in padding changes no weight."""
+def test_padding_changes_no_weight():
     torch.manual_seed(0)
     original = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4)).requires_grad_(False)
     states = []
@@ -98,7 +95,7 @@ def test_padding_is_learned_from_by_nothing():
 
 
 @pytest.mark.slow
-def test_memory_is_said_before_it_is_taken(vit, monkeypatch):
+def test_memory_is_reported_first_and_limits_the_samples(vit, monkeypatch):
     network, learn, _, _ = vit
     told = []
     report = calibrate(network, swapped_vit(vit), learn[:6], progress=lambda *given: told.append(given))
@@ -176,7 +173,7 @@ def swapped_of(decoder):
     return swapped
 
 
-def test_a_head_that_shares_the_word_embeddings_is_left_alone(decoder):
+def test_a_head_that_shares_the_word_embeddings_is_unchanged(decoder):
     original, _ = decoder
     swapped, tied = swapped_of(decoder), original.head.weight is original.words.weight
     again = copy.deepcopy(swapped)
@@ -187,7 +184,7 @@ def test_a_head_that_shares_the_word_embeddings_is_left_alone(decoder):
     assert ("head" in report.left) == tied and ("head" in {one.path for one in report.modules}) != tied
 
 
-def test_calibration_is_judged_by_the_divergence_of_what_logits_mean(decoder):
+def test_calibration_of_logits_is_decided_by_kl_divergence(decoder):
     original, learn = decoder[0], texts(8, 1)
     swapped, judged, held_out = swapped_of(decoder), Pool.of(learn).judged, texts(4, 2)
     before, far = kl(original, swapped, judged), kl(original, swapped, held_out)
@@ -200,27 +197,10 @@ def test_calibration_is_judged_by_the_divergence_of_what_logits_mean(decoder):
     assert near.quantile(0.5) < far.quantile(0.5) and near.quantile(0.9) < far.quantile(0.9)
 
 
-def test_a_refitted_head_that_says_less_of_each_word_is_put_back(decoder, monkeypatch):
-    """Least squares over all entries may fit those that never occur at the cost of the others."""
-    original, swapped = decoder[0], swapped_of(decoder)
-    if original.head.weight is original.words.weight:
-        pytest.skip("it is not refitted")
-    put = module.Refitting._at_layer
-
-    def spoiled(own, called, *rest):
-        put(own, called, *rest)
-        if called.path == "head":
-            own.swapped.head.weight[:USED] *= 0.2
-
-    monkeypatch.setattr(module.Refitting, "_at_layer", spoiled)
-    normscope.calibrate(original, swapped, texts(8, 1))
-    assert torch.equal(swapped.head.weight, original.head.weight)
-
-
 @pytest.mark.parametrize(
     ("before", "after"), [((0.1, 0.2), (0.2, 0.2)), ((0.1, 0.2), (0.1, 0.2)), ((0.2, 0.5), (0.1, 0.6))]
 )
-def test_a_median_or_90th_percentile_that_is_no_better_puts_the_start_values_back(decoder, monkeypatch, before, after):
+def test_start_values_are_restored_if_median_or_90th_percentile_do_not_fall(decoder, monkeypatch, before, after):
     swapped, medians = swapped_of(decoder), itertools.chain([before], itertools.repeat(after))
     start = values_of(swapped)
 
@@ -234,44 +214,6 @@ def test_a_median_or_90th_percentile_that_is_no_better_puts_the_start_values_bac
     assert all(torch.equal(value, start[name]) for name, value in swapped.state_dict().items() if name in start)
 
 
-def test_the_norm_that_is_kept_is_that_of_the_least_divergence(decoder):
-    original, batches = decoder[0], texts(4, 3)
-    modules = normscope.replacements(original, "tanh", decoder[1])
-    report = normscope.keep(original, batches, modules, number=1)
-    found = {}
-    for path in modules:
-        swapped = copy.deepcopy(original)
-        normscope.Swap(swapped, {name: copy.deepcopy(one) for name, one in modules.items() if name != path})
-        found[path] = float(kl(original, swapped, batches).quantile(0.5))
-    assert report.measure == "KL divergence" and report.kept == [min(found, key=found.get)]
-    assert report.steps[1].error.p50 == pytest.approx(min(found.values()), rel=1e-3)
-
-
-def test_healing_learns_from_logits_by_their_divergence(decoder):
-    original, swapped, (batch, *_) = decoder[0], swapped_of(decoder), texts(1, 4)
-    loss = TrainingTargets(original, swapped.requires_grad_(True), Outputs("tokens"), [], [[batch]]).gradients(0)
-    assert loss == pytest.approx(float(kl(original, swapped, [batch]).mean()) ** 0.5, rel=1e-3)
-    report = normscope.heal(original, swapped_of(decoder), texts(8, 1), texts(4, 2), steps=24)
-    assert report.measure == "KL divergence"
-    assert report.after["median"] < report.before["median"] and report.after["p90"] <= report.before["p90"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("GPT2LMHeadModel", "tokens"), ("BertForMaskedLM", "tokens"), ("ViTForImageClassification", "classes")],
-)
-def test_what_a_module_gives_is_told_from_its_class_or_that_of_a_base(name, kind):
-    derived = type("Mine", (type(name, (nn.Linear,), {}),), {})
-    assert unpacked(derived(2, 2), [])[3].kind == kind
-    assert unpacked(nn.Linear(2, 2), [])[3].kind == "tensor"
-    assert unpacked(derived(2, 2), [], outputs=Outputs("frames"))[3].kind == "frames"
-
-
-def test_a_state_that_is_far_off_for_some_inputs_is_not_kept():
-    state = TrainingState(0.5, 0.8)
-    assert [state.check(*found, 0.0).kept for found in ((0.4, 0.9), (0.45, 0.8), (0.44, 0.7))] == [False, True, True]
-
-
 @pytest.fixture
 def swappable():
     """A network, inputs, and its capture."""
@@ -280,7 +222,7 @@ def swappable():
     return model, x, normscope.capture(model, x)
 
 
-def test_a_context_gives_back_refitted_layers_to_the_bit(swappable):
+def test_the_end_of_a_context_restores_refitted_layers_exactly(swappable):
     model, x, seen = swappable
     before, own = values_of(model), model.layers[0].weight
     with normscope.swap(model, "dyt", seen, init="calibrated", learn=x) as swapped:
@@ -288,15 +230,6 @@ def test_a_context_gives_back_refitted_layers_to_the_bit(swappable):
         assert swapped.calibration.after < swapped.calibration.before
         model.head.bias.data.add_(1.0)  # a calibrated layer gets its own back, whatever was done to it since
     assert same(values_of(model), before) and model.layers[0].weight is own
-
-
-def test_a_calibrated_swap_is_what_calibrate_makes_of_a_swapped_copy(swappable):
-    model, x, seen = swappable
-    swapped = copy.deepcopy(model)
-    normscope.swap(swapped, "dyt", seen)
-    normscope.calibrate(model, swapped, x, refit="norms")
-    normscope.swap(model, "dyt", seen, init="calibrated", learn=x, refit="norms")
-    assert same(values_of(model), values_of(swapped))
 
 
 @pytest.mark.slow
@@ -311,7 +244,7 @@ def test_a_loaded_model_learns_from_its_own_calibration(vit):
 
 
 @pytest.mark.parametrize("init", ["fit", "calibrated", "interrupted"])
-def test_a_swap_that_fails_leaves_the_network_as_it_was(swappable, init):
+def test_a_swap_that_fails_leaves_the_network_unchanged(swappable, init):
     model, x, seen = swappable
     before, stages = values_of(model), []
 
@@ -329,7 +262,7 @@ def test_a_swap_that_fails_leaves_the_network_as_it_was(swappable, init):
     assert (stages[-1:] == [2]) == (init == "interrupted")
 
 
-def test_mistakes_are_sentences(swappable):
+def test_refusals(swappable):
     model, x, seen = swappable
     swapped = copy.deepcopy(model)
     normscope.swap(swapped, "dyt", seen)
@@ -352,3 +285,12 @@ def test_mistakes_are_sentences(swappable):
         with pytest.raises(UsageError, match=fragment):
             call()
     assert isinstance(model.norms[0], nn.LayerNorm)
+
+
+def test_a_calibrated_swap_is_what_calibrate_makes_of_a_swapped_copy(swappable):
+    model, x, seen = swappable
+    swapped = copy.deepcopy(model)
+    normscope.swap(swapped, "dyt", seen)
+    normscope.calibrate(model, swapped, x, refit="norms")
+    normscope.swap(model, "dyt", seen, init="calibrated", learn=x, refit="norms")
+    assert same(values_of(model), values_of(swapped))

@@ -7,9 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensorMode
 
-from normscope.fits.ceiling import Piecewise, curve_along
 from normscope.swaps.calibrate.closed_form import PENALTIES, LayerSums, least_squares, ridge, slopes
 from normscope.swaps.pointwise import PointwiseFunction
 
@@ -250,16 +248,3 @@ def test_one_shift_for_alphas_of_both_signs_leaves_them():
         assert values["alpha"].sign().tolist() == signs
         if signs == [1, -1]:
             assert (fitted - y).norm() < 1e-5 * y.norm()
-
-
-def test_lines_between_points_are_fitted_where_they_are_and_go_back_to_a_gpu(fake_cuda):
-    lines = curve_along(Piecewise(np.array([0.0, 1.0]), np.array([0.0, 3.0]), beyond=0.0))
-    with FakeTensorMode():
-        with torch.device("cuda"):
-            function = PointwiseFunction(lines, 4)
-        function.table.to("cuda")
-        x, y = torch.randn(2, 9, 4, dtype=torch.float64)
-        found = least_squares(function, x, y)
-    assert {name: value.device.type for name, value in found.items()} == dict.fromkeys(
-        ("alpha", "weight", "bias"), "cuda"
-    )

@@ -1,4 +1,4 @@
-"""Which layers stand beside norms, against what the libraries' own modules are called."""
+"""Linear layers beside norms, and linear layers as matrices, against the libraries' own modules."""
 
 import copy
 from collections import Counter
@@ -13,16 +13,10 @@ from torch import nn
 import normscope
 from normscope.inputs.batch import Batch, Sample
 from normscope.norms.trace import find_norms
-from normscope.swaps.calibrate import neighbours
+from normscope.swaps.calibrate import linear_layers
 from normscope.swaps.calibrate.calibrate import calibrate
-from normscope.swaps.calibrate.neighbours import (
-    MOST_FEATURES,
-    LinearLayer,
-    Modulation,
-    best_for_each_sample,
-    modulation_of,
-    neighbours_of,
-)
+from normscope.swaps.calibrate.linear_layers import MOST_FEATURES, LinearLayer
+from normscope.swaps.calibrate.neighbours import Modulation, best_for_each_sample, modulation_of, neighbours_of
 
 
 def found(network, batch, swapped=None):
@@ -50,7 +44,7 @@ def test_a_vits_layers_feed_the_stream_through_their_layer_scale(vit):
     assert not near.left and layers["patch_embed.proj"] is None
     for depth in range(8):
         into = layers[f"blocks.{depth}.attn.proj"]
-        assert (into.path, into.base, into.of_output) == (f"blocks.{depth}.norm2", f"blocks.{depth}.norm1", False)
+        assert (into.path, into.base, into.base_is_output) == (f"blocks.{depth}.norm2", f"blocks.{depth}.norm1", False)
         scale = vit.module.get_submodule(f"blocks.{depth}.ls1").gamma
         torch.testing.assert_close(into.gain.float(), scale, rtol=1e-3, atol=1e-4)  # of sums in float32
         assert layers[f"blocks.{depth}.attn.qkv"] is None and layers[f"blocks.{depth}.mlp.fc1"] is None
@@ -68,11 +62,11 @@ def test_behind_post_norms_a_layer_is_added_to_the_norms_output():
     near = of(PostNorm(), torch.randn(3, 5, 6))
     layers = {one.path: one.feeds for one in near.called_modules if not one.is_norm}
     assert list(layers) == ["inner", "out", "head"]
-    assert (layers["out"].path, layers["out"].base, layers["out"].of_output) == ("last", "first", True)
+    assert (layers["out"].path, layers["out"].base, layers["out"].base_is_output) == ("last", "first", True)
     assert layers["inner"] is None and layers["head"] is None
 
 
-def test_through_a_gate_that_is_shut_a_layer_feeds_nothing():
+def test_a_layer_behind_a_closed_gate_feeds_no_norm():
     """As a DiT's blocks begin: nothing could be divided by such a gain."""
 
     class Gated(nn.Module):
@@ -92,7 +86,7 @@ def test_through_a_gate_that_is_shut_a_layer_feeds_nothing():
     torch.testing.assert_close(into.gain.float(), gated.gate.data, rtol=1e-4, atol=0)
 
 
-def test_what_cannot_be_refitted_is_left_with_its_reason():
+def test_layers_that_cannot_be_refitted_are_listed_with_reasons():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -167,7 +161,7 @@ def of_classes(number=10, size=8):
     return batches
 
 
-def test_what_knows_the_class_undoes_what_depends_on_it():
+def test_the_modulating_layer_of_adaln_is_fitted():
     torch.manual_seed(0)
     original, learn, found = Modulated().requires_grad_(False), of_classes(), {}
     for refit in ("norms", "neighbours"):
@@ -181,7 +175,7 @@ def test_what_knows_the_class_undoes_what_depends_on_it():
     assert torch.equal(swapped.ada.weight[8:16], original.ada.weight[8:16])  # the part that modulates nothing
 
 
-@pytest.mark.parametrize("what", ["capture", "swap", "drift"])
+@pytest.mark.parametrize("what", ["swap", "drift"])
 def test_hooks_of_users_run_in_passes_of_the_whole_network_alone(what):
     """A norm, its function and the layers beside it also run alone here, or in a copy of the network."""
     torch.manual_seed(0)
@@ -190,9 +184,7 @@ def test_hooks_of_users_run_in_passes_of_the_whole_network_alone(what):
     modules = normscope.replacements(original, "tanh", seen)
     for path, module in original.named_modules():
         module.register_forward_pre_hook(lambda module, args, path=path: calls.update([path]))
-    if what == "capture":
-        normscope.capture(original, learn)
-    elif what == "swap":
+    if what == "swap":
         report = normscope.swap(original, "tanh", seen, init="calibrated", learn=learn).calibration
         assert [module.path for module in report.modules] == ["norm", "ada", "head"]
     else:
@@ -200,7 +192,7 @@ def test_hooks_of_users_run_in_passes_of_the_whole_network_alone(what):
     assert calls["norm"] == calls["ada"] == calls["head"] == calls[""] > 0
 
 
-def test_the_parts_are_told_by_their_values():
+def test_scale_and_shift_are_identified_by_their_values():
     torch.manual_seed(0)
     y, given = torch.randn(3, 7, 4), torch.randn(3, 16)
     parts = given[:, None].split(4, dim=-1)
@@ -306,7 +298,7 @@ def test_padding_by_name_and_a_transposed_weight(make, shape):
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.Conv1d(2, 3, 2), lambda: nn.Conv2d(4, 3, 1)])
-def test_what_is_put_is_what_it_computes_with(make):
+def test_put_sets_the_weights_that_the_module_uses(make):
     module = make().requires_grad_(False)
     layer = LinearLayer.of(module)
     before = layer.matrix.clone()
@@ -317,8 +309,8 @@ def test_what_is_put_is_what_it_computes_with(make):
 
 
 @pytest.mark.parametrize("room", [1, 3 * 4 * 3 * 6, 10**9])
-def test_pieces_are_the_whole(monkeypatch, room):
-    monkeypatch.setattr(neighbours, "MOST_NUMBERS", room)
+def test_pieces_equal_the_whole(monkeypatch, room):
+    monkeypatch.setattr(linear_layers, "MOST_NUMBERS", room)
     valid = torch.arange(6) < torch.tensor([6, 2, 5, 1, 6])[:, None]
     for module in (nn.Conv1d(4, 4, 3, padding=1, groups=4), nn.Linear(6, 2)):
         layer, x = LinearLayer.of(module), torch.randn(5, 4, 6)
@@ -327,7 +319,7 @@ def test_pieces_are_the_whole(monkeypatch, room):
         assert len(pieces) == (1 if room > 10**6 or isinstance(module, nn.Linear) else 5 if room == 1 else 2)
 
 
-def test_what_is_too_wide_says_so():
+def test_layers_that_are_too_wide_have_a_reason():
     reasons = {
         nn.Conv1d(8, 8, 3, groups=8): "",
         nn.Conv1d(1024, 1024, 128, groups=16): f"it is a convolution over 8192 numbers, more than {MOST_FEATURES}",

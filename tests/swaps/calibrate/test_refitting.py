@@ -1,4 +1,4 @@
-"""What is fitted where: networks in which a norm is linear, so that the layer behind it can give back all of it."""
+"""Targets of the fits: networks in which a norm is linear, so that the layer behind it can replace all of it."""
 
 import copy
 import threading
@@ -12,7 +12,7 @@ from torch import nn
 import normscope
 from normscope.errors import ModelError
 from normscope.inputs.held_out import Pool
-from normscope.swaps.calibrate import neighbours, refitting
+from normscope.swaps.calibrate import linear_layers, refitting
 from normscope.swaps.calibrate.calibrate import calibrate
 from normscope.swaps.calibrate.closed_form import PENALTIES
 
@@ -65,7 +65,7 @@ def behind_a_norm(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "attention", "convolution", "convolution of one position"])
-def test_a_layer_gives_back_what_only_a_linear_map_of_all_channels_can(name):
+def test_a_layer_takes_over_the_linear_map_of_all_channels(name):
     original, norm, layer, x_of = behind_a_norm(name)
     function = normscope.PointwiseFunction("linear", 8, alpha=0.1, channel_axis=-3 if "convolution" in name else -1)
     functions, layers, report = calibrated_with_and_without_layers(
@@ -75,7 +75,7 @@ def test_a_layer_gives_back_what_only_a_linear_map_of_all_channels_can(name):
     assert layers < GIVEN_BACK < 0.1 < functions
 
 
-def test_a_weight_kept_as_an_offset_from_one_means_what_the_weight_itself_means():
+def test_weights_stored_as_offsets_from_one_are_calibrated_like_weights():
     """Two ways to write one network, so that one calibration comes of both."""
     offset_norm = pytest.importorskip("transformers.models.gemma.modeling_gemma").GemmaRMSNorm
     generator = torch.Generator().manual_seed(3)
@@ -105,21 +105,6 @@ def test_a_weight_kept_as_an_offset_from_one_means_what_the_weight_itself_means(
     torch.testing.assert_close(weights[0], weights[1], rtol=0.01, atol=0.01)
 
 
-def test_what_a_convolution_feeds_alone_is_told():
-    """As in the feature extractor of wav2vec 2.0: nothing is added to it before the norm."""
-    layers = pytest.importorskip("timm.layers")
-    torch.manual_seed(0)
-    original = nn.Sequential(
-        nn.Conv2d(1, 8, 3), layers.LayerNorm2d(8), nn.GELU(), nn.Conv2d(8, 8, 3), layers.LayerNorm2d(8), nn.Flatten()
-    ).requires_grad_(False)
-    learn = batches(8, lambda generator, size: torch.randn(size, 1, 9, 9, generator=generator).cumsum(-1))
-    functions, with_layers, report = calibrated_with_and_without_layers(
-        original, learn, lambda swapped: normscope.swap(swapped, "tanh", normscope.capture(original, learn))
-    )
-    assert [module.path for module in report.modules] == ["1", "3", "4"] and not report.left
-    assert with_layers < 0.9 * functions < report.before
-
-
 def unfolded(module, x):
     """Features of each group, ``(groups, tokens, features)``, from what the module gives with one weight of 1."""
     own, one_hot = copy.deepcopy(module).double(), []
@@ -137,7 +122,7 @@ def unfolded(module, x):
 def test_a_convolution_in_groups_is_least_squares_in_each(monkeypatch, groups, room):
     """In float64, with a row for each penalty, on what the function gives, towards what the original gave."""
     monkeypatch.setattr(refitting, "MOST_NUMBERS", room)
-    monkeypatch.setattr(neighbours, "MOST_NUMBERS", room)
+    monkeypatch.setattr(linear_layers, "MOST_NUMBERS", room)
     torch.manual_seed(0)
     options = {"padding": 2, "padding_mode": "circular", "stride": 2, "dilation": 2, "groups": groups}
     norm = pytest.importorskip("timm.layers").LayerNorm2d(8)
@@ -192,7 +177,7 @@ def test_a_network_of_rms_norms():
     assert refitted == {f"layers.{depth}.{name}" for depth in range(2) for name in projections}
 
 
-def test_a_layer_before_a_norm_that_activates_aims_at_what_it_gave():
+def test_the_target_of_a_layer_before_a_norm_with_activation_is_its_own_output():
     """What such a norm gives is no x̂: behind a norm that is linear here, the layer gives back its own output."""
     layers = pytest.importorskip("timm.layers")
     torch.manual_seed(0)
@@ -201,7 +186,7 @@ def test_a_layer_before_a_norm_that_activates_aims_at_what_it_gave():
     ).requires_grad_(False)
     learn, swapped = batches(12, as_pictures), copy.deepcopy(original)
     normscope.swap(swapped, "identity", normscope.capture(original, learn))
-    assert swapped[2].activated
+    assert swapped[2].activations
     report = calibrate(original, swapped, learn)
     assert {one.path: one.after < GIVEN_BACK for one in report.modules} == {"0": False, "1": True}
 
@@ -233,7 +218,7 @@ class Failing(Turning):
         (Failing, r"Failing raised RuntimeError on inputs of the shapes \(\d, 5, 8\)"),
     ],
 )
-def test_a_network_that_fails_on_its_way_says_so_and_leaves_no_pass_behind(network, message):
+def test_a_network_that_fails_ends_all_passes_and_removes_all_hooks(network, message):
     torch.manual_seed(0)
     original, before = network().requires_grad_(False), threading.active_count()
     swapped = copy.deepcopy(original)

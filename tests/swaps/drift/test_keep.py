@@ -67,7 +67,7 @@ def test_each_norm_to_keep_is_the_best_beside_those_before_it(chain):
         assert (step.site, step.error.p50) == (least, moved[least])
 
 
-def test_a_norm_that_alone_is_responsible_comes_back_first():
+def test_the_norm_that_causes_all_drift_is_restored_first():
     """Three sites get functions that are the norms themselves, to the bit: only the fourth moves anything."""
     model = chain_of(1)
     modules = {f"norms.{number}": nn.LayerNorm(16) for number in range(4)}
@@ -147,7 +147,7 @@ def test_it_chooses_on_few_inputs_from_all_over(chain):
         ({"number": 1, "replacements": {}}, "nothing to swap"),
     ],
 )
-def test_mistakes(chain, options, said):
+def test_refusals(chain, options, said):
     model, batches = chain
     with pytest.raises(UsageError, match=said):
         keep(**{"model": model, "batches": batches, "replacements": modules_of(model), **options})

@@ -1,4 +1,4 @@
-"""Drift that ranks divide among them is drift, whatever their number; a batch that memory ends with is split."""
+"""Drift does not depend on the number of ranks; a batch that does not fit into memory is halved."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from normscope.inputs.batch import Batch, Sample
 from normscope.inputs.chunks import ALL
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import Ranks
-from normscope.swaps.drift.drift import drift, passes
+from normscope.swaps.drift.drift import drift
 from normscope.swaps.pointwise import DyT
 
 CLASSES = Outputs("classes")
@@ -106,7 +106,7 @@ def test_the_report_does_not_depend_on_the_number_of_ranks(size):
     assert [row.part for row in known.by_part] == ["timestep 9", "timestep 5", "timestep 0"]
 
 
-def test_each_rank_walks_its_own_trajectories():
+def test_ranks_divide_the_ends_of_trajectories():
     x, model = torch.cat(inputs()[:3]), Stack()
     walked = []
 
@@ -130,7 +130,7 @@ def test_each_rank_walks_its_own_trajectories():
     assert known.end.inputs == 10 and {sampler.rank for sampler in walked} == {0, 1, 2}
 
 
-def test_ranks_decide_together_what_is_wrong():
+def test_all_ranks_raise_the_same_error():
     model, modules = Stack(), dyts(Stack())
     for error in together(2, lambda ranks: drift(copy.deepcopy(model), [], copy.deepcopy(modules), ranks=ranks)):
         assert isinstance(error, DataError)
@@ -150,7 +150,7 @@ class Sometimes(Stack):
         return self.norms[0](x) if len(x) == 4 else self.norms[1](x)
 
 
-def test_a_norm_that_one_rank_alone_calls_is_called():
+def test_a_norm_that_only_one_rank_calls_counts_as_called():
     model = Sometimes()
     modules = {path: module for path, module in dyts(model).items() if path != "norms.2"}
     options = {"cumulative": False, "most": None}  # of whole batches, as the network counts them
@@ -163,19 +163,19 @@ def test_a_norm_that_one_rank_alone_calls_is_called():
         assert isinstance(error, ModelError) and "does not call 'norms.2'" in str(error)
 
 
-def test_a_batch_that_memory_ends_with_is_compared_in_halves(caplog):
+def test_a_batch_that_does_not_fit_is_compared_in_halves(caplog):
     modules, advanced = dyts(Stack()), []
     report = drift(Stack(fits=2), inputs(), modules, most=None, progress=lambda stage, done, of: advanced.append(done))
     # 5 go as 2, 2, 1; what is known by then holds for the batches that follow.
     pieces = [piece for x in inputs() for piece in x.split(2)]
     assert report.as_dict() == drift(Stack(), pieces, modules, most=None).as_dict()
-    assert advanced[-1] == passes(20, 3) == max(advanced)
+    assert advanced[-1] == 20 * (2 + 4 + 3) == max(advanced)  # all sites, each alone, and one after the other
     assert "Memory ended with 5 samples in a batch; from here on they are compared 2 at a time." in caplog.text
     with pytest.raises(MemoryEndedError, match="with 1 sample in a batch"):
         drift(Stack(fits=0), inputs(), modules)
 
 
-def test_memory_may_end_while_outputs_are_compared():
+def test_memory_that_ends_while_outputs_are_compared_halves_the_batch():
     model, modules = Stack(), dyts(Stack())
 
     def scarce(logits, batch):

@@ -1,7 +1,6 @@
-"""A swapped network and what its folder gives back are the same to the bit; anything else is a sentence."""
+"""Saved and restored networks are equal to the bit; damaged folders are refused."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -86,9 +85,7 @@ FORMULA = "mine=x/(1+abs(x)**3)**(1/3)"
 CASES = [
     (Mixed, "dyt", "site", torch.float32),
     (Mixed, "derf", "channel", torch.bfloat16),
-    (Mixed, "dyisru", "channel", torch.float32),
     (Mixed, "free", "site", torch.bfloat16),
-    (Mixed, "softsign", "site", torch.float32),
     (Mixed, FORMULA, "site", torch.bfloat16),
     pytest.param(Mixed, "best", "site", torch.float32, marks=pytest.mark.slow),  # fits all curves, to write one of them
     (tokens, "rmsnorm", "site", torch.bfloat16),
@@ -97,7 +94,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("make", "curve", "per", "dtype"), CASES)
-def test_both_ways_back_are_the_same_to_the_bit(make, curve, per, dtype, tmp_path):
+def test_restored_and_standalone_networks_are_equal_to_the_bit(make, curve, per, dtype, tmp_path):
     """With normscope, and by the folder's own code."""
     x, folder = data(make).to(dtype), tmp_path / "swap"
     model = put_in(trained(make).to(dtype), x, curve, per)
@@ -120,7 +117,7 @@ def test_both_ways_back_are_the_same_to_the_bit(make, curve, per, dtype, tmp_pat
         assert not {"second.weight", "again.alpha"} & set(file.keys())  # a tensor that two share is written once
 
 
-def test_what_the_folder_says_of_itself(tmp_path):
+def test_the_record_of_a_folder(tmp_path):
     model = trained(Mixed)
     seen = capture(model, [data(Mixed)])
     swap(model, "derf", seen, layers=["stem.1", "activated"])
@@ -155,7 +152,7 @@ def test_a_compiled_network_is_written_and_restored_as_the_network_itself(tmp_pa
     assert torch.equal(fresh(data(tokens)), model(data(tokens)))
 
 
-def test_what_cannot_be_written(tmp_path):
+def test_networks_that_cannot_be_written(tmp_path):
     model = trained(tokens)
     with pytest.raises(ModelError, match="Nothing was swapped in this Sequential"):
         save_swapped(model, tmp_path / "swap")
@@ -197,11 +194,6 @@ def cut(folder, size):
     path.write_bytes(path.read_bytes()[:size])
 
 
-def unopened(folder):
-    (folder / "swap.json").unlink()
-    os.mkfifo(folder / "swap.json")  # opening it would wait
-
-
 EDITS = [
     (lambda swap: swap.update(seal="0"), r"swap\.json was changed after it was written"),
     (lambda swap: swap.update(version=1), "version 1; this normscope reads version 2"),
@@ -218,13 +210,15 @@ EDITS = [
     ],
     (lambda swap: swap["sites"][0].update(activated=True), "activates at 1, where a LayerNorm does not"),
     (lambda swap: swap["sites"][0].update(normalized_shape=[2**40]), r"1.weight is \(8,\), not \(1099511627776,\)"),
-    (lambda swap: swap["sites"].pop(), r"does not fit this Sequential: 3.alpha is not in the network"),
+    (
+        lambda swap: swap["sites"].pop(),
+        "does not fit this Sequential, by names, shapes or dtypes of tensors: 3.alpha, ",
+    ),
     (lambda swap: swap["tied"].update({"x": "y"}), "x cannot be y under another name"),
 ]
 FILES = [
     (lambda folder: (folder / "swap.json").write_text('{"format": "another"}'), "does not describe a swap"),
     (lambda folder: (folder / "swap.json").unlink(), r"There is no swap in .*: no swap\.json"),
-    (unopened, "is no regular file"),
     (lambda folder: (folder / "model.safetensors").unlink(), r"has no model\.safetensors"),
     *[(lambda folder, size=size: cut(folder, size), r"model\.safetensors is not the file") for size in (0, 4, 200, -1)],
     *[(lambda folder, change=change: edited(folder, change), fragment) for change, fragment in EDITS],
@@ -232,7 +226,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("change", "fragment"), FILES)
-def test_a_folder_that_is_damaged_or_does_not_fit(folder, change, fragment):
+def test_damaged_folders_and_other_networks_are_refused(folder, change, fragment):
     model = trained(tokens)
     before = values_of(model)
     change(folder)
@@ -249,9 +243,9 @@ def places(node):
             yield from places(node[key])
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(choices=st.data())
-def test_no_json_does_anything_but_load_or_be_refused(folder, choices):
+def test_any_json_is_loaded_or_refused(folder, choices):
     text = (folder / "swap.json").read_text()
     document = json.loads(text)
     holder, key = choices.draw(st.sampled_from(list(places(document))))
@@ -272,15 +266,3 @@ def test_no_json_does_anything_but_load_or_be_refused(folder, choices):
         assert isinstance(model[1], nn.LayerNorm)
     finally:
         (folder / "swap.json").write_text(text)
-
-
-def test_swapped_sites_are_observed_like_the_norms_that_are_left(folder):
-    model = trained(tokens)
-    restored(model, folder)
-    seen = capture(model, [data(tokens)], verify=True)
-    assert [(site.name, site.pointwise.curve) for site in seen.sites] == [("1", "tanh"), ("3", "tanh")]
-    partly = trained(tokens)
-    swap(partly, "dyt", capture(partly, [data(tokens)]), layers="0,")
-    seen = capture(partly, [data(tokens)], verify=True)
-    assert [(site.name, site.pointwise is None) for site in seen.sites] == [("1", False), ("3", True)]
-    assert not seen.skipped

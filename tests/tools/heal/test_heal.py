@@ -22,7 +22,7 @@ from normscope.inputs.held_out import Pool
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.checked_files import read_checked, write_checked
 from normscope.swaps.calibrate.closed_form import least_squares
-from normscope.swaps.distances import output_errors
+from normscope.swaps.output_errors import output_errors
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import RMSNorm
 from normscope.tools.heal import heal as stages

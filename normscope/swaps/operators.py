@@ -10,9 +10,9 @@ from torch.autograd import forward_ad
 
 from normscope.curves.known import CURVES
 from normscope.errors import UsageError
-from normscope.swaps.kernels import eager
+from normscope.swaps import eager
 from normscope.swaps.kernels.choice import by_kernels
-from normscope.swaps.kernels.eager import Parameters
+from normscope.swaps.kernels.parameters import channel_axes
 
 
 @torch.library.custom_op("normscope::pointwise", mutates_args=())
@@ -31,12 +31,12 @@ def pointwise(
     >>> pointwise(torch.tensor([[0.75, -3e38]]), alpha, None, torch.tensor([1.0, 2.0]), None, "isru", 0)
     tensor([[ 0.6000, -2.0000]])
     """
-    parameters = Parameters(alpha, shift, weight, bias)
+    parameters = alpha, shift, weight, bias
     if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import launch  # imports Triton
 
         return launch.forward(x, parameters, curve, behind)
-    parameters.channel_axes(x, behind)
+    channel_axes(x, parameters, behind)
     return torch.empty_like(x).copy_(eager.pointwise(x, CURVES[curve].function, parameters, behind))
 
 
@@ -50,14 +50,14 @@ def pointwise_backward(
     Raises:
         UsageError: as :func:`pointwise`; if dy has another shape than x.
     """
-    parameters = Parameters(alpha, shift, weight, bias)
+    parameters = alpha, shift, weight, bias
     _check_shape(dy, x)
     if by_kernels(curve, x.device, x.dtype):
         from normscope.swaps.kernels import launch
 
         gradients = launch.backward(dy, x, parameters, curve, behind)
     else:
-        parameters.channel_axes(x, behind)
+        channel_axes(x, parameters, behind)
         f, derivative = CURVES[curve].function, CURVES[curve].derivative
         dx, *others = eager.pointwise_backward(dy, x, f, derivative, parameters, behind)
         # An operator must not return its inputs, and for one row of float64 the gradient by the bias is dy itself.
@@ -72,16 +72,16 @@ def pointwise_backward(
 def _(
     x: Tensor, alpha: Tensor, shift: Tensor | None, weight: Tensor, bias: Tensor | None, curve: str, behind: int
 ) -> Tensor:
-    Parameters(alpha, shift, weight, bias).channel_axes(x, behind)
+    channel_axes(x, (alpha, shift, weight, bias), behind)
     return torch.empty_like(x)
 
 
 @pointwise_backward.register_fake
-def _(dy: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
-    *parts, _, behind = others
+def _(dy: Tensor, x: Tensor, *arguments: Any) -> list[Tensor]:
+    *parameters, _, behind = arguments
     _check_shape(dy, x)
-    Parameters(*parts).channel_axes(x, behind)
-    return [torch.empty_like(x), *(part.new_empty(part.shape) for part in parts if part is not None)]
+    channel_axes(x, tuple(parameters), behind)
+    return [torch.empty_like(x), *(p.new_empty(p.shape) for p in parameters if p is not None)]
 
 
 def _check_shape(dy: Tensor, x: Tensor) -> None:
@@ -90,26 +90,22 @@ def _check_shape(dy: Tensor, x: Tensor) -> None:
         raise UsageError(f"The gradient is {received}, but the output {expected}.")
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.curve, ctx.behind = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, *parts = ctx.saved_tensors
-    if _in_plain_torch(dy):
-        curve = CURVES[ctx.curve]
-        gradients = eager.pointwise_backward(dy, x, curve.function, curve.derivative, Parameters(*parts), ctx.behind)
+    x, *parameters = ctx.saved_tensors
+    batched = torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy)
+    if batched or torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        # The operator has no rule for further derivatives, nor for batched ones.
+        f, derivative = CURVES[ctx.curve].function, CURVES[ctx.curve].derivative
+        gradients = eager.pointwise_backward(dy, x, f, derivative, tuple(parameters), ctx.behind)
     else:
-        present = iter(pointwise_backward(dy, x, *parts, ctx.curve, ctx.behind))
-        gradients = [None if part is None else next(present) for part in (x, *parts)]
+        present = iter(pointwise_backward(dy, x, *parameters, ctx.curve, ctx.behind))
+        gradients = [None if tensor is None else next(present) for tensor in (x, *parameters)]
     return (*gradients, None, None)
 
 
-def _in_plain_torch(dy: Tensor) -> bool:
-    """True if further derivatives are taken, or batched ones, for which the operator has no rule."""
-    batched = torch._C._functorch.is_batchedtensor(dy) or torch._C._functorch.is_legacy_batchedtensor(dy)
-    return batched or torch.is_grad_enabled() or forward_ad._current_level >= 0
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.curve, ctx.behind = inputs
+    ctx.save_for_backward(*tensors)
 
 
 pointwise.register_autograd(_back, setup_context=_save)
