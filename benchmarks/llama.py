@@ -16,7 +16,7 @@ import normscope
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Outputs
 from normscope.norms.trace import find_norms
-from normscope.runtime.network import left_as_found
+from normscope.runtime.network import restoring
 from normscope.swaps.replace import module_at
 from normscope.tools.bench import bench
 from normscope.tools.bench.bench import Variant
@@ -56,7 +56,7 @@ def measured(tokens: int, n_passes: int, tiny: bool, device: str) -> Iterator[Me
     where, vocabulary = next(model.parameters()), model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(where.device)
     batch = Batch((), {"input_ids": ids, "use_cache": False})
-    with left_as_found(model, timed=True), bench.compilations():
+    with restoring(model, timed=True), bench.compilations():
         yield from timed(model, batch, n_passes, ways=("eager",) if tiny else ("eager", "compile", "fused"))
 
 

@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from normscope.errors import UsageError, unknown
 from normscope.models import registry
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 from normscope.show.tables.glossary import headings, typed, unknown_column
 from normscope.swaps.inits import INITS
 
@@ -48,7 +48,7 @@ def with_groups(
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            if first_rank_only and not Place.from_environment().speaks:
+            if first_rank_only and not Process.current().is_first:
                 raise typer.Exit
             for name, (group, members) in groups.items():
                 given[name] = group(**{member: given.pop(member) for member in members})

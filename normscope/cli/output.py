@@ -21,7 +21,7 @@ from rich.text import Text
 from normscope.cli import options
 from normscope.errors import DataError, UsageError, count, unknown
 from normscope.runtime.files import check_writable, visible, whole_file
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 from normscope.runtime.progress import is_one_step
 from normscope.runtime.records import flat
 from normscope.show.tables.glossary import typed
@@ -51,14 +51,14 @@ def _console(stderr: bool, shown: bool = True) -> Console:
 
 def print_error(sentence: str) -> None:
     """Print an error on stderr, after the number of the rank if it is not the first."""
-    place = Place.from_environment()
-    rank = "" if place.speaks else f"rank {place.rank}: "
+    place = Process.current()
+    rank = "" if place.is_first else f"rank {place.rank}: "
     _console(stderr=True).print(f"{rank}[bold red]Error:[/] {_harmless(sentence)}", soft_wrap=True)
 
 
 def print_stop(sentence: str) -> None:
     """Print on stderr how to go on after a stop; only the first rank does."""
-    if Place.from_environment().speaks:
+    if Process.current().is_first:
         _console(stderr=True).print(_harmless(sentence), soft_wrap=True)
 
 
@@ -98,9 +98,9 @@ class Output:
         self._title = ""
         self._tables: list[tuple[str, TextTable]] = []
         self._warnings: set[str] = set()
-        self._speaks = Place.from_environment().speaks
-        self._results = _console(stderr=False, shown=self._speaks and not as_json)
-        self._remarks = _console(stderr=True, shown=self._speaks)
+        self._is_first = Process.current().is_first
+        self._results = _console(stderr=False, shown=self._is_first and not as_json)
+        self._remarks = _console(stderr=True, shown=self._is_first)
         self._lines = ProgressLines(self.remark)
         self._write_to(output)
 
@@ -164,7 +164,7 @@ class Output:
 
         ``rows`` are its table; without them, a .csv file gets the document.
         """
-        if not self._speaks:
+        if not self._is_first:
             return
         escaped = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")
         text = json.dumps(document, indent=2, ensure_ascii=escaped, allow_nan=False) + "\n"
@@ -249,7 +249,7 @@ class Output:
         from rich.progress import Progress as Bars
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Bars(*columns, console=self._remarks, disable=self.quiet or not self._speaks, transient=True) as bars:
+        with Bars(*columns, console=self._remarks, disable=self.quiet or not self._is_first, transient=True) as bars:
             tasks: dict[str, TaskID] = {}
 
             def progress(stage: str, done: int, of: int | None) -> None:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def stopping_between_chunks(warn: Callable[[str], None]) -> Iterator[Callable[[]
     A second signal interrupts at once. Under torchrun it changes nothing: torchrun repeats the signal that the terminal
     has already sent to all processes, and kills them after half a minute.
     """
-    asked, launched = False, Place.from_environment().launched
+    asked, launched = False, Process.current().launched
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked

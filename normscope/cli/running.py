@@ -14,7 +14,7 @@ import normscope
 from normscope.cli import options
 from normscope.errors import DataError, ModelError, UsageError, unknown
 from normscope.models import registry
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 if TYPE_CHECKING:
     from normscope.cli.output import Output
@@ -78,7 +78,7 @@ class RunOptions:
         """Context in which the processes that torchrun started work together; a single process works alone."""
         from normscope.pairs.ranks import joined
 
-        return joined(Place.from_environment())
+        return joined(Process.current())
 
 
 def named_or_embedded(names: Sequence[str] | None, output: Output) -> list[str]:
@@ -166,7 +166,7 @@ def captures(
         DataError, UsageError: if a file is no capture, or has no such parts.
         typer.Exit: at the end, in all ranks but the first.
     """
-    speaks = Place.from_environment().speaks
+    speaks = Process.current().is_first
     for name, run in models:
         if not options.is_file(name):
             with run.joined() as ranks:

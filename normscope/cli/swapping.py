@@ -11,7 +11,7 @@ import normscope
 from normscope.cli import options
 from normscope.errors import UsageError, count, unknown
 from normscope.inputs.held_out import divided
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 from normscope.swaps.inits import CALIBRATED, INITS
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def swap_choices(func: str, init: str, per: str, shift: bool | None) -> list[Swa
 
 def check_alone(what: str, more: str = "") -> None:
     """Refuse work that several ranks cannot divide; UsageError."""
-    if not (place := Place.from_environment()).alone:
+    if not (place := Process.current()).alone:
         raise UsageError(f"{what} in one process, and torchrun started {place.ranks}. Start it without torchrun{more}.")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from normscope.norms.formulas import BESIDE_ROOT, BOUNDS_LENGTH, BOUNDS_SQUARE, FORMS
 from normscope.norms.sites import NormSite
-from normscope.pairs.sums.stats import Magnitudes
+from normscope.pairs.sums.magnitudes import Magnitudes
 from normscope.pairs.token_sums import TokenSums
 from normscope.runtime.records import Record
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from normscope.errors import DataError, ModelError, UsageError, first_line, unknown
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel, LoadOptions
@@ -225,7 +225,7 @@ def check_device_map(device_map: str | None, device: str) -> None:
         raise UsageError(
             f"A device map decides where the network is: leave --device {device} or --device-map auto out."
         )
-    if not Place.from_environment().alone:
+    if not Process.current().alone:
         raise UsageError("Several processes cannot spread a network over the same devices: leave --device-map out.")
     if importlib.util.find_spec("accelerate") is None:
         raise ModelError("--device-map auto needs accelerate. Install it: pip install 'accelerate>=1.2'.")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from normscope.errors import DataError, ModelError
 from normscope.inputs.batch import Batch, ForwardSignature, tensors_at, tensors_of
 from normscope.norms.masks import INPUT, REMEDY, refuse_unclear_masks
-from normscope.runtime.network import call, left_as_found, run
+from normscope.runtime.network import call, restoring, run
 
 # lengths, ilens, wav_lens, input_signal_length; what comes before names the tensor that the lengths are of.
 _LENGTH = re.compile(r"(?:(\w+?)_|([a-z]{0,3}))(?:seq_?)?len(?:s|gths?)?")
@@ -78,7 +78,7 @@ def divided(batch: Batch, model: nn.Module, parameters: Sequence[str], known: di
             raise _refusal(lengths[0], "the batch cannot be divided by samples")
         structure = tuple((length.name, length.of.ndim) for length in lengths)
         if structure not in known:
-            with left_as_found(model):
+            with restoring(model):
                 known[structure] = _axes(batch, model, lengths)
         axes, ahead = known[structure]
     if not axes:
@@ -143,7 +143,7 @@ def _called_with(batch: Batch, model: nn.Module) -> dict[str, Any]:
         originals.update(zip(copies, tensors_of((batch.args, batch.kwargs)), strict=True))
         return call(module, replace(batch, args=args, kwargs=kwargs))
 
-    with left_as_found(model), contextlib.ExitStack() as hooks:
+    with restoring(model), contextlib.ExitStack() as hooks:
         for part in (part for part in model.modules() if not isinstance(part, torch.jit.ScriptModule)):
             hooks.callback(part.register_forward_pre_hook(begin, with_kwargs=True).remove)
             hooks.callback(part.register_forward_hook(end, always_call=True).remove)

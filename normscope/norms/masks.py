@@ -22,7 +22,7 @@ from normscope.errors import DataError
 from normscope.inputs.batch import Batch, tensors_at, tensors_of
 from normscope.inputs.wrappers import named_modules
 from normscope.norms.recognition import is_norm
-from normscope.runtime.network import left_as_found, run
+from normscope.runtime.network import restoring, run
 
 REMEDY = "Pass normscope.Batch(args, kwargs, samples, valid=…), bool (samples, positions)."
 INPUT = (
@@ -152,7 +152,7 @@ def masks_of(model: nn.Module, batch: Batch, tensors: Mapping[Path, Tensor]) -> 
         return _Masks()
     first = batch.first_sample()
     watch = _StreamWatch(model, dict(tensors_at((first.args, first.kwargs))), masks)
-    with left_as_found(model), contextlib.ExitStack() as hooks, watch:
+    with restoring(model), contextlib.ExitStack() as hooks, watch:
         for name, module in named_modules(model):
             if not isinstance(module, torch.jit.ScriptModule):
                 hooks.callback(module.register_forward_pre_hook(partial(watch.enter, name), with_kwargs=True).remove)

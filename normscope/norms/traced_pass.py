@@ -35,8 +35,8 @@ from normscope.norms.recognition import (
 )
 from normscope.norms.sites import PointwiseParameters
 from normscope.norms.trials import identified, is_small, normalizes_first, reproduced, shared, tried
-from normscope.runtime.network import PassHooks, left_as_found, run
-from normscope.runtime.spread import at_hand, copied, whole
+from normscope.runtime.network import PassHooks, restoring, run
+from normscope.runtime.spread import copied, gathered, whole
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 NOT_ONE_TENSOR = "it does not take and return one tensor"
@@ -120,7 +120,7 @@ class TracedPass(FunctionWatch):
     def of(cls, model: nn.Module, batch: Batch, torn: Mapping[str, str] = MappingProxyType({})) -> TracedPass:
         """Run a network; once more if a suspect is a norm in some of its calls and does something else in the rest."""
         traced = cls(model, torn)
-        with left_as_found(model) as buffers:
+        with restoring(model) as buffers:
             with traced.following(model), traced.hooks.running():
                 run(model, batch, traced)
             traced.keeps_state = buffers.changed
@@ -224,7 +224,7 @@ class TracedPass(FunctionWatch):
                 overwrites = x.layout == torch.strided and inseparable(x) is None and not torch.equal(x, copy)
                 # Now, while the input is what the norm saw: the network may go on to add to it in place.
                 args, kwargs = with_input(args, kwargs, copy if overwrites else x)
-                with at_hand(module, args, kwargs) as own:
+                with gathered(module, args, kwargs) as own:
                     if isinstance(output, Tensor):
                         call = self._observed(name, module, own, x, output, n_additions, contains_sites)
                         call.overwrites |= overwrites

@@ -21,7 +21,7 @@ from normscope.pairs.checkpoints import Checkpoints
 from normscope.pairs.progress import merge_progress
 from normscope.pairs.ranks import ALONE, Ranks, check_alike
 from normscope.pairs.recorder import CaptureOptions, Recorder
-from normscope.runtime.network import left_as_found, memory_for, uncompiled
+from normscope.runtime.network import memory_for, restoring, uncompiled
 from normscope.runtime.progress import Progress, StageProgress, reporting, silent
 
 if TYPE_CHECKING:
@@ -145,9 +145,7 @@ def captured(
         StoppedError: if the checkpoints were asked to stop.
     """
     model, batches, about, _ = unpacked(model, batches, about, forward=forward)
-    captured_inputs = (
-        InputSet()
-    )  # of earlier runs: filled once the sites are known, before the first chunk is requested
+    captured_inputs = InputSet()  # of earlier runs: filled once the sites are known, before the first chunk is read
     sharing = ALONE if ranks.own_batches else ranks
     first, chunks = first_and_chunks(batches, RankSampler(sharing.rank, sharing.size, captured_inputs))
     model = uncompiled(model)
@@ -165,14 +163,14 @@ def captured(
     settings: dict[str, Any] = {name: about[name] for name in ("model", "weights", "dtype")}
     settings |= {name: value for name, value in vars(options).items() if name not in ("verify", "observe")}
     settings["layers"] = [site.name for site in sites]
-    if not ranks.own_batches:
+    if first is not None and not ranks.own_batches:
         settings["data"], settings["number of samples"] = described(), getattr(batches, "n_samples", None)
         settings["first sample"] = list(astuple(first.samples[0]))
     check_alike(ranks, settings)
     if checkpoints is not None:
         captured_inputs.update(checkpoints.begin(recorder, ranks, settings))
     samples = StageProgress(progress, "samples", getattr(batches, "n_samples", None), sharing.size)
-    with left_as_found(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
+    with restoring(model), recorder.hooked(), memory_for("inputs were made ready"), reporting(progress):
         for chunk in chunks:
             for batch in chunk.batches:
                 recorder.run(batch, chunk.numbers[0])

@@ -20,7 +20,7 @@ from normscope.errors import DataError, RankLostError, UsageError
 from normscope.inputs.chunks import LeftOut
 from normscope.norms.sites import NormSite, SkippedNorm
 from normscope.norms.trace import NormReport
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 from normscope.runtime.records import converted
 
 Group = Literal["world"] | dist.ProcessGroup | DeviceMesh | None
@@ -117,7 +117,7 @@ ALONE = Ranks()
 
 
 @contextlib.contextmanager
-def joined(place: Place) -> Iterator[Ranks]:
+def joined(place: Process) -> Iterator[Ranks]:
     """Join the processes that torchrun started in the block; alone without torchrun."""
     if place.alone:
         yield ALONE

@@ -32,8 +32,8 @@ from normscope.pairs.progress import Progress
 from normscope.pairs.sums.stats import PairStats
 from normscope.pairs.sums.tokens import Positions
 from normscope.pairs.token_axes import TokenAxes, padded
-from normscope.runtime.network import KeptBuffers, PassHooks, run
-from normscope.runtime.spread import at_hand, whole
+from normscope.runtime.network import PassHooks, SavedBuffers, run
+from normscope.runtime.spread import gathered, whole
 
 Observer = Callable[[NormSite, Tensor, Tensor], None]
 ForwardPreHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
@@ -154,7 +154,7 @@ class Recorder:
         self._part = self.progress.part(batch.part if self.options.by_part else "", number)
         capture = self.progress.capture
         for piece, summed in self._halving.pieces(batch, Counter[str]()):
-            buffers = KeptBuffers(self.model) if self.report.keeps_state else None
+            buffers = SavedBuffers(self.model) if self.report.keeps_state else None
             capture.inputs = self._keeper.begin(piece, capture.inputs)
             self._pass = current = _Pass(piece, summed, piece.padded)
             try:
@@ -164,7 +164,7 @@ class Recorder:
             except MemoryEndedError as error:
                 _check_divisible(current, error)
                 if buffers is not None:
-                    buffers.put_back()
+                    buffers.restore()
                 self._halving.halve(piece, summed | current.calls)
             finally:
                 self._pass = None  # the batch iterator may call the model itself: those calls are ignored
@@ -250,8 +250,8 @@ class Recorder:
     def _add(self, site: NormSite, module: nn.Module, x: Tensor, output: Tensor) -> None:
         """Add the pairs of one call of a site."""
         if self._pass is not None:
-            with at_hand(module, (x,)) as ((gathered,), _):
-                self._sum(self._pass, site, module, gathered, whole(output, like=x))
+            with gathered(module, (x,)) as ((rows,), _):
+                self._sum(self._pass, site, module, rows, whole(output, like=x))
 
     def _sum(self, current: _Pass, site: NormSite, module: nn.Module, x: Tensor, output: Tensor) -> None:
         kind, name, samples = self.report.kinds[site.name], site.name, current.batch.samples

@@ -26,7 +26,7 @@ _COMPILE_NOTHING = ("torch.nn.", "torchaudio.", "normscope.")
 
 
 @contextlib.contextmanager
-def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuffers]:
+def restoring(model: nn.Module, *, timed: bool = False) -> Iterator[SavedBuffers]:
     """Run the block in eval mode without gradients, then restore training flags, grad mode, RNG states and buffers.
 
     Torch compiles and fuses nothing, see :func:`module_by_module`, unless ``timed``. Other threads wait to enter such a
@@ -36,11 +36,11 @@ def left_as_found(model: nn.Module, *, timed: bool = False) -> Iterator[KeptBuff
         for module in model.modules():
             restored.callback(setattr, module, "training", module.training)
         model.eval()
-        buffers = KeptBuffers(model)
-        restored.callback(buffers.put_back)
+        buffers = SavedBuffers(model)
+        restored.callback(buffers.restore)
         if not timed:
             restored.enter_context(module_by_module(model))
-        restored.enter_context(random_states_kept(cuda_devices(model)))
+        restored.enter_context(restoring_random_states(cuda_devices(model)))
         # Its copies of weights may be from before an update in the caller's context.
         restored.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
@@ -57,7 +57,7 @@ def _shard_again(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def random_states_kept(gpus: Sequence[int] = ()) -> Iterator[None]:
+def restoring_random_states(gpus: Sequence[int] = ()) -> Iterator[None]:
     """Restore the states of torch's, NumPy's and Python's global random number generators after the block."""
     with contextlib.ExitStack() as restored:
         restored.callback(random.setstate, random.getstate())
@@ -113,18 +113,18 @@ class PassHooks:
         return limited
 
 
-class KeptBuffers:
+class SavedBuffers:
     """The current buffers of a network, to be restored after forward passes that change them.
 
     A module whose buffers were replaced also gets its other attributes back, such as the length of a position table.
     Meta, lazy, sparse and quantized tensors, and subclasses of Tensor, keep their values.
 
     >>> norm = nn.BatchNorm1d(2)
-    >>> kept = KeptBuffers(norm)
+    >>> kept = SavedBuffers(norm)
     >>> norm.running_mean += 1
     >>> kept.changed
     True
-    >>> kept.put_back()
+    >>> kept.restore()
     >>> norm.running_mean
     tensor([0., 0.])
     """
@@ -140,7 +140,7 @@ class KeptBuffers:
         same = all(_same_objects(module._buffers, buffers) for module, buffers, _ in self._modules)
         return not (same and all(_same_values(buffer, value) for buffer, value in self._values))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the modules' buffers and their values; unchanged ones are not written."""
         for module, buffers, attributes in self._modules:
             if not _same_objects(module._buffers, buffers):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class Process:
     """Rank of this process among those that torchrun started."""
 
     rank: int = 0
@@ -17,7 +17,7 @@ class Place:
     launched: bool = False  # torchrun started this process, alone or with others
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def current(cls) -> Process:
         """Read torchrun's variables; a process that it did not start is the only one."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
@@ -30,6 +30,6 @@ class Place:
         return self.ranks == 1
 
     @property
-    def speaks(self) -> bool:
+    def is_first(self) -> bool:
         """True for the process that prints and writes."""
         return self.rank == 0

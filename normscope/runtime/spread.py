@@ -87,7 +87,7 @@ def sharded_as(tensor: Tensor, like: Tensor, *, on_all: bool = False) -> Tensor:
 
 
 @contextlib.contextmanager
-def at_hand(
+def gathered(
     module: nn.Module,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -138,20 +138,20 @@ def hooked(model: nn.Module, path: str) -> tuple[nn.Module, str] | None:
 
 
 @contextlib.contextmanager
-def norm_at_hand(model: nn.Module, path: str) -> Iterator[torch.device | None]:
-    """Keep the weights of a norm :func:`at_hand` between passes; yield the device where accelerate runs it, or None.
+def gathered_norm(model: nn.Module, path: str) -> Iterator[torch.device | None]:
+    """Keep the weights of a norm :func:`gathered` between passes; yield the device where accelerate runs it, or None.
 
-    >>> with norm_at_hand(nn.Sequential(nn.LayerNorm(4)), "0") as device:
+    >>> with gathered_norm(nn.Sequential(nn.LayerNorm(4)), "0") as device:
     ...     print(device)
     None
     """
     holder, _ = hooked(model, path) or (None, "")
     device = getattr(getattr(holder, _HOOK, None), "execution_device", None)
-    with at_hand(submodule(model, path), within=holder):
+    with gathered(submodule(model, path), within=holder):
         yield None if device is None else torch.device(device)
 
 
-def state_at_hand(model: nn.Module) -> dict[str, Any]:
+def gathered_state(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a network, with the weights that accelerate keeps elsewhere in the CPU's memory."""
     state = model.state_dict()
     if is_spread(model):
@@ -209,7 +209,7 @@ def move_like(model: nn.Module, path: str, module: nn.Module) -> Callable[[], ob
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose weights are :func:`at_hand`, without hooks of torch, accelerate or FSDP2."""
+    """Return a copy of a module whose weights are :func:`gathered`, without hooks of torch, accelerate or FSDP2."""
     twin = nn.Module.__new__(class_of(module))  # fully_shard's class refuses copies
     nn.Module.__init__(twin)
     hooks = [getattr(part, _HOOK) for part in module.modules() if hasattr(part, _HOOK)]

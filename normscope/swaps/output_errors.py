@@ -11,7 +11,7 @@ from torch.linalg import vector_norm
 
 from normscope.inputs.batch import Batch
 from normscope.inputs.loaded_model import Kind, Outputs
-from normscope.runtime.network import KeptBuffers, run
+from normscope.runtime.network import SavedBuffers, run
 from normscope.swaps.distances import kl_at_positions, output_by_sample
 
 KL, RELATIVE_L2 = "KL divergence", "relative L2"
@@ -112,7 +112,7 @@ class OutputErrors:
 
     @torch.no_grad()
     def _output(self, network: nn.Module, batch: Batch) -> Tensor:
-        buffers = KeptBuffers(network)
+        buffers = SavedBuffers(network)
         output = self.outputs.read(run(network, batch), batch).clone()  # it may be a buffer
-        buffers.put_back()
+        buffers.restore()
         return output

@@ -17,7 +17,7 @@ from normscope.errors import DataError, MemoryEndedError, UsageError, count
 from normscope.inputs.batch import Batch, Halving, Sample, as_batches, taken_once
 from normscope.inputs.loaded_model import LoadedModel, Outputs, Task, inferred_task
 from normscope.pairs.ranks import Ranks
-from normscope.runtime.network import KeptBuffers, left_as_found, run
+from normscope.runtime.network import SavedBuffers, restoring, run
 from normscope.runtime.progress import Progress
 from normscope.swaps.distances import in_float64
 from normscope.swaps.reports import Quality, Score
@@ -42,12 +42,12 @@ class Passes:
     model: nn.Module
     batches: Iterable[Any]
     outputs: Outputs
-    buffers: KeptBuffers
+    buffers: SavedBuffers
     progress: Callable[[int, int | None], object]
 
     def output(self, batch: Batch) -> Tensor:
         """Return the network's output for a batch."""
-        self.buffers.put_back()
+        self.buffers.restore()
         return self.outputs.read(run(self.model, batch), batch)
 
     def answers(self, batches: Iterable[Any] | None = None, of: int | None = None) -> Iterator[tuple[Batch, Tensor]]:
@@ -325,7 +325,7 @@ class QualityMeter:
         """
         if self.no_quality:
             return
-        with left_as_found(model) as buffers:
+        with restoring(model) as buffers:
             if not isinstance(self._by, Task):
                 name_of_function = getattr(self._by, "__name__", type(self._by).__name__).replace("<lambda>", "quality")
                 quality, score = Quality(name_of_function, None, None, "", {}), Score(_number(self._by(model)))

@@ -22,7 +22,7 @@ from normscope.norms.kinds import NormKind
 from normscope.norms.recognition import kind_at
 from normscope.norms.sites import Layers, NormSite
 from normscope.runtime.network import uncompiled
-from normscope.runtime.spread import check_whole, move_like, norm_at_hand, shard_like, whole
+from normscope.runtime.spread import check_whole, gathered_norm, move_like, shard_like, whole
 from normscope.swaps.behaviour import behave_like
 from normscope.swaps.pointwise import PointwiseFunction
 from normscope.swaps.standalone import InPlaceOfNorm, RMSNorm
@@ -168,7 +168,7 @@ def replacements(
         norm = norms[start.norm.name]
         if start.curve is None:
             check_whole(norm, f"A swap for {start.func}", but=("spread",))
-        with norm_at_hand(inner, start.norm.name) as device:
+        with gathered_norm(inner, start.norm.name) as device:
             module = replacement(norm, start, where if device is None else torch.empty_like(where, device=device))
         made[start.norm.name] = shard_like(module, norm)
     return made

@@ -27,7 +27,7 @@ from normscope.pairs.capture import capture, captured
 from normscope.pairs.ranks import ALONE, check_alike, joined, merge_left_out
 from normscope.pairs.recorder import CaptureOptions
 from normscope.pairs.storage import pack
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 SIZE = 3
 MESSAGES = [None, {"ä": [1, 2.5, True, None]}, "lone \udcff and 🜚, " * 40]
@@ -86,7 +86,7 @@ def refused_to_pickle(*_arguments, **_options):
 def run_rank(folder, rank):
     """Do everything that ranks do with one another, and write what this one knows in the end."""
     said = {}
-    with joined(Place(rank, SIZE, rank)) as ranks:
+    with joined(Process(rank, SIZE, rank)) as ranks:
         for name in ("_pickler", "_unpickler", "_object_to_tensor", "_tensor_to_object"):
             assert hasattr(dist.distributed_c10d, name)
             setattr(dist.distributed_c10d, name, refused_to_pickle)
@@ -189,7 +189,7 @@ def test_a_lost_rank_is_an_error_of_the_others(folder, said):
 
 def test_a_single_rank_needs_no_process_group():
     assert ALONE.gather("x") == ["x"] and list(ALONE.gather_bytes(b"\0\1")) == [b"\0\1"]
-    with joined(Place()) as ranks:
+    with joined(Process()) as ranks:
         assert ranks == ALONE and not dist.is_initialized()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from normscope.inputs.batch import Batch, Sample
-from normscope.runtime.network import left_as_found, run
+from normscope.runtime.network import restoring, run
 
 
 class Buffers(nn.Module):
@@ -71,7 +71,7 @@ CHANGES = (in_place, through_data, another_object, another_buffer, another_shape
 def test_buffers_are_restored_as_objects_and_to_the_bit(changes):
     network = Buffers()
     before, objects = bits(network), dict(network._buffers)
-    with left_as_found(network) as buffers:
+    with restoring(network) as buffers:
         assert not buffers.changed
         for change in sorted(changes, key=CHANGES.index):
             change(network)
@@ -84,7 +84,7 @@ def test_buffers_are_restored_as_objects_and_to_the_bit(changes):
 def test_unchanged_buffers_are_not_written():
     network = Buffers()
     versions = {name: buffer._version for name, buffer in network.named_buffers()}
-    with left_as_found(network):
+    with restoring(network):
         network.inner.running_mean += 1
     after = {name: buffer._version for name, buffer in network.named_buffers()}
     assert {name for name in after if after[name] != versions[name]} == {"inner.running_mean"}
@@ -95,7 +95,7 @@ def test_buffers_of_inference_mode_are_restored():
     with torch.inference_mode():
         network = Buffers()
     before = bits(network)
-    with left_as_found(network), torch.inference_mode():
+    with restoring(network), torch.inference_mode():
         network.mean += 1
     assert bits(network) == before
 
@@ -105,13 +105,13 @@ def test_torchs_compiler_is_not_imported_for_torchs_own_modules():
     script = """
 import sys
 from torch import nn
-from normscope.runtime.network import left_as_found
+from normscope.runtime.network import restoring
 
 class Own(nn.Module):
     pass
 
 for model in (nn.LayerNorm(4), Own()):
-    with left_as_found(nn.Sequential(model)):
+    with restoring(nn.Sequential(model)):
         print("torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -128,14 +128,14 @@ def test_compilation_and_fusion_are_disabled_and_restored(failure, fused, stance
     with torch.compiler.set_stance(stance):
         torch.backends.mha.set_fastpath_enabled(fused)
         try:
-            with pytest.raises(type(failure)) if failure else contextlib.nullcontext(), left_as_found(Buffers()):
-                with left_as_found(Buffers()):
+            with pytest.raises(type(failure)) if failure else contextlib.nullcontext(), restoring(Buffers()):
+                with restoring(Buffers()):
                     assert state() == ("force_eager", False)
                 assert state() == ("force_eager", False)
                 if failure is not None:
                     raise failure
             assert state() == (stance, fused)
-            with left_as_found(Buffers(), timed=True):
+            with restoring(Buffers(), timed=True):
                 assert state() == (stance, fused)
         finally:
             torch.backends.mha.set_fastpath_enabled(True)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -19,11 +19,11 @@ TORCHRUN = {
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place(0, 1, 0, 0)),
-        (TORCHRUN, Place(5, 8, 1, 2, launched=True)),
-        ({"TORCHELASTIC_RUN_ID": "none"}, Place(0, 1, 0, 0, launched=True)),
+        ({}, Process(0, 1, 0, 0)),
+        (TORCHRUN, Process(5, 8, 1, 2, launched=True)),
+        ({"TORCHELASTIC_RUN_ID": "none"}, Process(0, 1, 0, 0, launched=True)),
         # A shell inside a Slurm job, say: names that others set too, without torchrun.
-        ({name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}, Place(0, 1, 0, 0)),
+        ({name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}, Process(0, 1, 0, 0)),
     ],
 )
 def test_ranks_are_those_of_torchrun(environment, place, monkeypatch):
@@ -31,8 +31,8 @@ def test_ranks_are_those_of_torchrun(environment, place, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert Place.from_environment() == place
-    assert (place.alone, place.speaks) == (place.ranks == 1, place.rank == 0)
+    assert Process.current() == place
+    assert (place.alone, place.is_first) == (place.ranks == 1, place.rank == 0)
 
 
 def test_ranks_are_known_without_torch():

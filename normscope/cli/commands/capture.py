@@ -14,7 +14,7 @@ from normscope.cli.process import stopping_between_chunks
 from normscope.cli.running import RunOptions, check_by, check_models
 from normscope.errors import UsageError
 from normscope.runtime.files import CHECKPOINT, check_writable
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 if TYPE_CHECKING:
     from normscope.pairs.captures import Capture
@@ -51,12 +51,12 @@ def capture(
     check_models([model])
     check_by(by, [model])
     _check_capture_file(output, force)
-    place = Place.from_environment()
+    place = Process.current()
     from normscope.pairs.checkpoints import Checkpoints
 
     folder = output.with_name(f"{output.name}{CHECKPOINT}")
     checkpoints = Checkpoints(folder, checkpoint_every, resume or place.restarts > 0)
-    if place.speaks:
+    if place.is_first:
         checkpoints.check()
         if checkpoints.resume:
             found = checkpoints.exist
@@ -76,7 +76,7 @@ def capture(
                 keep_inputs=keep_inputs,
                 by_part=by is not None,
             )
-    if not place.speaks:
+    if not place.is_first:
         raise typer.Exit
     out.account(seen, layers, network.inputs.unreadable)
     out.kept_inputs(seen)

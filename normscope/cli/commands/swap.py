@@ -17,7 +17,7 @@ from normscope.cli.output import Output
 from normscope.cli.running import RunOptions, check_models
 from normscope.errors import count
 from normscope.runtime.files import check_folder_writable, check_writable
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 from normscope.show.tables.table import swapped_table
 from normscope.swaps.inits import published_name
 
@@ -63,8 +63,8 @@ def swap(
     swapping.check_keep(keep, max_drift, layers)
     chooses = keep is not None or max_drift is not None
     figure = swapping.kept_norms_figure(output)
-    place = Place.from_environment()
-    if place.speaks:
+    place = Process.current()
+    if place.is_first:
         check_folder_writable(output, FILES, ALSO)
         if chooses:
             check_writable(figure)
@@ -74,7 +74,7 @@ def swap(
         source = swapping.SwapSource(network, layers, run, out, ranks)
         fits = source.fits(replacement)
         modules = source.replacements(replacement, fits)
-    if not place.speaks:
+    if not place.is_first:
         raise typer.Exit
     calibrated = functools.lru_cache(maxsize=2)(lambda paths: _calibrated(source, modules, paths, refit, out))
     choice = None
@@ -132,12 +132,12 @@ def _calibrated(
 def _held_out_errors(source: swapping.SwapSource, swapped: nn.Module, measure: str, out: Output) -> Quantiles:
     """Measure and print the drift of the calibrated network on held-out inputs."""
     from normscope.norms.bound_inputs import unpacked
-    from normscope.runtime.network import left_as_found
+    from normscope.runtime.network import restoring
     from normscope.swaps.output_errors import output_errors
     from normscope.swaps.reports import Quantiles
 
     original, held_out = source.network.module, source.held_out
-    with left_as_found(original), left_as_found(swapped):
+    with restoring(original), restoring(swapped):
         errors = output_errors(original, swapped, unpacked(original, held_out)[1], source.network.outputs)
     quantiles = Quantiles.of(errors.tolist())
     out.result(

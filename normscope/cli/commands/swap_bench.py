@@ -15,7 +15,7 @@ from normscope.cli.figure_files import PLOT_ONLY, FigureFiles, Look
 from normscope.cli.output import FIGURES, Output
 from normscope.cli.running import RunOptions, check_models, named_or_embedded
 from normscope.errors import UsageError, count
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 if TYPE_CHECKING:
     from normscope.inputs.loaded_model import LoadedModel
@@ -63,8 +63,8 @@ def swap_bench(
     choices = swapping.swap_choices(func, init, per, shift)
     curves = list(dict.fromkeys(choice.func for choice in choices if choice.func not in ("free", "best")))
     swapping.check_calibrated(init, refit, choices, run.device_map)
-    place = Place.from_environment()
-    files = FigureFiles(output, look, names if place.speaks else [], ["drift", *(["speed"] if timed else [])])
+    place = Process.current()
+    files = FigureFiles(output, look, names if place.is_first else [], ["drift", *(["speed"] if timed else [])])
     device = resolve_device(run.device)
     where = in_words(device)
     out.result(f"on {where}" if device.type == "cuda" else f"on {where}; no number here is of a GPU")
@@ -81,7 +81,7 @@ def swap_bench(
             source = swapping.SwapSource(network, layers, run, out, ranks)
             _remark_on_calibrations(source, choices, out)
             reports = _drift(source, choices, refit, all_samples, out)
-            if not place.speaks:
+            if not place.is_first:
                 continue
             drifts += [report.as_dict() for report in reports]
             drift_figure = normscope.figures.plot_drift(reports, source.norms, **look.figure_options)
@@ -93,7 +93,7 @@ def swap_bench(
             for view, figure, about in views:
                 file = files.save(figure, network.name, view, about, out)
                 figures.append({"model": network.name, "view": view, "file": file})
-    if not place.speaks:
+    if not place.is_first:
         raise typer.Exit
     out.document({"device": where, "drift": drifts, "speed": speeds, "figures": figures})
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from normscope.errors import DeviceError, MemoryEndedError, ModelError, UsageError, unknown
 from normscope.inputs.loaded_model import LoadOptions
-from normscope.runtime.processes import Place
+from normscope.runtime.processes import Process
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def resolve_device(spec: str) -> torch.device:
     """
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", spec):
         raise UsageError(f"There is no device {spec!r}. A device is auto, cpu, cuda, cuda:N or mps.")
-    place, device = Place.from_environment(), spec
+    place, device = Process.current(), spec
     if ":" in spec and place.local_rank:
         raise UsageError(f"Several processes cannot share {spec}: --device cuda gives each a GPU of its own.")
     if spec == "auto":

@@ -24,7 +24,7 @@ from normscope.inputs.wrappers import named_modules
 from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import Layers
 from normscope.norms.trace import find_norms
-from normscope.runtime.network import left_as_found, uncompiled
+from normscope.runtime.network import restoring, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.records import Record
 from normscope.runtime.spread import check_whole
@@ -144,7 +144,7 @@ def calibrate(
     samples = count(n_learned + n_judged, "sample")
     omitted = f", and {count(left_out, 'sample')} left out, as inputs and activations get no more" if left_out else ""
     progress(f"passes of {samples} wait at each module, in about {gigabytes:.2g} GB of memory{omitted} …", 0, 1)
-    with left_as_found(teacher), left_as_found(student):
+    with restoring(teacher), restoring(student):
         errors = OutputErrors(teacher, pool.judged, outputs)
 
         def judged() -> tuple[float, float]:

@@ -17,7 +17,7 @@ from normscope.inputs.batch import Batch, leaves
 from normscope.inputs.wrappers import named_modules, submodule
 from normscope.norms.recognition import input_of
 from normscope.norms.sites import NormSite
-from normscope.runtime.network import left_as_found, run
+from normscope.runtime.network import restoring, run
 from normscope.swaps.calibrate.linear_layers import LinearLayer
 
 _SAMPLES = 2  # of the pass that shows how layers and norms are connected
@@ -177,7 +177,7 @@ def _seen(network: nn.Module, paths: Sequence[str], batch: Batch) -> list[_Modul
             module = submodule(network, path)
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave(path)).remove)
-        with left_as_found(network):
+        with restoring(network):
             run(network, batch)
     return calls
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from normscope.errors import ModelError
 from normscope.inputs.batch import Batch
 from normscope.inputs.wrappers import submodule
-from normscope.norms.trace import input_of
+from normscope.norms.recognition import input_of
 from normscope.runtime.network import run
 
 _thread_local = threading.local()

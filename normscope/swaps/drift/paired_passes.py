@@ -16,7 +16,7 @@ from normscope.inputs.batch import Batch, Halving, Sample
 from normscope.inputs.chunks import LeftOut, RankSampler, first_and_chunks
 from normscope.inputs.loaded_model import Outputs
 from normscope.pairs.ranks import ALONE, Ranks, check_alike, merge_left_out
-from normscope.runtime.network import KeptBuffers, cuda_devices, left_as_found, memory_for, run
+from normscope.runtime.network import SavedBuffers, cuda_devices, memory_for, restoring, run
 from normscope.runtime.spread import whole
 from normscope.swaps.distances import Distances, SiteLayout, distances, output_by_sample
 from normscope.swaps.drift.tallies import Configuration, Tallies
@@ -76,7 +76,7 @@ class PairedPasses:
         self._layouts: dict[tuple[str, int], SiteLayout] = {}
         self._called: set[str] = set()
         self._halving = Halving("compared")
-        self._buffers: KeptBuffers  # of the model, during compared()
+        self._buffers: SavedBuffers  # of the model, during compared()
 
     def compared(self, configurations: Sequence[Configuration], ends: Ends | None = None) -> list[Drift]:
         """Run this rank's batches as they are and with each of the swaps; ends are compared with all sites swapped.
@@ -87,7 +87,7 @@ class PairedPasses:
         """
         tallies, left_out = Tallies(configurations), LeftOut()
         of_all, of_some = ([c for c in configurations if (c.swapped == "all") is whole] for whole in (True, False))
-        with left_as_found(self.model) as self._buffers:
+        with restoring(self.model) as self._buffers:
             first, chunks = first_and_chunks(self.batches, self._sampler)
             if first is None:
                 raise DataError("There is no batch to run the model on.")
@@ -168,21 +168,21 @@ class PairedPasses:
         everything = next(c for c in tallies.configurations if c.swapped == "all")
         sampler = () if self.ranks.size == 1 else (self._sampler,)
         with contextlib.ExitStack() as closing:
-            self._buffers.put_back()
+            self._buffers.restore()
             original = iter((ends.original if isinstance(ends, KeptEnds) else ends)(*sampler))
             with self.swapped(everything.paths):
-                self._buffers.put_back()
+                self._buffers.restore()
                 swapped = iter(ends(*sampler))
             for running in (original, swapped):
                 if isinstance(running, Generator):  # its context, such as a grad mode, must not outlive this one
                     closing.callback(running.close)
             for number in itertools.count(self.ranks.rank, self.ranks.size):
-                self._buffers.put_back()
+                self._buffers.restore()
                 end = next(original, None)
                 if end is None:
                     break
                 with self.swapped(everything.paths):
-                    self._buffers.put_back()
+                    self._buffers.restore()
                     _, swapped_latents = next(swapped)
                 samples, latents = end
                 shape = (len(samples), 1, -1)
@@ -197,7 +197,7 @@ class PairedPasses:
 
     def _run(self, batch: Batch, paths: Iterable[str]) -> _Seen:
         """Run one batch from the original buffers; return the outputs of the network and of modules at some paths."""
-        self._buffers.put_back()
+        self._buffers.restore()
         with outputs_at(self.model, paths) as at_sites, torch.random.fork_rng(self._devices):
             output = whole(self.outputs.read(run(self.model, batch), batch))
         return output.clone(), at_sites  # it may be a buffer, which the next pass restores

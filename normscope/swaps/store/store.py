@@ -25,7 +25,7 @@ from normscope.norms.recognition import ancestor_kind, kind_of
 from normscope.pairs.captures import versions
 from normscope.runtime.files import sha256_of, whole_folder, write_tensors
 from normscope.runtime.network import uncompiled
-from normscope.runtime.spread import check_whole, state_at_hand
+from normscope.runtime.spread import check_whole, gathered_state
 from normscope.swaps import standalone
 from normscope.swaps.drift.reports import KeepReport
 from normscope.swaps.pointwise import PointwiseFunction
@@ -227,7 +227,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     tied: dict[str, str] = {}
     names: dict[object, str] = {}
     storages: set[int] = set()
-    for name, value in state_at_hand(model).items():
+    for name, value in gathered_state(model).items():
         if not isinstance(value, Tensor) or value.is_meta:
             what = "on the meta device, without values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ModelError(f"The network's {name} is {what}; only tensors with values can be written.")

@@ -28,7 +28,7 @@ from normscope.norms.bound_inputs import unpacked
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import NormReport, find_norms
 from normscope.runtime.launches import TRITON, VARIABLE
-from normscope.runtime.network import call, left_as_found, uncompiled
+from normscope.runtime.network import call, restoring, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.spread import check_whole
 from normscope.swaps.kernels import choice
@@ -118,7 +118,7 @@ def bench(
     batch = batch.to(device, None)
     rounds = 1 if quick else ROUNDS
     rows: list[Timing] = []
-    with left_as_found(inner, timed=True), compilations():
+    with restoring(inner, timed=True), compilations():
         progress("looking for norms", 0, 1)
         found = find_norms(inner, batch)
         report = replace(found, sites=replaceable(found.sites))

@@ -21,7 +21,7 @@ from normscope.inputs.loaded_model import LoadedModel, Outputs, Task
 from normscope.inputs.wrappers import named_modules, submodule
 from normscope.norms.bound_inputs import unpacked
 from normscope.norms.trace import find_norms
-from normscope.runtime.network import left_as_found, uncompiled
+from normscope.runtime.network import restoring, uncompiled
 from normscope.runtime.progress import Progress, silent
 from normscope.runtime.spread import check_whole
 from normscope.swaps.calibrate.calibrate import NEIGHBOURS, NORMS, calibrate
@@ -158,7 +158,7 @@ def heal(
     options = {"calibrated": calibrated, "train": train, "seed": seed, "minutes": minutes}
     options["steps"] = STEPS if steps is None and minutes is None else steps
     healing = _Healing(teacher, student, sites, outputs, learned, reported, options, progress)
-    with left_as_found(teacher), left_as_found(student):
+    with restoring(teacher), restoring(student):
         state = healing.run(path, asked or {}, until, checked or (lambda check: None))
     meter.add("healed", student)
     return HealReport(

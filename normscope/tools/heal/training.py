@@ -21,7 +21,7 @@ from normscope.inputs.batch import Batch, joined, tensors_of
 from normscope.inputs.held_out import by_length
 from normscope.inputs.loaded_model import Outputs
 from normscope.runtime.checked_files import read_checked, write_checked
-from normscope.runtime.network import KeptBuffers, run
+from normscope.runtime.network import SavedBuffers, run
 from normscope.runtime.progress import Progress
 from normscope.swaps.calibrate.refitting import copies, put_parameters
 from normscope.swaps.output_errors import KL, kl_divergences, measure_of, without_padding
@@ -320,7 +320,7 @@ class TrainingTargets:
     batches: Sequence[Sequence[Batch]]
 
     def __post_init__(self) -> None:
-        self._buffers = KeptBuffers(self.original), KeptBuffers(self.swapped)
+        self._buffers = SavedBuffers(self.original), SavedBuffers(self.swapped)
         self._kept: dict[int, list[Target]] = {}
         self._bytes_left = MOST_TARGET_BYTES
 
@@ -332,7 +332,7 @@ class TrainingTargets:
         for batch in self.batches[number]:
             with outputs_at(self.original, self.sites) as of_sites, torch.no_grad():
                 output = self.outputs.read(run(self.original, batch), batch).clone()  # it may be a buffer
-            self._buffers[0].put_back()
+            self._buffers[0].restore()
             targets.append((output, of_sites))
         size = sum(tensor.nbytes for tensor in tensors_of(targets))
         if size <= self._bytes_left:
@@ -352,7 +352,7 @@ class TrainingTargets:
             with torch.enable_grad():
                 loss = self._loss(batch, target) * (len(batch.samples) / samples)
                 loss.backward()  # type: ignore[no-untyped-call]
-            self._buffers[1].put_back()  # after the backward pass, which may use them
+            self._buffers[1].restore()  # after the backward pass, which may use them
             total += float(loss.detach())
         return total
 

@@ -28,7 +28,7 @@ from normscope.pairs.captures import Capture
 from normscope.pairs.ranks import Group, Ranks
 from normscope.pairs.storage import save_capture
 from normscope.runtime.files import check_writable
-from normscope.runtime.network import random_states_kept
+from normscope.runtime.network import restoring_random_states
 from normscope.runtime.spread import tensor_parallel_group
 from normscope.tools.probe.numbers import FORM, numbers_of
 from normscope.tools.probe.timeline import StepRecord, TimelineHeader, TimelineSite, capture_name, load_timeline
@@ -282,7 +282,7 @@ def _read(model: nn.Module, batch: Any, samples: int | None, forward: Forward | 
     state = generator and generator.get_state()
     batches: list[Batch] = []
     left, device = math.inf if samples is None else samples, _device(model)
-    with random_states_kept():
+    with restoring_random_states():
         for each in as_batches([batch] if samples is None else batch, model, forward):
             batches.append(each.first(int(min(left, len(each.samples)))).copied().to(device, None))
             left -= len(batches[-1].samples)

@@ -24,7 +24,7 @@ from normscope.errors import ModelError
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.norms.recognition import input_of
 from normscope.norms.sites import NormSite
-from normscope.runtime.network import left_as_found, run
+from normscope.runtime.network import restoring, run
 
 PARAMETER, BUFFER, INPUT, NORM, BRANCHING = "parameter", "buffer", "input", "norm", "module"
 CONSTANT, OF_INPUTS, OF_WEIGHTS, ACTIVATION = 0, 1, 2, 3  # dependence of a value; activations depend on both
@@ -116,7 +116,7 @@ class DataFlow:
         self._sites = {site.name: site for site in sites}
         self._sources_of = functools.cache(self._find_sources)
         recorder = _Recorder(network)
-        with left_as_found(network) as buffers:
+        with restoring(network) as buffers:
             try:
                 with recorder.watching(network, self._sites):
                     output = run(network, batch)

@@ -22,7 +22,7 @@ from normscope.norms.formulas import channel_vectors, layer_norm, scale_and_shif
 from normscope.norms.recognition import kind_at
 from normscope.norms.sites import NormSite
 from normscope.norms.trace import find_norms
-from normscope.runtime.network import left_as_found, run, uncompiled
+from normscope.runtime.network import restoring, run, uncompiled
 from normscope.runtime.spread import check_whole
 from normscope.swaps.replace import Swap, model_tensor, outputs_at
 from normscope.swaps.standalone import RMSNorm, make_room, tied_heads, untie
@@ -305,7 +305,7 @@ class _Plan:
 @torch.no_grad()
 def _outputs(network: nn.Module, batches: Sequence[Batch], outputs: Outputs) -> Tensor:
     """Return all outputs of a network in one vector, on the CPU and in float64."""
-    with left_as_found(network):
+    with restoring(network):
         return torch.cat([outputs.read(run(network, batch), batch).cpu().double().flatten() for batch in batches])
 
 
@@ -318,7 +318,7 @@ def _changes(
     for batch in batches:
         pairs = []
         for network in (original, rewritten):
-            with left_as_found(network), outputs_at(network, by_path) as at_norms:
+            with restoring(network), outputs_at(network, by_path) as at_norms:
                 pairs.append({**at_norms, "": [outputs.read(run(network, batch), batch)]})
         for path, expected in pairs[0].items():
             for y, again in zip(expected, pairs[1][path], strict=True):

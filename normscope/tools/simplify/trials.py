@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from normscope.errors import NormscopeError
 from normscope.inputs.batch import Batch, tensors_of
 from normscope.inputs.loaded_model import Outputs
-from normscope.runtime.network import left_as_found, run
+from normscope.runtime.network import restoring, run
 from normscope.swaps.replace import outputs_at
 
 Trial = tuple[str, Sequence[Batch], float]  # description, inputs, and the largest change of a norm's output
@@ -47,7 +47,7 @@ class Exact(TorchFunctionMode):
 def trials(network: nn.Module, batch: Batch, outputs: Outputs, norms: Sequence[str]) -> list[Trial]:
     """Return other inputs than a batch that a network accepts, and on which its norms and its output are finite."""
     accepted: list[Trial] = []
-    with left_as_found(network) as buffers:
+    with restoring(network) as buffers:
         sizes = {part.num_embeddings for part in network.modules() if isinstance(part, nn.Embedding)}
         for words, trial in _candidates(batch, sorted(sizes)):
             with contextlib.suppress(NormscopeError), outputs_at(network, norms) as at_norms:  # or it takes none such
@@ -55,7 +55,7 @@ def trials(network: nn.Module, batch: Batch, outputs: Outputs, norms: Sequence[s
                 found = [output, *itertools.chain(*at_norms.values())]
                 if all(bool(each.isfinite().all()) for each in found):
                     accepted.append((f" on {words}", [trial], 1e-9))
-            buffers.put_back()
+            buffers.restore()
     return accepted
 
 

@@ -17,7 +17,7 @@ from normscope.cli.output import Output
 from normscope.errors import ModelError, UsageError
 from normscope.models.weights.devices import blocks, device_names, spread
 from normscope.norms.trace import find_norms
-from normscope.runtime.spread import at_hand
+from normscope.runtime.spread import gathered
 
 ON_DISK = {"demo_vit": 700, "demo_wav2vec2": 700, "demo_dit": 1200, "timm:test_convnext": 700, "llama": 40}  # kB
 FACTORY = """
@@ -205,5 +205,5 @@ def test_refusals_of_a_device_map(monkeypatch):
 def test_weights_without_values_are_refused():
     norm = nn.LayerNorm(4, device="meta")
     accelerate.hooks.add_hook_to_module(norm, accelerate.hooks.ModelHook())
-    with pytest.raises(ModelError, match="no access to the weights of a LayerNorm"), at_hand(norm, (), {}):
+    with pytest.raises(ModelError, match="no access to the weights of a LayerNorm"), gathered(norm, (), {}):
         pass
